@@ -1,0 +1,43 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# one thread a process: two threads of a tiny model wait for each other
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help setup train test lint format clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup: $(VENV)/.ready  ## create .venv and install the pinned requirements (for a GPU if there is one)
+
+$(VENV)/.ready: requirements.txt requirements-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainrl needs Python 3.11: make PYTHON=python3.11 setup")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if command -v nvidia-smi > /dev/null && nvidia-smi -L | grep -q GPU; then \
+		echo "installing for a GPU (requirements.txt)"; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt; \
+	else \
+		echo "installing for a CPU (requirements-cpu.txt), about two minutes"; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0 && \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-cpu.txt; \
+	fi
+	@touch $@
+
+train: setup  ## train the embedded tiny model with grpo.py; more flags: make train ARGS="--seed 2"
+	$(BIN)/python grpo.py $(ARGS)
+
+test: setup  ## all tests; some of them: make test ARGS="-k rollout"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
