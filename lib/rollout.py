@@ -1,0 +1,428 @@
+"""Rollout engines behind one small interface, and the weight sync that is checked.
+
+An engine has: generate(prompts, sampling, seeds) -> DataProto, load_weights(model, version), version, checksum,
+probe_log_probs(ids), sleep(), wake(), close(). `hf` samples with the live model; `vllm` is a vLLM engine in this process.
+
+Tokens in, tokens out: prompts are `raw_prompt_ids`, responses are never decoded on their way to the loss. Every response
+has its own seed, so a sample depends on neither its batch nor its rank, and a run repeats itself. rollout_log_probs are
+those of the distribution that was sampled from (temperature, top-p and top-k applied).
+"""
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from lib import InputError
+from lib.data_proto import DataProto
+from lib.distributed import fsdp_modules, full_tensor, iter_full_params, unsharded
+from lib.model import response_log_probs
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. temperature 0 is greedy; top_p 1 and top_k -1 switch those filters off."""
+
+    max_response_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+class WeightSyncError(RuntimeError):
+    """The rollout engine does not hold the trainer's weights."""
+
+
+def make_engine(name: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype, gpu_memory: float):
+    """The engine called `name`: "hf" or "vllm"."""
+    if name == "hf":
+        return HFEngine(model, tokenizer)
+    return VLLMEngine(model, tokenizer, folder=folder, max_length=max_length, dtype=dtype, gpu_memory=gpu_memory)
+
+
+def check_engine(name: str) -> None:
+    """Raises InputError when the engine cannot run here, before a model loads."""
+    if name == "vllm":
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise InputError(f"--rollout_engine vllm: vLLM cannot be imported ({error}); use --rollout_engine hf") from error
+
+
+def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
+    """A seed for each response from (run seed, step, row of the global batch): the same for any number of ranks."""
+    return [int(s) for s in _splitmix64(torch.tensor(rows) + (step << 24) + (seed << 48)) & 0x7FFFFFFF]
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every end token that the tokenizer or the model's generation config names (chat models often have two)."""
+    eos = model.generation_config.eos_token_id
+    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+    return sorted(i for i in ids if i is not None)
+
+
+def add_responses(
+    prompts: DataProto,
+    token_ids: list[list[int]],
+    log_probs: list[list[float]],
+    finish_reasons: list[str],
+    pad_token_id: int,
+    width: int,
+) -> DataProto:
+    """The prompts with their responses, right-padded to `width`: what every engine returns.
+
+    finish_reason "stop" (the end token is the last of the response) or "length"; "abort" leaves no trained token.
+    """
+    B = len(token_ids)
+    responses = torch.full((B, width), pad_token_id)  # (B, T)
+    rollout_log_probs = torch.zeros(B, width)
+    response_mask = torch.zeros(B, width, dtype=torch.long)
+    for i, (ids, lps) in enumerate(zip(token_ids, log_probs)):
+        responses[i, : len(ids)] = torch.tensor(ids)
+        rollout_log_probs[i, : len(ids)] = torch.tensor(lps)
+        response_mask[i, : len(ids)] = finish_reasons[i] != "abort"
+    attended = torch.arange(width)[None] < torch.tensor([len(ids) for ids in token_ids])[:, None]
+    device = prompts.batch["input_ids"].device
+    attention_mask = torch.cat([prompts.batch["attention_mask"], attended.long().to(device)], 1)  # (B, L)
+    last = prompts.batch["position_ids"][:, -1:]
+    tensors = {
+        "prompts": prompts.batch["input_ids"],
+        "responses": responses.to(device),
+        "input_ids": torch.cat([prompts.batch["input_ids"], responses.to(device)], 1),
+        "attention_mask": attention_mask,
+        "position_ids": torch.cat([prompts.batch["position_ids"], last + torch.arange(1, width + 1, device=device)], 1),
+        "response_mask": response_mask.to(device),
+        "rollout_log_probs": rollout_log_probs.to(device),
+    }
+    objects = {**prompts.non_tensor_batch, "finish_reason": np.array(finish_reasons, dtype=object)}
+    return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
+
+
+# ---- transformers ------------------------------------------------------------------------------------------------------
+
+
+class HFEngine:
+    """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
+
+    Each distinct prompt is prefilled once and its KV cache shared out to its group; finished rows leave the batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.model, self.pad_token_id = model, tokenizer.pad_token_id
+        self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
+        self.version: int | None = None
+        self.checksum: int | None = None
+
+    def load_weights(self, model: PreTrainedModel, version: int) -> None:
+        """The weights are shared; the checksum says of which ones."""
+        self.version, self.checksum = version, weight_checksum(model, next(model.parameters()).dtype)
+
+    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad(), unsharded(self.model):
+            log_p = self.model(input_ids=torch.tensor([ids], device=self.model.device)).logits[0].float().log_softmax(-1)
+        return log_p[:-1].gather(-1, torch.tensor(ids[1:], device=log_p.device)[:, None])[:, 0].cpu()
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    @torch.no_grad()
+    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        """One response per row of `prompts`; row i is sampled with seeds[i]."""
+        was_training = self.model.training
+        self.model.eval()  # gradient checkpointing switches the KV cache off in train mode
+        with unsharded(self.model):
+            tokens, log_probs = self._sample(prompts, sampling, torch.tensor(seeds))
+        self.model.train(was_training)
+        ended = torch.isin(tokens, self.stop_ids)  # (B, T)
+        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1]).tolist()
+        finish_reasons = ["stop" if end else "length" for end in ended.any(1).tolist()]
+        return add_responses(
+            prompts,
+            [row[:n] for row, n in zip(tokens.tolist(), lengths)],
+            [row[:n] for row, n in zip(log_probs.tolist(), lengths)],
+            finish_reasons,
+            self.pad_token_id,
+            sampling.max_response_length,
+        )
+
+    def _sample(self, prompts: DataProto, sampling: Sampling, seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, log_probs), both (B, T); what follows an end token is pad_token_id and 0."""
+        T, device = sampling.max_response_length, self.model.device
+        stop_ids, seeds = self.stop_ids.to(device), seeds.to(device)
+        keys = [tuple(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+        first_row = {key: row for row, key in reversed(list(enumerate(keys)))}
+        distinct = sorted(first_row.values())
+        prompt_of_row = torch.tensor([distinct.index(first_row[key]) for key in keys], device=device)
+        ids, mask = (prompts.batch[name][distinct].to(device) for name in ("input_ids", "attention_mask"))
+        used = int(mask.sum(1).max())
+        ids, mask = ids[:, -used:], mask[:, -used:]  # left padding that no row needs
+
+        cache = DynamicCache(config=self.model.config)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+        ).logits[:, -1]
+        cache.batch_select_indices(prompt_of_row)
+        logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], positions[prompt_of_row, -1:]
+
+        tokens = torch.full((len(keys), T), self.pad_token_id, device=device)
+        log_probs = torch.zeros(len(keys), T, device=device)
+        rows = torch.arange(len(keys), device=device)  # rows of the batch that still run
+        for t in range(T):
+            token, log_prob = sample_tokens(logits, sampling, seeds[rows], t)
+            tokens[rows, t], log_probs[rows, t] = token, log_prob
+            running = ~torch.isin(token, stop_ids)
+            if t == T - 1 or not running.any():
+                break
+            if not running.all():
+                keep = running.nonzero()[:, 0]
+                rows, token, mask, position = rows[keep], token[keep], mask[keep], position[keep]
+                cache.batch_select_indices(keep)
+            mask, position = torch.cat([mask, mask.new_ones(len(rows), 1)], 1), position + 1
+            logits = self.model(
+                input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache
+            ).logits[:, -1]
+        return tokens.cpu(), log_probs.cpu()
+
+
+def sample_tokens(
+    logits: torch.Tensor, sampling: Sampling, seeds: torch.Tensor, t: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse-CDF sampling of one token a row. logits (B, V), seeds (B,); returns (token, log_prob), both (B,).
+
+    The noise of a row depends on its seed and on the position t only.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        logits = logits / sampling.temperature
+        warpers = LogitsProcessorList()
+        if sampling.top_k > 0:
+            warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            warpers.append(TopPLogitsWarper(sampling.top_p))
+        logits = warpers(None, logits)
+        cdf = logits.softmax(-1).cumsum(-1)  # (B, V)
+        uniform = (_splitmix64(seeds + (t << 32)) & 0xFFFFFF).float() / 2**24  # [0, 1)
+        token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+    return token, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    """A well mixed 64-bit hash of each int64 (Steele et al. 2014); int64 arithmetic wraps, shifts are made logical."""
+
+    def shift(v: torch.Tensor, n: int) -> torch.Tensor:
+        return (v >> n) & ((1 << (64 - n)) - 1)
+
+    x = x.long() * -7046029254386353131  # 0x9E3779B97F4A7C15
+    x = (x ^ shift(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ shift(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ shift(x, 31)
+
+
+# ---- vLLM --------------------------------------------------------------------------------------------------------------
+
+
+class VLLMEngine:
+    """A vLLM engine inside this process (one a rank), on CPU or GPU; weights go over in memory.
+
+    The engine starts with dummy weights from a folder that holds only config and tokenizer: the trainer is the one
+    source of weights, and a generate before the first load_weights is refused.
+    """
+
+    def __init__(self, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype, gpu_memory: float):
+        import os
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        on_gpu = model.device.type == "cuda"
+        if not on_gpu:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        import vllm
+
+        from lib import vllm_weights
+
+        vllm_weights.register()
+        if not on_gpu:  # spares a C++ compilation of many seconds at the first generate, for the rank of a token
+            import vllm.v1.sample.sampler as sampler
+
+            counter = sampler.batched_count_greater_than
+            sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
+        if dist.get_rank() == 0:
+            model.config.save_pretrained(folder)
+            model.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        dist.barrier()
+        settings = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
+        if not on_gpu:  # seeded requests and chunked prefill crash on a CPU
+            settings = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
+        if dist.get_world_size() > 1:
+            settings["distributed_executor_backend"] = "external_launcher"
+        with torch.random.fork_rng():  # vLLM seeds the global generators
+            self.llm = vllm.LLM(
+                str(folder),
+                load_format="dummy",
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=max_length,
+                seed=0,
+                logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
+                weight_transfer_config={"backend": "direct"},
+                **settings,
+            )
+        self.llm.init_weight_transfer_engine({"init_info": {}})
+        self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
+        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.version: int | None = None
+        self.checksum: int | None = None
+        self.sleep()
+
+    def load_weights(self, model: PreTrainedModel, version: int) -> None:
+        """Streams the trainer's weights into the engine, one whole tensor at a time. A collective."""
+        if self.can_sleep:
+            self.llm.wake_up(["weights"])  # weights first, KV cache after: the two and the update never add up
+        stream = _CheckedStream(model, self.dtype)
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"weights": stream}})
+        self.llm.finish_weight_update(weight_version=str(version))
+        if not self.llm.reset_prefix_cache():  # cached prefixes hold keys and values of the old weights
+            raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
+        self.version, self.checksum = version, stream.checksum
+        self.wake()
+
+    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
+        out = self._run([ids], [self._params(1, temperature=1.0, prompt_logprobs=0)])[0]
+        return torch.tensor([lp[token].logprob for token, lp in zip(ids[1:], out.prompt_logprobs[1:])])
+
+    def sleep(self) -> None:
+        """On a GPU, frees weights and KV cache; the weights must be loaded again before the next generate."""
+        if self.can_sleep:
+            self.llm.sleep(level=2)
+            self.version = self.checksum = None
+
+    def wake(self) -> None:
+        if self.can_sleep:
+            self.llm.wake_up(["kv_cache"])
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        """One response per row of `prompts`; row i is sampled with seeds[i]."""
+        params = [
+            self._params(
+                sampling.max_response_length,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                logprobs=0,
+                seed=seed,
+            )
+            for seed in seeds
+        ]
+        outputs = [out.outputs[0] for out in self._run(prompts.non_tensor_batch["raw_prompt_ids"], params)]
+        return add_responses(
+            prompts,
+            [list(out.token_ids) for out in outputs],
+            [[lp[token].logprob for token, lp in zip(out.token_ids, out.logprobs)] for out in outputs],
+            [out.finish_reason if out.finish_reason in ("stop", "length") else "abort" for out in outputs],
+            self.pad_token_id,
+            sampling.max_response_length,
+        )
+
+    def _params(self, max_tokens: int, **kwargs):
+        from vllm import SamplingParams
+
+        return SamplingParams(max_tokens=max_tokens, stop_token_ids=self.stop_ids, detokenize=False, **kwargs)
+
+    def _run(self, prompt_ids, params: list) -> list:
+        if self.version is None:  # vLLM would spin for ever while asleep
+            raise WeightSyncError("the vLLM engine has no weights: call sync_weights before generate")
+        with torch.random.fork_rng():  # vLLM advances torch's global generator
+            return self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompt_ids], params, use_tqdm=False)
+
+
+class _CheckedStream:
+    """Iterates (name, whole tensor) of the trainer's model and keeps the checksum of what the engine took."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
+        self.model, self.dtype, self.checksum = model, dtype, 0
+
+    def __iter__(self):
+        self.checksum = 0
+        for name, tensor in iter_full_params(self.model, self.dtype):
+            self.checksum = (self.checksum + _tensor_checksum(name, tensor)) % (1 << 64)
+            yield name, tensor
+
+
+# ---- weight sync, checked ----------------------------------------------------------------------------------------------
+
+
+def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: float) -> dict[str, float]:
+    """Gives the engine the trainer's weights as `version`, unless it has them, and proves that it has. A collective.
+
+    Two canaries: a checksum over the bits of all weights, which a skipped or cut-short sync cannot match, and the
+    log-probs of a fixed probe, which weights that arrived and are not used (a stale tied head) do not match.
+
+    Raises:
+        WeightSyncError: a canary failed. Mean |log-prob difference| on the probe may be `tolerance` at most.
+    """
+    if engine.version == version:
+        return {}
+    engine.load_weights(model, version)
+    expected = weight_checksum(model, getattr(engine, "dtype", next(model.parameters()).dtype))
+    if (engine.version, engine.checksum) != (version, expected):
+        raise WeightSyncError(
+            f"weight sync to version {version} failed: the engine holds version {engine.version} with checksum "
+            f"{engine.checksum}, the trainer has {expected}"
+        )
+    ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
+    difference = float((engine.probe_log_probs(ids) - _trainer_probe(model, ids)).abs().mean())
+    if not difference <= tolerance:
+        raise WeightSyncError(
+            f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats on the probe "
+            f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
+        )
+    return {"rollout/canary_logp_diff": difference}
+
+
+def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    """An exact, order-independent checksum of all weights as `dtype`, from each rank's own shards. A collective."""
+    for module in fsdp_modules(model):
+        module.reshard()
+    total = 0
+    for name, param in model.named_parameters():
+        shard = param.detach().to_local() if hasattr(param, "to_local") else param.detach()
+        total += _tensor_checksum(name, shard.to(dtype))
+    parts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(parts, total)
+    return sum(parts) % (1 << 64)
+
+
+def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:
+    """Sum of the elements' bits, weighted by the name: sums over shards add up to that of the whole tensor."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return zlib.crc32(name.encode()) * int(tensor.contiguous().view(integer).sum(dtype=torch.int64)) % (1 << 64)
+
+
+@torch.no_grad()
+def _trainer_probe(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Log-probs of ids[1:] by the trainer's own forward."""
+    row = torch.tensor([ids], device=model.device)
+    tensors = {
+        "input_ids": row,
+        "attention_mask": torch.ones_like(row),
+        "position_ids": torch.arange(len(ids), device=row.device)[None],
+        "responses": row[:, 1:],
+        "response_mask": torch.ones_like(row[:, 1:]),
+    }
+    return response_log_probs(model, DataProto.from_dict(tensors=tensors), 1.0)[0][0].float().cpu()
