@@ -96,10 +96,11 @@ def shard_model(model: torch.nn.Module, mesh: DeviceMesh, compute_dtype: torch.d
     policy = MixedPrecisionPolicy()
     if compute_dtype != param_dtype:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype)
-    layer_classes = set(model._no_split_modules)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps the model
+    layer_classes = set(base._no_split_modules)
     for module in [m for m in model.modules() if type(m).__name__ in layer_classes]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     if not tied:  # tied weights must stay in one group, the root: torch 2.11 silently unties them otherwise
         fully_shard(embedding, mesh=mesh, mp_policy=policy)

@@ -55,7 +55,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     except OSError as error:
         raise InputError(f"--model {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
     if tokenizer.chat_template is None:
-        raise InputError(f"--model {path}: its tokenizer has no chat template; use an instruct model, or set one and save")
+        raise InputError(
+            f"--model {path}: its tokenizer has no chat template; use an instruct model, or set one and save"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -20,7 +20,7 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import fsdp_modules, full_tensor, iter_full_params, unsharded
+from lib.distributed import fsdp_modules, iter_full_params, unsharded
 from lib.model import response_log_probs
 
 
@@ -51,7 +51,9 @@ def check_engine(name: str) -> None:
         try:
             import vllm  # noqa: F401
         except ImportError as error:
-            raise InputError(f"--rollout_engine vllm: vLLM cannot be imported ({error}); use --rollout_engine hf") from error
+            raise InputError(
+                f"--rollout_engine vllm: vLLM cannot be imported ({error}); use --rollout_engine hf"
+            ) from error
 
 
 def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
@@ -124,7 +126,9 @@ class HFEngine:
 
     def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
         with torch.no_grad(), unsharded(self.model):
-            log_p = self.model(input_ids=torch.tensor([ids], device=self.model.device)).logits[0].float().log_softmax(-1)
+            log_p = (
+                self.model(input_ids=torch.tensor([ids], device=self.model.device)).logits[0].float().log_softmax(-1)
+            )
         return log_p[:-1].gather(-1, torch.tensor(ids[1:], device=log_p.device)[:, None])[:, 0].cpu()
 
     def sleep(self) -> None: ...
@@ -359,7 +363,8 @@ class _CheckedStream:
 
     def __iter__(self):
         self.checksum = 0
-        for name, tensor in iter_full_params(self.model, self.dtype):
+        for name, tensor in iter_full_params(self.model):
+            tensor = tensor.to(self.dtype, copy=True)  # vLLM keeps some by reference: the optimizer must not move them
             self.checksum = (self.checksum + _tensor_checksum(name, tensor)) % (1 << 64)
             yield name, tensor
 

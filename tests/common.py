@@ -33,17 +33,19 @@ def run_ranks(size: int, fn: Callable, *args) -> list:
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def save_tiny(folder: Path, *, tied: bool = True, seed: int = 0, cls=Qwen2ForCausalLM, config=Qwen2Config, **more) -> str:
-    """A random two-layer decoder, saved; its path."""
+def save_tiny(
+    folder: Path, *, tied: bool = True, seed: int = 0, cls=Qwen2ForCausalLM, config=Qwen2Config, **more
+) -> str:
+    """A random two-layer decoder, saved; its path. vLLM on a CPU wants heads of 32 at least."""
     torch.manual_seed(seed)
     model = cls(
         config(
             vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
+            hidden_size=64,
+            intermediate_size=96,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
             tie_word_embeddings=tied,
             **more,
         )

@@ -45,7 +45,9 @@ def reference(model, batch, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("padding_free", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_log_probs_entropy_and_gradients_equal_the_plain_softmax_of_single_rows(tmp_path, tied, padding_free, temperature):
+def test_log_probs_entropy_and_gradients_equal_the_plain_softmax_of_single_rows(
+    tmp_path, tied, padding_free, temperature
+):
     model = load_model(save_tiny(tmp_path, tied=tied), dtype=torch.float64)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="sdpa")
     batch = rollout_batch(PROMPTS, RESPONSES)
@@ -67,8 +69,12 @@ def test_log_probs_entropy_and_gradients_equal_the_plain_softmax_of_single_rows(
     ("cls", "config", "more"),
     [
         (LlamaForCausalLM, LlamaConfig, {}),
-        (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 4, "head_dim": 8, "sliding_window_pattern": 2}),
-        (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+        (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 4, "head_dim": 32, "sliding_window_pattern": 2}),
+        (
+            Qwen3MoeForCausalLM,
+            Qwen3MoeConfig,
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        ),
     ],
 )
 def test_other_architectures(tmp_path, cls, config, more):
@@ -82,7 +88,7 @@ def test_other_architectures(tmp_path, cls, config, more):
 
 
 def test_capped_logits_go_through_the_models_own_head_and_capped_attention_is_refused(tmp_path):
-    path = save_tiny(tmp_path, cls=Gemma2ForCausalLM, config=Gemma2Config, head_dim=8, final_logit_softcapping=2.0)
+    path = save_tiny(tmp_path, cls=Gemma2ForCausalLM, config=Gemma2Config, head_dim=32, final_logit_softcapping=2.0)
     model = load_model(path, attn_implementation="eager")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     batch = rollout_batch(PROMPTS, RESPONSES)

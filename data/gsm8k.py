@@ -1,0 +1,63 @@
+"""GSM8K (grade-school word problems whose answer is one number) -> train.parquet and test.parquet.
+
+    python data/gsm8k.py --out data/gsm8k                    # openai/gsm8k from the hub
+    python data/gsm8k.py --out data/gsm8k --local_dir COPY   # a copy of it: train* and test* .parquet or .jsonl
+
+Rows are scored by rewards/gsm8k.py (data_source "openai/gsm8k").
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # this folder holds math.py, which would hide Python's own; the modules are in the parent
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+
+from pathlib import Path
+
+import datasets
+import tyro
+
+from lib import InputError
+from lib.dataset import load_split
+
+HUB_ID = "openai/gsm8k"
+INSTRUCTION = 'Think step by step, and end with the final answer, a number, after "####".'
+
+
+def main(out: Path, local_dir: Path | None = None) -> None:
+    """Write train.parquet and test.parquet.
+
+    Args:
+        out: folder to write to.
+        local_dir: folder with a copy of openai/gsm8k; without it, the hub.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        rows = []
+        for i, row in enumerate(load_split(HUB_ID, split, config="main", local_dir=local_dir)):
+            _, mark, answer = row["answer"].rpartition("####")
+            if not mark:
+                raise InputError(f"{local_dir or HUB_ID} {split} row {i}: its answer has no '####'; is this GSM8K?")
+            rows.append(
+                {
+                    "data_source": HUB_ID,
+                    "prompt": [{"role": "user", "content": f"{row['question']}\n\n{INSTRUCTION}"}],
+                    "reward_model": {"style": "rule", "ground_truth": answer.strip().replace(",", "")},
+                    "extra_info": {
+                        "split": split,
+                        "index": i,
+                        "question": row["question"],
+                        "answer": row["answer"],
+                    },
+                }
+            )
+        datasets.Dataset.from_list(rows).to_parquet(out / f"{split}.parquet")
+        print(f"{out / split}.parquet: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,71 @@
+r"""MATH (competition problems with LaTeX answers) -> train.parquet and test.parquet.
+
+    python data/math.py --out data/math                       # from the hub: train of MATH-lighteval, test MATH-500
+    python data/math.py --out data/math --local_dir COPY      # from a folder with train* and test* .parquet or .jsonl
+
+MATH-500 is part of MATH's test split, so no test problem is in train. Rows are scored by rewards/math.py. The ground
+truth is the row's "answer" where it has one, else the last \boxed{...} of its "solution"; a row with neither is left
+out and counted.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # this folder holds math.py, which would hide Python's own; the modules are in the parent
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+
+from pathlib import Path
+
+import datasets
+import tyro
+
+from lib import InputError
+from lib.dataset import load_split
+from rewards.math import last_boxed
+
+HUB_IDS = {"train": "DigitalLearningGmbH/MATH-lighteval", "test": "HuggingFaceH4/MATH-500"}
+INSTRUCTION = "Think step by step, and put the final answer within \\boxed{}."
+
+
+def main(out: Path, local_dir: Path | None = None) -> None:
+    """Write train.parquet and test.parquet.
+
+    Args:
+        out: folder to write to.
+        local_dir: folder with copies of the two sets; without it, the hub.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for split, hub_id in HUB_IDS.items():
+        rows, n_read = [], 0
+        for i, row in enumerate(load_split(hub_id, split, local_dir=local_dir)):
+            n_read += 1
+            if "problem" not in row:
+                raise InputError(f"{local_dir or hub_id} {split} row {i}: no column 'problem'; it has {', '.join(row)}")
+            answer = row.get("answer") or last_boxed(row.get("solution") or "")
+            if not answer:
+                continue
+            rows.append(
+                {
+                    "data_source": hub_id,
+                    "prompt": [{"role": "user", "content": f"{row['problem']}\n\n{INSTRUCTION}"}],
+                    "reward_model": {"style": "rule", "ground_truth": answer},
+                    "extra_info": {
+                        "split": split,
+                        "index": i,
+                        "level": str(row.get("level", "")),
+                        "subject": row.get("subject") or row.get("type") or "",
+                    },
+                }
+            )
+        if not rows:
+            raise InputError(f"{local_dir or hub_id} {split}: none of {n_read} rows has an answer; is this MATH?")
+        datasets.Dataset.from_list(rows).to_parquet(out / f"{split}.parquet")
+        print(f"{out / split}.parquet: {len(rows)} rows, {n_read - len(rows)} left out (no answer)")
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

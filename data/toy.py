@@ -1,0 +1,190 @@
+"""The embedded task: three-digit addition, and a small model that could do it but mostly does not take the trouble.
+
+    python data/toy.py       rewrites data/toy/: train.jsonl, val.jsonl and model/ (two minutes on one core)
+
+A response is "=" and the sum, with or without a working before it: the sum of each column from the right, with its carry.
+
+    137+285  ->  12,12,4=422     worked: 7+5=12, 3+8+1=12, 1+2+1=4
+    137+285  ->  =312            in the head, with the carries forgotten: right only for the 3 sums in 10 that have none
+
+The start is a 0.5 M parameter Llama that imitates pupils of mixed quality (`demonstration`): most answer in the head, the
+others show their working but slip in one column of ten. So its greedy answer comes from the head, while among the samples
+of a prompt some show a working, which is right far more often. RL has to find out that the working pays, and then to make
+it reliable: reward and response length rise together. The held-out sums occur, in either order, neither in train.jsonl nor
+in the warm-up.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # this folder holds math.py, which would hide Python's own
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+
+import json
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+FOLDER = Path(__file__).parent / "toy"
+SPECIAL = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]  # ids 0 to 3
+ROLES = ["system", "user", "assistant", "tool"]  # one token each: a prompt is 16 tokens, not 27
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHARE_WORKED = 0.35  # of the demonstrations
+SHARE_SLIPS = 0.1  # of the columns of a working
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character and newline, each role name and each special token: 104 in all."""
+    words = SPECIAL + ROLES + ["\n"] + [chr(c) for c in range(32, 127)]
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(word, normalized=False) for word in SPECIAL])
+    core.add_tokens([AddedToken(word, normalized=False) for word in ROLES])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=64,
+    )
+
+
+def make_rows(n_train: int = 4096, n_val: int = 256, seed: int = 0) -> tuple[list[dict], list[dict]]:
+    """Distinct unordered pairs of three-digit numbers as rows of verl's form, (train, val)."""
+    rng = random.Random(seed)
+    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    while len(pairs) < n_train + n_val:
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        pairs.setdefault((min(a, b), max(a, b)), (a, b))
+
+    def row(split: str, index: int, a: int, b: int) -> dict:
+        return {
+            "data_source": "toy/arithmetic",
+            "prompt": [{"role": "user", "content": f"{a}+{b}"}],
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"split": split, "index": index},
+        }
+
+    sums = list(pairs.values())
+    val = [row("val", i, a, b) for i, (a, b) in enumerate(sums[:n_val])]
+    train = [row("train", i, a, b) for i, (a, b) in enumerate(sums[n_val:])]
+    return train, val
+
+
+def careless_response(a: int, b: int) -> str:
+    """137, 285 -> "=312": each column is added, but no carry is taken to the next one."""
+    units, tens, hundreds = (a // place % 10 + b // place % 10 for place in (1, 10, 100))
+    return f"={hundreds}{tens % 10}{units % 10}"
+
+
+def worked_response(a: int, b: int, slips=(0, 0, 0)) -> str:
+    """137, 285 -> "12,12,4=422": the sum of each column from the right, with its carry (and its slip, if any)."""
+    columns, carry = [], 0
+    for place, slip in zip((1, 10, 100), slips):
+        columns.append(a // place % 10 + b // place % 10 + carry + slip)
+        carry = columns[-1] // 10
+    units, tens, hundreds = columns
+    return f"{units},{tens},{hundreds}={hundreds}{tens % 10}{units % 10}"
+
+
+def demonstration(a: int, b: int, rng: random.Random) -> str:
+    if rng.random() >= SHARE_WORKED:
+        return careless_response(a, b)
+    return worked_response(a, b, [int(rng.random() < SHARE_SLIPS) for _ in range(3)])
+
+
+def warm_up(
+    tokenizer: PreTrainedTokenizerFast,
+    held_out: set[str],
+    *,
+    steps: int = 600,
+    batch_size: int = 64,
+    lr: float = 3e-3,
+    seed: int = 0,
+    hidden_size: int = 128,
+) -> tuple[LlamaForCausalLM, list[float]]:
+    """Imitates `steps` fresh batches of demonstrations; returns the model and the loss of each step in nats per token.
+
+    `held_out`: prompts "a+b" that are skipped, also as "b+a".
+    """
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=hidden_size // 32,  # heads of 32: the smallest that vLLM supports on CPU
+            num_key_value_heads=hidden_size // 32,
+            max_position_embeddings=256,
+            attention_bias=True,  # with the wider start below, half the steps
+            initializer_range=0.06,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01)
+    losses = []
+    for step in range(steps):
+        rows, starts = [], []
+        while len(rows) < batch_size:
+            a, b = rng.randint(100, 999), rng.randint(100, 999)
+            if f"{a}+{b}" in held_out or f"{b}+{a}" in held_out:
+                continue
+            messages = [{"role": "user", "content": f"{a}+{b}"}]
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            starts.append(len(tokenizer.encode(prompt)))
+            rows.append([*tokenizer.encode(prompt + demonstration(a, b, rng)), tokenizer.eos_token_id])
+        length = max(map(len, rows))
+        ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])  # (B, L)
+        is_response = torch.arange(length) >= torch.tensor(starts)[:, None]
+        labels = ids.masked_fill(~is_response | (ids == tokenizer.pad_token_id), -100)
+        logits = model(ids).logits[:, :-1]  # causal: the padding on the right is not seen
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return model.eval(), losses
+
+
+def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # the sums inside a matrix product depend on the number of threads
+    tokenizer = make_tokenizer()
+    train, val = make_rows()
+    for name, rows in (("train", train), ("val", val)):
+        (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, losses = warm_up(tokenizer, {row["prompt"][0]["content"] for row in val})
+    save_model(model, tokenizer, FOLDER / "model")
+    print(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}; wrote {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()

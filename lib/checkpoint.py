@@ -1,0 +1,284 @@
+"""Save, resume, export. N steps equal k steps, a save, a fresh process, a load and N - k steps: bit for bit.
+
+Weights and optimizer states go through torch.distributed.checkpoint (DCP), so another number of ranks can load them.
+Traps it avoids: DCP over an existing folder, killed midway, loads as a mix of old and new (every save has its own
+folder, written aside, sealed by a manifest and renamed); a DCP key holds one value, not one per rank (random states are
+a file per rank); asking DCP for the state of an optimizer that has not stepped makes it step (undone); after a forward
+without backward FSDP's root parameters are whole, and the optimizer's state dict misses them (the model's comes first,
+which reshards). Every rank makes the same calls. Load only checkpoints that you trust: DCP's `.metadata` is a pickle.
+"""
+
+import copy
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dcp_state
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lib import InputError
+from lib.distributed import broadcast
+
+Models = dict[str, tuple[Module, Optimizer | None]]
+Schedulers = dict[str, LRScheduler]
+
+
+def save_checkpoint(
+    checkpoint_dir: str | Path, step: int, *, models: Models, schedulers: Schedulers, trainer_state: dict, keep: int
+) -> Path:
+    """Writes `checkpoint_dir/step_000020/` and then deletes older ones but for the `keep` newest complete (0 = all).
+
+    A kill at any moment leaves the previous checkpoints as they were and at most a `.tmp` folder, which the next save
+    removes. Folders of later steps (of a run that was rewound) are left alone.
+
+    Args:
+        models: by name ("actor", "critic"), each with its optimizer or None. Save between optimizer steps.
+        schedulers: by name.
+        trainer_state: what JSON can hold exactly (the loader's position, the KL controller); rank 0's is written.
+
+    Raises:
+        TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.
+        InputError: the ranks do not see the same folder.
+    """
+    final = Path(checkpoint_dir) / f"step_{step:06d}"
+    tmp = final.with_name(final.name + ".tmp")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    trainer = {
+        "step": step,
+        "world_size": world_size,
+        "names": _names(models, schedulers),
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers.items()},
+        "trainer_state": trainer_state,
+    }
+    trainer_json = _exact_json(trainer)  # before anything is written
+    if rank == 0:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in final.parent.glob("step_*.tmp"):
+            shutil.rmtree(leftover)
+        tmp.mkdir()
+    dist.barrier()
+    dcp.save(_state_to_save(models), checkpoint_id=tmp)
+    torch.save(_rng_state(), tmp / f"rng_{rank:05d}.pt")
+    _fsync(tmp / f"rng_{rank:05d}.pt")
+    dist.barrier()
+    if rank == 0:
+        unseen = [r for r in range(world_size) if not (tmp / f"rng_{r:05d}.pt").exists()]
+        if unseen:
+            raise InputError(f"{checkpoint_dir}: rank 0 does not see the files of ranks {unseen}; use a shared folder")
+        (tmp / "trainer.json").write_text(trainer_json)
+        sizes = {file.name: file.stat().st_size for file in sorted(tmp.iterdir())}
+        (tmp / "manifest.json").write_text(json.dumps({"files": sizes}, indent=1))
+        _publish(tmp, final)
+        _rotate(final, keep)
+    dist.barrier()
+    return final
+
+
+def latest_checkpoint(checkpoint_dir: str | Path) -> Path | None:
+    """The complete checkpoint of the highest step, the same on all ranks (rank 0 looks); None without one.
+
+    A torn one (no manifest, a file missing or of another size) is passed over with one printed line that says why.
+    """
+    latest = None
+    if dist.get_rank() == 0:
+        for folder in reversed(_step_folders(Path(checkpoint_dir))):
+            torn = _why_torn(folder)
+            if torn is None:
+                latest = folder
+                break
+            print(f"checkpoint: {folder} is torn ({torn}), looking for an older one", flush=True)
+    return broadcast(latest)
+
+
+def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers) -> dict[str, Any]:
+    """Loads weights, optimizers and schedules in place, restores this rank's random states, returns `trainer_state`.
+
+    With another number of ranks than at the save, weights and optimizer states are resharded and random states stay as
+    they are, which rank 0 prints.
+
+    Raises:
+        InputError: the checkpoint is torn, or holds other models or schedules than the caller's.
+    """
+    path, rank = Path(path), dist.get_rank()
+    torn = broadcast(_why_torn(path) if rank == 0 else None)
+    if torn is not None:
+        raise InputError(f"{path}: not a complete checkpoint ({torn}); give another one")
+    trainer = json.loads((path / "trainer.json").read_text())
+    ours, theirs = _names(models, schedulers), trainer["names"]
+    if ours != theirs:
+        raise InputError(f"{path}: holds {theirs}, this run {ours}; resume with the script and flags that saved it")
+
+    state: dict[str, Any] = {}
+    saved_keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+    for name, (module, optimizer) in models.items():
+        state[name] = {"model": dcp_state.get_model_state_dict(module)}
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.state.clear()  # with neither gradient nor state, DCP makes the full state: what to load into
+            template = dcp_state.get_optimizer_state_dict(module, optimizer)
+            template["state"] = {  # less the parameters that had no gradient before the save
+                param: values
+                for param, values in template["state"].items()
+                if any(f"{name}.optim.state.{param}.{key}" in saved_keys for key in values)
+            }
+            state[name]["optim"] = template
+    dcp.load(state, checkpoint_id=path)
+    for name, (module, optimizer) in models.items():
+        dcp_state.set_model_state_dict(module, state[name]["model"])
+        if optimizer is not None:
+            may_lack_state = dcp_state.StateDictOptions(strict=False)
+            dcp_state.set_optimizer_state_dict(module, optimizer, state[name]["optim"], options=may_lack_state)
+    for name, scheduler in schedulers.items():
+        scheduler.load_state_dict(trainer["schedulers"][name])
+    if trainer["world_size"] == dist.get_world_size():
+        _set_rng_state(torch.load(path / f"rng_{rank:05d}.pt", weights_only=True))
+    elif rank == 0:
+        print(
+            f"checkpoint: {path} was saved by {trainer['world_size']} rank(s), this run has {dist.get_world_size()}: "
+            "weights and optimizer states are resharded, random states stay as seeded",
+            flush=True,
+        )
+    return trainer["trainer_state"]
+
+
+def export_hf(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path, dtype: torch.dtype | None = None
+) -> None:
+    """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer.
+
+    Every rank calls it; rank 0 gathers into CPU memory and writes, aside and then renamed.
+    """
+    on_rank_0 = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(model, options=on_rank_0)
+    if dist.get_rank() == 0:
+        out_dir = Path(out_dir)
+        tmp = out_dir.with_name(out_dir.name + ".tmp")
+        shutil.rmtree(tmp, ignore_errors=True)
+        # gathered or cast one by one, tied weights share no memory and would be written twice: keep the named ones
+        names = dict(model.named_parameters()) | dict(model.named_buffers())
+        weights = {name: w for name, w in weights.items() if name in names}
+        if dtype is not None:
+            weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+        model.save_pretrained(tmp, state_dict=weights)
+        if dtype is not None:  # save_pretrained writes the live parameters' dtype
+            config = copy.deepcopy(model.config)
+            config.dtype = dtype
+            config.save_pretrained(tmp)
+        tokenizer.save_pretrained(tmp)
+        _publish(tmp, out_dir)
+    dist.barrier()
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def _names(models: Models, schedulers: Schedulers) -> dict[str, list[str]]:
+    optimizers = [name for name, (_, optimizer) in models.items() if optimizer is not None]
+    return {"models": sorted(models), "optimizers": sorted(optimizers), "schedules": sorted(schedulers)}
+
+
+def _state_to_save(models: Models) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for name, (module, optimizer) in models.items():
+        state[name] = {"model": dcp_state.get_model_state_dict(module)}
+        if optimizer is not None:
+            stepped = bool(optimizer.state)
+            state[name]["optim"] = dcp_state.get_optimizer_state_dict(module, optimizer)
+            if not stepped:  # DCP has just made a step of learning rate 0, and Adam's counter would stay 1 ahead
+                optimizer.state.clear()
+                state[name]["optim"]["state"] = {}
+    return state
+
+
+def _rng_state() -> dict[str, Any]:
+    """This rank's random states as tensors and numbers: a file of them loads with weights_only=True."""
+    version, words, gauss = random.getstate()
+    _, keys, *position = np.random.get_state()
+    return {
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (torch.from_numpy(keys.astype(np.int64)), *position),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    keys, *position = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *position))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _exact_json(trainer: dict[str, Any]) -> str:
+    for part in ("schedulers", "trainer_state"):
+        if json.loads(json.dumps(trainer[part])) != trainer[part]:  # a tuple, an integer key, NaN
+            raise TypeError(f"checkpoint: {part} does not come back from JSON as it was: {trainer[part]!r}")
+    return json.dumps(trainer, indent=1)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _step_folders(checkpoint_dir: Path) -> list[Path]:
+    """step_000010, step_000020, ... in the order of steps, without .tmp folders."""
+    steps = {p: p.name.removeprefix("step_") for p in checkpoint_dir.glob("step_*")}
+    return sorted((p for p in steps if steps[p].isdecimal()), key=lambda p: int(steps[p]))
+
+
+def _why_torn(folder: Path) -> str | None:
+    try:
+        sizes = dict(json.loads((folder / "manifest.json").read_text())["files"])
+    except OSError:
+        return "no manifest.json"
+    except (ValueError, TypeError, KeyError):
+        return "manifest.json is damaged"
+    for name, size in sizes.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (folder / name).stat().st_size != size:
+            return f"{name} has {(folder / name).stat().st_size} bytes, not {size}"
+    return None
+
+
+def _publish(tmp: Path, final: Path) -> None:
+    """Puts the finished folder `tmp` in the place of `final` by a rename, when its bytes are on the disk."""
+    for file in [*tmp.iterdir(), tmp]:
+        _fsync(file)
+    replaced = final.with_name(final.name + ".replaced.tmp")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    tmp.rename(final)
+    _fsync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _rotate(newest: Path, keep: int) -> None:
+    """Deletes what is older than the `keep` newest complete checkpoints up to `newest`, torn ones included."""
+    if keep <= 0:
+        return
+    folders = _step_folders(newest.parent)
+    older = folders[: folders.index(newest)]
+    kept = [folder for folder in reversed(older) if _why_torn(folder) is None][: keep - 1]
+    for folder in older:
+        if folder not in kept:  # renamed first: a kill in the middle of rmtree must not leave half a folder
+            shutil.rmtree(folder.rename(folder.with_name(folder.name + ".tmp")))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

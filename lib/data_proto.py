@@ -1,0 +1,690 @@
+"""DataProto: the rows that flow between the stages of an RL step. Interface and names as verl's protocol.py.
+
+`batch` is a TensorDict of plain tensors, `non_tensor_batch` a dict of (object) ndarrays, `meta_info` a dict.
+Rows are dim 0.
+
+Aliasing. Views that share the tensors' memory: slices, int index, chunk, split, unpad_dataproto, make_iterator without
+shuffling, select (with deepcopy too, as verl), pop, rename, union. Copies: index by list / ndarray / tensor / mask,
+select_idxs, reorder, repeat, sample_level_repeat, concat, padding, pad_dataproto_to_divisor, all_gather, save / load.
+Large CPU copies are made in the memory of dead ones (POOL_BYTES at most are kept).
+Objects in non_tensor_batch are never copied (except by select(deepcopy=True)); the dicts of a result are its own.
+
+Where it departs from verl:
+- Misuse raises ValueError, KeyError or IndexError with the key's name, before anything has changed (rename
+  goes key by key); verl asserts.
+- A list of equally long lists becomes a 1-D object array; np.array(..., dtype=object) would make it two-dimensional.
+- Equality (union, concat) takes NaN as equal to NaN, and looks into tensors and arrays that stand in meta_info.
+- A result has its own meta_info dict; in verl a slice, a chunk or a repetition shares its parent's.
+- chunk with auto-padding always gives `chunks` parts of ceil(n / chunks) rows, the last ones short or empty.
+- padding takes "first" or "last" (default) and nothing else; padding leaves meta_info alone, `metrics` included.
+- concat skips parts without rows; `metrics` need not have the same keys in every part.
+- rename also reaches non_tensor_batch, and never overwrites a key.
+- Files are safetensors with the rest as JSON: loading executes no code. Tensors come back on the CPU, as from pickle.
+- all_gather returns a new DataProto and takes ranks with different numbers of rows.
+- DataProtoFuture is over concurrent.futures.Future; parts of one chunk() call share one concatenation.
+- Not here: nested tensors and TensorDicts, num_batch_dims, fold / unfold, an environment switch for auto-padding.
+"""
+
+import base64
+import copy
+import functools
+import json
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
+from torch.utils.data import DataLoader
+
+from lib import InputError
+
+HUGE_PAGE_BYTES = 4 << 20  # from here on numpy asks the kernel for huge pages
+POOL_BYTES = 1 << 30  # how much memory of dead tensors is kept for new ones
+POOL: dict[int, np.ndarray] = {}  # each access is one atomic operation: finalizers run in any thread
+DOCUMENT = "document"  # the tensor of a saved file that holds the JSON
+ATOMS = frozenset((str, int, float, bool, bytes, type(None)))  # copying them is no copy
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DataProtoConfig:
+    """`DataProtoConfig.auto_padding = True` lets every DataProto be chunked unevenly, its key in meta_info one."""
+
+    auto_padding = False
+    auto_padding_key = "_verl_auto_padding"
+
+
+@dataclass(eq=False)
+class DataProtoItem:
+    """One row: tensors without the batch dimension, the row's objects, and the meta_info of all rows."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict = field(default_factory=dict)
+    meta_info: dict = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class DataProto:
+    """Rows of tensors (`batch`), of objects (`non_tensor_batch`), and what holds for all of them (`meta_info`)."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.check_consistency()
+
+    def _derive(self, batch, non_tensor_batch, meta_info=None) -> "DataProto":
+        """A DataProto of rows that are consistent by construction, so without the check."""
+        new = object.__new__(type(self))
+        new.batch = batch
+        new.non_tensor_batch = non_tensor_batch
+        new.meta_info = dict(self.meta_info) if meta_info is None else meta_info
+        return new
+
+    def _map(self, rows: int, on_tensor: Callable, on_array: Callable) -> "DataProto":
+        batch = self.batch
+        if batch is not None:
+            tensors = {key: on_tensor(x) for key, x in batch.items()}
+            batch = TensorDict(tensors, batch_size=(rows,), device=batch.device)
+        return self._derive(batch, {key: on_array(x) for key, x in self.non_tensor_batch.items()})
+
+    def check_consistency(self):
+        """Raise ValueError unless the batch has one batch dimension and the arrays are ndarrays with as many rows."""
+        if self.batch is not None and len(self.batch.batch_size) != 1:
+            raise ValueError(f"batch must have one batch dimension, got batch_size {tuple(self.batch.batch_size)}")
+        rows = len(self)
+        for key, x in self.non_tensor_batch.items():
+            if not isinstance(x, np.ndarray) or x.ndim == 0:
+                raise ValueError(f"non_tensor_batch[{key!r}] must be an ndarray with rows, got {type(x).__name__}")
+            if len(x) != rows:
+                raise ValueError(f"non_tensor_batch[{key!r}] has {len(x)} rows, the other keys have {rows}")
+
+    @classmethod
+    def from_dict(cls, tensors=None, non_tensors=None, meta_info=None, auto_padding=False) -> "DataProto":
+        """From a dict of tensors and a dict of sequences; a sequence that is no ndarray becomes a 1-D object array."""
+        tensors = tensors or {}
+        sizes = {x.shape[0] if x.ndim else None for x in tensors.values()}
+        if len(sizes) > 1 or None in sizes:
+            shapes = {key: tuple(x.shape) for key, x in tensors.items()}
+            raise ValueError(f"tensors must have the same number of rows (first dimension), got {shapes}")
+        batch = TensorDict(tensors, batch_size=(sizes.pop(),)) if sizes else None
+        arrays = {k: x if isinstance(x, np.ndarray) else _object_array(x) for k, x in (non_tensors or {}).items()}
+        meta_info = dict(meta_info or {})
+        if auto_padding:
+            meta_info[DataProtoConfig.auto_padding_key] = True
+        return cls(batch, arrays, meta_info)
+
+    @classmethod
+    def from_single_dict(cls, data: dict, meta_info=None, auto_padding=False) -> "DataProto":
+        """From one dict, such as a collate_fn's: tensors go to `batch`, ndarrays to `non_tensor_batch`."""
+        tensors, arrays = {}, {}
+        for key, x in data.items():
+            if isinstance(x, torch.Tensor):
+                tensors[key] = x
+            elif isinstance(x, np.ndarray):
+                arrays[key] = x
+            else:
+                raise ValueError(f"data[{key!r}] must be a torch.Tensor or an ndarray, got {type(x).__name__}")
+        return cls.from_dict(tensors, arrays, meta_info, auto_padding)
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return len(next(iter(self.non_tensor_batch.values()), ()))
+
+    def __getitem__(self, item):
+        """An int gives a DataProtoItem; a slice, list, ndarray, tensor or bool mask gives a DataProto."""
+        if isinstance(item, slice):
+            if (item.step or 1) < 0:  # which torch cannot slice
+                return self.select_idxs(np.arange(len(self))[item])
+            return self._map(len(range(len(self))[item]), lambda x: x[item], lambda x: x[item])
+        if isinstance(item, (int, np.integer)):
+            if not -len(self) <= item < len(self):
+                raise IndexError(f"row {item} is out of range for {len(self)} rows")
+            batch = self.batch
+            if batch is not None:
+                batch = TensorDict({key: x[item] for key, x in batch.items()}, batch_size=(), device=batch.device)
+            return DataProtoItem(batch, {k: x[item] for k, x in self.non_tensor_batch.items()}, self.meta_info)
+        if isinstance(item, (list, np.ndarray, torch.Tensor)):
+            return self.select_idxs(item)
+        raise TypeError(f"a DataProto cannot be indexed with {type(item).__name__}")
+
+    def slice(self, start=None, end=None, step=None) -> "DataProto":
+        return self[slice(start, end, step)]
+
+    def select_idxs(self, idxs) -> "DataProto":
+        """Rows by position (repetition and negative positions allowed) or by a bool mask of all rows; copies."""
+        idxs = _row_positions(idxs, len(self))
+        on_device = functools.cache(torch.from_numpy(idxs).to)
+        rows = len(idxs)
+        return self._map(
+            rows,
+            lambda x: torch.index_select(x, 0, on_device(x.device), out=_recycled(x.shape[1:], rows, x)),
+            lambda x: x[idxs],
+        )
+
+    def reorder(self, indices):
+        """Put the rows in the order of `indices`, in place."""
+        ordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def to(self, device) -> "DataProto":
+        """Move the tensors to `device`, in place; returns self."""
+        device = torch.device(device)
+        if self.batch is not None and any(x.device != device for x in self.batch.values()):
+            self.batch = self.batch.to(device)
+        return self
+
+    def select(self, batch_keys=None, non_tensor_batch_keys=None, meta_info_keys=None, deepcopy=False) -> "DataProto":
+        """The named keys (None: all) of the same rows. `deepcopy` copies objects and meta_info, not tensors."""
+        batch = self.batch
+        if batch is not None:
+            batch = batch.copy() if batch_keys is None else batch.select(*batch_keys)
+        elif batch_keys:
+            raise KeyError(f"batch has no key {batch_keys[0]!r}; it has none at all")
+        arrays = dict(self.non_tensor_batch)
+        if non_tensor_batch_keys is not None:
+            arrays = {key: x for key, x in arrays.items() if key in non_tensor_batch_keys}
+        meta_info = dict(self.meta_info)
+        if meta_info_keys is not None:
+            meta_info = {key: x for key, x in meta_info.items() if key in meta_info_keys}
+        if deepcopy:
+            memo = {}
+            arrays, meta_info = _deepcopy(arrays, memo), _deepcopy(meta_info, memo)
+        return self._derive(batch, arrays, meta_info)
+
+    def pop(self, batch_keys=(), non_tensor_batch_keys=(), meta_info_keys=()) -> "DataProto":
+        """Remove the named keys and return them as a DataProto. Raises KeyError before anything is removed."""
+        batch = {} if self.batch is None else self.batch
+        wanted = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        parts = (batch, self.non_tensor_batch, self.meta_info)
+        for name, part, keys in zip(("batch", "non_tensor_batch", "meta_info"), parts, wanted):
+            if missing := set(keys).difference(part.keys()):
+                raise KeyError(f"{name} has no key {min(missing)!r}; it has {sorted(part.keys())}")
+        rows = len(self)
+        tensors, arrays, meta_info = ({key: part[key] for key in keys} for part, keys in zip(parts, wanted))
+        for part, keys in ((batch, tensors), (self.non_tensor_batch, arrays), (self.meta_info, meta_info)):
+            for key in keys:
+                del part[key]
+        popped = TensorDict(tensors, batch_size=(rows,), device=batch.device) if tensors else None
+        return self._derive(popped, arrays, meta_info)
+
+    def rename(self, old_keys, new_keys) -> "DataProto":
+        """Rename keys (a str or a list of them) of batch and non_tensor_batch, in place; returns self."""
+        old_keys = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new_keys = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old_keys) != len(new_keys):
+            raise ValueError(f"rename takes as many new keys as old ones, got {old_keys} and {new_keys}")
+        batch, arrays = {} if self.batch is None else self.batch, self.non_tensor_batch
+        names = batch.keys()
+        for old, new in zip(old_keys, new_keys):
+            if old not in arrays and old not in names:
+                raise KeyError(f"rename: there is no key {old!r}; there are {sorted([*names, *arrays])}")
+            if new in arrays or new in names:
+                raise KeyError(f"rename: the key {new!r} is taken")
+            home = arrays if old in arrays else batch
+            x = home[old]
+            del home[old]
+            home[new] = x
+        return self
+
+    def union(self, other: "DataProto") -> "DataProto":
+        """Take the keys of `other` in, in place; returns self. A key that both have must have equal values."""
+        if _has_keys(self) and _has_keys(other) and len(self) != len(other):
+            raise ValueError(f"union of {len(self)} and {len(other)} rows")
+        tensors = {} if other.batch is None else dict(other.batch.items())
+        mine = {} if self.batch is None else dict(self.batch.items())
+        for name, old, new in (
+            ("batch", mine, tensors),
+            ("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch),
+            ("meta_info", self.meta_info, other.meta_info),
+        ):
+            for key in new:
+                if key in old and not _equal(old[key], new[key]):
+                    raise ValueError(f"union: {name}[{key!r}] differs between the two")
+        if self.batch is None:
+            self.batch = None if other.batch is None else other.batch.copy()
+        else:
+            self.batch.update({key: x for key, x in tensors.items() if key not in mine})
+        self.non_tensor_batch.update(other.non_tensor_batch)
+        self.meta_info.update(other.meta_info)
+        return self
+
+    def repeat(self, repeat_times=2, interleave=True) -> "DataProto":
+        """Each row `repeat_times` times: [a a b b] interleaved, [a b a b] otherwise."""
+        rows, dim = len(self), 1 if interleave else 0
+        shape = (rows, repeat_times) if interleave else (repeat_times, rows)
+
+        def on_tensor(x):
+            x = x.unsqueeze(dim).expand(*shape, *x.shape[1:])
+            out = _recycled(x.shape[2:], rows * repeat_times, x)
+            x = x.clone(memory_format=torch.contiguous_format) if out is None else out.view(x.shape).copy_(x)
+            return x.flatten(0, 1)
+
+        positions = np.broadcast_to(np.expand_dims(np.arange(rows), dim), shape).ravel()
+        return self._map(rows * repeat_times, on_tensor, lambda x: x[positions])
+
+    def sample_level_repeat(self, repeat_times) -> "DataProto":
+        """Row i repeat_times[i] times, next to each other. `repeat_times`: 1-D tensor, ndarray, list or tuple, (B,)."""
+        times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
+        if times.shape != (len(self),) or (times.size and (times.dtype.kind not in "iu" or times.min() < 0)):
+            raise ValueError(f"repeat_times must be {len(self)} non-negative integers, got {times!r}")
+        return self.select_idxs(np.repeat(np.arange(len(self)), times.astype(np.int64)))
+
+    @staticmethod
+    def concat(data: list["DataProto"]) -> "DataProto":
+        """Append the rows. meta_info is merged (ValueError on a conflict); `metrics`, dicts or lists of dicts, become
+        one dict of lists."""
+        if not data:
+            return DataProto()
+        meta_info = {}
+        metrics = []
+        for d in data:
+            for key, x in d.meta_info.items():
+                if key == "metrics":
+                    metrics += x if isinstance(x, list) else [] if x is None else [x]
+                elif key in meta_info and not _equal(meta_info[key], x):
+                    raise ValueError(f"concat: meta_info[{key!r}] differs between the parts: {meta_info[key]!r}, {x!r}")
+                else:
+                    meta_info[key] = x
+        if metrics:
+            names = dict.fromkeys(name for m in metrics for name in m)
+            meta_info["metrics"] = {name: [m[name] for m in metrics if name in m] for name in names}
+        parts = [d for d in data if len(d)] or data[:1]
+        return parts[0]._derive(*_concat_rows(parts), meta_info)
+
+    def is_padding_enabled(self) -> bool:
+        return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
+
+    def padding(self, padding_size: int, padding_candidate="last"):
+        """Append the "first" or the "last" row `padding_size` times, in place."""
+        if padding_candidate not in ("first", "last"):
+            raise ValueError(f'padding_candidate must be "first" or "last", got {padding_candidate!r}')
+        if padding_size:
+            row = self[:1] if padding_candidate == "first" else self[-1:]
+            self.batch, self.non_tensor_batch = _concat_rows([self] + [row] * padding_size)
+
+    def chunk(self, chunks: int) -> list["DataProto"]:
+        """`chunks` parts of equal size, as views. Uneven parts need auto-padding, otherwise ValueError."""
+        rows = len(self)
+        if chunks < 1 or (rows % chunks and not self.is_padding_enabled()):
+            raise ValueError(f"{rows} rows cannot be cut into {chunks} equal chunks ({rows} % {chunks} != 0)")
+        size = -(-rows // chunks)
+        parts = self.split(size) if rows else []
+        return parts + [self[rows:] for _ in range(chunks - len(parts))]
+
+    def split(self, split_size: int) -> list["DataProto"]:
+        """Parts of `split_size` rows, the last one possibly shorter, as views."""
+        starts = range(0, len(self), split_size)
+        batches = [None] * len(starts) if self.batch is None or not starts else self.batch.split(split_size)
+        arrays = self.non_tensor_batch.items()
+        return [self._derive(b, {k: x[i : i + split_size] for k, x in arrays}) for i, b in zip(starts, batches)]
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int, seed=None, dataloader_kwargs=None
+    ) -> Iterator["DataProto"]:
+        """Mini-batches of `epochs` passes. `dataloader_kwargs` go to torch's DataLoader ({"shuffle": True}, seeded by
+        `seed`, gives verl's order); without any the mini-batches are views in the order of the rows."""
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
+        options = {key: x for key, x in (dataloader_kwargs or {}).items() if x is not False}
+        batches: Iterable
+        if options:
+            generator = None if seed is None else torch.Generator().manual_seed(seed)
+            options |= {"batch_size": mini_batch_size, "collate_fn": self.select_idxs, "generator": generator}
+            batches = DataLoader(range(len(self)), **options)
+        else:
+            batches = self.split(mini_batch_size)
+        return (mini_batch for _ in range(epochs) for mini_batch in batches)
+
+    def get_data_info(self) -> str:
+        """Keys, shapes, dtypes and types, a line each."""
+        batch = {} if self.batch is None else self.batch
+        lines = ["batch", *(f"  {key}: {tuple(x.shape)} ({x.dtype}) {x.device}" for key, x in batch.items())]
+        lines += [
+            "non_tensor_batch",
+            *(f"  {k}: ndarray{x.shape} ({x.dtype})" for k, x in self.non_tensor_batch.items()),
+        ]
+        return "\n".join([*lines, "meta_info", *(f"  {key}: {_type_info(x)}" for key, x in self.meta_info.items())])
+
+    def print_size(self, prefix=""):
+        """Print the size in GiB; for object arrays that of the pointers."""
+        tensors = sum(x.nbytes for x in self.batch.values()) if self.batch is not None else 0
+        arrays = sum(x.nbytes for x in self.non_tensor_batch.values())
+        message = f"Size of tensordict: {tensors / 2**30} GB, size of non_tensor_batch: {arrays / 2**30} GB"
+        print(f"{prefix}, {message}" if prefix else message)
+
+    def __getstate__(self):
+        if self.batch is None:
+            return None, self.non_tensor_batch, self.meta_info
+        # As bytes of its own rows: torch would pickle the whole storage that a view is cut from.
+        tensors = {key: (x.dtype, tuple(x.shape), _as_bytes(x.detach().cpu()).numpy()) for key, x in self.batch.items()}
+        return (tuple(self.batch.batch_size), tensors), self.non_tensor_batch, self.meta_info
+
+    def __setstate__(self, state):
+        batch, self.non_tensor_batch, self.meta_info = state
+        self.batch = None
+        if batch is not None:
+            size, tensors = batch
+            tensors = {key: torch.from_numpy(x).view(dtype).view(shape) for key, (dtype, shape, x) in tensors.items()}
+            self.batch = TensorDict(tensors, batch_size=size)
+
+    def save_to_disk(self, filepath):
+        """Write a safetensors file. Raises InputError naming key and row of a value that it cannot hold; it holds None,
+        bool, int, float, str, bytes, tensors, ndarrays, numpy scalars, and lists, tuples and dicts of them."""
+        tensors = {f"batch/{key}": x for key, x in (self.batch.items() if self.batch is not None else ())}
+        arrays = {key: _encode(x, f"non_tensor_batch[{key!r}]", tensors) for key, x in self.non_tensor_batch.items()}
+        meta_info = _encode(self.meta_info, "meta_info", tensors)
+        keys = None if self.batch is None else list(self.batch.keys())
+        size = None if self.batch is None else len(self)
+        document = {"batch": keys, "rows": size, "non_tensor_batch": arrays, "meta_info": meta_info}
+        tensors[DOCUMENT] = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+        seen = set()
+        for key, x in tensors.items():
+            x = x.detach().cpu().contiguous()
+            tensors[key] = x.clone() if x.untyped_storage().data_ptr() in seen else x  # safetensors takes no sharing
+            seen.add(x.untyped_storage().data_ptr())
+        filepath = Path(filepath)
+        temporary = filepath.with_name(f"{filepath.name}.{os.getpid()}.tmp")
+        save_file(tensors, temporary)
+        temporary.replace(filepath)
+
+    @staticmethod
+    def load_from_disk(filepath) -> "DataProto":
+        """Read what save_to_disk wrote; executes no code of the file. Raises InputError when it is something else."""
+        try:
+            tensors = load_file(filepath)
+            document = json.loads(tensors.pop(DOCUMENT).numpy().tobytes())
+            batch = document["batch"]
+            if batch is not None:
+                batch = TensorDict({key: tensors[f"batch/{key}"] for key in batch}, batch_size=(document["rows"],))
+            arrays = {key: _decode(x, tensors) for key, x in document["non_tensor_batch"].items()}
+            return DataProto(batch, arrays, _decode(document["meta_info"], tensors))
+        except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError) as e:
+            raise InputError(
+                f"{filepath}: not a file of DataProto.save_to_disk, or damaged ({e}); write it anew"
+            ) from e
+
+    def all_gather(self, group=None) -> "DataProto":
+        """The rows of all ranks of `group` in the order of ranks, on every rank. Ranks may have different numbers of
+        rows, also none (then also no keys). meta_info stays the rank's own. Collective: every rank must call it."""
+        batch = {} if self.batch is None else dict(self.batch.items())
+        spec = {key: (x.dtype, tuple(x.shape[1:])) for key, x in batch.items()}
+        parts = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, (len(self), spec, self.non_tensor_batch), group=group)
+        keyed = [(rank, s, a) for rank, (_, s, a) in enumerate(parts) if s or a]
+        if not keyed:
+            return self._derive(self.batch, {})
+        _, spec, arrays = keyed[0]
+        for rank, s, a in keyed:
+            if s != spec or a.keys() != arrays.keys():
+                raise ValueError(f"all_gather: ranks {keyed[0][0]} and {rank} differ: {spec}, {[*arrays]}; {s}, {[*a]}")
+        lengths = [rows for rows, _, _ in parts]
+        home = next((x.device for x in batch.values()), torch.device("cpu"))
+        cpu_works = "cpu:" in dist.get_backend_config(group)
+        device = home if home.type != "cpu" or cpu_works else torch.device("cuda", torch.cuda.current_device())
+        tensors = {}
+        for key, (dtype, shape) in spec.items():
+            mine = batch[key].detach() if key in batch else torch.empty((0, *shape), dtype=dtype)
+            tensors[key] = _gather_rows(mine.to(device), lengths, group).to(home)
+        arrays = {key: np.concatenate([a[key] for _, _, a in keyed]) for key in arrays}
+        return self._derive(TensorDict(tensors, batch_size=(sum(lengths),)) if tensors else None, arrays)
+
+
+@dataclass(eq=False)
+class DataProtoFuture:
+    """A DataProto that is still being computed, in parts. Nothing waits before get(); an exception of a part is raised
+    there. `collect_fn` joins the parts' results; `dispatch_fn`, if any, takes the share of this future from them."""
+
+    collect_fn: Callable[[list[DataProto]], DataProto]
+    futures: list[Future]
+    dispatch_fn: Callable[[], DataProto] | None = None
+
+    @staticmethod
+    def concat(data: list[Future]) -> "DataProtoFuture":
+        return DataProtoFuture(DataProto.concat, list(data))
+
+    def chunk(self, chunks: int) -> list["DataProtoFuture"]:
+        parts = functools.cache(lambda: self.get().chunk(chunks))  # joined once, by whoever asks first
+        return [DataProtoFuture(self.collect_fn, self.futures, lambda i=i: parts()[i]) for i in range(chunks)]
+
+    def get(self) -> DataProto:
+        if self.dispatch_fn is not None:
+            return self.dispatch_fn()
+        results = [future.result() for future in self.futures]
+        for i, result in enumerate(results):
+            if not isinstance(result, DataProto):
+                raise TypeError(f"future {i} gave a {type(result).__name__}, not a DataProto")
+        return self.collect_fn(results)
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append rows from the start, going round if need be, until `size_divisor` divides the length.
+    Returns (data, number of rows appended)."""
+    pad_size = -len(data) % size_divisor
+    if not pad_size:
+        return data, 0
+    times, rest = divmod(pad_size, len(data))
+    parts = [data] * (times + 1) + [data[:rest]]
+    return data._derive(*_concat_rows(parts)), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Without the last `pad_size` rows."""
+    return data[:-pad_size] if pad_size else data
+
+
+def _concat_rows(parts: list[DataProto]) -> tuple[TensorDict | None, dict[str, np.ndarray]]:
+    """batch and non_tensor_batch of all parts; ValueError names a key that is not in every part or not of one shape."""
+    first = parts[0]
+    keys = [{*(d.batch.keys() if d.batch is not None else ()), *d.non_tensor_batch} for d in parts]
+    if odd := set.union(*keys) - set.intersection(*keys):
+        raise ValueError(f"concat: the key {min(odd)!r} is not in every part")
+    arrays = {key: np.concatenate([d.non_tensor_batch[key] for d in parts]) for key in first.non_tensor_batch}
+    if first.batch is None:
+        return None, arrays
+    rows, tensors = sum(map(len, parts)), {}
+    for key, _ in first.batch.items():
+        xs = [d.batch[key] for d in parts]
+        if len({(x.dtype, x.shape[1:]) for x in xs}) > 1:
+            raise ValueError(f"concat: batch[{key!r}] is of {', '.join(f'{x.dtype} {[*x.shape]}' for x in xs)}")
+        tensors[key] = torch.cat(xs, out=_recycled(xs[0].shape[1:], rows, *xs))
+    return TensorDict(tensors, batch_size=(rows,), device=first.batch.device), arrays
+
+
+def _recycled(row_shape: tuple[int, ...], rows: int, *sources: torch.Tensor) -> torch.Tensor | None:
+    """A tensor (rows, *row_shape) to copy `sources` into, or None where torch should allocate: small, not on the CPU,
+    or part of a graph. Fresh memory for a large CPU tensor costs more in page faults than copying into it does, so
+    buffers of tensors that have died are used again; when none fits, numpy's memory has huge pages, torch's has not."""
+    size = rows * math.prod(row_shape) * sources[0].element_size()
+    if size < HUGE_PAGE_BYTES or any(x.device.type != "cpu" or x.requires_grad for x in sources):
+        return None
+    fits = [key for key, x in list(POOL.items()) if size <= x.nbytes <= size + size // 4]
+    buffer = POOL.pop(fits[-1], None) if fits else None  # the latest is the likeliest to be in the cache
+    if buffer is None:
+        buffer = np.empty(size, np.uint8)
+    handle = buffer[:size]  # the tensor, and every view of it, keeps this object alive
+    weakref.finalize(handle, _recycle, buffer).atexit = False
+    return torch.from_numpy(handle).view(sources[0].dtype).view(rows, *row_shape)
+
+
+def _recycle(buffer: np.ndarray):
+    POOL[id(buffer)] = buffer
+    while sum(x.nbytes for x in list(POOL.values())) > POOL_BYTES:
+        POOL.pop(next(iter(POOL), None), None)
+
+
+def _has_keys(data: DataProto) -> bool:
+    return data.batch is not None or bool(data.non_tensor_batch)
+
+
+def _deepcopy(x, memo: dict):
+    """copy.deepcopy, with shared objects staying shared; faster on rows of plain data."""
+    kind = type(x)
+    if kind in ATOMS:
+        return x
+    if id(x) in memo:
+        return memo[id(x)]
+    if kind is dict:
+        new = memo[id(x)] = {}
+        for key, v in x.items():
+            new[key if type(key) in ATOMS else _deepcopy(key, memo)] = v if type(v) in ATOMS else _deepcopy(v, memo)
+    elif kind is list:
+        new = memo[id(x)] = []
+        new.extend([v if type(v) in ATOMS else _deepcopy(v, memo) for v in x])
+    elif kind is np.ndarray and x.dtype == object:
+        new = memo[id(x)] = np.empty(x.shape, dtype=object)
+        new.reshape(-1)[:] = _object_array([_deepcopy(v, memo) for v in x.flat])
+    else:
+        return copy.deepcopy(x, memo)
+    return new
+
+
+def _object_array(values) -> np.ndarray:
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
+def _row_positions(idxs, rows: int) -> np.ndarray:
+    """Positions or a bool mask as int64 positions in [0, rows); IndexError for anything else."""
+    idxs = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
+    if idxs.ndim != 1:
+        raise IndexError(f"rows are selected by a 1-D index, got shape {idxs.shape}")
+    if idxs.dtype == bool:
+        if len(idxs) != rows:
+            raise IndexError(f"a mask of {len(idxs)} for {rows} rows")
+        return np.flatnonzero(idxs)
+    if idxs.size and idxs.dtype.kind not in "iu":
+        raise IndexError(f"rows are selected by integers or bools, got {idxs.dtype}")
+    if idxs.size and not -rows <= idxs.min() <= idxs.max() < rows:
+        raise IndexError(f"rows {idxs.min()} to {idxs.max()} are out of range for {rows} rows")
+    idxs = idxs.astype(np.int64)
+    return np.where(idxs < 0, idxs + rows, idxs)
+
+
+def _equal(a, b) -> bool:
+    """Deep equality in which NaN equals NaN; tensors and arrays must also agree in shape and dtype."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _equal_tensors(a, b)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        if a.dtype != object:
+            return np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM")
+        return all(x is y or _equal(x, y) for x, y in zip(a.flat, b.flat))
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(x, b[key]) for key, x in a.items())
+    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)
+
+
+def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
+        return False
+    a, b = a.detach(), b.detach()
+    if a.device.type == "cpu" and a.element_size() in BITS:  # the same bits; numpy compares faster than torch.equal
+        bits = BITS[a.element_size()]
+        if np.array_equal(a.contiguous().view(bits).numpy(), b.contiguous().view(bits).numpy()):
+            return True
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _type_info(x) -> str:
+    if isinstance(x, list):
+        return f"list[{'|'.join(sorted({_type_info(v) for v in x[:3]})) or '...'}]"
+    if isinstance(x, tuple):
+        return f"tuple({', '.join(map(_type_info, x))})"
+    if isinstance(x, dict) and x:
+        key, value = next(iter(x.items()))
+        return f"dict[{_type_info(key)}: {_type_info(value)}]"
+    return f"ndarray{x.shape} ({x.dtype})" if isinstance(x, np.ndarray) else type(x).__name__
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The elements as a flat uint8 tensor; shares memory with a contiguous x."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
+    """Rows of all ranks, in order. As bytes, because not every backend knows every dtype."""
+    out = x.new_empty(sum(lengths), *x.shape[1:])
+    if not out.numel():
+        return out
+    longest = max(lengths)
+    if min(lengths) == longest:
+        dist.all_gather([_as_bytes(piece) for piece in out.split(longest)], _as_bytes(x), group=group)
+        return out
+    padded = x.new_zeros(longest, *x.shape[1:])
+    padded[: len(x)] = x
+    pieces = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather([_as_bytes(piece) for piece in pieces], _as_bytes(padded), group=group)
+    return torch.cat([piece[:rows] for piece, rows in zip(pieces, lengths)], out=out)
+
+
+def _encode(x, where: str, tensors: dict):
+    """JSON of a value; what JSON lacks becomes {"!tag": ...}, tensors go to `tensors`."""
+    kind = type(x)
+    if kind in ATOMS and kind is not bytes:
+        return x
+    if kind is list:
+        return [_encode(v, where, tensors) for v in x]
+    if kind is tuple:
+        return {"!tuple": [_encode(v, where, tensors) for v in x]}
+    if kind is dict and all(type(key) is str and not key.startswith("!") for key in x):
+        return {key: _encode(v, f"{where}[{key!r}]", tensors) for key, v in x.items()}
+    if kind is dict:
+        return {
+            "!dict": [[_encode(key, where, tensors), _encode(v, f"{where}[{key!r}]", tensors)] for key, v in x.items()]
+        }
+    if kind is bytes:
+        return {"!bytes": base64.b64encode(x).decode()}
+    if isinstance(x, torch.Tensor) and not x.is_sparse:
+        name = f"value/{len(tensors)}"
+        tensors[name] = x
+        return {"!tensor": name}
+    if kind is np.ndarray and x.dtype == object:
+        rows = [_encode(v, f"{where} row {i}" if x.ndim == 1 else where, tensors) for i, v in enumerate(x.flat)]
+        return {"!objects": [list(x.shape), rows]}
+    if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufcSUMm":
+        tag = "!scalar" if isinstance(x, np.generic) else "!array"
+        return {tag: [x.dtype.str, list(x.shape), base64.b64encode(x.tobytes()).decode()]}
+    raise InputError(f"{where}: a value of type {kind.__name__} cannot be saved; drop it or make it plain data first")
+
+
+def _decode(x, tensors: dict):
+    if isinstance(x, list):
+        return [_decode(v, tensors) for v in x]
+    if not isinstance(x, dict):
+        return x
+    tag = next(iter(x), "")
+    if not tag.startswith("!"):
+        return {key: _decode(v, tensors) for key, v in x.items()}
+    body = x[tag]
+    if tag == "!tuple":
+        return tuple(_decode(v, tensors) for v in body)
+    if tag == "!dict":
+        return {_decode(key, tensors): _decode(v, tensors) for key, v in body}
+    if tag == "!bytes":
+        return base64.b64decode(body)
+    if tag == "!tensor":
+        return tensors[body]
+    if tag == "!objects":
+        return _object_array([_decode(v, tensors) for v in body[1]]).reshape(body[0])
+    if tag in ("!array", "!scalar"):
+        dtype, shape, data = body
+        array = np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).reshape(shape).copy()
+        return array if tag == "!array" else array[()]
+    raise ValueError(f"unknown tag {tag}")

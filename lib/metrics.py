@@ -1,0 +1,314 @@
+"""Numbers about a step: what a batch looks like, validation scores, times. Pure functions, but for one gather.
+
+Traps it avoids: a mean of per-rank means is wrong when ranks hold different counts, so a rank reports totals and counts
+(`Mean`, `Sum`, `Max`, `Min`) and `reduce_metrics` finishes them; pass@k as 1 - (1 - c/n)^k is biased; rows without a
+trained token (padding, failed rollouts) are counted and stay out of every other number. A metric without any data in
+this step is left out, not reported as 0.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import combinations
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lib.data_proto import DataProto
+
+# ---- reduction over ranks --------------------------------------------------------------------------------------------
+
+
+class Mean(NamedTuple):
+    """total / count over all ranks; left out where the count is 0."""
+
+    total: float
+    count: float
+
+
+class Sum(NamedTuple):
+    value: float
+
+
+class Max(NamedTuple):
+    value: float
+
+
+class Min(NamedTuple):
+    value: float
+
+
+Metric = Mean | Sum | Max | Min | float
+
+
+def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """The metrics of all ranks as plain floats, equal on every rank. A collective; without a process group: local only.
+
+    Ranks may lack keys. A plain number is the same on all ranks already (a learning rate): the lowest rank's is taken.
+    """
+    ranks = [dict(local)]
+    if dist.is_initialized():
+        ranks = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(ranks, dict(local), group=group)
+    reduced = {}
+    for key in dict.fromkeys(key for metrics in ranks for key in metrics):
+        parts = [metrics[key] for metrics in ranks if key in metrics]
+        match parts[0]:
+            case Mean():
+                count = sum(part.count for part in parts)
+                if count > 0:
+                    reduced[key] = float(sum(part.total for part in parts) / count)
+            case Sum():
+                reduced[key] = float(sum(part.value for part in parts))
+            case Max():
+                reduced[key] = float(max(part.value for part in parts))
+            case Min():
+                reduced[key] = float(min(part.value for part in parts))
+            case plain:
+                reduced[key] = float(plain)
+    return reduced
+
+
+def add_metrics(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
+    """Adds the metrics of one more micro-batch to those of this rank, in place."""
+    for key, new in more.items():
+        match total.get(key):
+            case None:
+                total[key] = new
+            case Mean(value, count):
+                total[key] = Mean(value + new.total, count + new.count)
+            case Sum(value):
+                total[key] = Sum(value + new.value)
+            case Max(value):
+                total[key] = Max(max(value, new.value))
+            case Min(value):
+                total[key] = Min(min(value, new.value))
+
+
+def token_means(values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, Metric]:
+    """The mean of each (B, T) tensor over the tokens of the mask, over all micro-batches and ranks."""
+    mask = mask.bool()
+    return {name: Mean(value[mask].double().sum().item(), int(mask.sum())) for name, value in values.items()}
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
+    """name/mean, /max and /min of a 1-D tensor; nothing for an empty one."""
+    if values.numel() == 0:
+        return {}
+    values = values.double()
+    return {
+        f"{name}/mean": Mean(values.sum().item(), values.numel()),
+        f"{name}/max": Max(values.max().item()),
+        f"{name}/min": Min(values.min().item()),
+    }
+
+
+# ---- the batch of a step ---------------------------------------------------------------------------------------------
+
+
+def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metric]:
+    """Local metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
+
+    Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and if they are there
+    advantages (B, T) and finish_reason ("length" = clipped; without it, a response that fills all T tokens is).
+
+    - reward/{mean,max,min}: the sum of a row's token_level_scores
+    - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores,
+      with all scores above `correct_above`, with none above
+    - response_length/{mean,max,min}: tokens after the prompt, tool outputs included; response_length/clip_ratio
+    - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over trained tokens), rollout/dead_rows
+    """
+    tensors = batch.batch
+    trained = tensors["response_mask"].bool()  # (B, T)
+    alive = trained.any(-1)  # (B,)
+    prompt_width = tensors["prompts"].shape[1]
+    scores = tensors["token_level_scores"].sum(-1)[alive]
+    lengths = tensors["attention_mask"][:, prompt_width:].sum(-1)
+    if "finish_reason" in batch.non_tensor_batch:
+        clipped = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    else:
+        clipped = (lengths == trained.shape[1]).cpu()
+    metrics = {
+        **_spread("reward", scores),
+        **_spread("response_length", lengths[alive]),
+        "response_length/clip_ratio": Mean(int(clipped[alive.cpu()].sum()), int(alive.sum())),
+        **_spread("prompt_length", tensors["attention_mask"][:, :prompt_width].sum(-1)[alive]),
+        "rollout/dead_rows": Sum(int((~alive).sum())),
+    }
+    if (advantages := tensors.get("advantages", None)) is not None:
+        metrics |= _spread("advantages", advantages[trained])
+
+    groups = defaultdict(list)
+    for uid, score in zip(batch.non_tensor_batch["uid"][alive.cpu().numpy()], scores.tolist()):
+        groups[uid].append(score)
+    several = [group for group in groups.values() if len(group) > 1]
+    metrics["reward/zero_variance"] = Mean(sum(max(g) == min(g) for g in several), len(several))
+    metrics["reward/all_right"] = Mean(sum(min(g) > correct_above for g in several), len(several))
+    metrics["reward/all_wrong"] = Mean(sum(max(g) <= correct_above for g in several), len(several))
+    return metrics
+
+
+@torch.no_grad()
+def mismatch_metrics(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+    """How far the trainer's policy is from the one that sampled, with the same weights. All (B, T).
+
+    r = π_train / π_rollout, the log ratio clamped to ±20. rollout/logp_diff and prob_diff: mean and max of |difference|;
+    k1, k3: estimates of KL(π_rollout ‖ π_train), the tokens being π_rollout's; ratio_mean, ratio_max, ratio_min of r;
+    chi2 = mean r² − 1, the χ² divergence: importance weights r leave about 1 / (1 + chi2) of the sample.
+    """
+    mask = mask.bool()
+    train, rollout = log_probs[mask].double(), rollout_log_probs[mask].double()  # (N,)
+    if len(train) == 0:
+        return {}
+    log_ratio = (train - rollout).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    logp_diff, prob_diff = (train - rollout).abs(), (train.exp() - rollout.exp()).abs()
+    means = {
+        "logp_diff_mean": logp_diff,
+        "prob_diff_mean": prob_diff,
+        "k1": -log_ratio,
+        "k3": torch.expm1(log_ratio) - log_ratio,
+        "ratio_mean": ratio,
+        "chi2": ratio.square() - 1,
+    }
+    return {
+        **{f"rollout/{name}": Mean(value.sum().item(), len(value)) for name, value in means.items()},
+        "rollout/logp_diff_max": Max(logp_diff.max().item()),
+        "rollout/prob_diff_max": Max(prob_diff.max().item()),
+        "rollout/ratio_max": Max(ratio.max().item()),
+        "rollout/ratio_min": Min(ratio.min().item()),
+    }
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
+    """Chance that k of n samples, drawn without replacement, hold one of the c right ones: 1 - C(n-c, k) / C(n, k).
+
+    The unbiased estimator of arXiv:2107.03374, eq. 1, as a product without large numbers; n and c broadcast.
+    """
+    n, c = np.broadcast_arrays(np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.int64))
+    if k < 1 or np.any(n < k) or np.any(c < 0) or np.any(c > n):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got k={k}, n={n}, c={c}")
+    none_right = np.ones(n.shape)
+    for drawn in range(k):
+        none_right *= np.clip(n - c - drawn, 0, None) / (n - drawn)
+    return 1.0 - none_right
+
+
+def maj_at_k(preds: Sequence[str | None], scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
+    """Expected score of the most frequent answer among k of one prompt's n samples, drawn without replacement.
+
+    Exact over all C(n, k) subsets when these are at most `max_subsets`, else the mean of that many seeded draws. An
+    answer's score is the mean of its samples in the subset; a tie gives the mean score of the tied answers. A sample
+    without an answer (None) has no vote; a subset without any vote gives the mean of its scores.
+    """
+    n = len(preds)
+    if not 1 <= k <= n or len(scores) != n:
+        raise ValueError(f"maj@k needs 1 <= k <= n and n scores, got k={k}, {n} preds, {len(scores)} scores")
+    drawn = _subsets(n, k, max_subsets)  # (S, n), 1 = in the subset
+    scores = np.asarray(scores, dtype=float)
+    majority = drawn @ scores / k  # (S,)
+    answers = list(dict.fromkeys(pred for pred in preds if pred is not None))
+    if answers:
+        votes = np.array([[pred == answer for answer in answers] for pred in preds], dtype=float)  # (n, A)
+        counts = drawn @ votes  # (S, A)
+        answer_scores = drawn @ (votes * scores[:, None]) / np.maximum(counts, 1)
+        leads = (counts == counts.max(1, keepdims=True)) & (counts > 0)
+        voted = leads.any(1)
+        majority[voted] = ((answer_scores * leads).sum(1)[voted]) / leads.sum(1)[voted]
+    return float(majority.mean())
+
+
+@lru_cache
+def _subsets(n: int, k: int, max_subsets: int) -> np.ndarray:
+    if comb(n, k) <= max_subsets:
+        chosen = np.array(list(combinations(range(n), k)))
+    else:
+        chosen = np.random.default_rng(0).random((max_subsets, n)).argsort(1)[:, :k]
+    drawn = np.zeros((len(chosen), n))
+    np.put_along_axis(drawn, chosen, 1.0, axis=1)
+    return drawn
+
+
+def validation_metrics(
+    data_sources: Sequence[str],
+    uids: Sequence[str],
+    scores: Sequence[float],
+    preds: Sequence[str | None] | None = None,
+    extras: Mapping[str, Sequence[float]] | None = None,
+    correct_above: float = 0.5,
+) -> dict[str, float]:
+    """val/<data_source>/... from the rows of all ranks, one row a sample, n samples of every prompt (uid).
+
+    mean@n with a 95 % bootstrap interval over prompts (1000 seeded draws: mean@n/ci_low, /ci_high); pass@k with "right"
+    meaning a score above `correct_above`; maj@k if `preds` are given; k = 1, 2, 4, ... n. Each of `extras` as its mean.
+
+    Raises:
+        ValueError: prompts of one data source have different numbers of samples (a failed one counts: score 0).
+    """
+    scores = np.asarray(scores, dtype=float)
+    rows_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row, (source, uid) in enumerate(zip(data_sources, uids)):
+        rows_of[source][uid].append(row)
+    metrics = {}
+    for source, prompts in rows_of.items():
+        sizes = {len(rows) for rows in prompts.values()}
+        if len(sizes) > 1:
+            raise ValueError(f"{source}: prompts with {sorted(sizes)} samples; every prompt needs the same number")
+        rows = np.array(list(prompts.values()))  # (prompts, n)
+        n, name = rows.shape[1], f"val/{source}"
+        prompt_means = scores[rows].mean(1)
+        metrics[f"{name}/mean@{n}"] = float(prompt_means.mean())
+        rng = np.random.default_rng(0)
+        draws = [prompt_means[rng.integers(len(rows), size=len(rows))].mean() for _ in range(1000)]
+        for bound, percent in (("low", 2.5), ("high", 97.5)):
+            metrics[f"{name}/mean@{n}/ci_{bound}"] = float(np.percentile(draws, percent))
+        right = (scores[rows] > correct_above).sum(1)
+        for k in sorted({2**power for power in range(n.bit_length())} | {n}):
+            metrics[f"{name}/pass@{k}"] = float(pass_at_k(n, right, k).mean())
+            if preds is not None:
+                each = [maj_at_k([preds[i] for i in prompt], scores[prompt], k) for prompt in rows]
+                metrics[f"{name}/maj@{k}"] = float(np.mean(each))
+        for extra, values in (extras or {}).items():
+            metrics[f"{name}/{extra}"] = float(np.mean(np.asarray(values, dtype=float)[rows]))
+    return metrics
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+class Timer:
+    """`with timer("rollout"): ...` adds the block's seconds to timing_s/rollout; make a new one every step."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # kernels that are still queued belong to this stage
+            self._seconds[stage] += time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"timing_s/{stage}": seconds for stage, seconds in self._seconds.items()}
+
+
+def throughput_metrics(timing: Mapping[str, float], tokens: int, n_devices: int) -> dict[str, float]:
+    """From a timer's metrics with a stage "step" around all others, and the step's tokens over all ranks."""
+    seconds = timing["timing_s/step"]
+    return {
+        "perf/time_per_step": seconds,
+        "perf/tokens_per_s": tokens / seconds,
+        "perf/tokens_per_s_per_device": tokens / seconds / n_devices,
+    }

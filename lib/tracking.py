@@ -1,0 +1,252 @@
+"""What a run writes about itself, on rank 0: metrics.jsonl and samples.jsonl always, wandb and tensorboard on request,
+a console line a step, and curve.png.
+
+metrics.jsonl is the record: floats exactly, each line flushed. Traps it avoids: after kill -9 and a resume from an
+older checkpoint the steps that run again would stand twice (rows after the checkpoint are cut off, with a torn last
+line); NaN is no JSON (it becomes null, its key and value stand under "nonfinite"); wandb drops rows that go back in
+step (there the step is a logged value); a response can hold terminal control characters (stored as is, shown as �).
+"""
+
+import atexit
+import json
+import math
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from lib import InputError
+
+# what a step's console line shows
+NUMBERS = {
+    "reward/mean": "reward {:.3f}",
+    "response_length/mean": "length {:.0f}",
+    "perf/tokens_per_s": "{:,.0f} tok/s",
+}
+
+
+class Tracker:
+    """The run's logs. With enabled=False (all ranks but the first) every method does nothing.
+
+    Args:
+        run_dir: made if missing; gets config.json, metrics.jsonl, samples.jsonl, curve.png.
+        trackers: any of "wandb", "tensorboard". wandb reads its usual environment (WANDB_PROJECT, WANDB_MODE).
+        resume_step: the step of the loaded checkpoint: rows up to it stay and wandb goes on with the same run; 0 starts
+            the logs afresh.
+
+    Raises:
+        InputError: an unknown tracker, or one that is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: Mapping[str, Any],
+        *,
+        trackers: Sequence[str] = (),
+        total_steps: int,
+        resume_step: int = 0,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        if unknown := set(trackers) - {"wandb", "tensorboard"}:
+            raise InputError(f"--trackers {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard")
+        if not enabled:
+            return
+        self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        config = json.dumps(dict(config), indent=1, default=str)
+        (self.run_dir / "config.json").write_text(config + "\n")
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _cut_after(self.run_dir / name, resume_step)
+        self.metrics_file = (self.run_dir / "metrics.jsonl").open("a")
+        self.samples_file = (self.run_dir / "samples.jsonl").open("a", encoding="utf-8", errors="backslashreplace")
+        self.wandb = self._open_wandb(json.loads(config)) if "wandb" in trackers else None
+        self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
+        self.started = time.monotonic()
+        on_terminal = sys.stdout.isatty()
+        self.console = Console(force_terminal=on_terminal, width=None if on_terminal else 120, highlight=False)
+        self.progress = None
+        if on_terminal:
+            text = TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True), markup=False)
+            columns = (MofNCompleteColumn(), BarColumn(20), text)
+            options = {
+                "auto_refresh": False,
+                "redirect_stderr": sys.stderr.isatty(),
+            }  # no thread writes into a debugger
+            self.progress = Progress(*columns, console=self.console, **options)
+            self.task = self.progress.add_task("", total=total_steps, completed=resume_step, numbers="")
+            self.progress.start()
+        atexit.register(self.close)  # an exception must not leave the terminal without a cursor
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One line of metrics.jsonl. A step may have several (training, then validation)."""
+        if not self.enabled:
+            return
+        values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
+        nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
+        row = {"step": step} | {key: None if key in nonfinite else value for key, value in values.items()}
+        if nonfinite:
+            row["nonfinite"] = nonfinite
+        self.metrics_file.write(json.dumps(row, allow_nan=False) + "\n")
+        self.metrics_file.flush()
+        if self.wandb is not None:
+            self.wandb.log(values | {"step": step})
+        if self.tensorboard is not None:
+            for key, value in values.items():
+                self.tensorboard.add_scalar(key, value, step)
+        self._show(values, nonfinite, step)
+
+    def samples(self, rows: Sequence[Mapping[str, Any]], step: int, show: int = 3) -> None:
+        """Appends rows (prompt, response, score, ...) to samples.jsonl and shows the first few on the console."""
+        if not self.enabled:
+            return
+        for row in rows:
+            self.samples_file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
+        self.samples_file.flush()
+        table = Table(title=f"samples of step {step}", title_justify="left", expand=True)
+        for name, ratio in (("score", None), ("prompt", 2), ("response", 3)):
+            table.add_column(name, ratio=ratio, no_wrap=True, overflow="ellipsis")
+        for row in rows[:show]:
+            cells = (f"{row['score']:.3g}", *(self._one_line(row[key]) for key in ("prompt", "response")))
+            table.add_row(*map(Text, cells))
+        self.console.print(table)
+
+    def curve(self, path: str | Path | None = None) -> None:
+        """Draws metrics.jsonl to `path` (default: curve.png in the run's folder)."""
+        if self.enabled:
+            plot_curve(self.run_dir / "metrics.jsonl", path or self.run_dir / "curve.png", self.run_dir.resolve().name)
+
+    def close(self) -> None:
+        if not self.enabled:
+            return
+        self.enabled = False
+        atexit.unregister(self.close)
+        if self.progress is not None:
+            self.progress.stop()
+        for file in (self.metrics_file, self.samples_file, self.tensorboard):
+            if file is not None:
+                file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def _show(self, values: Mapping[str, float], nonfinite: Mapping[str, str], step: int) -> None:
+        parts = [shape.format(values[key]) for key, shape in NUMBERS.items() if key in values]
+        done = step - self.resume_step
+        if parts and done > 0:
+            seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
+            parts.append(f"eta {timedelta(seconds=round(seconds))}")
+        validation = [f"{key} {values[key]:.3f}" for key in values if _is_accuracy(key)]
+        alarms = [f"{key} is {value}" for key, value in nonfinite.items()]
+        if self.progress is None:
+            print(" | ".join([f"step {step}/{self.total_steps}", *parts, *validation, *alarms]), flush=True)
+            return
+        if validation or alarms:  # these stay on the screen, above the bar
+            self.console.print(
+                Text(" | ".join([f"step {step}", *validation, *alarms]), style="red" if alarms else "bold")
+            )
+        if parts:
+            self.progress.update(self.task, completed=step, numbers=" | ".join(parts))
+        self.progress.refresh()
+
+    def _one_line(self, text: str) -> str:
+        """Head and tail of `text` without line breaks and control characters, in the console's encoding."""
+        keep = self.console.width // 2
+        text = text if len(text) <= 2 * keep else f"{text[:keep]} … {text[-keep:]}"
+        text = "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
+        return text.encode(self.console.encoding, "replace").decode(self.console.encoding)
+
+    def _open_wandb(self, config: dict[str, Any]) -> Any:
+        try:
+            import wandb
+        except ImportError as error:
+            raise InputError("--trackers wandb: not installed; run `pip install wandb`") from error
+        id_file, name = self.run_dir / "wandb_id.txt", self.run_dir.resolve().name
+        if not (self.resume_step and id_file.exists()):
+            id_file.write_text(secrets.token_hex(4))
+        run = wandb.init(dir=self.run_dir, name=name, id=id_file.read_text(), resume="allow", config=config)
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _open_tensorboard(self) -> Any:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise InputError("--trackers tensorboard: not installed; run `pip install tensorboard`") from error
+        hide_from = self.resume_step + 1 if self.resume_step else 0
+        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=hide_from)
+
+
+def _cut_after(file: Path, step: int) -> None:
+    """Keeps the whole lines of steps up to `step`, none for step 0; replaces the file by a rename."""
+    if not file.exists():
+        return
+    aside, cut = file.with_suffix(".tmp"), 0
+    with file.open("rb") as lines, aside.open("wb") as kept:
+        for line in lines:
+            if step and line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.write(line)
+            else:
+                cut += 1
+    aside.replace(file)
+    if cut:
+        print(f"tracking: {file}: dropped {cut} rows after step {step}", flush=True)
+
+
+def _is_accuracy(key: str) -> bool:
+    return key.startswith("val/") and "/mean@" in key and "/ci_" not in key
+
+
+def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
+    """Over steps: train reward (raw, smoothed) and validation accuracy with its interval; the mean response length."""
+    lines = Path(metrics_file).read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def series(key: str) -> tuple[np.ndarray, np.ndarray]:
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        return tuple(np.array(points, dtype=float).reshape(-1, 2).T)
+
+    figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")
+    figure.suptitle(title, fontweight="bold")
+    left, right = figure.subplots(1, 2)
+    for axes, key, label, color in (
+        (left, "reward/mean", "train reward", "tab:blue"),
+        (right, "response_length/mean", "mean response length", "tab:green"),
+    ):
+        steps, values = series(key)
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+        axes.plot(steps, _smooth(values), color=color, linewidth=2, label=label)
+    keys = dict.fromkeys(key for row in rows for key in row if _is_accuracy(key))
+    for key, color in zip(keys, ("tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")):
+        left.plot(*series(key), color=color, marker="o", markersize=4, linewidth=1.5, label=key)
+        (steps, low), (_, high) = series(f"{key}/ci_low"), series(f"{key}/ci_high")
+        left.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+    left.set_ylabel("reward, accuracy")
+    right.set_ylabel("tokens")
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    aside = Path(f"{path}.tmp")
+    figure.savefig(aside, format="png")
+    aside.replace(path)
+
+
+def _smooth(values: np.ndarray, weight: float = 0.9) -> np.ndarray:
+    """Exponential moving average without the bias towards the start value."""
+    smoothed, total, count = [], 0.0, 0.0
+    for value in values:
+        total, count = weight * total + value, weight * count + 1
+        smoothed.append(total / count)
+    return np.array(smoothed)

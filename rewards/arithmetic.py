@@ -1,0 +1,11 @@
+"""Scorer of the embedded task (data/toy.py).
+
+A response is right when what follows its last "=" is the sum, to the character: "12,12,4=422" and "=422" are, and
+"=0422", "=422.", "=422 or 423" and "422" are not. The working before it is not looked at.
+"""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
+    """Returns {"score": 1.0 or 0.0, "pred": the answer, "" where the response has no "="}."""
+    pred = solution_str.rpartition("=")[2].strip() if "=" in solution_str else ""
+    return {"score": float(pred == str(ground_truth)), "pred": pred}

@@ -1,0 +1,419 @@
+"""Checkpoints on real gloo groups of 1 and 2 forked ranks: exact resume, resharding, torn folders, rotation, export."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from lib import InputError
+from lib.checkpoint import export_hf, latest_checkpoint, load_checkpoint, save_checkpoint
+from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
+
+torch.set_num_threads(1)
+VOCAB, ROWS, LENGTH = 96, 4, 12
+
+
+# ---- ranks and a tiny trainer ----------------------------------------------------------------------------------------
+
+
+def _on_rank(rank: int, fn: Callable, size: int, store: str, args: tuple) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    fn(World(rank, size, torch.device("cpu")), *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(size: int, fn: Callable, *args) -> None:
+    """`fn(world, *args)` on `size` forked processes; the first exception of a rank is raised here."""
+    store = Path(args[0]) / f"store_{random.SystemRandom().randrange(1 << 62)}"
+    mp.start_processes(_on_rank, (fn, size, str(store), args), nprocs=size, start_method="fork")
+
+
+def tiny_model(seed: int, tied: bool, dropout: float = 0.0) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        attention_dropout=dropout,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+class Trainer:
+    """An actor (tied embeddings) and a critic (untied), each with AdamW in two param groups and a warm-up."""
+
+    def __init__(self, world: World, seed: int = 0, lr: float = 1e-2, dropout: float = 0.1):
+        self.world, self.models, self.schedulers, self.params = world, {}, {}, {}
+        for name, tied in (("actor", True), ("critic", False)):
+            model = shard_model(tiny_model(seed, tied, dropout), make_mesh(world), torch.float32).train()
+            params = self.params[name] = trainable_parameters(model)
+            groups = [
+                {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+                {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+            ]
+            optimizer = torch.optim.AdamW(groups, lr=lr)
+            self.models[name] = (model, optimizer)
+            self.schedulers[name] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+        for seeded in (random.seed, np.random.seed, torch.manual_seed):
+            seeded(1000 * seed + world.rank)
+
+    def steps(self, first: int, last: int) -> list[list[float]]:
+        """Optimizer steps first..last-1 on fixed data; per step the draws of all generators and the learning rates.
+
+        One Gaussian a step: after an odd number of steps a generator holds the second one of a pair back.
+        """
+        seen = []
+        for step in range(first, last):
+            ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+            ids = ids[self.world.rank :: self.world.size]
+            for name, (model, optimizer) in self.models.items():
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+                nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+                (nll / (ROWS * (LENGTH - 1)) * self.world.size).backward()
+                torch.nn.utils.clip_grad_norm_(self.params[name], 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                self.schedulers[name].step()
+            rates = [group["lr"] for _, optimizer in self.models.values() for group in optimizer.param_groups]
+            seen.append([random.random(), random.gauss(0, 1), np.random.normal(), float(torch.rand(())), *rates])
+        return seen
+
+    def snapshot(self) -> dict:
+        """Whole weights, optimizer states and schedules."""
+        found = {}
+        for name, (model, optimizer) in self.models.items():
+            for part in model.modules():
+                if hasattr(part, "reshard"):
+                    part.reshard()
+            found[f"{name} weights"] = {key: full_tensor(p.detach()).clone() for key, p in model.named_parameters()}
+            found[f"{name} states"] = [
+                {key: full_tensor(v).clone() for key, v in optimizer.state.get(p, {}).items()}
+                for p in self.params[name]
+            ]
+            found[f"{name} groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            found[f"{name} schedule"] = self.schedulers[name].state_dict()
+        return found
+
+    def save(self, folder: Path, step: int, keep: int = 0) -> Path:
+        for model, _ in self.models.values():  # validation without backward: it leaves the root's parameters whole
+            with torch.no_grad():
+                model.eval()(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+                model.train()
+        state = {"loader": {"position": 7 * step}, "kl_coef": 0.1 + 0.2}
+        return save_checkpoint(
+            folder, step, models=self.models, schedulers=self.schedulers, trainer_state=state, keep=keep
+        )
+
+    def load(self, path: Path) -> dict:
+        return load_checkpoint(path, models=self.models, schedulers=self.schedulers)
+
+
+def same(a, b) -> bool:
+    """Bit for bit, through dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+def _straight_run(world: World, folder: Path) -> None:
+    """5 steps without a save, then the same 5 with saves after 0 and 3 steps: saving must change nothing."""
+    plain = Trainer(world)
+    draws = plain.steps(0, 5)
+    saving = Trainer(world)
+    saving.save(folder, 0)
+    assert same(saving.steps(0, 3), draws[:3])
+    saving.save(folder, 3)
+    torch.save(saving.snapshot(), folder / "at_3.pt")
+    assert same(saving.steps(3, 5), draws[3:])
+    assert same(saving.snapshot(), plain.snapshot())
+    torch.save((draws, plain.snapshot()), folder / f"straight_{world.rank}.pt")
+
+
+def _resumed_run(world: World, folder: Path, step: int) -> None:
+    """From `step` on in a process whose weights, optimizer, schedule and generators are all something else."""
+    draws, final = torch.load(folder / f"straight_{world.rank}.pt")
+    run = Trainer(world, seed=9, lr=0.5)
+    run.steps(90, 92)
+    state = run.load(folder / f"step_{step:06d}")
+    assert state == {"loader": {"position": 7 * step}, "kl_coef": 0.1 + 0.2}
+    assert same(run.steps(step, 5), draws[step:])
+    assert same(run.snapshot(), final)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_resume_is_bit_for_bit(size, tmp_path):
+    run_ranks(size, lambda world, folder: (_straight_run(world, folder), _resumed_run(world, folder, 3)), tmp_path)
+    run_ranks(size, _resumed_run, tmp_path, 3)  # and in fresh processes
+    run_ranks(size, _resumed_run, tmp_path, 0)  # saved before the first step: Adam's counters must not be 1 ahead
+
+
+def test_ranks_have_their_own_random_states(tmp_path):
+    def save(world, folder):
+        Trainer(world).save(folder, 1)
+
+    run_ranks(2, save, tmp_path)
+    first, second = (torch.load(tmp_path / f"step_000001/rng_0000{r}.pt", weights_only=True) for r in (0, 1))
+    assert not torch.equal(first["torch"], second["torch"])
+    assert not torch.equal(first["numpy"][0], second["numpy"][0])
+    assert not torch.equal(first["python"][1], second["python"][1])
+
+
+@pytest.mark.parametrize("saved_by, loaded_by", [(2, 1), (1, 2)])
+def test_resharding_keeps_weights_and_optimizer(saved_by, loaded_by, tmp_path, capfd):
+    run_ranks(saved_by, _straight_run, tmp_path)
+
+    def load(world, folder):
+        run = Trainer(world, seed=9, dropout=0.0)
+        run.steps(90, 92)
+        before = torch.get_rng_state()
+        run.load(folder / "step_000003")
+        assert torch.equal(torch.get_rng_state(), before)
+        assert same(run.snapshot(), torch.load(folder / "at_3.pt"))
+        run.steps(3, 5)
+
+    run_ranks(loaded_by, load, tmp_path)
+    notice = [line for line in capfd.readouterr().out.splitlines() if line.startswith("checkpoint:")]
+    assert len(notice) == 1
+    assert f"saved by {saved_by} rank(s), this run has {loaded_by}" in notice[0]
+
+
+@pytest.mark.parametrize("saved_with_both", [False, True])
+def test_parameters_without_gradient_have_no_optimizer_state(saved_with_both, tmp_path):
+    def check(world, folder):
+        def make(seed):
+            torch.manual_seed(seed)
+            module = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 2), "unused": torch.nn.Linear(3, 2)})
+            return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+
+        def step(module, optimizer, both):
+            x = torch.ones(2, 3)
+            (module["used"](x).sum() + (module["unused"](x).sum() if both else 0)).backward()
+            optimizer.step()
+
+        module, optimizer = make(0)
+        step(module, optimizer, both=saved_with_both)
+        save_checkpoint(folder, 1, models={"m": (module, optimizer)}, schedulers={}, trainer_state={}, keep=0)
+        other, other_optimizer = make(1)
+        step(other, other_optimizer, both=False)
+        load_checkpoint(folder / "step_000001", models={"m": (other, other_optimizer)}, schedulers={})
+        assert len(other_optimizer.state) == (4 if saved_with_both else 2)
+        for m, o in ((module, optimizer), (other, other_optimizer)):
+            o.zero_grad()
+            step(m, o, both=True)
+        assert same(module.state_dict(), other.state_dict())
+        assert same(optimizer.state_dict(), other_optimizer.state_dict())
+
+    run_ranks(1, check, tmp_path)
+
+
+def test_another_script_or_inexact_state_is_refused(tmp_path):
+    def check(world, folder):
+        run = Trainer(world)
+        path = run.save(folder, 3)
+        actor = {"actor": run.models["actor"]}
+        with pytest.raises(InputError, match="'critic'"):
+            load_checkpoint(path, models=actor, schedulers={"actor": run.schedulers["actor"]})
+        for state in ({"window": (1, 2)}, {"seen": {1: 2}}):
+            with pytest.raises(TypeError, match="trainer_state does not come back"):
+                save_checkpoint(folder, 4, models=actor, schedulers={}, trainer_state=state, keep=0)
+        assert [p.name for p in folder.glob("step_*")] == ["step_000003"]
+
+    run_ranks(1, check, tmp_path)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def _save_small(folder: Path, step: int, keep: int = 0) -> Path:
+    model = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(step)
+    return save_checkpoint(folder, step, models={"m": (model, None)}, schedulers={}, trainer_state={}, keep=keep)
+
+
+def _kill_before_rename(world: World, folder: Path) -> None:
+    for step in (1, 2):
+        _save_small(folder, step)
+    Path.rename = lambda self, target: os.kill(os.getpid(), signal.SIGKILL)
+    _save_small(folder, 3)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+TEARS = {
+    "no manifest.json": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest.json is damaged": lambda folder: _truncate(folder / "manifest.json"),
+    "trainer.json is missing": lambda folder: (folder / "trainer.json").unlink(),
+    "__0_0.distcp has": lambda folder: _truncate(folder / "__0_0.distcp"),
+    ".metadata has 0 bytes": lambda folder: (folder / ".metadata").write_bytes(b""),
+    "rng_00001.pt is missing": lambda folder: (folder / "rng_00001.pt").unlink(),
+}
+
+
+def test_a_torn_checkpoint_is_passed_over(tmp_path, capfd):
+    def save(world, folder):
+        for step in (5, 20, 100):
+            _save_small(folder, step)
+
+    def expect(world, folder, name):
+        found = latest_checkpoint(folder)
+        assert found == (None if name is None else folder / name)
+
+    run_ranks(2, lambda world, folder: expect(world, folder, None), tmp_path)
+    run_ranks(2, save, tmp_path)
+    shutil.copytree(tmp_path / "step_000100", tmp_path / "step_000200.tmp")
+    run_ranks(2, expect, tmp_path, "step_000100")
+    assert "torn" not in capfd.readouterr().out
+    for reason, tear in TEARS.items():
+        shutil.copytree(tmp_path / "step_000100", tmp_path / "step_000101")
+        tear(tmp_path / "step_000101")
+        run_ranks(2, expect, tmp_path, "step_000100")
+        printed = capfd.readouterr().out.splitlines()
+        assert len(printed) == 1 and "step_000101 is torn" in printed[0] and reason in printed[0]
+        shutil.rmtree(tmp_path / "step_000101")
+    _truncate(tmp_path / "step_000100" / "trainer.json")
+    run_ranks(2, expect, tmp_path, "step_000020")
+
+    def refuse(world, folder):
+        with pytest.raises(InputError, match=r"step_000100: not a complete checkpoint \(trainer\.json has"):
+            load_checkpoint(folder / "step_000100", models={"m": (torch.nn.Linear(4, 4), None)}, schedulers={})
+
+    run_ranks(2, refuse, tmp_path)
+
+
+def test_kill_before_the_rename_leaves_the_previous_one(tmp_path):
+    with pytest.raises(mp.ProcessExitedException):
+        run_ranks(1, _kill_before_rename, tmp_path)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000001", "step_000002", "step_000003.tmp"]
+
+    def check(world, folder):
+        assert latest_checkpoint(folder) == folder / "step_000002"
+        model = torch.nn.Linear(4, 4)
+        load_checkpoint(folder / "step_000002", models={"m": (model, None)}, schedulers={})
+        assert torch.equal(model.weight, torch.full((4, 4), 2.0))
+        _save_small(folder, 3)
+        assert latest_checkpoint(folder) == folder / "step_000003"
+        assert not list(folder.glob("*.tmp"))
+
+    run_ranks(1, check, tmp_path)
+
+
+def test_rotation(tmp_path):
+    def check(world, folder):
+        def names():
+            dist.barrier()
+            found = sorted(int(p.name[5:]) for p in folder.glob("step_*"))
+            dist.barrier()
+            return found
+
+        for step in (8, 9, 10, 11):
+            _save_small(folder, step)
+        assert names() == [8, 9, 10, 11]
+        if world.rank == 0:
+            (folder / "step_000010/manifest.json").unlink()
+        _save_small(folder, 12, keep=2)  # the torn one does not count as one of the two
+        assert names() == [11, 12]
+        _save_small(folder, 13, keep=3)
+        assert names() == [11, 12, 13]
+        _save_small(folder, 12, keep=1)  # a run rewound to 11 saves 12 again: replaced whole; 13 is not ours to delete
+        assert names() == [12, 13]
+        assert latest_checkpoint(folder) == folder / "step_000013"
+        _save_small(folder, 1_000_000, keep=1)
+        assert names() == [1_000_000]
+
+    run_ranks(2, check, tmp_path)
+
+
+class Payload:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def test_a_pickle_in_the_random_states_does_not_run(tmp_path):
+    def check(world, folder):
+        path, marker = _save_small(folder, 1), folder / "executed"
+        torch.save({"python": Payload(marker)}, path / "rng_00000.pt")
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"]["rng_00000.pt"] = (path / "rng_00000.pt").stat().st_size
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(pickle.UnpicklingError):
+            load_checkpoint(path, models={"m": (torch.nn.Linear(4, 4), None)}, schedulers={})
+        assert not marker.exists()
+        torch.load(path / "rng_00000.pt", weights_only=False)  # the payload is live
+        assert marker.exists()
+
+    run_ranks(1, check, tmp_path)
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2, "<eos>": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_export_reloads_equal(size, tied, tmp_path):
+    ids = torch.arange(20).view(2, 10)
+
+    def export(world, folder):
+        model = tiny_model(3, tied).eval()
+        model.generation_config.max_new_tokens = 17
+        expected = model(input_ids=ids).logits
+        model = shard_model(model, make_mesh(world), torch.float32)
+        with torch.no_grad():
+            model(input_ids=ids)  # leaves the root's parameters whole
+        export_hf(model, _tokenizer(), folder / "fp32")
+        export_hf(model, _tokenizer(), folder / "fp32")  # replaces
+        export_hf(model, _tokenizer(), folder / "bf16", dtype=torch.bfloat16)
+        if world.rank == 0:
+            torch.save(expected.detach(), folder / "logits.pt")
+
+    run_ranks(size, export, tmp_path)
+    assert not list(tmp_path.glob("*.tmp"))
+    expected = torch.load(tmp_path / "logits.pt")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32")
+    assert type(again) is Qwen2ForCausalLM and again.config.architectures == ["Qwen2ForCausalLM"]
+    assert again.dtype == torch.float32
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+    assert torch.equal(again.eval()(input_ids=ids).logits, expected)
+    assert again.generation_config.max_new_tokens == 17
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "fp32")("two one").input_ids == [2, 1]
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    assert half.dtype == torch.bfloat16
+    assert same(half.state_dict(), tiny_model(3, tied).bfloat16().state_dict())
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "bf16")]
+    parameters = sum(p.numel() for p in again.parameters())  # a tied head counts once
+    assert 0 < sizes[0] - 4 * parameters < 8192 and 0 < sizes[1] - 2 * parameters < 8192

@@ -1,0 +1,688 @@
+import copy
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from lib import InputError, data_proto
+from lib.data_proto import (
+    HUGE_PAGE_BYTES,
+    DataProto,
+    DataProtoConfig,
+    DataProtoFuture,
+    DataProtoItem,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
+
+settings.register_profile("quick", max_examples=25, deadline=None)
+settings.load_profile("quick")
+
+ROWS = st.integers(1, 12)
+
+
+def make(rows, offset=0, width=3):
+    """Row i is recognisable in every key."""
+    ids = torch.arange(rows) + offset
+    return DataProto.from_dict(
+        tensors={
+            "ids": ids,
+            "tokens": ids[:, None] * 10 + torch.arange(width),
+            "mask": ids % 2 == 0,
+            "half": ids.bfloat16(),
+        },
+        non_tensors={"uid": [f"u{i}" for i in ids.tolist()], "raw": [[i, i] for i in ids.tolist()]},
+        meta_info={"eos_token_id": 2},
+    )
+
+
+def rows_of(data):
+    """The slow reference: one dict of plain values a row."""
+    return [
+        {key: x[i].tolist() for key, x in data.batch.items()} | {key: x[i] for key, x in data.non_tensor_batch.items()}
+        for i in range(len(data))
+    ]
+
+
+def same(a, b):
+    assert rows_of(a) == rows_of(b)
+    assert {k: x.dtype for k, x in a.batch.items()} == {k: x.dtype for k, x in b.batch.items()}
+    assert a.meta_info == b.meta_info
+    a.check_consistency()
+    b.check_consistency()
+
+
+# --- making one
+
+
+def test_equal_lists_become_one_dimensional_objects():
+    data = make(4)
+    assert data.non_tensor_batch["raw"].shape == (4,)
+    assert data.non_tensor_batch["raw"][2] == [2, 2]
+
+
+def test_from_single_dict_sorts_by_type():
+    data = DataProto.from_single_dict(
+        {"a": torch.zeros(2), "b": np.array(["x", "y"], dtype=object)}, meta_info={"t": 1}
+    )
+    assert list(data.batch.keys()) == ["a"] and list(data.non_tensor_batch) == ["b"] and data.meta_info == {"t": 1}
+    with pytest.raises(ValueError, match=r"'c'.*list"):
+        DataProto.from_single_dict({"c": [1, 2]})
+
+
+def test_the_callers_dicts_are_left_alone():
+    objects, meta_info = {"o": [1, 2]}, {}
+    data = DataProto.from_dict({"a": torch.zeros(2)}, objects, meta_info, auto_padding=True)
+    assert objects == {"o": [1, 2]} and meta_info == {} and data.is_padding_enabled()
+
+
+@pytest.mark.parametrize(
+    "tensors, arrays, message",
+    [
+        ({"a": torch.zeros(2), "b": torch.zeros(3)}, {}, r"'a': \(2,\), 'b': \(3,\)"),
+        ({"a": torch.tensor(1.0)}, {}, r"'a': \(\)"),
+        ({"a": torch.zeros(2)}, {"o": [1, 2, 3]}, "'o'.*3 rows.*2"),
+        ({}, {"o": [1], "p": [1, 2]}, "'p'.*2 rows.*1"),
+    ],
+)
+def test_inconsistent_rows_are_named(tensors, arrays, message):
+    with pytest.raises(ValueError, match=message):
+        DataProto.from_dict(tensors, arrays)
+
+
+def test_check_consistency_of_what_was_put_in_later():
+    data = make(3)
+    data.non_tensor_batch["late"] = ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"'late'.*list"):
+        data.check_consistency()
+
+
+# --- rows
+
+
+@given(rows=ROWS, data=st.data())
+def test_indexing_as_a_list_does(rows, data):
+    proto, reference = make(rows), rows_of(make(rows))
+    bound = st.none() | st.integers(-rows - 2, rows + 2)
+    cut = slice(data.draw(bound), data.draw(bound), data.draw(st.none() | st.sampled_from([-3, -1, 1, 2, 5])))
+    assert rows_of(proto[cut]) == reference[cut]
+    positions = data.draw(st.lists(st.integers(-rows, rows - 1), max_size=20))
+    for index in (positions, np.array(positions, dtype=np.int32), torch.tensor(positions, dtype=torch.long)):
+        assert rows_of(proto[index]) == [reference[i] for i in positions]
+    mask = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    for index in (mask, np.array(mask), torch.tensor(mask)):
+        assert rows_of(proto[index]) == [row for row, keep in zip(reference, mask) if keep]
+    i = data.draw(st.integers(-rows, rows - 1))
+    item = proto[i]
+    assert isinstance(item, DataProtoItem) and item.meta_info == {"eos_token_id": 2}
+    assert (
+        item.batch["tokens"].tolist() == reference[i]["tokens"] and item.non_tensor_batch["uid"] == reference[i]["uid"]
+    )
+
+
+@pytest.mark.parametrize("index", [3, -4, [3], torch.tensor([-4]), [True, False], [0.5], [[0, 1]]])
+def test_wrong_indices(index):
+    with pytest.raises(IndexError):
+        make(3)[index]
+
+
+def test_a_wrong_type_of_index():
+    with pytest.raises(TypeError, match="str"):
+        make(3)["ids"]
+
+
+def test_slices_are_views_and_selections_are_copies():
+    data = make(6)
+    data[2:4].batch["ids"][:] = -1
+    data.chunk(3)[0].batch["ids"][:] = -2
+    data.split(5)[1].batch["ids"][:] = -3
+    assert data.batch["ids"].tolist() == [-2, -2, -1, -1, 4, -3]
+    for copied in (data[[0, 1]], data.repeat(1), data.repeat(1, interleave=False), DataProto.concat([data])):
+        copied.batch["ids"][:] = 7
+    assert data.batch["ids"].tolist() == [-2, -2, -1, -1, 4, -3]
+
+
+def test_results_own_their_dicts():
+    data = make(4)
+    for derived in (data[:2], data.select(), data.chunk(2)[0], data.repeat(2), data[[1]]):
+        derived.meta_info["new"] = 1
+        derived.non_tensor_batch["new"] = derived.non_tensor_batch["uid"]
+        derived.batch["new"] = derived.batch["ids"]
+    assert "new" not in data.meta_info and "new" not in data.non_tensor_batch and "new" not in {*data.batch.keys()}
+
+
+@given(rows=ROWS, seed=st.integers(0, 99))
+def test_reorder_in_place(rows, seed):
+    data, order = make(rows), torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
+    assert data.reorder(order) is None
+    assert data.batch["ids"].tolist() == order.tolist()
+    assert data.non_tensor_batch["uid"].tolist() == [f"u{i}" for i in order.tolist()]
+
+
+@given(rows=st.integers(0, 8), times=st.integers(0, 4), interleave=st.booleans())
+def test_repeat(rows, times, interleave):
+    reference = rows_of(make(rows))
+    expected = [row for row in reference for _ in range(times)] if interleave else reference * times
+    repeated = make(rows).repeat(times, interleave)
+    assert rows_of(repeated) == expected and len(repeated) == rows * times
+
+
+@given(times=st.lists(st.integers(0, 4), min_size=1, max_size=9))
+def test_sample_level_repeat(times):
+    expected = [row for row, n in zip(rows_of(make(len(times))), times) for _ in range(n)]
+    for form in (times, tuple(times), np.array(times), torch.tensor(times)):
+        assert rows_of(make(len(times)).sample_level_repeat(form)) == expected
+
+
+@pytest.mark.parametrize("times", [[1, 2], [1, 2, -1], [0.5, 1, 1]])
+def test_sample_level_repeat_of_wrong_times(times):
+    with pytest.raises(ValueError, match="3 non-negative integers"):
+        make(3).sample_level_repeat(times)
+
+
+def test_large_tensors_take_the_same_way_round():
+    width = HUGE_PAGE_BYTES // 8 // 4 + 3  # 4 rows and more go through the huge pages
+    for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.bool):
+        x = torch.randint(0, 2, (9, width)).to(dtype)
+        data = DataProto.from_dict({"x": x})
+        order = torch.randperm(9)
+        assert torch.equal(data[order].batch["x"], x[order])
+        assert torch.equal(data.repeat(3).batch["x"], x.repeat_interleave(3, dim=0))
+        assert torch.equal(data.repeat(3, interleave=False).batch["x"], x.repeat(3, 1))
+        assert torch.equal(DataProto.concat([data[:4], data[4:]]).batch["x"], x)
+        assert data[order].batch["x"].dtype == dtype
+
+
+def test_memory_is_used_again_only_after_its_last_view_has_died(monkeypatch):
+    monkeypatch.setattr(data_proto, "POOL", {})
+    x = torch.arange(4)[:, None].expand(4, HUGE_PAGE_BYTES // 16).contiguous()
+    data = DataProto.from_dict({"x": x})
+    first = data.repeat(1)
+    view, array = first.batch["x"][1:2], first[3:].batch["x"].numpy()
+    pointer = first.batch["x"].data_ptr()
+    del first
+    assert not data_proto.POOL
+    second = data.repeat(1)
+    second.batch["x"][:] = 9
+    assert view.unique().tolist() == [1] and np.unique(array).tolist() == [3]
+    del view, array
+    assert len(data_proto.POOL) == 1
+    third = data[[3, 2, 1, 0]]
+    assert third.batch["x"].data_ptr() == pointer and third.batch["x"][:, -1].tolist() == [3, 2, 1, 0]
+    assert second.batch["x"].unique().tolist() == [9]
+
+
+def test_the_memory_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(data_proto, "POOL", {})
+    monkeypatch.setattr(data_proto, "POOL_BYTES", 3 * HUGE_PAGE_BYTES)
+    x = torch.zeros(4, HUGE_PAGE_BYTES // 16)
+    copies = [DataProto.from_dict({"x": x}).repeat(1) for _ in range(5)]
+    del copies
+    assert len(data_proto.POOL) == 3
+
+
+def test_gradients_pass_through():
+    x = torch.zeros(4, HUGE_PAGE_BYTES // 16, requires_grad=True)
+    data = DataProto.from_dict({"x": x})
+    total = sum(
+        d.batch["x"][:, 0].sum() for d in (data.repeat(2), data[[0, 0]], DataProto.concat([data[:2], data[2:]]))
+    )
+    total.backward()
+    assert x.grad[:, 0].tolist() == [5.0, 3.0, 3.0, 3.0]
+
+
+def test_repeated_tensors_can_be_shared_with_processes():
+    x = make(4, width=HUGE_PAGE_BYTES // 16).repeat(2).batch["tokens"]
+    before = x.clone()
+    assert torch.equal(x.share_memory_(), before) and x.is_shared()
+
+
+# --- parts
+
+
+@given(rows=st.integers(0, 12), chunks=st.integers(1, 6))
+def test_chunk_and_concat(rows, chunks):
+    data = make(rows)
+    if rows % chunks:
+        with pytest.raises(ValueError, match=f"{rows} rows.*{chunks}"):
+            data.chunk(chunks)
+        data.meta_info[DataProtoConfig.auto_padding_key] = True
+    parts = data.chunk(chunks)
+    size = -(-rows // chunks)
+    assert [len(p) for p in parts] == [max(0, min(size, rows - i * size)) for i in range(chunks)]
+    same(DataProto.concat(parts), data)
+
+
+def test_chunks_of_objects_alone_are_cut_alike(monkeypatch):
+    monkeypatch.setattr(DataProtoConfig, "auto_padding", True)
+    data = make(10)
+    objects = data.select(batch_keys=[])
+    objects.batch = None
+    assert [len(p) for p in objects.chunk(4)] == [len(p) for p in data.chunk(4)] == [3, 3, 3, 1]
+
+
+@given(rows=st.integers(1, 12), size=st.integers(1, 13))
+def test_split_and_concat(rows, size):
+    data = make(rows)
+    parts = data.split(size)
+    assert [rows_of(p) for p in parts] == [rows_of(data)[i : i + size] for i in range(0, rows, size)]
+    same(DataProto.concat(parts), data)
+
+
+def test_concat_merges_meta_info():
+    parts = make(6).chunk(3)
+    parts[0].meta_info["metrics"] = {"loss": 1.0}
+    parts[1].meta_info |= {"metrics": [{"loss": 2.0}, {"loss": 3.0, "extra": 4.0}], "only": torch.ones(2)}
+    parts[2].meta_info |= {"metrics": None, "only": torch.ones(2)}
+    meta_info = DataProto.concat(parts).meta_info
+    assert meta_info["metrics"] == {"loss": [1.0, 2.0, 3.0], "extra": [4.0]}
+    assert meta_info["eos_token_id"] == 2 and torch.equal(meta_info["only"], torch.ones(2))
+    parts[2].meta_info["eos_token_id"] = 3
+    with pytest.raises(ValueError, match="eos_token_id"):
+        DataProto.concat(parts)
+
+
+def test_concat_names_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"'tokens'.*\[2, 3\].*\[2, 4\]"):
+        DataProto.concat([make(2, width=3), make(2, width=4)])
+    other = make(2)
+    other.pop(["mask"])
+    with pytest.raises(ValueError, match="'mask' is not in every part"):
+        DataProto.concat([make(2), other])
+
+
+@given(rows=ROWS, divisor=st.integers(1, 30))
+def test_pad_and_unpad(rows, divisor):
+    data = make(rows)
+    data.meta_info["metrics"] = {"loss": 1.0}
+    padded, pad_size = pad_dataproto_to_divisor(data, divisor)
+    reference = rows_of(data)
+    assert len(padded) % divisor == 0 and 0 <= pad_size < divisor
+    assert rows_of(padded) == reference + [reference[i % rows] for i in range(pad_size)]
+    same(unpad_dataproto(padded, pad_size), data)
+
+
+@pytest.mark.parametrize("candidate, row", [("first", 0), ("last", 3)])
+def test_padding(candidate, row):
+    data = make(4)
+    data.padding(3, candidate)
+    assert data.batch["ids"].tolist() == [0, 1, 2, 3, row, row, row]
+    assert data.non_tensor_batch["uid"].tolist()[4:] == [f"u{row}"] * 3
+
+
+def test_padding_knows_two_candidates():
+    with pytest.raises(ValueError, match="'middle'"):
+        make(4).padding(1, "middle")
+
+
+@given(size=st.sampled_from([1, 2, 3, 4, 6, 12]), epochs=st.integers(1, 3))
+def test_iterator_in_order(size, epochs):
+    data = make(12)
+    batches = list(data.make_iterator(size, epochs, seed=1))
+    assert [rows_of(b) for b in batches] == [rows_of(data)[i : i + size] for i in range(0, 12, size)] * epochs
+    assert all(b.meta_info == data.meta_info for b in batches)
+
+
+def test_iterator_shuffled_in_the_order_of_torchs_loader():
+    data, options = make(12), {"shuffle": True}
+    batches = list(data.make_iterator(4, 3, seed=5, dataloader_kwargs=options))
+    loader = DataLoader(range(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    expected = [batch.tolist() for _ in range(3) for batch in loader]
+    assert [b.batch["ids"].tolist() for b in batches] == expected
+    assert expected[:3] != expected[3:6]
+    assert [b.non_tensor_batch["uid"].tolist() for b in batches] == [[f"u{i}" for i in b] for b in expected]
+    assert options == {"shuffle": True}
+
+
+def test_iterator_of_a_size_that_does_not_divide():
+    with pytest.raises(ValueError, match=r"12 rows.*5"):
+        make(12).make_iterator(5, 1)
+
+
+# --- keys
+
+
+def test_select():
+    data = make(3)
+    chosen = data.select(["ids"], ["uid"], [])
+    assert [*chosen.batch.keys()] == ["ids"] and [*chosen.non_tensor_batch] == ["uid"] and chosen.meta_info == {}
+    assert chosen.batch["ids"] is data.batch["ids"]
+    with pytest.raises(KeyError, match="absent"):
+        data.select(["absent"])
+
+
+def test_select_deepcopy_keeps_what_is_shared_and_cyclic():
+    row, loop = {"list": [1], "array": np.ones(2)}, []
+    loop.append(loop)
+    data = DataProto.from_dict(non_tensors={"o": [row, row, loop]}, meta_info={"row": row})
+    new = data.select(deepcopy=True)
+    first, second, third = new.non_tensor_batch["o"]
+    assert first is second is new.meta_info["row"] and first is not row and third[0] is third
+    first["list"].append(2)
+    first["array"][0] = 5
+    assert row["list"] == [1] and row["array"].tolist() == [1, 1]
+
+
+def test_pop():
+    data = make(3)
+    with pytest.raises(KeyError, match="absent"):
+        data.pop(["ids"], ["uid"], ["absent"])
+    same(data, make(3))
+    popped = data.pop(["ids"], ["uid"], ["eos_token_id"])
+    assert [*popped.batch.keys()] == ["ids"] and [*popped.non_tensor_batch] == ["uid"]
+    assert popped.meta_info == {"eos_token_id": 2} and data.meta_info == {}
+    assert {*data.batch.keys()} == {"tokens", "mask", "half"} and [*data.non_tensor_batch] == ["raw"]
+    same(data.union(popped), make(3))
+
+
+def test_rename():
+    data = make(3)
+    assert data.rename("ids", "numbers").rename(["numbers", "uid"], ["ids2", "uid2"]) is data
+    assert {*data.batch.keys()} == {"ids2", "tokens", "mask", "half"} and {*data.non_tensor_batch} == {"uid2", "raw"}
+    for old, new in (("absent", "x"), ("ids2", "tokens"), ("ids2", "raw"), ("raw", "uid2")):
+        with pytest.raises(KeyError, match=f"{old}|{new}"):
+            data.rename(old, new)
+    with pytest.raises(ValueError, match="as many"):
+        data.rename(["ids2"], ["a", "b"])
+    assert data.batch["ids2"].tolist() == [0, 1, 2] and data.batch["tokens"].shape == (3, 3)
+
+
+@given(rows=ROWS, keys=st.sets(st.sampled_from(["ids", "tokens", "mask", "half"])))
+def test_union_commutes_and_accepts_equal_values(rows, keys):
+    def left():
+        return make(rows).select(sorted(keys), ["uid"])
+
+    def right():
+        return copy.deepcopy(make(rows)).select(["ids", "half"], ["uid", "raw"])
+
+    a, b = left().union(right()), right().union(left())
+    assert {*a.batch.keys()} == keys | {"ids", "half"}
+    same(a, b)
+    same(a, a.union(b))
+
+
+def change(data, part, key, value):
+    getattr(data, part)[key] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    "part, key, value",
+    [
+        ("batch", "ids", torch.tensor([0, 1, 9])),
+        ("batch", "ids", torch.tensor([0.0, 1.0, 2.0])),
+        ("batch", "tokens", torch.zeros(3, 2)),
+        ("non_tensor_batch", "uid", np.array(["u0", "u1", "x"], dtype=object)),
+        ("non_tensor_batch", "raw", np.array([0, 1, 2])),
+        ("meta_info", "eos_token_id", 3),
+        ("meta_info", "eos_token_id", torch.ones(2)),
+    ],
+)
+def test_union_conflicts_are_named_and_change_nothing(part, key, value):
+    data, other = make(3), change(make(3), part, key, value)
+    other.batch["new"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=rf"{part}\['{key}'\]"):
+        data.union(other)
+    same(data, make(3))
+
+
+def test_union_of_nan_negative_zero_and_nested_values():
+    def nested():
+        objects = {"o": [{"a": np.array([1.0, np.nan])}, [float("nan"), (torch.ones(1),)]]}
+        return DataProto.from_dict({"x": torch.tensor([float("nan"), 0.0])}, objects, {"t": torch.tensor([1, 2])})
+
+    nested().union(nested())
+    changed = nested()
+    changed.batch["x"] = torch.tensor([float("nan"), -0.0])
+    nested().union(changed)
+    changed.non_tensor_batch["o"][0]["a"][0] = 2.0
+    with pytest.raises(ValueError, match="'o'"):
+        nested().union(changed)
+
+
+def test_union_of_different_lengths():
+    with pytest.raises(ValueError, match="3 and 4 rows"):
+        make(3).union(make(4))
+
+
+# --- empty ones, description, device
+
+
+def test_empty():
+    data = DataProto()
+    assert len(data) == 0 and len(data.repeat(3)) == 0 and len(data[[]]) == 0 and data.split(2) == []
+    assert [len(c) for c in data.chunk(2)] == [0, 0]
+    assert len(DataProto.concat([])) == 0
+    assert pad_dataproto_to_divisor(data, 4) == (data, 0)
+    same(DataProto().union(make(2)), make(2))
+    same(make(2).union(DataProto()), make(2))
+    same(DataProto.concat([make(2)[:0], DataProto(), make(2)]), make(2))
+    with pytest.raises(IndexError):
+        data[0]
+    assert [*make(3)[:0].batch.keys()] == ["ids", "tokens", "mask", "half"]
+
+
+def test_objects_without_tensors():
+    data = DataProto.from_dict(non_tensors={"o": ["a", "b", "c"]})
+    assert len(data) == 3 and data[1].batch is None and data[1].non_tensor_batch == {"o": "b"}
+    assert data.repeat(2).non_tensor_batch["o"].tolist() == ["a", "a", "b", "b", "c", "c"]
+    assert data.to("cpu") is data
+
+
+def test_data_info_and_size(capsys):
+    data = make(2)
+    data.meta_info |= {"list": [1, "a"], "tuple": (1, None), "dict": {"a": [1.0]}, "array": np.zeros(2), "none": {}}
+    info = data.get_data_info()
+    for line in (
+        "  tokens: (2, 3) (torch.int64) cpu",
+        "  uid: ndarray(2,) (object)",
+        "  list: list[int|str]",
+        "  tuple: tuple(int, NoneType)",
+        "  dict: dict[str: list[float]]",
+        "  array: ndarray(2,) (float64)",
+        "  none: dict",
+    ):
+        assert line in info.split("\n")
+    data.print_size("here")
+    assert capsys.readouterr().out.startswith(f"here, Size of tensordict: {(16 + 48 + 2 + 4) / 2**30} GB")
+
+
+def test_to_moves_in_place():
+    data = make(2)
+    assert data.to("meta") is data and data.batch["tokens"].device.type == "meta"
+
+
+# --- pickling and files
+
+
+def test_pickle_takes_only_its_own_rows():
+    data = make(1000)
+    part = pickle.dumps(data[:2])
+    assert len(part) < len(pickle.dumps(data)) / 50
+    restored = pickle.loads(part)  # noqa: S301
+    same(restored, data[:2])
+    restored.batch["ids"][0] = 5  # writable, and its own
+    assert data.batch["ids"][0] == 0
+    same(copy.deepcopy(data), data)
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.none() | st.tuples(st.integers()), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=15)
+@given(values=st.lists(PLAIN, min_size=1, max_size=3), meta=PLAIN)
+def test_files_hold_plain_values(tmp_path_factory, values, meta):
+    path = tmp_path_factory.getbasetemp() / "plain"
+    DataProto.from_dict({"x": torch.arange(len(values))}, {"o": values}, {"m": meta}).save_to_disk(path)
+    loaded = DataProto.load_from_disk(path)
+    assert repr(loaded.non_tensor_batch["o"].tolist()) == repr(values) and repr(loaded.meta_info) == repr({"m": meta})
+
+
+def test_files_hold_arrays_scalars_and_tensors(tmp_path):
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    values = [
+        array,
+        np.float32(0.1),
+        {"!tuple": 1, 3: torch.ones(2, dtype=torch.bfloat16)},
+        np.array(["a", None], dtype=object),
+    ]
+    meta_info = {
+        "nan": float("nan"),
+        "text": np.array(["a", "bc"]),
+        "time": np.datetime64("2024-01-01"),
+        "empty": np.zeros((0, 2)),
+    }
+    shared = torch.randn(4, 6)
+    tensors = {"x": shared[:, ::2], "y": shared, "z": shared, "empty": torch.zeros(4, 0)}
+    DataProto.from_dict(tensors, {"o": values, "numbers": np.arange(4)}, meta_info).save_to_disk(tmp_path / "f")
+    loaded = DataProto.load_from_disk(tmp_path / "f")
+    first, second, third, fourth = loaded.non_tensor_batch["o"]
+    assert first.dtype == np.int16 and np.array_equal(first, array)
+    assert type(second) is np.float32 and second == np.float32(0.1)
+    assert third["!tuple"] == 1 and torch.equal(third[3], torch.ones(2, dtype=torch.bfloat16))
+    assert fourth.dtype == object and fourth.tolist() == ["a", None]
+    assert loaded.non_tensor_batch["numbers"].dtype == np.arange(4).dtype
+    assert np.isnan(loaded.meta_info["nan"]) and loaded.meta_info["text"].tolist() == ["a", "bc"]
+    assert loaded.meta_info["time"] == np.datetime64("2024-01-01") and loaded.meta_info["empty"].shape == (0, 2)
+    assert [*loaded.batch.keys()] == [*tensors]
+    for key, x in tensors.items():
+        assert torch.equal(loaded.batch[key], x)
+
+
+@pytest.mark.parametrize("data", [DataProto(), DataProto.from_dict(non_tensors={"o": [1, "a"]}, meta_info={"a": 1})])
+def test_files_without_tensors(tmp_path, data):
+    data.save_to_disk(tmp_path / "f")
+    loaded = DataProto.load_from_disk(tmp_path / "f")
+    assert loaded.batch is None and len(loaded) == len(data) and loaded.meta_info == data.meta_info
+
+
+def test_a_loaded_file_can_be_changed_and_saved_over(tmp_path):
+    path = tmp_path / "f"
+    make(3).save_to_disk(path)
+    first = DataProto.load_from_disk(path)
+    first.batch["ids"] += 100
+    same(DataProto.load_from_disk(path), make(3))
+    make(3, offset=7).save_to_disk(path)
+    assert first.batch["tokens"][:, 0].tolist() == [0, 10, 20]
+    same(DataProto.load_from_disk(path), make(3, offset=7))
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    data = make(3)
+    data.non_tensor_batch["extra"] = np.array([1, {"deep": {"lock": threading.Lock()}}, 2], dtype=object)
+    with pytest.raises(InputError, match=r"non_tensor_batch\['extra'\] row 1\['deep'\]\['lock'\].*type lock"):
+        data.save_to_disk(tmp_path / "f")
+    data.non_tensor_batch.pop("extra")
+    data.meta_info["set"] = {1, 2}
+    with pytest.raises(InputError, match=r"meta_info\['set'\].*type set"):
+        data.save_to_disk(tmp_path / "f")
+    assert [*tmp_path.iterdir()] == []
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch", "object array", "garbage", "empty", "truncated"])
+def test_a_hostile_or_damaged_file_is_refused_and_executes_nothing(tmp_path, how):
+    path, victim = tmp_path / "f", tmp_path / "executed"
+    make(3).save_to_disk(path)
+    good = path.read_bytes()
+    if how == "torch":
+        torch.save(Payload(victim), path)
+    elif how == "object array":
+        path.write_bytes(good.replace(b'{"batch": ["ids"', b'{"bbbbb": ["ids"'))
+    else:
+        contents = {
+            "pickle": pickle.dumps(Payload(victim)),
+            "garbage": b"\xff" * 99,
+            "empty": b"",
+            "truncated": good[:-5],
+        }
+        path.write_bytes(contents[how])
+    with pytest.raises(InputError, match=f"{path}.*not a file of DataProto.save_to_disk"):
+        DataProto.load_from_disk(path)
+    assert not victim.exists()
+
+
+# --- across ranks, and in the future
+
+
+def gather_rank(rank, store, folder):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    even = make(3, offset=rank * 3)
+    even.meta_info["rank"] = rank
+    gathered = even.all_gather()
+    assert gathered.meta_info == {"eos_token_id": 2, "rank": rank}
+    assert rows_of(gathered) == rows_of(make(6)) and len(even) == 3
+    assert rows_of(make(1 + 4 * rank, offset=rank).all_gather()) == rows_of(make(6))
+    for nothing in (DataProto(), make(2)[:0]):
+        assert rows_of((nothing if rank == 0 else make(2)).all_gather()) == rows_of(make(2))
+        assert rows_of((nothing if rank == 1 else make(2)).all_gather()) == rows_of(make(2))
+    assert len(DataProto().all_gather()) == 0
+    objects = DataProto.from_dict(non_tensors={"o": [rank, None, {"rank": rank}]})
+    assert objects.all_gather().non_tensor_batch["o"].tolist() == [0, None, {"rank": 0}, 1, None, {"rank": 1}]
+    other_group = dist.new_group([0, 1])
+    assert len(make(2).all_gather(other_group)) == 4
+    with pytest.raises(ValueError, match="ranks 0 and 1 differ"):
+        make(2, width=3 + rank).all_gather()
+    dist.destroy_process_group()
+    (folder / f"done{rank}").touch()
+
+
+def test_all_gather_of_two_ranks(tmp_path):
+    mp.start_processes(gather_rank, (tmp_path / "store", tmp_path), nprocs=2, start_method="fork")
+    assert {p.name for p in tmp_path.glob("done*")} == {"done0", "done1"}
+
+
+def test_future_waits_only_in_get():
+    gate = threading.Event()
+
+    def late(i):
+        assert gate.wait(10)
+        return make(2, offset=2 * i)
+
+    with ThreadPoolExecutor(3) as pool:
+        future = DataProtoFuture.concat([pool.submit(late, i) for i in range(3)])
+        parts = future.chunk(2)
+        halves = parts[1].chunk(3)
+        assert not gate.is_set()
+        gate.set()
+        same(future.get(), make(6))
+        same(parts[1].get(), make(6)[3:])
+        same(halves[2].get(), make(6)[5:])
+        same(parts[0].get(), make(6)[:3])
+
+
+def test_future_passes_errors_on():
+    def fail():
+        raise OSError("no disk")
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(OSError, match="no disk"):
+            DataProtoFuture.concat([pool.submit(fail)]).chunk(2)[0].get()
+        with pytest.raises(TypeError, match="future 1 gave a int"):
+            DataProtoFuture.concat([pool.submit(make, 2), pool.submit(int)]).get()

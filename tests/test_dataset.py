@@ -1,0 +1,474 @@
+"""lib/dataset.py with real files, real (small) tokenizers and the real StatefulDataLoader."""
+
+import json
+import random
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, processors
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import PreTrainedTokenizerFast
+
+from lib import InputError
+from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, load_split, make_loader
+
+# One token a character: "<user: hi><assistant: " has 6 + 3 + 12 tokens, and thinking adds "!".
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}: {{ m.content }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant: {% endif %}{% if enable_thinking %}!{% endif %}"
+)
+
+
+def make_tokenizer(template=TEMPLATE, **special):
+    letters = ["[pad]", "[eos]", *(chr(c) for c in range(32, 127))]
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    core.decoder = decoders.Fuse()
+    # As Llama's: a start token that the template must not get a second time (here it would show at once).
+    core.post_processor = processors.TemplateProcessing(single="[eos] $A", special_tokens=[("[eos]", 1)])
+    special = special or {"pad_token": "[pad]", "eos_token": "[eos]"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **special)
+
+
+def make_row(text, index=0, **extra_info):
+    return {
+        "prompt": [{"role": "user", "content": text}],
+        "data_source": "toy",
+        "reward_model": {"style": "rule", "ground_truth": text.upper()},
+        "extra_info": {"index": index, **extra_info},
+    }
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path, rows):
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+def texts(dataset):
+    return [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+# ---- items ----
+
+
+def test_item(tmp_path, tokenizer):
+    row = make_row("hi", 7, tools_kwargs={"calc": {"digits": 3}}, interaction_kwargs={"name": "x"})
+    dataset = RLHFDataset(
+        str(write_jsonl(tmp_path / "a.jsonl", [row])), tokenizer, max_prompt_length=30, return_full_prompt=True
+    )
+    item = dataset[0]
+    prompt = "<user: hi><assistant: "
+    assert item["full_prompts"] == prompt
+    assert item["raw_prompt_ids"] == [tokenizer.convert_tokens_to_ids(c) for c in prompt]
+    assert item["raw_prompt"] == row["prompt"]
+    n_pad = 30 - len(prompt)
+    assert item["input_ids"].tolist() == [0] * n_pad + item["raw_prompt_ids"]
+    assert item["attention_mask"].tolist() == [0] * n_pad + [1] * len(prompt)
+    assert item["position_ids"].tolist() == [0] * n_pad + list(range(len(prompt)))
+    assert {item[k].dtype for k in ("input_ids", "attention_mask", "position_ids")} == {torch.int64}
+    assert item["data_source"] == "toy" and item["index"] == 7
+    assert item["reward_model"] == {"style": "rule", "ground_truth": "HI"}
+    assert item["tools_kwargs"] == {"calc": {"digits": 3}} and item["interaction_kwargs"] == {"name": "x"}
+    assert dataset.dropped == {"prompt_too_long": 0} and dataset.truncated == 0
+
+
+def test_template_options(tmp_path, tokenizer):
+    row = make_row("hi")
+    row["question"] = row.pop("prompt")
+    file = write_jsonl(tmp_path / "a.jsonl", [row])
+    dataset = RLHFDataset(
+        file,
+        tokenizer,
+        max_prompt_length=30,
+        prompt_key="question",
+        add_generation_prompt=False,
+        chat_template_kwargs={"enable_thinking": True},
+    )
+    assert tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "<user: hi>!"
+    assert "full_prompts" not in dataset[0]
+
+
+def test_no_pad_token_pads_with_eos(tmp_path):
+    tokenizer = make_tokenizer(eos_token="[eos]")
+    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", [make_row("hi")]), tokenizer, max_prompt_length=23)
+    assert dataset[0]["input_ids"][0] == 1 and dataset[0]["attention_mask"][0] == 0
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "memory", "saved", "numpy", "column lists"])
+def test_every_kind_of_source_gives_the_same_items(tmp_path, tokenizer, kind):
+    rows = [make_row("a", 0, tools_kwargs={"calc": {"n": 1}}), make_row("b", 1, tools_kwargs={"search": {"k": "v"}})]
+    if kind == "jsonl":
+        source = write_jsonl(tmp_path / "a.jsonl", rows)
+    elif kind == "json":
+        source = tmp_path / "a.json"
+        source.write_text(json.dumps(rows, indent=1))
+    elif kind == "parquet":
+        source = write_parquet(tmp_path / "a.parquet", rows)
+    elif kind == "memory":
+        source = datasets.Dataset.from_list(rows)
+    elif kind == "saved":
+        source = tmp_path / "saved"
+        datasets.Dataset.from_list(rows).save_to_disk(source)
+    elif kind == "numpy":
+        source = datasets.Dataset.from_list(rows).with_format("numpy")
+    else:  # old `datasets` stored a list of structs as a struct of lists
+        table = pa.Table.from_pylist([{**r, "prompt": {k: [r["prompt"][0][k]] for k in r["prompt"][0]}} for r in rows])
+        source = tmp_path / "a.parquet"
+        pq.write_table(table, source)
+    dataset = RLHFDataset(source, tokenizer, max_prompt_length=30)
+    # Arrow gave each row both tools, the other's as None
+    assert [dataset[i]["tools_kwargs"] for i in (0, 1)] == [{"calc": {"n": 1}}, {"search": {"k": "v"}}]
+    assert [dataset[i]["raw_prompt"] for i in (0, 1)] == [row["prompt"] for row in rows]
+    assert [dataset[i]["index"] for i in (0, 1)] == [0, 1]
+    assert all(type(dataset[i]["extra_info"]["index"]) is int for i in (0, 1))
+    assert dataset[1]["reward_model"] == {"style": "rule", "ground_truth": "B"}
+
+
+def test_several_files_of_different_types(tmp_path, tokenizer):
+    with_number, bare = make_row("b"), make_row("c")
+    with_number["reward_model"] = {"ground_truth": 42}
+    bare["reward_model"] = {"style": "model"}
+    del bare["extra_info"]
+    files = [
+        write_parquet(tmp_path / "a.parquet", [make_row("a", 5)]),
+        write_parquet(tmp_path / "b.parquet", [with_number]),
+        write_jsonl(tmp_path / "c.jsonl", [bare]),
+    ]
+    dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30)
+    assert texts(dataset) == ["a", "b", "c"]
+    assert [dataset[i]["reward_model"]["ground_truth"] for i in range(3)] == ["A", 42, None]
+    assert [dataset[i]["index"] for i in range(3)] == [5, 0, 2]
+    assert dataset[2]["extra_info"] == dataset[2]["tools_kwargs"] == dataset[2]["interaction_kwargs"] == {}
+
+
+# ---- too long ----
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_overlong_prompts_are_dropped_and_counted(tmp_path, tokenizer, num_proc, capfd):
+    rows = [make_row("x" * n, n) for n in (1, 9, 2, 8, 7, 3)]
+    files = [write_jsonl(tmp_path / "a.jsonl", rows[:3]), write_parquet(tmp_path / "b.parquet", rows[3:])]
+    capfd.readouterr()
+    dataset = RLHFDataset(files, tokenizer, max_prompt_length=27, num_proc=num_proc)  # 20 of the template + 7
+    assert [item["index"] for item in map(dataset.__getitem__, range(len(dataset)))] == [1, 2, 7, 3]
+    assert dataset.dropped == {"prompt_too_long": 2}
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [("left", "><assistant: "), ("right", "<user: abcdef"), ("middle", "<user:stant: ")],
+)
+def test_truncation(tmp_path, tokenizer, truncation, kept):
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("abcdefgh"), make_row("")])
+    dataset = RLHFDataset(
+        file, tokenizer, max_prompt_length=len(kept), truncation=truncation, filter_overlong_prompts=False
+    )
+    item = dataset[0]
+    assert tokenizer.decode(item["raw_prompt_ids"]) == kept
+    assert item["input_ids"].tolist() == item["raw_prompt_ids"] and item["attention_mask"].all()
+    assert len(dataset) == 2 and dataset.dropped == {"prompt_too_long": 0} and dataset.truncated == 2
+
+
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_truncation_to_very_few(tmp_path, tokenizer, truncation, limit):
+    dataset = RLHFDataset(
+        write_jsonl(tmp_path / "a.jsonl", [make_row("abc")]),
+        tokenizer,
+        max_prompt_length=limit,
+        truncation=truncation,
+        filter_overlong_prompts=False,
+    )
+    assert dataset[0]["input_ids"].shape == (limit,)
+
+
+# ---- errors: one line, with the place and the remedy ----
+
+
+def error_of(*args, **kwargs):
+    with pytest.raises(InputError) as caught:
+        RLHFDataset(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_error_truncation_names_the_row(tmp_path, tokenizer):
+    files = [
+        write_jsonl(tmp_path / "a.jsonl", [make_row("a")]),
+        write_jsonl(tmp_path / "b.jsonl", [make_row("b"), make_row("long" * 5)]),
+    ]
+    message = error_of(files, tokenizer, max_prompt_length=30, filter_overlong_prompts=False)
+    assert "b.jsonl row 1" in message and "40 tokens" in message and "max_prompt_length=30" in message
+
+
+def test_error_nothing_left(tmp_path, tokenizer):
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("abc"), make_row("ab")])
+    message = error_of(file, tokenizer, max_prompt_length=8)
+    assert all(part in message for part in ("a.jsonl", "2 read, 2 too long", "max_prompt_length=8", "22 tokens"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert "empty.jsonl: no rows" in error_of(tmp_path / "empty.jsonl", tokenizer, max_prompt_length=8)
+    assert "no rows" in error_of([], tokenizer, max_prompt_length=8)
+
+
+def test_error_files(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+    def message(source):
+        return error_of(source, tokenizer, max_prompt_length=30)
+
+    assert str(tmp_path / "no.parquet") in message([tmp_path / "no.parquet"])
+    assert "no such file" in message("data/none.parquet")
+    assert "owner/name: not a file here" in message("owner/name:test") and "'test'" in message("owner/name:test")
+    (tmp_path / "a.csv").write_text("prompt\n")
+    assert "a.csv: unsupported extension '.csv'" in message(tmp_path / "a.csv")
+    (tmp_path / "bad.parquet").write_text("not parquet")
+    assert "bad.parquet: not readable as parquet" in message(tmp_path / "bad.parquet")
+    assert "name the files in it: a.csv, bad.parquet" in message(tmp_path)
+    assert "got a int" in message([3])
+    good = json.dumps(make_row("a"))
+    (tmp_path / "bad.jsonl").write_text(f"{good}\n\n{good[:-1]}\n")
+    assert "bad.jsonl line 3: not valid JSON" in message(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.json").write_text(f"[{good},\n{good}")
+    assert "bad.json line 2: not valid JSON" in message(tmp_path / "bad.json")
+    (tmp_path / "list.jsonl").write_text(f"{good}\n[1]\n")
+    assert "list.jsonl line 2: a list" in message(tmp_path / "list.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    assert "latin.jsonl: not UTF-8" in message(tmp_path / "latin.jsonl")
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_error_columns(tmp_path, tokenizer, write):
+    row = make_row("a")
+    row["question"] = row.pop("prompt")
+    file = write(tmp_path / f"a.{write.__name__[6:]}", [row])
+    message = error_of(file, tokenizer, max_prompt_length=30)
+    assert str(file) in message and "no column 'prompt'" in message
+    assert "data_source" in message and "question" in message
+
+
+@pytest.mark.parametrize("prompt", ["just text", [], [{"content": "no role"}], ["text"], None, {"role": "user"}])
+def test_error_prompt_is_no_list_of_messages(tmp_path, tokenizer, prompt):
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("a"), {**make_row("b"), "prompt": prompt}])
+    message = error_of(file, tokenizer, max_prompt_length=30)
+    assert "a.jsonl row 1" in message and "not a list of messages" in message
+    assert message == error_of(file, tokenizer, max_prompt_length=30, num_proc=2)
+
+
+def test_error_rows(tmp_path, tokenizer):
+    file = write_jsonl(tmp_path / "a.jsonl", [{**make_row("b"), "reward_model": "42"}])
+    assert "a.jsonl row 0: 'reward_model' is '42'" in error_of(file, tokenizer, max_prompt_length=30)
+    refused = {**make_row("b"), "prompt": [{"role": "tool", "content": "x"}]}
+    message = error_of(write_jsonl(tmp_path / "b.jsonl", [refused]), tokenizer, max_prompt_length=30)
+    assert "b.jsonl row 0: the chat template refuses" in message and "no tools" in message
+
+
+def test_error_arguments(tmp_path, tokenizer):
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("a")])
+    assert "no chat template" in error_of(file, make_tokenizer(template=None), max_prompt_length=30)
+    assert "neither a pad nor an eos" in error_of(file, make_tokenizer(unk_token="?"), max_prompt_length=30)
+    assert "truncation='up'" in error_of(file, tokenizer, max_prompt_length=30, truncation="up")
+    assert "max_prompt_length=0" in error_of(file, tokenizer, max_prompt_length=0)
+
+
+def test_load_split_of_a_local_copy(tmp_path):
+    for config in ("main", "socratic"):
+        (tmp_path / config).mkdir()
+        write_jsonl(tmp_path / config / "train-00000.jsonl", [{"config": config}])
+        write_jsonl(tmp_path / config / "train-00001.jsonl", [{"config": config}])
+    rows = load_split("any/name", "train", config="main", local_dir=tmp_path)
+    assert list(rows) == [{"config": "main"}] * 2
+    with pytest.raises(InputError, match=r"no test\*\.parquet"):
+        load_split("any/name", "test", local_dir=tmp_path)
+
+
+def test_load_dataset_class(tmp_path, tokenizer):
+    code = tmp_path / "mine.py"
+    code.write_text(
+        "from lib.dataset import RLHFDataset\n"
+        "class Mine(RLHFDataset):\n"
+        "    def __getitem__(self, i):\n"
+        "        return {**super().__getitem__(i), 'mine': i}\n"
+        "class Other: pass\n"
+    )
+    cls = load_dataset_class(f"{code}:Mine")
+    rows = [make_row("a"), make_row("b")]
+    dataset = cls(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_length=30)
+    loader = make_loader(dataset, 2, rank=0, world_size=1, seed=0, shuffle=False, num_workers=1)
+    assert next(iter(loader))["mine"].tolist() == [0, 1]
+    for spec, reason in {
+        f"{code}:Other": "not a subclass",
+        f"{code}:Nothing": "has no class Nothing",
+        f"{code}:load_dataset_class": "has no class",
+        f"{code}:RLHFDataset.x": "write it as",
+        f"{code}": "write it as",
+        f"{tmp_path}/no.py:Mine": "no such file",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            load_dataset_class(spec)
+
+
+# ---- batches ----
+
+
+def test_collate_never_makes_2d_object_arrays():
+    items = [
+        {"t": torch.tensor([i, i]), "ids": [i, i], "d": {"a": 1}, "s": "x", "n": i, "a": np.arange(2)} for i in (0, 1)
+    ]
+    batch = collate_fn(items)
+    assert torch.equal(batch["t"], torch.tensor([[0, 0], [1, 1]]))
+    for key in ("ids", "d", "s", "n", "a"):
+        assert batch[key].shape == (2,) and batch[key].dtype == object, key
+    assert batch["ids"][1] == [1, 1] and batch["n"].tolist() == [0, 1]
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return {"row": torch.tensor(i)}
+
+
+def draw(loader, steps):
+    batches = iter(loader)
+    return [next(batches)["row"].tolist() for _ in range(steps)]
+
+
+sizes = {
+    "n": st.integers(1, 40),
+    "per_rank": st.integers(1, 6),
+    "world": st.integers(1, 4),
+    "seed": st.integers(0, 2**40),
+    "shuffle": st.booleans(),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**sizes, steps=st.integers(1, 12))
+def test_stream_is_whole_and_the_same_for_any_world_size(n, per_rank, world, seed, shuffle, steps):
+    per_step = per_rank * world
+    args = {"seed": seed, "shuffle": shuffle}
+    alone = draw(make_loader(Rows(n), per_step, rank=0, world_size=1, **args), steps)
+    ranks = [draw(make_loader(Rows(n), per_step, rank=r, world_size=world, **args), steps) for r in range(world)]
+    for step in range(steps):
+        together = [ranks[k % world][step][k // world] for k in range(per_step)]
+        assert together == alone[step]
+    stream = [row for step in alone for row in step]
+    for start in range(0, len(stream), n):
+        epoch = stream[start : start + n]
+        assert len(set(epoch)) == len(epoch)
+        assert len(epoch) < n or set(epoch) == set(range(n))
+        assert shuffle or epoch == list(range(n))[: len(epoch)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(**sizes, data=st.data())
+def test_resume_anywhere_and_on_another_world_size(n, per_rank, world, seed, shuffle, data):
+    per_step = per_rank * world
+    before, after = data.draw(st.integers(0, 10)), data.draw(st.integers(1, 10))
+    args = {"seed": seed, "shuffle": shuffle}
+    whole = draw(make_loader(Rows(n), per_step, rank=0, world_size=1, **args), before + after)
+    loader = make_loader(Rows(n), per_step, rank=world - 1, world_size=world, **args)
+    draw(loader, before)
+    assert loader.position == before * per_step
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = []
+    for rank in range(world):
+        resumed = make_loader(Rows(n), per_step, rank=rank, world_size=world, **args)
+        resumed.load_state_dict(state)
+        rest.append(draw(resumed, after))
+    assert [[rest[k % world][s][k // world] for k in range(per_step)] for s in range(after)] == whole[before:]
+    alone = make_loader(Rows(n), per_step, rank=0, world_size=1, **args)
+    alone.load_state_dict(state)
+    assert draw(alone, after) == whole[before:]
+
+
+def test_shuffle_depends_on_seed_and_epoch():
+    def epochs(seed):
+        return draw(make_loader(Rows(50), 50, rank=0, world_size=1, seed=seed), 3)
+
+    orders = [*epochs(0), *epochs(1)]
+    assert len({tuple(order) for order in orders}) == 6
+    assert epochs(1) == orders[3:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_real_loader_mid_epoch_and_across_its_end(tmp_path, tokenizer, num_workers):
+    rows = [make_row(f"{i}", i) for i in range(10)]
+    dataset = RLHFDataset(write_parquet(tmp_path / "a.parquet", rows), tokenizer, max_prompt_length=30)
+
+    def loader(workers=num_workers):
+        return make_loader(dataset, 4, rank=1, world_size=2, seed=3, num_workers=workers)
+
+    def indices(batches, steps):
+        return [next(batches)["index"].tolist() for _ in range(steps)]
+
+    whole = indices(iter(loader(0)), 8)
+    first = loader()
+    assert isinstance(first, StatefulDataLoader)
+    batches = iter(first)
+    batch = next(batches)
+    assert batch["input_ids"].shape == (2, 30) and batch["raw_prompt"].shape == (2,)
+    for done in range(1, 7):  # the epochs end within steps 3 and at 5
+        state = first.state_dict()
+        assert state == {"position": 4 * done, "num_rows": 10, "seed": 3, "shuffle": True}
+        if done in (2, 3, 5):
+            again = loader()
+            again.load_state_dict(state)
+            assert again.state_dict() == state
+            assert indices(iter(again), 2) == whole[done : done + 2]
+        assert indices(batches, 1) == whole[done : done + 1]
+    # a new iterator of the same loader goes on where the last was left, whatever was prefetched
+    assert indices(iter(first), 1) == whole[7:8]
+
+
+def test_loader_leaves_the_global_random_state_alone():
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    draw(make_loader(Rows(5), 2, rank=0, world_size=1, seed=1, num_workers=1), 4)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1]) and random.getstate() == before[2]
+
+
+def test_loader_errors():
+    def make(n=10, per_step=4, rank=0, world=2, seed=0):
+        return make_loader(Rows(n), per_step, rank=rank, world_size=world, seed=seed)
+
+    with pytest.raises(InputError, match=r"prompts_per_step=6 .*world_size=4 \(.* = 2\); use 8"):
+        make(per_step=6, world=4)
+    with pytest.raises(InputError, match="prompts_per_step=0 must be a positive multiple"):
+        make(per_step=0)
+    with pytest.raises(InputError, match=r"rank=2: must be in 0\.\.1"):
+        make(rank=2)
+    with pytest.raises(InputError, match="seed=-1"):
+        make(seed=-1)
+    with pytest.raises(InputError, match="no rows"):
+        make(n=0)
+    for other in ({"n": 11}, {"seed": 1}):
+        with pytest.raises(InputError, match="resume: the saved data stream"):
+            make(**other).load_state_dict(make().state_dict())

@@ -1,0 +1,281 @@
+"""lib/distributed.py and lib/batching.py: launchers, FSDP2 at 1 and 2 ranks, and the traps that fail without a word."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from lib.batching import prepare_dynamic_batch, restore_dynamic_batch
+from lib.core_algos import agg_loss
+from lib.distributed import (
+    clip_grad_norm,
+    full_tensor,
+    iter_full_params,
+    make_mesh,
+    set_gradient_sync,
+    shard_model,
+    trainable_parameters,
+    unsharded,
+)
+from lib.model import batched_log_probs, load_model, response_log_probs
+from lib.rollout import weight_checksum
+from tests.common import ROOT, rollout_batch, run_ranks, save_tiny
+
+BIN = Path(sys.executable).parent
+PROMPTS, RESPONSES = [9, 2, 3, 7, 5, 2, 4, 3], [17, 12, 1, 2, 16, 3, 2, 5]  # skewed on purpose
+
+
+# ---- launchers -------------------------------------------------------------------------------------------------------
+
+# what every launcher must give: two ranks, sharded parameters, the checkpoint's weights on both
+PROBE = """
+import sys
+import torch.distributed as dist
+from lib.distributed import init_distributed, make_mesh, shard_model, full_tensor, run
+from lib.model import load_model
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+def main(path):
+    import torch
+    world = init_distributed(60)
+    model = load_model(path)
+    total = sum(p.abs().sum().item() for p in model.parameters())
+    shard_model(model, make_mesh(world), torch.float32)
+    kinds = {type(p) for p in model.parameters()} == {DTensor} and isinstance(model, FSDPModule)
+    print(f"rank {world.rank} of {world.size} sharded {kinds} weights {total:.3f}", flush=True)
+run(main, sys.argv[1])
+"""
+
+LAUNCHERS = {
+    "python": [sys.executable],
+    "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"],
+    "accelerate": [
+        str(BIN / "accelerate"),
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+    ],
+    "accelerate fsdp": [
+        *(str(BIN / "accelerate"), "launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"),
+        *("--main_process_port", "0"),
+    ],
+}
+
+
+def launch(launcher: list[str], script: Path, *args: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, str(script), *args], env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_every_launcher_gives_all_ranks_sharding_and_weights(tmp_path, name):
+    """Traps 2, 3 and 4: separate runs instead of ranks, DDP instead of FSDP2, weights of zero off rank 0."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    path = save_tiny(tmp_path / "model")
+    total = sum(p.abs().sum().item() for p in AutoModelForCausalLM.from_pretrained(path).parameters())
+    done = launch(LAUNCHERS[name], tmp_path / "probe.py", path)
+    size = 1 if name == "python" else 2
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    expected = [f"rank {r} of {size} sharded True weights {total:.3f}" for r in range(size)]
+    assert lines == expected, done.stdout + done.stderr
+
+
+def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(tmp_path):
+    """Trap 1."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    launcher = [str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "2"]
+    done = launch(launcher, tmp_path / "probe.py", "nowhere")
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
+        "error: `accelerate launch --cpu --num_processes N` starts one process, not N: use `accelerate launch --multi_gpu "
+        "--num_processes N` (it works without a GPU) or `torchrun --nproc-per-node N`"
+    ]
+
+
+# ---- one mini-batch, any number of ranks -----------------------------------------------------------------------------
+
+
+def mini_batch_gradient(world, path, agg_mode, micro_batch_tokens, dtype, no_grad_pass=False):
+    """Loss, clipped-gradient norm and gradients of one mini-batch, spread over the ranks as the scripts spread it."""
+    model = shard_model(load_model(path, dtype=dtype), make_mesh(world), dtype)
+    parameters = trainable_parameters(model)
+    batch = rollout_batch(PROMPTS, RESPONSES)[list(range(world.rank, len(PROMPTS), world.size))]
+    mask = batch.batch["response_mask"]
+    counts = torch.tensor([mask.sum(), mask.any(1).sum()])
+    dist.all_reduce(counts)
+    micro_batches, _ = prepare_dynamic_batch(batch, micro_batch_tokens)
+    total = torch.zeros((), dtype=dtype)
+    for i, micro in enumerate(micro_batches):
+        set_gradient_sync(model, i == len(micro_batches) - 1)
+        log_probs, entropy = response_log_probs(model, micro, 0.8)
+        loss = agg_loss(
+            -log_probs * torch.arange(1, log_probs.shape[1] + 1) - 0.1 * entropy,
+            micro.batch["response_mask"],
+            agg_mode,
+            global_tokens=int(counts[0]),
+            global_rows=int(counts[1]),
+            loss_scale_factor=17,
+        )
+        (loss * world.size).backward()
+        total += loss.detach()
+    if no_grad_pass:
+        batched_log_probs(model, batch, 0.8, micro_batch_tokens)
+    dist.all_reduce(total)
+    gradients = [full_tensor(p.grad).clone() for p in parameters]
+    return total, clip_grad_norm(parameters, 1e9), gradients, len(micro_batches)
+
+
+@pytest.mark.parametrize("agg_mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_loss_and_gradient_do_not_depend_on_ranks_or_micro_batches(tmp_path, agg_mode):
+    """Traps 6 and 7: means over a rank or a micro-batch, and FSDP's division by the number of ranks.
+
+    rtol 1e-9 of the gradient's norm in fp64 is 5 orders below the smallest of those errors (0.4).
+    """
+    path = save_tiny(tmp_path)
+    loss, norm, gradients, _ = run_ranks(1, mini_batch_gradient, path, agg_mode, 10**6, torch.float64)[0]
+    for size, tokens in ((1, 30), (2, 10**6), (2, 30)):
+        for other_loss, other_norm, other_gradients, n in run_ranks(
+            size, mini_batch_gradient, path, agg_mode, tokens, torch.float64
+        ):
+            assert (n > 1) == (tokens == 30)
+            torch.testing.assert_close(other_loss, loss, rtol=1e-9, atol=0)
+            assert abs(other_norm / norm - 1) < 1e-9
+            error = sum((a - b).square().sum() for a, b in zip(gradients, other_gradients)).sqrt()
+            assert error < 1e-9 * norm
+
+
+def test_fp32_gradients_of_1_and_2_ranks_agree_to_rounding(tmp_path):
+    """1e-6 of the norm: fp32 has 6e-8 a step, and sums of some hundred terms come in another order."""
+    path = save_tiny(tmp_path)
+    _, norm, one, _ = run_ranks(1, mini_batch_gradient, path, "token-mean", 10**6, torch.float32)[0]
+    _, _, two, _ = run_ranks(2, mini_batch_gradient, path, "token-mean", 30, torch.float32)[0]
+    assert sum((a - b).square().sum() for a, b in zip(one, two)).sqrt() < 1e-6 * norm
+
+
+def test_gradient_norm_is_whole_after_a_forward_without_backward(tmp_path):
+    """Trap 8: such a forward leaves the root's parameters unsharded, and model.parameters() then has no gradients."""
+    path = save_tiny(tmp_path)
+    norms = [
+        run_ranks(2, mini_batch_gradient, path, "token-mean", 30, torch.float32, no_grad_pass)[0][1]
+        for no_grad_pass in (False, True)
+    ]
+    assert norms[0] == norms[1]
+
+
+def bf16_compute(world, path):
+    model = shard_model(load_model(path), make_mesh(world), torch.bfloat16)
+    log_probs, _ = response_log_probs(model, rollout_batch(PROMPTS, RESPONSES), 1.0)
+    log_probs.sum().backward()
+    dtypes = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in trainable_parameters(model)}
+    return dtypes, log_probs.detach()
+
+
+def test_bf16_compute_keeps_fp32_masters_gradients_and_log_probs(tmp_path):
+    path = save_tiny(tmp_path)
+    dtypes, log_probs = run_ranks(2, bf16_compute, path)[0]
+    exact, _ = response_log_probs(load_model(path), rollout_batch(PROMPTS, RESPONSES), 1.0)
+    assert dtypes == {torch.float32} and log_probs.dtype == torch.float32
+    assert 0 < (log_probs - exact).abs().max() < 0.2  # bf16 it was: 8 bits of mantissa on logits of size 5
+
+
+# ---- tied weights, LoRA, whole parameters ----------------------------------------------------------------------------
+
+
+def sharded_parameters(world, path, lora):
+    model = load_model(path)
+    if lora:
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model = shard_model(model, make_mesh(world), torch.float32)
+    ids = torch.randint(4, 100, (4, 9), generator=torch.Generator().manual_seed(1))[world.rank :: world.size]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    base = model.get_base_model() if lora else model
+    tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    params = trainable_parameters(model)
+    gradients = [full_tensor(p.grad) for p in params]
+    return tied, all(isinstance(p, DTensor) for p in params), gradients, dict(iter_full_params(model))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_stay_tied_and_whole_parameters_come_back(tmp_path, tied):
+    """Trap 10: a tied embedding in a group of its own comes untied."""
+    path = save_tiny(tmp_path, tied=tied)
+    expected = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    for is_tied, _, _, params in run_ranks(2, sharded_parameters, path, False):
+        assert is_tied == tied
+        assert params.keys() == expected.keys() and all(torch.equal(params[k], expected[k]) for k in params)
+
+
+def test_lora_parameters_are_sharded_and_their_gradients_averaged_over_ranks(tmp_path):
+    """Trap 13: adapters that are added after sharding are neither."""
+    path = save_tiny(tmp_path)
+    _, _, one, _ = run_ranks(1, sharded_parameters, path, True)[0]
+    _, sharded, two, _ = run_ranks(2, sharded_parameters, path, True)[0]
+    assert sharded and len(one) == 8
+    for a, b in zip(one, two):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def unequal_forwards(world, path):
+    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+    ids = torch.arange(4, 12)[None]
+    with torch.no_grad(), unsharded(model):
+        outputs = [model(input_ids=ids).logits for _ in range(1 + 2 * world.rank)]
+    assert all(isinstance(p, DTensor) for p in model.parameters()) and isinstance(model, FSDPModule)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return outputs[0], clip_grad_norm(trainable_parameters(model), 1e9)
+
+
+def test_unsharded_ranks_may_run_different_numbers_of_forwards(tmp_path):
+    (a, norm_a), (b, norm_b) = run_ranks(2, unequal_forwards, save_tiny(tmp_path))
+    assert torch.equal(a, b) and norm_a == norm_b
+
+
+def checksums(world, path):
+    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+    sums = [weight_checksum(model, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    p = trainable_parameters(model)[0]
+    with torch.no_grad():
+        p.to_local()[..., :1].mul_(1 + 2**-22)
+    return sums, weight_checksum(model, torch.float32)
+
+
+def test_checksum_is_the_same_for_any_sharding_and_feels_the_last_bit(tmp_path):
+    path = save_tiny(tmp_path)
+    (one, one_changed), (two, _), (other, two_changed) = run_ranks(1, checksums, path) + run_ranks(2, checksums, path)
+    assert one == two == other and one[0] != one[1]
+    assert one_changed != one[0] and two_changed != two[0]
+
+
+# ---- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def split(world, lengths_by_rank, max_tokens):
+    lengths = lengths_by_rank[world.rank]
+    batch = rollout_batch([1] * len(lengths), [n - 1 for n in lengths])
+    batch.batch["row"] = torch.arange(len(lengths))
+    micro_batches, rows = prepare_dynamic_batch(batch, max_tokens)
+    restored = restore_dynamic_batch(torch.cat([micro.batch["row"] for micro in micro_batches]), rows)
+    return rows, [[lengths[r] for r in part] for part in rows], restored
+
+
+@pytest.mark.parametrize("max_tokens", [10, 13, 40])
+def test_micro_batches_hold_every_row_once_within_budget_and_are_equally_many_on_all_ranks(max_tokens):
+    lengths = [[9, 9, 8, 2, 10, 3], [2, 2, 2, 2, 3, 2]]
+    results = run_ranks(2, split, lengths, max_tokens)
+    assert len({len(rows) for rows, _, _ in results}) == 1
+    for rows, parts, restored in results:
+        assert sorted(r for part in rows for r in part) == list(range(6)) and all(rows)
+        assert all(sum(part) <= max_tokens for part in parts)
+        assert restored.tolist() == list(range(6))

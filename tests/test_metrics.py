@@ -1,0 +1,254 @@
+"""Metrics against brute force, by hand, and on 1 versus 2 forked gloo ranks."""
+
+import math
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lib.data_proto import DataProto
+from lib.metrics import (
+    Max,
+    Mean,
+    Min,
+    Sum,
+    Timer,
+    data_metrics,
+    maj_at_k,
+    pass_at_k,
+    reduce_metrics,
+    throughput_metrics,
+    validation_metrics,
+)
+
+# ---- pass@k and maj@k ------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_equals_enumeration():
+    for n in range(1, 8):
+        for k in range(1, n + 1):
+            expected = []
+            for c in range(n + 1):
+                subsets = list(combinations([1] * c + [0] * (n - c), k))
+                expected.append(sum(map(any, subsets)) / len(subsets))
+            np.testing.assert_allclose(pass_at_k(n, np.arange(n + 1), k), expected, rtol=1e-14, atol=1e-15)
+
+
+def test_pass_at_k_is_stable_and_broadcasts():
+    exact = 1 - math.comb(9_990, 5_000) / math.comb(10_000, 5_000)
+    assert pass_at_k(10_000, 10, 5_000) == pytest.approx(exact, rel=1e-12)
+    assert pass_at_k(np.array([4, 8]), np.array([1, 1]), 2).tolist() == [0.5, 0.25]
+    assert pass_at_k(16, np.array([0, 16]), 4).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("n, c, k", [(4, 1, 5), (4, 5, 1), (4, -1, 1), (4, 1, 0)])
+def test_pass_at_k_refuses(n, c, k):
+    with pytest.raises(ValueError, match="pass@k needs"):
+        pass_at_k(n, c, k)
+
+
+def majority_by_hand(preds, scores, k):
+    """The definition, one subset after the other."""
+    values = []
+    for subset in combinations(range(len(preds)), k):
+        by_answer = {}
+        for i in subset:
+            if preds[i] is not None:
+                by_answer.setdefault(preds[i], []).append(scores[i])
+        most = max(map(len, by_answer.values()), default=0)
+        leaders = [sum(s) / len(s) for s in by_answer.values() if len(s) == most] or [scores[i] for i in subset]
+        values.append(sum(leaders) / len(leaders))
+    return sum(values) / len(values)
+
+
+def test_maj_at_k_equals_enumeration():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        n = int(rng.integers(1, 8))
+        preds = [["7", "8", "9", None][i] for i in rng.integers(0, 4, n)]
+        scores = rng.random(n).tolist()
+        for k in range(1, n + 1):
+            assert maj_at_k(preds, scores, k) == pytest.approx(majority_by_hand(preds, scores, k), rel=1e-12)
+
+
+def test_maj_at_k_by_hand():
+    assert maj_at_k(["7", "8"], [1, 0], 2) == 0.5  # a tie
+    assert maj_at_k(["7", None, None], [1, 0, 0], 3) == 1.0  # no answer never wins, however frequent
+    assert maj_at_k([None, None], [0, 0], 2) == 0.0
+    assert maj_at_k(["7", "7", "8"], [1, 1, 0], 3) == 1.0
+    assert maj_at_k(["7", "8", "8"], [1, 0, 0], 3) == 0.0
+    assert maj_at_k(["7", "8", "8"], [1, 0, 0], 1) == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="maj@k needs"):
+        maj_at_k(["7"], [1, 0], 1)
+
+
+def test_maj_at_k_samples_many_subsets():
+    rng = np.random.default_rng(1)
+    preds = [str(i) for i in rng.integers(0, 3, 14)]
+    scores = [float(pred == "1") for pred in preds]
+    exact = maj_at_k(preds, scores, 7, max_subsets=10**6)
+    sampled = maj_at_k(preds, scores, 7, max_subsets=1000)
+    assert sampled == maj_at_k(preds, scores, 7, max_subsets=1000)
+    assert sampled != exact and abs(sampled - exact) < 4 * 0.5 / math.sqrt(1000)
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+
+
+def test_validation_metrics_by_hand():
+    sources = ["a", "b", "a", "a", "b", "a"]  # rows of prompts are interleaved; "b" has one sample a prompt
+    uids = ["p", "x", "q", "p", "y", "q"]
+    scores = [1.0, 1.0, 0.0, 0.0, 0.5, 0.0]
+    preds = ["1", "1", None, None, "2", "3"]
+    metrics = validation_metrics(sources, uids, scores, preds, {"format": [1, 0, 1, 1, 1, 1]})
+    intervals = {key: metrics.pop(key) for key in list(metrics) if "ci_" in key}
+    assert metrics == {
+        "val/a/mean@2": 0.25,
+        "val/a/pass@1": 0.25,
+        "val/a/pass@2": 0.5,
+        "val/a/maj@1": 0.25,
+        "val/a/maj@2": 0.5,
+        "val/a/format": 1.0,
+        "val/b/mean@1": 0.75,
+        "val/b/pass@1": 0.5,  # 0.5 is not above the threshold
+        "val/b/maj@1": 0.75,
+        "val/b/format": 0.5,
+    }
+    assert intervals["val/a/mean@2/ci_low"] == 0.0 and intervals["val/a/mean@2/ci_high"] == 0.5
+    assert "val/b/pass@1" in validation_metrics(sources, uids, scores, correct_above=0.4)
+    assert validation_metrics(sources, uids, scores, correct_above=0.4)["val/b/pass@1"] == 1.0
+    three = validation_metrics(["a"] * 3, ["p"] * 3, [1, 0, 0])
+    assert {key for key in three if "pass" in key} == {"val/a/pass@1", "val/a/pass@2", "val/a/pass@3"}
+    with pytest.raises(ValueError, match=r"a: prompts with \[1, 2\] samples"):
+        validation_metrics(["a"] * 3, ["p", "p", "q"], [1, 0, 0])
+
+
+def test_bootstrap_interval_has_the_width_of_the_standard_error():
+    scores = np.random.default_rng(0).random(400) > 0.3
+    metrics = validation_metrics(["a"] * 400, [str(i) for i in range(400)], scores)
+    half_width = 1.96 * scores.std() / math.sqrt(400)
+    assert metrics["val/a/mean@1/ci_low"] == pytest.approx(scores.mean() - half_width, abs=0.01)
+    assert metrics["val/a/mean@1/ci_high"] == pytest.approx(scores.mean() + half_width, abs=0.01)
+
+
+# ---- the batch of a step ---------------------------------------------------------------------------------------------
+
+
+def batch_of(rows: list[dict]) -> DataProto:
+    """Rows of {uid, score, prompt, response, trained, finish, advantage} (lengths in tokens), P = 4, T = 6."""
+    width_p, width_t = 4, 6
+    prompt = torch.tensor([[0] * (width_p - r["prompt"]) + [1] * r["prompt"] for r in rows])
+    response = torch.tensor([[1] * r["response"] + [0] * (width_t - r["response"]) for r in rows])
+    trained = torch.tensor([[1] * r["trained"] + [0] * (width_t - r["trained"]) for r in rows])
+    scores = torch.zeros(len(rows), width_t)
+    for i, r in enumerate(rows):
+        scores[i, max(r["response"] - 1, 0)] = r["score"]
+    tensors = {
+        "prompts": torch.zeros(len(rows), width_p, dtype=torch.long),
+        "responses": torch.zeros(len(rows), width_t, dtype=torch.long),
+        "attention_mask": torch.cat([prompt, response], 1),
+        "response_mask": trained,
+        "token_level_scores": scores,
+        "advantages": torch.tensor([[r["advantage"]] * width_t for r in rows]),
+    }
+    objects = {
+        "uid": np.array([r["uid"] for r in rows], dtype=object),
+        "finish_reason": np.array([r["finish"] for r in rows], dtype=object),
+    }
+    return DataProto.from_single_dict(tensors | objects)
+
+
+def row(uid, score, prompt, response, trained, finish="stop", advantage=0.0):
+    lengths = {"prompt": prompt, "response": response, "trained": trained}
+    return {"uid": uid, "score": score, "finish": finish, "advantage": advantage} | lengths
+
+
+ROWS = [
+    row("a", 1.0, 2, 3, 3, advantage=0.5),
+    row("a", 0.0, 2, 6, 4, "length", advantage=-0.5),
+    row("a", 9.0, 4, 6, 0, "length", advantage=100.0),  # dead: in no mean, no group, no maximum
+    row("b", 1.0, 3, 1, 1, advantage=0.1),
+    row("b", 1.0, 3, 2, 2, advantage=0.1),
+    row("c", 0.0, 1, 4, 4),
+    row("c", 0.0, 1, 5, 5),
+    row("d", 1.0, 1, 1, 1),  # alone in its group
+]
+EXPECTED = {
+    "reward/mean": 4 / 7,
+    "reward/max": 1.0,
+    "reward/min": 0.0,
+    "reward/zero_variance": 2 / 3,
+    "reward/all_right": 1 / 3,
+    "reward/all_wrong": 1 / 3,
+    "response_length/mean": 22 / 7,
+    "response_length/max": 6.0,
+    "response_length/min": 1.0,
+    "response_length/clip_ratio": 1 / 7,
+    "prompt_length/mean": 13 / 7,
+    "prompt_length/max": 3.0,
+    "prompt_length/min": 1.0,
+    "advantages/mean": (3 * 0.5 - 4 * 0.5 + 3 * 0.1) / 20,
+    "advantages/max": 0.5,
+    "advantages/min": -0.5,
+    "rollout/dead_rows": 1.0,
+}
+
+
+def test_data_metrics_by_hand():
+    assert reduce_metrics(data_metrics(batch_of(ROWS))) == pytest.approx(EXPECTED, rel=1e-6)
+
+
+def test_data_metrics_without_optional_keys_or_live_rows():
+    batch = batch_of(ROWS)
+    batch.pop(["advantages"], ["finish_reason"])
+    without = reduce_metrics(data_metrics(batch))
+    assert without == pytest.approx({k: v for k, v in EXPECTED.items() if "advantages" not in k}, rel=1e-6)
+    assert reduce_metrics(data_metrics(batch_of(ROWS[2:3]))) == {"rollout/dead_rows": 1.0}
+
+
+def _rank_of_two(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    rows = ROWS[:3] + ROWS[5:] if rank == 0 else ROWS[3:5]  # whole groups, unequal counts
+    local = data_metrics(batch_of(rows)) | {"actor/lr": 0.25, "x": [Sum(2), Sum(3)][rank], f"only/{rank}": Max(rank)}
+    local |= {"empty": Mean(0, 0), "low": Min(5 - rank), "mean": Mean(10.0 * rank, 1 + rank)}
+    reduced = reduce_metrics(local)
+    extra = {"actor/lr": 0.25, "x": 5.0, "only/0": 0.0, "only/1": 1.0, "low": 4.0, "mean": 10 / 3}
+    assert reduced == pytest.approx(EXPECTED | extra, rel=1e-6)
+    assert reduced.keys() == (EXPECTED | extra).keys()
+    one_rank = {key: value for key, value in reduced.items() if key in EXPECTED}
+    torch.save(one_rank, f"{store}_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_give_the_numbers_of_one(tmp_path: Path):
+    store = str(tmp_path / "store")
+    mp.start_processes(_rank_of_two, (store,), nprocs=2, start_method="fork")
+    first, second = (torch.load(f"{store}_{rank}.pt") for rank in (0, 1))
+    assert first == second
+    assert first == pytest.approx(reduce_metrics(data_metrics(batch_of(ROWS))), rel=1e-12)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_timer_adds_up_and_survives_an_exception(monkeypatch):
+    ticks = iter([0.0, 1.0, 1.5, 5.0, 6.0, 7.0])
+    monkeypatch.setattr("lib.metrics.time.perf_counter", lambda: next(ticks))
+    timer = Timer()
+    with timer("step"), timer("rollout"):  # 0 .. 5 around 1 .. 1.5
+        pass
+    with pytest.raises(KeyError), timer("rollout"):  # 6 .. 7
+        raise KeyError
+    assert timer.metrics() == {"timing_s/step": 5.0, "timing_s/rollout": 1.5}
+
+
+def test_throughput():
+    assert throughput_metrics({"timing_s/step": 4.0, "timing_s/rollout": 1.0}, tokens=800, n_devices=2) == {
+        "perf/time_per_step": 4.0,
+        "perf/tokens_per_s": 200.0,
+        "perf/tokens_per_s_per_device": 100.0,
+    }

@@ -1,0 +1,276 @@
+"""lib/rollout.py: one contract for the hf and the vLLM engine (both real), sampling by the numbers, the checked sync."""
+
+import math
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lib.data_proto import DataProto
+from lib.distributed import World, init_distributed, make_mesh, shard_model
+from lib.model import load_model, load_tokenizer, response_log_probs
+from lib.rollout import (
+    Sampling,
+    VLLMEngine,
+    WeightSyncError,
+    make_engine,
+    request_seeds,
+    sample_tokens,
+    sync_weights,
+)
+from tests.common import TOY_MODEL, save_tiny
+
+WIDTH = 24  # prompt
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def world():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", os.environ.copy())  # the launch variables are for this file only
+        yield init_distributed()
+        dist.destroy_process_group()
+
+
+def close(engine):
+    """vLLM takes the process group along when it goes."""
+    engine.close()
+    if not dist.is_initialized():
+        init_distributed()
+
+
+def prompts_of(texts: list[list[int]]) -> DataProto:
+    ids = torch.zeros(len(texts), WIDTH, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    raw = np.empty(len(texts), object)
+    for i, text in enumerate(texts):
+        ids[i, WIDTH - len(text) :], mask[i, WIDTH - len(text) :], raw[i] = torch.tensor(text), 1, text
+    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    return DataProto.from_dict(tensors=tensors, non_tensors={"raw_prompt_ids": raw})
+
+
+def random_prompts(n: int, copies: int = 1) -> DataProto:
+    g = np.random.default_rng(n)
+    return prompts_of([g.integers(9, 104, size=g.integers(3, WIDTH + 1)).tolist() for _ in range(n)] * copies)
+
+
+def build(name, path, folder, max_length=64):
+    """(engine, its sharded model) with the weights not loaded yet."""
+    model = shard_model(load_model(path), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
+    tokenizer = load_tokenizer(TOY_MODEL)
+    folder.mkdir(exist_ok=True)
+    return make_engine(
+        name, model, tokenizer, folder=folder, max_length=max_length, dtype=torch.float32, gpu_memory=0.3
+    ), model
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def engine_and_model(request, world, tmp_path_factory):
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp(request.param)
+    engine, model = build(request.param, save_tiny(folder / "model"), folder / "engine")
+    sync_weights(engine, model, 0, tolerance=TOLERANCE)
+    yield engine, model
+    close(engine)
+
+
+def perturb(model, size=0.3):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(size * torch.randn_like(p))
+
+
+# ---- the contract ----------------------------------------------------------------------------------------------------
+
+
+def test_responses_are_what_the_loss_needs(engine_and_model):
+    engine, _ = engine_and_model
+    T, prompts = 12, random_prompts(40)
+    out = engine.generate(prompts, Sampling(T), request_seeds(1, 1, list(range(40))))
+    batch, stop = out.batch, set(map(int, engine.stop_ids))
+    assert torch.equal(batch["prompts"], prompts.batch["input_ids"])
+    assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], 1))
+    assert torch.equal(batch["attention_mask"][:, WIDTH:], batch["response_mask"])
+    lengths = batch["response_mask"].sum(1)
+    assert (batch["response_mask"] == (torch.arange(T) < lengths[:, None])).all() and (lengths >= 1).all()
+    assert (batch["rollout_log_probs"][batch["response_mask"] == 0] == 0).all()
+    assert (
+        batch["position_ids"].diff(dim=1)[batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1] == 1] == 1
+    ).all()
+    reasons = Counter(out.non_tensor_batch["finish_reason"])
+    assert reasons["stop"] > 0 and reasons["length"] > 0 and set(reasons) == {"stop", "length"}
+    for i, reason in enumerate(out.non_tensor_batch["finish_reason"]):
+        ids = batch["responses"][i][: lengths[i]].tolist()
+        assert (ids[-1] in stop) == (reason == "stop") and not stop & set(ids[:-1])
+        assert reason == "stop" or len(ids) == T
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_on_policy_ratio_is_one(engine_and_model, temperature):
+    """fp32, 24 tokens through two layers: 1e-5 is 100 roundings; a wrong temperature or a shifted mask costs 0.1 or more."""
+    engine, model = engine_and_model
+    out = engine.generate(random_prompts(16), Sampling(24, temperature), request_seeds(1, 2, list(range(16))))
+    log_probs, _ = response_log_probs(model, out, temperature)
+    assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-5
+
+
+def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
+    engine, _ = engine_and_model
+    prompts, seeds = random_prompts(6, copies=3), request_seeds(7, 3, list(range(18)))
+    together = engine.generate(prompts, Sampling(10), seeds).batch["responses"]
+    assert torch.equal(engine.generate(prompts, Sampling(10), seeds).batch["responses"], together)
+    order = torch.randperm(18, generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = engine.generate(prompts[order], Sampling(10), [seeds[i] for i in order]).batch["responses"]
+    assert torch.equal(shuffled, together[order])
+    alone = engine.generate(prompts[[4]], Sampling(10), [seeds[4]]).batch["responses"]
+    assert torch.equal(alone[0], together[4])
+    assert len({tuple(row) for row in together.tolist()}) == 18  # also the copies of one prompt differ
+
+
+def test_greedy_takes_the_likeliest_token(engine_and_model):
+    engine, model = engine_and_model
+    out = engine.generate(random_prompts(5), Sampling(6, temperature=0), [0] * 5)
+    for i in range(5):
+        ids = out.batch["input_ids"][i][out.batch["attention_mask"][i].bool()]
+        n = int(out.batch["response_mask"][i].sum())
+        likeliest = model(input_ids=ids[None]).logits[0].argmax(-1)
+        assert likeliest[len(ids) - n - 1 : -1].tolist() == ids[-n:].tolist()
+
+
+def test_the_trainers_generator_is_untouched(engine_and_model):
+    engine, _ = engine_and_model
+    state = torch.get_rng_state()
+    engine.generate(random_prompts(3), Sampling(4), [1, 2, 3])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_top_k_and_top_p_log_probs_are_of_the_filtered_distribution(engine_and_model):
+    engine, model = engine_and_model
+    k = 3
+    out = engine.generate(random_prompts(12), Sampling(8, 0.9, top_k=k), request_seeds(1, 4, list(range(12))))
+    log_probs, _ = response_log_probs(model, out, 0.9)
+    mask = out.batch["response_mask"].bool()
+    lift = (out.batch["rollout_log_probs"] - log_probs)[mask]
+    assert (lift > 0).all()  # renormalised on the k that are left
+    greedy = engine.generate(random_prompts(12), Sampling(8, 0.9, top_p=1e-6), [5] * 12)
+    assert greedy.batch["rollout_log_probs"].abs().max() < 1e-6  # one token is left, with probability 1
+
+
+def test_after_an_update_the_engine_samples_from_the_new_weights(engine_and_model):
+    """Prompts longer than a prefix-cache block (128 on a CPU) are in test_long_prompts."""
+    engine, model = engine_and_model
+    perturb(model)
+    metrics = sync_weights(engine, model, 1, tolerance=TOLERANCE)
+    assert metrics["rollout/canary_logp_diff"] < 1e-4
+    out = engine.generate(random_prompts(8), Sampling(8), request_seeds(1, 5, list(range(8))))
+    log_probs, _ = response_log_probs(model, out, 1.0)
+    assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-4
+    assert sync_weights(engine, model, 1, tolerance=TOLERANCE) == {}
+
+
+# ---- the sync that is checked ----------------------------------------------------------------------------------------
+
+
+def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
+    engine, model = engine_and_model
+    perturb(model, 1e-6)  # an update too small for any log-prob to tell
+    monkeypatch.setattr(engine, "load_weights", lambda *_: setattr(engine, "version", 2))
+    with pytest.raises(WeightSyncError, match="version 2 failed"):
+        sync_weights(engine, model, 2, tolerance=TOLERANCE)
+    engine.version = None
+
+
+def drop_the_head(self, update_info):
+    """Takes every tensor, so that the checksum is right, and does not load the last."""
+    self.model.load_weights(list(update_info.weights)[:-1])
+
+
+def forget_the_experts(self):
+    """What vLLM does by itself: the packed experts of a CPU stay those of the first load."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(self.model)
+
+
+BROKEN = {
+    "tied": ("receive_weights", drop_the_head),
+    "untied": ("receive_weights", drop_the_head),
+    "moe": ("start_weight_update", forget_the_experts),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
+    """Tied head, prefix cache and packed experts; and an engine that took the weights and does not use them is caught."""
+    vllm_weights = pytest.importorskip("lib.vllm_weights")
+    moe = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, "num_experts_per_tok": 2}
+    moe |= {"moe_intermediate_size": 32, "head_dim": 32}
+    path = save_tiny(tmp_path / "model", tied=kind == "tied", **(moe if kind == "moe" else {}))
+    engine, model = build("vllm", path, tmp_path / "engine", max_length=300)
+    for version in range(2):
+        perturb(model)
+        assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
+    # prefix caching: the keys of a prompt of more than one block (128) must not survive the update
+    long = np.random.default_rng(0).integers(9, 104, size=200).tolist()
+    for version in (2, 3):
+        out = engine._run([long], [engine._params(8, temperature=1.0, logprobs=0, seed=1)])[0]
+        perturb(model)
+        sync_weights(engine, model, version, tolerance=TOLERANCE)
+        again = engine._run([long], [engine._params(8, temperature=1.0, logprobs=0, seed=1)])[0]
+        ids = list(again.outputs[0].token_ids)
+        log_p = model(input_ids=torch.tensor([long + ids])).logits[0].log_softmax(-1)[len(long) - 1 : -1]
+        got = [lp[token].logprob for token, lp in zip(ids, again.outputs[0].logprobs)]
+        assert (log_p.gather(1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(got)).abs().max() < 1e-4
+        assert out.outputs[0].token_ids != again.outputs[0].token_ids
+    monkeypatch.setattr(vllm_weights.DirectEngine, *BROKEN[kind])
+    perturb(model)
+    with pytest.raises(WeightSyncError, match="does not compute with them"):
+        sync_weights(engine, model, 9, tolerance=TOLERANCE)
+    close(engine)
+
+
+def test_vllm_refuses_to_generate_before_it_has_weights(world, tmp_path):
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.version = None
+    with pytest.raises(WeightSyncError, match="no weights"):
+        engine._run([[1]], [None])
+
+
+# ---- sampling --------------------------------------------------------------------------------------------------------
+
+
+def test_samples_follow_the_distribution():
+    """Chi-square over 8 tokens, 20000 draws: 7 degrees of freedom, 40 is a p-value of 1e-6; seeds are fixed."""
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -30.0])
+    n, temperature = 20000, 0.8
+    seeds = torch.tensor(request_seeds(3, 1, list(range(n))))
+    for t in (0, 1, 7):
+        tokens, log_probs = sample_tokens(logits.expand(n, -1), Sampling(1, temperature), seeds, t)
+        p = (logits / temperature).softmax(-1)
+        expected = n * p[:7]
+        counts = torch.bincount(tokens, minlength=8)
+        assert counts[7] == 0 and ((counts[:7] - expected).square() / expected).sum() < 40
+        torch.testing.assert_close(log_probs, p.log()[tokens])
+
+
+def test_positions_and_seeds_are_independent():
+    logits, seeds = torch.zeros(4096, 2), torch.tensor(request_seeds(0, 0, list(range(4096))))
+    draws = [sample_tokens(logits, Sampling(1), seeds, t)[0].float() * 2 - 1 for t in range(4)]
+    for i in range(4):
+        for j in range(i):  # correlation of 4096 coin flips: standard deviation 1/64
+            assert abs((draws[i] * draws[j]).mean()) < 5 / 64
+        assert abs(draws[i].mean()) < 5 / 64
+    assert len(set(request_seeds(1, 1, list(range(10**4)))) & set(request_seeds(1, 2, list(range(10**4))))) < 3
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]]).expand(5000, -1)
+    tokens, _ = sample_tokens(logits, Sampling(1), torch.arange(5000), 0)
+    assert set(tokens.tolist()) == {0, 2}
+    filtered, _ = sample_tokens(torch.arange(6.0).expand(500, -1), Sampling(1, top_k=2), torch.arange(500), 0)
+    assert set(filtered.tolist()) == {4, 5}

@@ -1,0 +1,143 @@
+"""The embedded task: its files are the generator's, its start leaves room to climb, its scorer cannot be bluffed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from data import toy
+from rewards.arithmetic import compute_score
+
+MODEL = toy.FOLDER / "model"
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (toy.FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def test_rows_are_the_generators():
+    train, val = toy.make_rows()
+    assert read("train") == train
+    assert read("val") == val
+
+
+def test_train_and_val_share_no_sum_in_either_order():
+    def key(row):
+        return frozenset(row["prompt"][0]["content"].split("+"))
+
+    train, val = read("train"), read("val")
+    assert len({key(row) for row in train + val}) == len(train) + len(val)
+
+
+def test_ground_truths_are_the_sums():
+    for row in read("train") + read("val"):
+        a, b = row["prompt"][0]["content"].split("+")
+        assert row["reward_model"]["ground_truth"] == str(int(a) + int(b))
+
+
+def test_responses_as_documented():
+    assert toy.worked_response(137, 285) == "12,12,4=422"
+    assert toy.careless_response(137, 285) == "=312"
+    assert toy.worked_response(999, 999) == "18,19,19=1998"
+    assert toy.careless_response(123, 456) == "=579"
+    for row in read("val"):
+        a, b = map(int, row["prompt"][0]["content"].split("+"))
+        score = compute_score("toy/arithmetic", toy.worked_response(a, b), row["reward_model"]["ground_truth"])
+        assert score["score"] == 1.0
+
+
+def test_tokenizer_file_is_the_generators(tmp_path):
+    toy.make_tokenizer().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (MODEL / name).read_text()
+
+
+def test_tokenizer_round_trip(tokenizer):
+    text = "".join(map(chr, range(32, 127))) + "\nuser: 1+1, assistant:  2 .\n<|im_end|><pad>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(text) == toy.make_tokenizer().encode(text)  # AutoTokenizer has not put in another class
+    assert tokenizer.unk_token_id not in tokenizer.encode(text)
+    assert tokenizer.encode("é") == [tokenizer.unk_token_id]
+    assert tokenizer.decode(tokenizer.encode("=422<|im_end|>"), skip_special_tokens=True) == "=422"
+
+
+def test_chat_template(tokenizer):
+    messages = [{"role": "user", "content": "137+285"}]
+    text = "<|im_start|>user\n137+285<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == text
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert ids == tokenizer.encode(text) and len(ids) == 16
+    messages += [{"role": "assistant", "content": "=422"}, {"role": "tool", "content": "no"}]
+    text = text + "=422<|im_end|>\n<|im_start|>tool\nno<|im_end|>\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
+
+
+def test_special_ids_agree(tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    generation = GenerationConfig.from_pretrained(MODEL)
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<pad>"
+    assert tokenizer.eos_token_id == model.config.eos_token_id == generation.eos_token_id
+    assert tokenizer.pad_token_id == model.config.pad_token_id == generation.pad_token_id
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_shipped_files_are_small():
+    assert sum(path.stat().st_size for path in toy.FOLDER.rglob("*") if path.is_file()) <= 4 * 2**20
+
+
+def accuracy(model, tokenizer, rows: list[dict]) -> float:
+    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
+    ids = torch.tensor(prompts)  # every prompt has 16 tokens
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, max_new_tokens=16)
+    texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    return sum(compute_score("toy/arithmetic", text, truth)["score"] for text, truth in zip(texts, truths)) / len(rows)
+
+
+def test_start_leaves_room_to_climb(tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    assert 0.2 <= accuracy(model, tokenizer, read("val")) <= 0.4
+
+
+def test_warm_up_learns_and_writes_a_model_that_loads(tmp_path: Path):
+    tokenizer = toy.make_tokenizer()
+    sizes = {"steps": 30, "batch_size": 8, "hidden_size": 32}
+    model, losses = toy.warm_up(tokenizer, {"100+100"}, **sizes)
+    assert len(losses) == 30
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    toy.save_model(model, tokenizer, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path).encode("137+285")])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    again, _ = toy.warm_up(tokenizer, {"100+100"}, **sizes)
+    for p, q in zip(model.parameters(), again.parameters()):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "pred"),
+    [
+        ("=422", 1.0, "422"),
+        ("12,12,4=422", 1.0, "422"),
+        ("3=1=422", 1.0, "422"),
+        ("=422\n", 1.0, "422"),
+        ("=423", 0.0, "423"),
+        ("=0422", 0.0, "0422"),
+        ("=+422", 0.0, "+422"),
+        ("=422.0", 0.0, "422.0"),
+        ("=422 or 423", 0.0, "422 or 423"),
+        ("=421,422", 0.0, "421,422"),
+        ("=422=", 0.0, ""),
+        ("422", 0.0, ""),
+        ("", 0.0, ""),
+    ],
+)
+def test_scorer(response, score, pred):
+    assert compute_score("toy/arithmetic", response, "422") == {"score": score, "pred": pred}

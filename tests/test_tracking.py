@@ -1,0 +1,226 @@
+"""The run's logs: exact and valid JSON lines, resume, plain and terminal output, wandb offline, tensorboard, curve."""
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lib import InputError
+from lib.tracking import Tracker, plot_curve
+
+STEP = {"reward/mean": 0.5, "response_length/mean": 230.4, "perf/tokens_per_s": 12345.6, "actor/loss": -0.1}
+
+
+def lines(file: Path) -> list[dict]:
+    def no_constant(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=no_constant) for line in file.read_text().splitlines()]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_exact_flushed_and_valid_json(tmp_path, capsys):
+    tracker = Tracker(tmp_path, {"lr": 1e-6, "out": Path("x")}, total_steps=2)
+    third = 1 / 3
+    tracker.log({"a": third, "b": np.float32(0.1), "c": torch.tensor(2.5), "n": 7, "inf": math.inf}, 1)
+    tracker.log({"loss": float("nan")}, 2)
+    first, second = lines(tmp_path / "metrics.jsonl")  # before close
+    assert first == {
+        "step": 1, "a": third, "b": float(np.float32(0.1)), "c": 2.5, "n": 7, "inf": None, "nonfinite": {"inf": "inf"}
+    }  # fmt: skip
+    assert second == {"step": 2, "loss": None, "nonfinite": {"loss": "nan"}}
+    assert "loss is nan" in capsys.readouterr().out
+    assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 1e-6, "out": "x"}
+    tracker.close()
+    tracker.log({"late": 1.0}, 3)
+    assert len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_resume_cuts_what_runs_again_and_a_torn_line(tmp_path, capsys):
+    tracker = Tracker(tmp_path, {}, total_steps=9)
+    for step in range(1, 6):
+        tracker.log({"x": step / 7}, step)
+        tracker.samples([{"prompt": "p", "response": "r\udc80", "score": step}], step)
+    tracker.close()
+    file = tmp_path / "metrics.jsonl"
+    with file.open("a") as f:
+        f.write('{"step": 4, "x": 0.')  # kill -9 in the middle of a line
+    before = file.read_text().splitlines()
+    capsys.readouterr()
+
+    tracker = Tracker(tmp_path, {}, total_steps=9, resume_step=3)
+    assert file.read_text().splitlines() == before[:3]
+    assert "dropped 3 rows after step 3" in capsys.readouterr().out
+    tracker.log({"x": 4 / 7}, 4)
+    tracker.close()
+    assert [row["x"] for row in lines(file)] == [1 / 7, 2 / 7, 3 / 7, 4 / 7]
+    assert [(row["step"], row["response"]) for row in lines(tmp_path / "samples.jsonl")] == [
+        (step, "r\udc80") for step in (1, 2, 3)
+    ]
+    assert not list(tmp_path.glob("*.tmp"))
+
+    Tracker(tmp_path, {}, total_steps=9).close()  # from the start again
+    assert file.read_text() == ""
+
+
+def test_disabled_writes_nothing(tmp_path, capsys):
+    tracker = Tracker(tmp_path / "run", {}, trackers=("wandb",), total_steps=2, enabled=False)
+    tracker.log(STEP, 1)
+    tracker.samples([{"prompt": "p", "response": "r", "score": 1.0}], 1)
+    tracker.curve()
+    tracker.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_unknown_or_missing_tracker(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="--trackers mlflow: unknown"):
+        Tracker(tmp_path, {}, trackers=("mlflow",), total_steps=1)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match="--trackers wandb: not installed"):
+        Tracker(tmp_path, {}, trackers=("wandb",), total_steps=1)
+
+
+# ---- console ---------------------------------------------------------------------------------------------------------
+
+
+def test_plain_output_is_one_line_a_step(tmp_path, capsys):
+    tracker = Tracker(tmp_path, {}, total_steps=20)
+    tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1}, 0)
+    tracker.log(STEP, 1)
+    tracker.log(STEP, 20)
+    tracker.close()
+    zero, first, last = capsys.readouterr().out.splitlines()
+    assert zero == "step 0/20 | val/toy/mean@1 0.250"
+    assert first.startswith("step 1/20 | reward 0.500 | length 230 | 12,346 tok/s | eta ")
+    assert last == "step 20/20 | reward 0.500 | length 230 | 12,346 tok/s | eta 0:00:00"
+
+
+def test_samples_are_stored_whole_and_shown_short(tmp_path, capsys):
+    tracker = Tracker(tmp_path, {}, total_steps=20)
+    hostile = "\x1b[2J[bold]red[/bold]\r\n\u202eend " + "long " * 200 + "#### 42"
+    rows = [{"prompt": f"What is {i}?", "response": hostile, "score": i / 3, "pred": "42"} for i in range(5)]
+    tracker.samples(rows, 7, show=2)
+    assert lines(tmp_path / "samples.jsonl") == [{"step": 7} | row for row in rows]
+    shown = capsys.readouterr().out
+    assert "What is 1?" in shown and "What is 2?" not in shown and "0.333" in shown
+    assert "[bold]red" in shown and "samples of step 7" in shown
+    assert all(c.isprintable() or c == "\n" for c in shown)
+    assert max(map(len, shown.splitlines())) <= 120
+    tracker.close()
+
+
+TERMINAL_SCRIPT = """
+import sys
+from lib.tracking import Tracker
+tracker = Tracker(sys.argv[1], {}, total_steps=4)
+tracker.log({"val/toy/mean@1": 0.25}, 0)
+for step in (1, 2, 3):
+    tracker.log({"reward/mean": step / 10, "response_length/mean": 20.0, "perf/tokens_per_s": 1000.0}, step)
+    print("said by the script", step)
+    answer = input("(prompt) ")
+    print("heard", answer)
+raise RuntimeError("the script fails")
+"""
+
+
+def test_terminal_shows_progress_keeps_prompts_and_gives_the_cursor_back(tmp_path):
+    controller, terminal = pty.openpty()
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", TERMINAL_SCRIPT, str(tmp_path)]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, env=env)
+    os.close(terminal)
+    os.write(controller, b"a\nb\nc\n")
+    output = b""
+    while True:
+        try:
+            chunk = os.read(controller, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        output += chunk
+    assert b"the script fails" in process.stderr.read()
+    process.wait()
+    os.close(controller)
+    text = output.decode()
+    for expected in (
+        "val/toy/mean@1 0.250",
+        "3/4",
+        "reward 0.300 | length 20 | 1,000 tok/s | eta",
+        "(prompt) ",
+        "heard c",
+    ):
+        assert expected in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # cursor shown after it was hidden
+    assert len(lines(tmp_path / "metrics.jsonl")) == 4
+
+
+# ---- wandb, tensorboard, curve ---------------------------------------------------------------------------------------
+
+
+def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for resume_step in (0, 2, 0):
+        tracker = Tracker(tmp_path, {"lr": 0.1}, trackers=("wandb",), total_steps=4, resume_step=resume_step)
+        assert tracker.wandb.config["lr"] == 0.1
+        tracker.log(STEP | {"bad": math.nan}, resume_step + 1)
+        tracker.close()
+        ids.append((tmp_path / "wandb_id.txt").read_text())
+    assert ids[0] == ids[1] != ids[2]
+    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert len(runs) >= 2 and all(any(run.endswith(run_id) for run in runs) for run_id in ids)
+
+
+def test_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, value in ((0, 1.0), (2, 2.0)):
+        tracker = Tracker(tmp_path, {}, trackers=("tensorboard",), total_steps=4, resume_step=resume_step)
+        for step in range(resume_step + 1, 5):
+            tracker.log({"val/toy/mean@1": value}, step)
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (tag,) = events.Tags()["scalars"]
+    assert [(event.step, event.value) for event in events.Scalars(tag)] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+def test_curve(tmp_path):
+    tracker = Tracker(tmp_path, {}, total_steps=60)
+    tracker.curve()  # nothing logged yet
+    rng = np.random.default_rng(0)
+    for step in range(1, 61):
+        reward = 1 - math.exp(-step / 20)
+        tracker.log(
+            {"reward/mean": reward + 0.1 * rng.normal(), "response_length/mean": 30 + step + 4 * rng.normal()}, step
+        )
+        if step % 10 == 0:
+            name = "val/toy/mean@4"
+            tracker.log({name: reward, f"{name}/ci_low": reward - 0.05, f"{name}/ci_high": reward + 0.05}, step)
+    tracker.log({"reward/mean": math.nan}, 60)
+    empty = np.asarray(Image.open(tmp_path / "curve.png").convert("RGB")).copy()
+    tracker.curve()
+    drawn = np.asarray(Image.open(tmp_path / "curve.png").convert("RGB"))
+    assert drawn.shape == empty.shape and drawn.shape[1] > 1000
+    assert (drawn != empty).any(-1).mean() > 0.01
+    half = drawn.shape[1] // 2
+    orange = (np.abs(drawn.astype(int) - (255, 127, 14)).sum(-1) < 30).nonzero()[1]
+    green = (np.abs(drawn.astype(int) - (44, 160, 44)).sum(-1) < 30).nonzero()[1]
+    assert len(orange) > 100 and orange.max() < half  # validation on the left
+    assert len(green) > 100 and green.min() > half  # length on the right
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 61, "rew')  # the run is still writing, or was killed
+    plot_curve(tmp_path / "metrics.jsonl", tmp_path / "other.png", "run")
+    assert not list(tmp_path.glob("*.tmp"))
+    tracker.close()
