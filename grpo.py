@@ -1,14 +1,14 @@
 """Group Relative Policy Optimization for language models (DeepSeekMath, https://arxiv.org/abs/2402.03300).
 
-For each prompt sample a group of G responses, score them with rewards R_1 ... R_G, and take the group as its own baseline:
+For each prompt sample a group of G responses, score them R_1 ... R_G, and take the group as its own baseline:
 
     A_i = (R_i - mean(R)) / (std(R) + 1e-6)                         the same for every token t of response i
     rho_it = pi(o_it | ...) / pi_old(o_it | ...)
     L = mean over tokens of max(-A_i rho_it, -A_i clip(rho_it, 1 - eps_low, 1 + eps_high)) + beta KL(pi || pi_ref)
 
-Where this departs from the paper, by default: the loss is averaged over all tokens of the mini-batch, not first within each
-response (--loss_agg_mode seq-mean-token-mean is the paper's); there is no KL term and then no reference model is loaded
-(--kl_coef 0.04 is the paper's); a ratio above clip_ratio_c is cut where the advantage is negative (dual clip).
+Where this departs from the paper, by default: the loss is averaged over all tokens of the mini-batch, not first within
+each response (--loss_agg_mode seq-mean-token-mean is the paper's); there is no KL term, and then no reference model is
+loaded (--kl_coef 0.04 is the paper's); a ratio above clip_ratio_c is cut where the advantage is negative (dual clip).
 --adv_estimator dr_grpo with --loss_agg_mode seq-mean-token-sum-norm is Dr. GRPO (2503.20783).
 
     python grpo.py                                                  one process; a tiny model and task, on any machine
@@ -22,17 +22,17 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 import tyro
-from transformers import get_scheduler
 
 from lib import InputError
 from lib.batching import prepare_dynamic_batch
-from lib.checkpoint import export_hf, latest_checkpoint, load_checkpoint, save_checkpoint
+from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
 from lib.core_algos import agg_loss, get_adv_estimator_fn, get_policy_loss_fn, kl_penalty
 from lib.data_proto import DataProto
 from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
@@ -55,6 +55,7 @@ from lib.metrics import (
     Timer,
     add_metrics,
     data_metrics,
+    extra_metrics,
     mismatch_metrics,
     reduce_metrics,
     throughput_metrics,
@@ -64,7 +65,7 @@ from lib.metrics import (
 from lib.model import batched_log_probs, check_model_path, load_model, load_tokenizer, response_log_probs
 from lib.reward import load_reward, score_responses
 from lib.rollout import Sampling, check_engine, make_engine, request_seeds, sync_weights
-from lib.tracking import Tracker
+from lib.tracking import Tracker, sample_rows
 
 HERE = Path(__file__).parent
 
@@ -152,14 +153,16 @@ class Args:
     """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
     clip_ratio_c: float = 3.0
     """dual clip: bound of the ratio where the advantage is negative"""
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
     """how token losses become one loss: see agg_loss in lib/core_algos.py"""
     loss_scale_factor: float | None = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
     kl_coef: float = 0.0
     """beta, weight of the KL to the start model in the loss; at 0 no reference model is loaded"""
-    kl_estimator: str = "k3+"
-    """estimator of that KL: k1, k2, k3, abs; a + gives it the gradient of k2, which is that of the KL"""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3+"
+    """estimator of that KL; a + gives it the gradient of k2, which is that of the KL"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus"""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
@@ -175,7 +178,7 @@ class Args:
     """tokens of one forward and backward on one rank"""
     lr: float = 1e-3
     """learning rate (for a model of billions of parameters: 1e-6)"""
-    lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """course of the learning rate after the warm-up"""
     warmup_steps: int = 0
     """steps in which the learning rate rises from 0"""
@@ -255,6 +258,13 @@ def step_sizes(args: Args, world_size: int) -> Sizes:
     )
 
 
+def parse_json(text: str, flag: str) -> dict:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"--{flag} {text}: not JSON ({error})") from error
+
+
 def load_datasets(args: Args, tokenizer):
     """(train, val) data sets; val is None where no validation is asked for."""
     dataset_class = load_dataset_class(args.dataset_class) if args.dataset_class else RLHFDataset
@@ -262,7 +272,7 @@ def load_datasets(args: Args, tokenizer):
         "max_prompt_length": args.max_prompt_length,
         "truncation": args.truncation,
         "filter_overlong_prompts": args.filter_overlong_prompts,
-        "chat_template_kwargs": json.loads(args.chat_template_kwargs),
+        "chat_template_kwargs": parse_json(args.chat_template_kwargs, "chat_template_kwargs"),
     }
     train = dataset_class(list(args.train_files), tokenizer, **settings)
     wanted = args.val_before_train or args.val_every or args.val_only
@@ -284,70 +294,36 @@ def validate(args: Args, engine, dataset, tokenizer, compute_score, world, sizes
         if not rows:  # this rank only kept the others company
             continue
         scores, extras = score_responses(batch, tokenizer, compute_score)
+        batch.batch["token_level_scores"] = scores
         sources = batch.non_tensor_batch["data_source"]
         preds = extras.get("pred", [None] * len(batch))
         results += list(zip(sources, [n // args.val_samples for n in numbers], scores.sum(1).tolist(), preds))
-        shown += sample_rows(batch, tokenizer, scores)
+        shown += sample_rows(batch, tokenizer)
     results = all_gather_lists(results)
     tracker.samples(shown, step, show=args.show_samples)
     return validation_metrics(*(list(column) for column in zip(*results)))
 
 
-def sample_rows(batch: DataProto, tokenizer, scores: torch.Tensor) -> list[dict]:
-    """What a reader wants to see of a batch: prompt, response, score."""
-    attended = batch.batch["attention_mask"][:, -scores.shape[1] :].bool()
-    return [
-        {
-            "prompt": tokenizer.decode(batch.non_tensor_batch["raw_prompt_ids"][i]),
-            "response": tokenizer.decode(batch.batch["responses"][i][attended[i]]),
-            "score": float(scores[i].sum()),
-            "ground_truth": batch.non_tensor_batch["reward_model"][i]["ground_truth"],
-        }
-        for i in range(len(batch))
-    ]
-
-
-def find_checkpoint(args: Args, run_dir: Path) -> Path | None:
-    """The checkpoint to resume from. Raises InputError where a run would be overwritten or continued as another."""
-    if args.resume == "never":
-        if broadcast((run_dir / "config.json").exists()):
-            raise InputError(
-                f"{run_dir} holds a run already: --resume auto goes on with it, another --run_name starts anew"
-            )
-        return None
-    if args.resume == "auto" and not args.run_name:
-        raise InputError("--resume auto needs the --run_name of the run to resume")
-    checkpoint = latest_checkpoint(run_dir / "checkpoints") if args.resume == "auto" else Path(args.resume)
-    config_file = (checkpoint.parent.parent if checkpoint else run_dir) / "config.json"
-    if checkpoint is not None and config_file.exists():
-        before, now = json.loads(config_file.read_text()), json.loads(json.dumps(asdict(args)))
-        changed = [k for k in now if k in before and k not in MAY_CHANGE_ON_RESUME and now[k] != before[k]]
-        if changed:
-            was = ", ".join(f"--{k} was {before[k]}, is {now[k]}" for k in changed)
-            raise InputError(f"cannot resume {checkpoint} with another configuration: {was}")
-    return checkpoint
+def lr_factor(args: Args, sizes: Sizes, update: int) -> float:
+    """What the learning rate is multiplied with at an optimizer update, counted from 0."""
+    warmup, total = (steps * sizes.updates_per_step for steps in (args.warmup_steps, args.total_steps))
+    if update < warmup:
+        return update / warmup
+    done = min(1.0, (update - warmup) / max(1, total - warmup))
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
 
 
 def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
     """What the run will do, in its own arithmetic."""
     dropped = sum(getattr(train_data, "dropped", {}).values())
+    responses = args.prompts_per_step * args.group_size
     return (
-        f"{args.prompts_per_step} prompts x {args.group_size} = {args.prompts_per_step * args.group_size} responses a step "
-        f"on {world.size} rank(s) of {world.device.type}, {sizes.updates_per_step} update(s) of "
+        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step"
+        f" on {world.size} rank(s) of {world.device.type}, {sizes.updates_per_step} update(s) of "
         f"{sizes.local_mini_batch_rows * world.size} rows; {len(train_data)} training prompts ({dropped} too long), "
         f"{len(val_data) if val_data else 0} for validation; {args.total_steps} steps = "
         f"{args.total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
     )
-
-
-def reward_extras(extras: dict[str, list]) -> dict[str, Mean]:
-    """The mean of every number that the scorer gave beside the score."""
-    metrics = {}
-    for name, values in extras.items():
-        numbers = [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
-        if numbers:
-            metrics[f"reward/{name}"] = Mean(sum(numbers), len(numbers))
-    return metrics
 
 
 def main(args: Args) -> None:
@@ -364,7 +340,7 @@ def main(args: Args) -> None:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
     run_name = broadcast(args.run_name or f"grpo-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(args.output_dir) / run_name
-    checkpoint = find_checkpoint(args, run_dir)
+    checkpoint = find_checkpoint(args.resume, run_dir, asdict(args), MAY_CHANGE_ON_RESUME)
     if world.rank == 0:
         print(describe(args, sizes, world, train_data, val_data), flush=True)
 
@@ -388,12 +364,7 @@ def main(args: Args) -> None:
     ref = load_policy(trainable=False) if args.kl_coef else None
     parameters = trainable_parameters(actor)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
-    scheduler = get_scheduler(
-        args.lr_schedule,
-        optimizer,
-        num_warmup_steps=args.warmup_steps * sizes.updates_per_step,
-        num_training_steps=args.total_steps * sizes.updates_per_step,
-    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
     models, schedulers = {"actor": (actor, optimizer)}, {"actor": scheduler}
 
     # ---- rollout engine, data, resume
@@ -544,7 +515,7 @@ def main(args: Args) -> None:
 
         # ---- 6 log
         aborted = (batch.batch["response_mask"].sum(1) == 0).sum().item()
-        local |= timer.metrics() | reward_extras(extras)
+        local |= timer.metrics() | extra_metrics(extras)
         local |= {
             "training/epoch": loader.position / len(train_data),
             "training/skipped_updates": skipped_updates,
@@ -574,9 +545,7 @@ def main(args: Args) -> None:
 
     if args.export_model:
         export_hf(actor, tokenizer, run_dir / "model")
-    tracker.curve()
-    if world.rank == 0:
-        print(f"curve: {run_dir / 'curve.png'}")
+    tracker.report()
     tracker.close()
     engine.close()
 

@@ -96,7 +96,7 @@ def operations(module, columns, folder):
         return a.select(KEYS, ["uid"]), b.select(FLOAT_KEYS, ["extra_info"])
 
     def iterate(data, **kwargs):
-        return list(data.make_iterator(128, epochs=1, seed=0, **kwargs))
+        return list(data.make_iterator(rows // 8, epochs=1, seed=0, **kwargs))
 
     def padding(data):
         data.padding(7, "last")
@@ -261,7 +261,7 @@ def compare_all_gather(has_verl, columns, repeats, threads, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=1024, help="a multiple of 8")
     parser.add_argument("--tokens", type=int, default=1536)
     parser.add_argument(
         "--repeats", type=int, default=15, help="of a call longer than 1 ms; shorter ones 40 times more"
@@ -282,8 +282,10 @@ def main():
         )
         for load in (lambda: ours, load_verl) if has_verl else (lambda: ours,):
             pipe, other_end = context.Pipe()
-            processes.append(context.Process(target=worker, args=(load, columns, folder, args.threads, other_end)))
+            arguments = (load, columns, folder, args.threads, other_end)
+            processes.append(context.Process(target=worker, args=arguments, daemon=True))
             processes[-1].start()
+            other_end.close()  # so that a worker's death ends recv() with EOFError
             pipes.append(pipe)
         names = [pipe.recv() for pipe in pipes]
         for name in names[0]:

@@ -2,16 +2,16 @@
 
     python data/toy.py       rewrites data/toy/: train.jsonl, val.jsonl and model/ (two minutes on one core)
 
-A response is "=" and the sum, with or without a working before it: the sum of each column from the right, with its carry.
+A response is "=" and the sum, with or without a working before it: the sum of each column from the right, with carry.
 
     137+285  ->  12,12,4=422     worked: 7+5=12, 3+8+1=12, 1+2+1=4
     137+285  ->  =312            in the head, with the carries forgotten: right only for the 3 sums in 10 that have none
 
-The start is a 0.5 M parameter Llama that imitates pupils of mixed quality (`demonstration`): most answer in the head, the
-others show their working but slip in one column of ten. So its greedy answer comes from the head, while among the samples
-of a prompt some show a working, which is right far more often. RL has to find out that the working pays, and then to make
-it reliable: reward and response length rise together. The held-out sums occur, in either order, neither in train.jsonl nor
-in the warm-up.
+The start is a 0.5 M parameter Llama that imitates pupils of mixed quality (`demonstration`): most answer in the head,
+the others show their working but slip in one column of ten. So its greedy answer comes from the head, while among the
+samples of a prompt some show a working, which is right far more often. RL has to find out that the working pays, and then
+to make it reliable: reward and response length rise together. The held-out sums occur, in either order, neither in
+train.jsonl nor in the warm-up.
 """
 
 import os

@@ -100,6 +100,34 @@ def latest_checkpoint(checkpoint_dir: str | Path) -> Path | None:
     return broadcast(latest)
 
 
+def find_checkpoint(resume: str, run_dir: Path, config: dict[str, Any], may_change: set[str]) -> Path | None:
+    """The checkpoint that `--resume` asks for: none ("never"), the newest complete one of the run ("auto"), or a path.
+
+    Raises:
+        InputError: it would overwrite a run, there is no such checkpoint, or its run had another configuration (keys in
+            `may_change` aside).
+    """
+    if resume == "never":
+        if broadcast((run_dir / "config.json").exists()):
+            raise InputError(
+                f"{run_dir} holds a run already: --resume auto goes on with it, another --run_name starts anew"
+            )
+        return None
+    checkpoint = latest_checkpoint(run_dir / "checkpoints") if resume == "auto" else Path(resume)
+    if checkpoint is None:
+        return None
+    if broadcast(not (checkpoint / "manifest.json").exists()):
+        raise InputError(f"--resume {resume}: no complete checkpoint; give one like <run>/checkpoints/step_000020")
+    config_file = checkpoint.parent.parent / "config.json"
+    if config_file.exists():
+        before, now = json.loads(config_file.read_text()), json.loads(json.dumps(config))
+        changed = [k for k in now if k in before and k not in may_change and now[k] != before[k]]
+        if changed:
+            was = ", ".join(f"--{k} was {before[k]}, is {now[k]}" for k in changed)
+            raise InputError(f"cannot resume {checkpoint} with another configuration: {was}")
+    return checkpoint
+
+
 def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers) -> dict[str, Any]:
     """Loads weights, optimizers and schedules in place, restores this rank's random states, returns `trainer_state`.
 
@@ -179,7 +207,7 @@ def export_hf(
     dist.barrier()
 
 
-# ---- state -----------------------------------------------------------------------------------------------------------
+# ---- state ---------------------------------------------------------------------------------------
 
 
 def _names(models: Models, schedulers: Schedulers) -> dict[str, list[str]]:
@@ -229,7 +257,7 @@ def _exact_json(trainer: dict[str, Any]) -> str:
     return json.dumps(trainer, indent=1)
 
 
-# ---- folders ---------------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
 
 
 def _step_folders(checkpoint_dir: Path) -> list[Path]:

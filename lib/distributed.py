@@ -1,7 +1,7 @@
 """Launch, device mesh, FSDP2 and collectives: the same lines for 1 process or many, CPU (gloo) or GPU (nccl).
 
-Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`; accelerate launches and does not
-wrap (on a CPU it silently trades FSDP2 for DDP). Sharding is `fully_shard` itself, at every world size, so that one
+Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`; accelerate launches and does
+not wrap (on a CPU it silently trades FSDP2 for DDP). Sharding is `fully_shard` itself, at every world size, so that one
 process and eight run one code path. FSDP averages gradients over ranks: multiply a loss that is normalised by *global*
 counts by `world_size`.
 """
@@ -40,7 +40,7 @@ def init_distributed(timeout_s: float = 1800) -> World:
         InputError: `accelerate launch --cpu --num_processes N`, which starts one process without a word.
     """
     env = os.environ
-    # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard them ourselves
+    # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
     env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if "RANK" not in env and "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
         raise InputError(
@@ -78,7 +78,7 @@ def is_first_on_node() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-# ---- sharding ----------------------------------------------------------------------------------------------------------
+# ---- sharding ------------------------------------------------------------------------------------
 
 
 def make_mesh(world: World) -> DeviceMesh:
@@ -122,7 +122,7 @@ def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
-    """Reduce gradients over ranks in the coming backward, or only add them up locally (all but the last micro-batch)."""
+    """Reduce gradients over ranks in the coming backward (the last micro-batch), or only add them up locally."""
     model.set_requires_gradient_sync(sync)
 
 
@@ -163,7 +163,7 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-# ---- collectives -------------------------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------
 
 
 def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:

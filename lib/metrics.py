@@ -6,6 +6,7 @@ trained token (padding, failed rollouts) are counted and stay out of every other
 this step is left out, not reported as 0.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from lib.data_proto import DataProto
 
-# ---- reduction over ranks --------------------------------------------------------------------------------------------
+# ---- reduction over ranks ------------------------------------------------------------------------
 
 
 class Mean(NamedTuple):
@@ -108,7 +109,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
     }
 
 
-# ---- the batch of a step ---------------------------------------------------------------------------------------------
+# ---- the batch of a step -------------------------------------------------------------------------
 
 
 def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metric]:
@@ -153,11 +154,21 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     return metrics
 
 
+def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
+    """reward/<key>: the mean of the finite numbers that a scorer gave beside its score; text and None are passed over."""
+    metrics: dict[str, Metric] = {}
+    for name, values in extras.items():
+        numbers = [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
+        if numbers:
+            metrics[f"reward/{name}"] = Mean(sum(numbers), len(numbers))
+    return metrics
+
+
 @torch.no_grad()
 def mismatch_metrics(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
     """How far the trainer's policy is from the one that sampled, with the same weights. All (B, T).
 
-    r = π_train / π_rollout, the log ratio clamped to ±20. rollout/logp_diff and prob_diff: mean and max of |difference|;
+    r = π_train / π_rollout, the log ratio clamped to ±20. rollout/logp_diff and prob_diff: mean and max |difference|;
     k1, k3: estimates of KL(π_rollout ‖ π_train), the tokens being π_rollout's; ratio_mean, ratio_max, ratio_min of r;
     chi2 = mean r² − 1, the χ² divergence: importance weights r leave about 1 / (1 + chi2) of the sample.
     """
@@ -185,7 +196,7 @@ def mismatch_metrics(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, m
     }
 
 
-# ---- validation ------------------------------------------------------------------------------------------------------
+# ---- validation ----------------------------------------------------------------------------------
 
 
 def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
@@ -198,7 +209,7 @@ def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got k={k}, n={n}, c={c}")
     none_right = np.ones(n.shape)
     for drawn in range(k):
-        none_right *= np.clip(n - c - drawn, 0, None) / (n - drawn)
+        none_right *= (n - c - drawn) / (n - drawn)
     return 1.0 - none_right
 
 
@@ -248,7 +259,7 @@ def validation_metrics(
     """val/<data_source>/... from the rows of all ranks, one row a sample, n samples of every prompt (uid).
 
     mean@n with a 95 % bootstrap interval over prompts (1000 seeded draws: mean@n/ci_low, /ci_high); pass@k with "right"
-    meaning a score above `correct_above`; maj@k if `preds` are given; k = 1, 2, 4, ... n. Each of `extras` as its mean.
+    meaning a score above `correct_above`; maj@k if there are `preds`; k = 1, 2, 4, ... n. Each of `extras` as its mean.
 
     Raises:
         ValueError: prompts of one data source have different numbers of samples (a failed one counts: score 0).
@@ -271,9 +282,10 @@ def validation_metrics(
         for bound, percent in (("low", 2.5), ("high", 97.5)):
             metrics[f"{name}/mean@{n}/ci_{bound}"] = float(np.percentile(draws, percent))
         right = (scores[rows] > correct_above).sum(1)
+        votes = preds is not None and any(preds[row] is not None for row in rows.flat)
         for k in sorted({2**power for power in range(n.bit_length())} | {n}):
             metrics[f"{name}/pass@{k}"] = float(pass_at_k(n, right, k).mean())
-            if preds is not None:
+            if votes:
                 each = [maj_at_k([preds[i] for i in prompt], scores[prompt], k) for prompt in rows]
                 metrics[f"{name}/maj@{k}"] = float(np.mean(each))
         for extra, values in (extras or {}).items():
@@ -281,7 +293,7 @@ def validation_metrics(
     return metrics
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 
 
 class Timer:

@@ -22,7 +22,7 @@ from lib.data_proto import DataProto
 
 disable_progress_bar()  # of loading: one bar a rank
 
-# ---- loading -----------------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
 
 
 def split_gguf(path: str) -> tuple[str, dict[str, str]]:
@@ -102,7 +102,7 @@ def load_model(
     return model
 
 
-# ---- attention over packed rows ----------------------------------------------------------------------------------------
+# ---- attention over packed rows ------------------------------------------------------------------
 
 
 def packed_sdpa(module, query, key, value, attention_mask, packed_runs=None, scaling=None, **kwargs):
@@ -137,13 +137,13 @@ ALL_ATTENTION_FUNCTIONS.register("packed_sdpa", packed_sdpa)
 ALL_MASK_ATTENTION_FUNCTIONS.register("packed_sdpa", sdpa_mask)
 
 
-# ---- log-probs without full logits -------------------------------------------------------------------------------------
+# ---- log-probs without full logits ---------------------------------------------------------------
 
 
 class LinearLogProbs(torch.autograd.Function):
     """Log-prob of y and entropy under softmax(h W^T / temperature), a chunk of tokens at a time.
 
-    Forward keeps log-sum-exp and entropy per token; backward recomputes each chunk's logits. With z = h W^T / temperature
+    Forward keeps log-sum-exp and entropy per token; backward recomputes each chunk's logits. With z = h W^T / T
     and p = softmax(z): d logp / dz = onehot(y) - p and d H / dz = -p (log p + H).
     """
 
@@ -181,7 +181,7 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
-    """False where the head adds a bias or the model caps or scales its logits: those go through the model's own logits."""
+    """False where the head adds a bias or the model caps or scales its logits: these go through its own forward."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
     return head.bias is None and all(getattr(config, name, None) in (None, 1.0) for name in changes)

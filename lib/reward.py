@@ -1,4 +1,4 @@
-"""From responses to scores: each response is decoded, scored by a plain function, and the score put on its last token."""
+"""From responses to scores: a response is decoded, scored by a plain function, and the score put on its last token."""
 
 import importlib.util
 from collections import defaultdict

@@ -1,9 +1,9 @@
 """Rollout engines behind one small interface, and the weight sync that is checked.
 
 An engine has: generate(prompts, sampling, seeds) -> DataProto, load_weights(model, version), version, checksum,
-probe_log_probs(ids), sleep(), wake(), close(). `hf` samples with the live model; `vllm` is a vLLM engine in this process.
+probe_log_probs(ids), sleep(), wake(), close(). `hf` samples with the live model; `vllm` is an engine in this process.
 
-Tokens in, tokens out: prompts are `raw_prompt_ids`, responses are never decoded on their way to the loss. Every response
+Tokens in, tokens out: prompts are `raw_prompt_ids`, responses are never decoded on their way to the loss. A response
 has its own seed, so a sample depends on neither its batch nor its rank, and a run repeats itself. rollout_log_probs are
 those of the distribution that was sampled from (temperature, top-p and top-k applied).
 """
@@ -105,7 +105,7 @@ def add_responses(
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
 
-# ---- transformers ------------------------------------------------------------------------------------------------------
+# ---- transformers --------------------------------------------------------------------------------
 
 
 class HFEngine:
@@ -233,7 +233,7 @@ def _splitmix64(x: torch.Tensor) -> torch.Tensor:
     return x ^ shift(x, 31)
 
 
-# ---- vLLM --------------------------------------------------------------------------------------------------------------
+# ---- vLLM ----------------------------------------------------------------------------------------
 
 
 class VLLMEngine:
@@ -369,7 +369,7 @@ class _CheckedStream:
             yield name, tensor
 
 
-# ---- weight sync, checked ----------------------------------------------------------------------------------------------
+# ---- weight sync, checked ------------------------------------------------------------------------
 
 
 def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: float) -> dict[str, float]:

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.data_proto import DataProto
 
 # what a step's console line shows
 NUMBERS = {
@@ -60,7 +61,7 @@ class Tracker:
     ) -> None:
         self.enabled = enabled
         if unknown := set(trackers) - {"wandb", "tensorboard"}:
-            raise InputError(f"--trackers {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard")
+            raise InputError(f"--track {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard")
         if not enabled:
             return
         self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
@@ -79,12 +80,12 @@ class Tracker:
         self.progress = None
         if on_terminal:
             text = TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True), markup=False)
-            columns = (MofNCompleteColumn(), BarColumn(20), text)
-            options = {
-                "auto_refresh": False,
-                "redirect_stderr": sys.stderr.isatty(),
-            }  # no thread writes into a debugger
-            self.progress = Progress(*columns, console=self.console, **options)
+            self.progress = Progress(
+                *(MofNCompleteColumn(), BarColumn(20), text),
+                console=self.console,
+                auto_refresh=False,  # a refresh thread would write into a debugger's prompt
+                redirect_stderr=sys.stderr.isatty(),
+            )
             self.task = self.progress.add_task("", total=total_steps, completed=resume_step, numbers="")
             self.progress.start()
         atexit.register(self.close)  # an exception must not leave the terminal without a cursor
@@ -114,18 +115,30 @@ class Tracker:
         for row in rows:
             self.samples_file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
         self.samples_file.flush()
-        table = Table(title=f"samples of step {step}", title_justify="left", expand=True)
-        for name, ratio in (("score", None), ("prompt", 2), ("response", 3)):
-            table.add_column(name, ratio=ratio, no_wrap=True, overflow="ellipsis")
+        table = Table(title=f"samples of step {step}", title_justify="left")
+        for name in ("score", "prompt", "response"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        fifth = (self.console.width - 20) // 5  # borders and score take 20
         for row in rows[:show]:
-            cells = (f"{row['score']:.3g}", *(self._one_line(row[key]) for key in ("prompt", "response")))
-            table.add_row(*map(Text, cells))
+            prompt, response = self._one_line(row["prompt"], 2 * fifth), self._one_line(row["response"], 3 * fifth)
+            table.add_row(*map(Text, (f"{row['score']:.3g}", prompt, response)))
         self.console.print(table)
 
     def curve(self, path: str | Path | None = None) -> None:
         """Draws metrics.jsonl to `path` (default: curve.png in the run's folder)."""
         if self.enabled:
             plot_curve(self.run_dir / "metrics.jsonl", path or self.run_dir / "curve.png", self.run_dir.resolve().name)
+
+    def report(self) -> None:
+        """Draws the curve and prints the accuracy of the first and of the last validation, and where the files are."""
+        if not self.enabled:
+            return
+        self.curve()
+        rows = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        for key in dict.fromkeys(key for row in rows for key in row if _is_accuracy(key)):
+            values = [row[key] for row in rows if row.get(key) is not None]
+            self.console.print(f"{key}: {values[0]:.3f} before, {values[-1]:.3f} after training")
+        self.console.print(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/", soft_wrap=True)
 
     def close(self) -> None:
         if not self.enabled:
@@ -159,18 +172,18 @@ class Tracker:
             self.progress.update(self.task, completed=step, numbers=" | ".join(parts))
         self.progress.refresh()
 
-    def _one_line(self, text: str) -> str:
+    def _one_line(self, text: str, width: int) -> str:
         """Head and tail of `text` without line breaks and control characters, in the console's encoding."""
-        keep = self.console.width // 2
-        text = text if len(text) <= 2 * keep else f"{text[:keep]} … {text[-keep:]}"
         text = "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
+        if len(text) > width:
+            text = f"{text[: width // 2 - 2]} … {text[-(width // 2 - 1) :]}"
         return text.encode(self.console.encoding, "replace").decode(self.console.encoding)
 
     def _open_wandb(self, config: dict[str, Any]) -> Any:
         try:
             import wandb
         except ImportError as error:
-            raise InputError("--trackers wandb: not installed; run `pip install wandb`") from error
+            raise InputError("--track wandb: not installed; run `pip install wandb`") from error
         id_file, name = self.run_dir / "wandb_id.txt", self.run_dir.resolve().name
         if not (self.resume_step and id_file.exists()):
             id_file.write_text(secrets.token_hex(4))
@@ -182,9 +195,24 @@ class Tracker:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise InputError("--trackers tensorboard: not installed; run `pip install tensorboard`") from error
+            raise InputError("--track tensorboard: not installed; run `pip install tensorboard`") from error
         hide_from = self.resume_step + 1 if self.resume_step else 0
         return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=hide_from)
+
+
+def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """What a reader wants to see of a scored batch, special tokens included; a row each, for `Tracker.samples`."""
+    scores = batch.batch["token_level_scores"].sum(1).tolist()
+    attended = batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].bool()
+    return [
+        {
+            "prompt": tokenizer.decode(batch.non_tensor_batch["raw_prompt_ids"][i]),
+            "response": tokenizer.decode(batch.batch["responses"][i][attended[i]]),
+            "score": scores[i],
+            "ground_truth": batch.non_tensor_batch["reward_model"][i]["ground_truth"],
+        }
+        for i in range(len(batch))
+    ]
 
 
 def _cut_after(file: Path, step: int) -> None:
@@ -209,6 +237,8 @@ def _is_accuracy(key: str) -> bool:
 
 def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
     """Over steps: train reward (raw, smoothed) and validation accuracy with its interval; the mean response length."""
+    from matplotlib.figure import Figure  # a second of import that the start of a run can do without
+
     lines = Path(metrics_file).read_text().splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -224,8 +254,9 @@ def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
         (right, "response_length/mean", "mean response length", "tab:green"),
     ):
         steps, values = series(key)
-        axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-        axes.plot(steps, _smooth(values), color=color, linewidth=2, label=label)
+        if len(steps):
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+            axes.plot(steps, _smooth(values), color=color, linewidth=2, label=label)
     keys = dict.fromkeys(key for row in rows for key in row if _is_accuracy(key))
     for key, color in zip(keys, ("tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")):
         left.plot(*series(key), color=color, marker="o", markersize=4, linewidth=1.5, label=key)
@@ -237,16 +268,14 @@ def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        if axes.lines:
+            axes.legend(frameon=False)
     aside = Path(f"{path}.tmp")
     figure.savefig(aside, format="png")
     aside.replace(path)
 
 
-def _smooth(values: np.ndarray, weight: float = 0.9) -> np.ndarray:
-    """Exponential moving average without the bias towards the start value."""
-    smoothed, total, count = [], 0.0, 0.0
-    for value in values:
-        total, count = weight * total + value, weight * count + 1
-        smoothed.append(total / count)
-    return np.array(smoothed)
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a centred window of a tenth of the run: it does not lag behind a trend."""
+    window = np.ones(len(values) // 20 * 2 + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")

@@ -1,7 +1,7 @@
 """One scorer a file, chosen by a row's data_source.
 
-A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)` and returns a number, or a
-dict with "score"; of its other keys, "pred" is the extracted answer (for maj@k) and numbers are logged under their name.
+A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)` and returns a number, or
+a dict with "score"; of its other keys, "pred" is the extracted answer (for maj@k) and numbers are logged by name.
 """
 
 from importlib import import_module

@@ -27,7 +27,7 @@ def _on_rank(rank: int, fn: Callable, size: int, folder: str, args: tuple) -> No
 
 
 def run_ranks(size: int, fn: Callable, *args) -> list:
-    """`fn(world, *args)` in `size` forked processes of one gloo group: their results; a rank's exception is raised here."""
+    """The results of `fn(world, *args)` in `size` forked ranks of one gloo group; a rank's exception is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_on_rank, (fn, size, folder, args), nprocs=size, start_method="fork")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]

@@ -6,7 +6,6 @@ import pickle
 import random
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,25 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from lib import InputError
 from lib.checkpoint import export_hf, latest_checkpoint, load_checkpoint, save_checkpoint
 from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
+from tests.common import run_ranks
 
-torch.set_num_threads(1)
 VOCAB, ROWS, LENGTH = 96, 4, 12
 
 
-# ---- ranks and a tiny trainer ----------------------------------------------------------------------------------------
-
-
-def _on_rank(rank: int, fn: Callable, size: int, store: str, args: tuple) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    fn(World(rank, size, torch.device("cpu")), *args)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_ranks(size: int, fn: Callable, *args) -> None:
-    """`fn(world, *args)` on `size` forked processes; the first exception of a rank is raised here."""
-    store = Path(args[0]) / f"store_{random.SystemRandom().randrange(1 << 62)}"
-    mp.start_processes(_on_rank, (fn, size, str(store), args), nprocs=size, start_method="fork")
+# ---- a tiny trainer ------------------------------------------------------------------------------
 
 
 def tiny_model(seed: int, tied: bool, dropout: float = 0.0) -> Qwen2ForCausalLM:
@@ -136,7 +122,7 @@ def same(a, b) -> bool:
     return a == b
 
 
-# ---- resume ----------------------------------------------------------------------------------------------------------
+# ---- resume --------------------------------------------------------------------------------------
 
 
 def _straight_run(world: World, folder: Path) -> None:
@@ -245,7 +231,7 @@ def test_another_script_or_inexact_state_is_refused(tmp_path):
     run_ranks(1, check, tmp_path)
 
 
-# ---- folders ---------------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
 
 
 def _save_small(folder: Path, step: int, keep: int = 0) -> Path:
@@ -374,7 +360,7 @@ def test_a_pickle_in_the_random_states_does_not_run(tmp_path):
     run_ranks(1, check, tmp_path)
 
 
-# ---- export ----------------------------------------------------------------------------------------------------------
+# ---- export --------------------------------------------------------------------------------------
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

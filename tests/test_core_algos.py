@@ -22,7 +22,6 @@ from lib.core_algos import (
     compute_policy_loss,
     entropy_from_logits,
     get_adv_estimator_fn,
-    get_policy_loss_fn,
     kl_penalty,
     masked_mean,
     masked_sum,

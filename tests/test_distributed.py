@@ -33,7 +33,7 @@ BIN = Path(sys.executable).parent
 PROMPTS, RESPONSES = [9, 2, 3, 7, 5, 2, 4, 3], [17, 12, 1, 2, 16, 3, 2, 5]  # skewed on purpose
 
 
-# ---- launchers -------------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 # what every launcher must give: two ranks, sharded parameters, the checkpoint's weights on both
 PROBE = """
@@ -98,12 +98,12 @@ def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(
     done = launch(launcher, tmp_path / "probe.py", "nowhere")
     assert done.returncode != 0
     assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
-        "error: `accelerate launch --cpu --num_processes N` starts one process, not N: use `accelerate launch --multi_gpu "
-        "--num_processes N` (it works without a GPU) or `torchrun --nproc-per-node N`"
+        "error: `accelerate launch --cpu --num_processes N` starts one process, not N: use `accelerate launch "
+        "--multi_gpu --num_processes N` (it works without a GPU) or `torchrun --nproc-per-node N`"
     ]
 
 
-# ---- one mini-batch, any number of ranks -----------------------------------------------------------------------------
+# ---- one mini-batch, any number of ranks ---------------------------------------------------------
 
 
 def mini_batch_gradient(world, path, agg_mode, micro_batch_tokens, dtype, no_grad_pass=False):
@@ -189,7 +189,7 @@ def test_bf16_compute_keeps_fp32_masters_gradients_and_log_probs(tmp_path):
     assert 0 < (log_probs - exact).abs().max() < 0.2  # bf16 it was: 8 bits of mantissa on logits of size 5
 
 
-# ---- tied weights, LoRA, whole parameters ----------------------------------------------------------------------------
+# ---- tied weights, LoRA, whole parameters --------------------------------------------------------
 
 
 def sharded_parameters(world, path, lora):
@@ -258,7 +258,7 @@ def test_checksum_is_the_same_for_any_sharding_and_feels_the_last_bit(tmp_path):
     assert one_changed != one[0] and two_changed != two[0]
 
 
-# ---- micro-batches ---------------------------------------------------------------------------------------------------
+# ---- micro-batches -------------------------------------------------------------------------------
 
 
 def split(world, lengths_by_rank, max_tokens):

@@ -2,13 +2,10 @@
 
 import math
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lib.data_proto import DataProto
 from lib.metrics import (
@@ -24,8 +21,9 @@ from lib.metrics import (
     throughput_metrics,
     validation_metrics,
 )
+from tests.common import run_ranks
 
-# ---- pass@k and maj@k ------------------------------------------------------------------------------------------------
+# ---- pass@k and maj@k ----------------------------------------------------------------------------
 
 
 def test_pass_at_k_equals_enumeration():
@@ -96,7 +94,7 @@ def test_maj_at_k_samples_many_subsets():
     assert sampled != exact and abs(sampled - exact) < 4 * 0.5 / math.sqrt(1000)
 
 
-# ---- validation ------------------------------------------------------------------------------------------------------
+# ---- validation ----------------------------------------------------------------------------------
 
 
 def test_validation_metrics_by_hand():
@@ -121,6 +119,8 @@ def test_validation_metrics_by_hand():
     assert intervals["val/a/mean@2/ci_low"] == 0.0 and intervals["val/a/mean@2/ci_high"] == 0.5
     assert "val/b/pass@1" in validation_metrics(sources, uids, scores, correct_above=0.4)
     assert validation_metrics(sources, uids, scores, correct_above=0.4)["val/b/pass@1"] == 1.0
+    without_answers = validation_metrics(sources, uids, scores, [None] * 4 + ["2", None])
+    assert {key for key in without_answers if "maj" in key} == {"val/b/maj@1"}
     three = validation_metrics(["a"] * 3, ["p"] * 3, [1, 0, 0])
     assert {key for key in three if "pass" in key} == {"val/a/pass@1", "val/a/pass@2", "val/a/pass@3"}
     with pytest.raises(ValueError, match=r"a: prompts with \[1, 2\] samples"):
@@ -135,7 +135,7 @@ def test_bootstrap_interval_has_the_width_of_the_standard_error():
     assert metrics["val/a/mean@1/ci_high"] == pytest.approx(scores.mean() + half_width, abs=0.01)
 
 
-# ---- the batch of a step ---------------------------------------------------------------------------------------------
+# ---- the batch of a step -------------------------------------------------------------------------
 
 
 def batch_of(rows: list[dict]) -> DataProto:
@@ -210,8 +210,8 @@ def test_data_metrics_without_optional_keys_or_live_rows():
     assert reduce_metrics(data_metrics(batch_of(ROWS[2:3]))) == {"rollout/dead_rows": 1.0}
 
 
-def _rank_of_two(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _rank_of_two(world) -> dict[str, float]:
+    rank = world.rank
     rows = ROWS[:3] + ROWS[5:] if rank == 0 else ROWS[3:5]  # whole groups, unequal counts
     local = data_metrics(batch_of(rows)) | {"actor/lr": 0.25, "x": [Sum(2), Sum(3)][rank], f"only/{rank}": Max(rank)}
     local |= {"empty": Mean(0, 0), "low": Min(5 - rank), "mean": Mean(10.0 * rank, 1 + rank)}
@@ -219,20 +219,16 @@ def _rank_of_two(rank: int, store: str) -> None:
     extra = {"actor/lr": 0.25, "x": 5.0, "only/0": 0.0, "only/1": 1.0, "low": 4.0, "mean": 10 / 3}
     assert reduced == pytest.approx(EXPECTED | extra, rel=1e-6)
     assert reduced.keys() == (EXPECTED | extra).keys()
-    one_rank = {key: value for key, value in reduced.items() if key in EXPECTED}
-    torch.save(one_rank, f"{store}_{rank}.pt")
-    dist.destroy_process_group()
+    return {key: value for key, value in reduced.items() if key in EXPECTED}
 
 
-def test_two_ranks_give_the_numbers_of_one(tmp_path: Path):
-    store = str(tmp_path / "store")
-    mp.start_processes(_rank_of_two, (store,), nprocs=2, start_method="fork")
-    first, second = (torch.load(f"{store}_{rank}.pt") for rank in (0, 1))
+def test_two_ranks_give_the_numbers_of_one():
+    first, second = run_ranks(2, _rank_of_two)
     assert first == second
     assert first == pytest.approx(reduce_metrics(data_metrics(batch_of(ROWS))), rel=1e-12)
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 
 
 def test_timer_adds_up_and_survives_an_exception(monkeypatch):

@@ -147,7 +147,7 @@ def test_full_logits_never_exist():
     assert largest <= max(chunk, d) * v * 4 < n * v * 4 / 10
 
 
-# ---- loading -----------------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------
 
 
 def test_weights_are_fp32_whatever_the_checkpoints_dtype(tmp_path):

@@ -1,4 +1,4 @@
-"""lib/rollout.py: one contract for the hf and the vLLM engine (both real), sampling by the numbers, the checked sync."""
+"""lib/rollout.py: one contract for the hf and the vLLM engine (both real), sampling by numbers, the checked sync."""
 
 import math
 import os
@@ -85,7 +85,7 @@ def perturb(model, size=0.3):
             p.add_(size * torch.randn_like(p))
 
 
-# ---- the contract ----------------------------------------------------------------------------------------------------
+# ---- the contract --------------------------------------------------------------------------------
 
 
 def test_responses_are_what_the_loss_needs(engine_and_model):
@@ -112,7 +112,7 @@ def test_responses_are_what_the_loss_needs(engine_and_model):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_on_policy_ratio_is_one(engine_and_model, temperature):
-    """fp32, 24 tokens through two layers: 1e-5 is 100 roundings; a wrong temperature or a shifted mask costs 0.1 or more."""
+    """fp32, 24 tokens, two layers: 1e-5 is 100 roundings; a wrong temperature or a shifted mask costs 0.1 or more."""
     engine, model = engine_and_model
     out = engine.generate(random_prompts(16), Sampling(24, temperature), request_seeds(1, 2, list(range(16))))
     log_probs, _ = response_log_probs(model, out, temperature)
@@ -173,7 +173,7 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine_and_mode
     assert sync_weights(engine, model, 1, tolerance=TOLERANCE) == {}
 
 
-# ---- the sync that is checked ----------------------------------------------------------------------------------------
+# ---- the sync that is checked --------------------------------------------------------------------
 
 
 def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
@@ -206,7 +206,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
-    """Tied head, prefix cache and packed experts; and an engine that took the weights and does not use them is caught."""
+    """Tied head, prefix cache, packed experts; and an engine that took the weights and does not use them is caught."""
     vllm_weights = pytest.importorskip("lib.vllm_weights")
     moe = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, "num_experts_per_tok": 2}
     moe |= {"moe_intermediate_size": 32, "head_dim": 32}
@@ -241,7 +241,7 @@ def test_vllm_refuses_to_generate_before_it_has_weights(world, tmp_path):
         engine._run([[1]], [None])
 
 
-# ---- sampling --------------------------------------------------------------------------------------------------------
+# ---- sampling ------------------------------------------------------------------------------------
 
 
 def test_samples_follow_the_distribution():

@@ -26,7 +26,7 @@ def lines(file: Path) -> list[dict]:
     return [json.loads(line, parse_constant=no_constant) for line in file.read_text().splitlines()]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def test_metrics_are_exact_flushed_and_valid_json(tmp_path, capsys):
@@ -48,7 +48,7 @@ def test_metrics_are_exact_flushed_and_valid_json(tmp_path, capsys):
 
 def test_resume_cuts_what_runs_again_and_a_torn_line(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=9)
-    for step in range(1, 6):
+    for step in range(6):
         tracker.log({"x": step / 7}, step)
         tracker.samples([{"prompt": "p", "response": "r\udc80", "score": step}], step)
     tracker.close()
@@ -59,17 +59,17 @@ def test_resume_cuts_what_runs_again_and_a_torn_line(tmp_path, capsys):
     capsys.readouterr()
 
     tracker = Tracker(tmp_path, {}, total_steps=9, resume_step=3)
-    assert file.read_text().splitlines() == before[:3]
+    assert file.read_text().splitlines() == before[:4]
     assert "dropped 3 rows after step 3" in capsys.readouterr().out
     tracker.log({"x": 4 / 7}, 4)
     tracker.close()
-    assert [row["x"] for row in lines(file)] == [1 / 7, 2 / 7, 3 / 7, 4 / 7]
+    assert [row["x"] for row in lines(file)] == [0.0, 1 / 7, 2 / 7, 3 / 7, 4 / 7]
     assert [(row["step"], row["response"]) for row in lines(tmp_path / "samples.jsonl")] == [
-        (step, "r\udc80") for step in (1, 2, 3)
+        (step, "r\udc80") for step in (0, 1, 2, 3)
     ]
     assert not list(tmp_path.glob("*.tmp"))
 
-    Tracker(tmp_path, {}, total_steps=9).close()  # from the start again
+    Tracker(tmp_path, {}, total_steps=9).close()  # from the start again, which logs step 0 again
     assert file.read_text() == ""
 
 
@@ -83,14 +83,14 @@ def test_disabled_writes_nothing(tmp_path, capsys):
 
 
 def test_unknown_or_missing_tracker(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="--trackers mlflow: unknown"):
+    with pytest.raises(InputError, match="--track mlflow: unknown"):
         Tracker(tmp_path, {}, trackers=("mlflow",), total_steps=1)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="--trackers wandb: not installed"):
+    with pytest.raises(InputError, match="--track wandb: not installed"):
         Tracker(tmp_path, {}, trackers=("wandb",), total_steps=1)
 
 
-# ---- console ---------------------------------------------------------------------------------------------------------
+# ---- console -------------------------------------------------------------------------------------
 
 
 def test_plain_output_is_one_line_a_step(tmp_path, capsys):
@@ -113,7 +113,7 @@ def test_samples_are_stored_whole_and_shown_short(tmp_path, capsys):
     assert lines(tmp_path / "samples.jsonl") == [{"step": 7} | row for row in rows]
     shown = capsys.readouterr().out
     assert "What is 1?" in shown and "What is 2?" not in shown and "0.333" in shown
-    assert "[bold]red" in shown and "samples of step 7" in shown
+    assert "[bold]red" in shown and "#### 42" in shown and "samples of step 7" in shown
     assert all(c.isprintable() or c == "\n" for c in shown)
     assert max(map(len, shown.splitlines())) <= 120
     tracker.close()
@@ -165,7 +165,7 @@ def test_terminal_shows_progress_keeps_prompts_and_gives_the_cursor_back(tmp_pat
     assert len(lines(tmp_path / "metrics.jsonl")) == 4
 
 
-# ---- wandb, tensorboard, curve ---------------------------------------------------------------------------------------
+# ---- wandb, tensorboard, curve -------------------------------------------------------------------
 
 
 def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
