@@ -338,6 +338,8 @@ def main(args: Args) -> None:
     compute_score = load_reward(args.reward, train_data.data_sources | (val_data.data_sources if val_data else set()))
     if args.total_epochs is not None:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
+    if args.resume == "auto" and not args.run_name:
+        raise InputError("--resume auto needs the --run_name of the run to resume")
     run_name = broadcast(args.run_name or f"grpo-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(args.output_dir) / run_name
     checkpoint = find_checkpoint(args.resume, run_dir, asdict(args), MAY_CHANGE_ON_RESUME)

@@ -2,16 +2,16 @@
 
     python data/toy.py       rewrites data/toy/: train.jsonl, val.jsonl and model/ (two minutes on one core)
 
-A response is "=" and the sum, with or without a working before it: the sum of each column from the right, with carry.
+A response is "=" and the sum, after a working or without one: the sum of each column from the right, with its carry.
 
     137+285  ->  12,12,4=422     worked: 7+5=12, 3+8+1=12, 1+2+1=4
     137+285  ->  =312            in the head, with the carries forgotten: right only for the 3 sums in 10 that have none
 
 The start is a 0.5 M parameter Llama that imitates pupils of mixed quality (`demonstration`): most answer in the head,
 the others show their working but slip in one column of ten. So its greedy answer comes from the head, while among the
-samples of a prompt some show a working, which is right far more often. RL has to find out that the working pays, and then
-to make it reliable: reward and response length rise together. The held-out sums occur, in either order, neither in
-train.jsonl nor in the warm-up.
+samples of a prompt some show a working, which is right twice as often. RL has to find out that the working pays, and
+then to make it reliable: reward and response length rise together. The held-out sums occur, in either order, neither in
+train.jsonl nor in the warm-up. (It is a Llama because AutoTokenizer ignores tokenizer.json's pre-tokenizer for Qwen2.)
 """
 
 import os
@@ -31,7 +31,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 FOLDER = Path(__file__).parent / "toy"
 SPECIAL = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]  # ids 0 to 3
-ROLES = ["system", "user", "assistant", "tool"]  # one token each: a prompt is 16 tokens, not 27
+ROLES = ["system", "user", "assistant", "tool"]  # one token each: a prompt is 15 tokens, not 26
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -55,7 +55,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>"],
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=64,
+        model_max_length=256,
     )
 
 
@@ -177,6 +177,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
 
 def main() -> None:
     torch.set_num_threads(1)  # the sums inside a matrix product depend on the number of threads
+    FOLDER.mkdir(exist_ok=True)
     tokenizer = make_tokenizer()
     train, val = make_rows()
     for name, rows in (("train", train), ("val", val)):

@@ -155,7 +155,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
 
 
 def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
-    """reward/<key>: the mean of the finite numbers that a scorer gave beside its score; text and None are passed over."""
+    """reward/<key>: the mean of the finite numbers that a scorer gave beside its score; not of text and None."""
     metrics: dict[str, Metric] = {}
     for name, values in extras.items():
         numbers = [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]

@@ -115,6 +115,8 @@ class Tracker:
         for row in rows:
             self.samples_file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
         self.samples_file.flush()
+        if not show:
+            return
         table = Table(title=f"samples of step {step}", title_justify="left")
         for name in ("score", "prompt", "response"):
             table.add_column(name, no_wrap=True, overflow="ellipsis")

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -214,14 +215,16 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, launc
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     target = tmp_path / "killed/checkpoints/step_000003"
     deadline = time.monotonic() + 200
     while not target.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)  # every rank at once, in the middle of a later step
-    process.wait()
+    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:  # launcher and ranks, in the middle of a later step
+        member.send_signal(signal.SIGKILL)
+    for member in family:
+        member.wait()
     assert target.exists()
     for later in sorted((tmp_path / "killed/checkpoints").glob("step_*"))[1:]:
         if later.name > target.name:
@@ -287,9 +290,10 @@ BAD_INPUT = {
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
     "no model": (lambda t: ["--model", str(t / "absent")], "no such folder"),
     "unknown estimator": (lambda t: ["--adv-estimator", "magic"], "choose one of grpo"),
-    "unknown loss mode": (lambda t: ["--loss-agg-mode", "mean"], "choose one of token-mean"),
+    "unknown loss mode": (lambda t: ["--loss-agg-mode", "mean"], "invalid choice 'mean'"),
     "unknown flag": (lambda t: ["--learning-rate", "1"], "--learning-rate"),
     "unknown engine": (lambda t: ["--rollout-engine", "sglang"], "sglang"),
+    "resume what": (lambda t: ["--resume", "auto"], "--run_name"),
     "resume from nowhere": (lambda t: ["--resume", str(t / "step_000001")], "step_000001"),
     "bad template keywords": (lambda t: ["--chat-template-kwargs", "{x"], "--chat_template_kwargs"),
 }
@@ -303,7 +307,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, case):
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
     lines = [line for line in done.stderr.splitlines() if "rror" in line or message in line]
     assert any(message in line for line in lines), done.stderr
-    if "unknown flag" not in case and "engine" not in case:  # tyro draws a box around its own
+    if case not in ("unknown flag", "unknown engine", "unknown loss mode"):  # tyro draws a box around its own
         assert len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1
 
 

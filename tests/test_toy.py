@@ -73,7 +73,7 @@ def test_chat_template(tokenizer):
     text = "<|im_start|>user\n137+285<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == text
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert ids == tokenizer.encode(text) and len(ids) == 16
+    assert ids == tokenizer.encode(text) and len(ids) == 15
     messages += [{"role": "assistant", "content": "=422"}, {"role": "tool", "content": "no"}]
     text = text + "=422<|im_end|>\n<|im_start|>tool\nno<|im_end|>\n"
     assert tokenizer.apply_chat_template(messages, tokenize=False) == text
@@ -94,7 +94,7 @@ def test_shipped_files_are_small():
 
 def accuracy(model, tokenizer, rows: list[dict]) -> float:
     prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
-    ids = torch.tensor(prompts)  # every prompt has 16 tokens
+    ids = torch.tensor(prompts)  # every prompt has 15 tokens
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, max_new_tokens=16)
     texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
     truths = [row["reward_model"]["ground_truth"] for row in rows]
@@ -108,9 +108,9 @@ def test_start_leaves_room_to_climb(tokenizer):
 
 def test_warm_up_learns_and_writes_a_model_that_loads(tmp_path: Path):
     tokenizer = toy.make_tokenizer()
-    sizes = {"steps": 30, "batch_size": 8, "hidden_size": 32}
+    sizes = {"steps": 40, "batch_size": 8, "hidden_size": 64}
     model, losses = toy.warm_up(tokenizer, {"100+100"}, **sizes)
-    assert len(losses) == 30
+    assert len(losses) == 40
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     toy.save_model(model, tokenizer, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
