@@ -2,12 +2,12 @@
 
     python -m benchmarks.data_proto [--rows 1024] [--tokens 1536] [--repeats 15] [--output results.json]
 
-Each side lives in a process of its own and both are driven in lockstep, one timed call at a time: the large copies are
-governed by page faults, so in one process either side would run on memory that the other has warmed. They also depend
-on /sys/kernel/mm/transparent_hugepage/enabled: with "madvise", the common setting, numpy's memory gets huge pages and
-torch's does not. The batch: five int64 and five float32 tensors and the objects of a GRPO step. What an in-place
-operation consumes is made outside the clock. That both sides give the same result is checked first. The table shows
-the median wall time and its ratio, and the ratio of the processes' CPU time, which other people's work disturbs less.
+The batch: five int64 and five float32 tensors and the objects of a GRPO step. Each side lives in a process of its own,
+as the large copies are governed by page faults, and either would run on memory that the other has warmed; both are
+driven in lockstep. (Page faults depend on /sys/kernel/mm/transparent_hugepage/enabled; "madvise" is the common
+setting.) A call of less than 1 ms is timed BURST at a time, each on an argument of its own. Arguments are made outside
+the clock. That both sides give the same result is checked first. The table shows the median wall time and its ratio,
+and the ratio of the processes' CPU time, which other people's work disturbs less.
 
 verl is optional: `pip install --no-deps --target DIR verl==0.9.1 ray msgpack omegaconf`, then PYTHONPATH=DIR. Without
 verl the table is ours only. Where verl is there and ray is not, its `import ray` alone is stubbed with an empty module:
@@ -18,6 +18,8 @@ verl's all_gather_data_proto moves the batch to the accelerator first; without o
 import argparse
 import contextlib
 import copy
+import datetime
+import importlib.metadata
 import importlib.util
 import io
 import json
@@ -25,6 +27,7 @@ import os
 import pickle
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +43,7 @@ import torch.multiprocessing as mp
 
 from lib import data_proto as ours
 
+BURST = 20
 KEYS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 FLOAT_KEYS = ["old_log_probs", "ref_log_prob", "advantages", "returns", "token_level_scores"]
 
@@ -195,39 +199,42 @@ def digest(x):
 
 
 def worker(load, columns, folder, threads, pipe):
-    """Answers each name with (wall seconds, CPU seconds, result's digest if asked for)."""
+    """Answers each (name, calls) with wall and CPU seconds of a call, and (name, 0) with the result's digest."""
     torch.set_num_threads(threads)
     module = load()
     table = operations(module, columns, folder)
     pipe.send([*table])
     while (request := pipe.recv()) is not None:
-        name, with_digest = request
+        name, calls = request
         make, call = table[name]
-        argument = make()
-        cpu_start, start = time.process_time(), time.perf_counter()
-        result = call(argument)
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-        pipe.send((seconds, cpu, digest(result) if with_digest else None))
-        del argument, result
+        if not calls:
+            pipe.send(digest(call(make())))
+            continue
+        arguments = [make() for _ in range(calls)]
+        cpu, start = time.process_time(), time.perf_counter()
+        results = [call(argument) for argument in arguments]
+        seconds = time.perf_counter() - start
+        pipe.send((seconds / calls, (time.process_time() - cpu) / calls))
+        del arguments, results
 
 
-def ask(pipes, request):
-    """One call of each side, one after the other."""
+def ask(pipes, *request):
+    """The answers of the sides, one working after the other."""
     answers = []
     for pipe in pipes:
         pipe.send(request)
         answers.append(pipe.recv())
-    return zip(*answers)
+    return answers
 
 
 def compare(name, pipes, repeats):
     """Median (wall, CPU) seconds of each side. Short calls are repeated more often."""
-    first, _, digests = ask(pipes, (name, True))
-    if any(d != digests[0] for d in digests):
+    digests = ask(pipes, name, 0)
+    if digests[0] != digests[-1]:
         raise AssertionError(f"{name}: ours and verl's results differ")
-    samples = [(*ask(pipes, (name, False)),) for _ in range(repeats if max(first) > 1e-3 else repeats * 40)]
-    wall, cpu = ([statistics.median(side) for side in zip(*seconds)] for seconds in list(zip(*samples))[:2])
-    return list(zip(wall, cpu))
+    short = max(wall for wall, _ in ask(pipes, name, 1)) < 1e-3
+    samples = [ask(pipes, name, BURST if short else 1) for _ in range(repeats * 10 if short else repeats)]
+    return [tuple(map(statistics.median, zip(*side))) for side in zip(*samples)]
 
 
 def gather_worker(rank, has_verl, columns, repeats, threads, store, queue):
@@ -252,20 +259,34 @@ def gather_worker(rank, has_verl, columns, repeats, threads, store, queue):
     dist.destroy_process_group()
 
 
-def compare_all_gather(has_verl, columns, repeats, threads, folder):
+def compare_all_gather(*arguments, folder):
     queue = mp.get_context("fork").SimpleQueue()
-    arguments = (has_verl, columns, repeats, threads, Path(folder) / "store", queue)
+    arguments = (*arguments, Path(folder) / "store", queue)
     mp.start_processes(gather_worker, arguments, nprocs=2, start_method="fork")
     return queue.get()
+
+
+def setting(args, has_verl):
+    """Where and how the table came about."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    packages = ["torch", "tensordict", "numpy", *(["verl"] if has_verl else [])]
+    return {
+        "machine": {"cpu": cpu, "cores": os.cpu_count()},
+        "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in packages},
+        "git_commit": git.stdout.strip(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m benchmarks.data_proto", *sys.argv[1:]]),
+        **{name: getattr(args, name) for name in ("rows", "tokens", "repeats", "threads")},
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1024, help="a multiple of 8")
     parser.add_argument("--tokens", type=int, default=1536)
-    parser.add_argument(
-        "--repeats", type=int, default=15, help="of a call longer than 1 ms; shorter ones 40 times more"
-    )
+    parser.add_argument("--repeats", type=int, default=15, help="of a call of 1 ms and more; shorter ones more often")
     parser.add_argument("--threads", type=int, default=1, help="torch CPU threads")
     parser.add_argument("--output", type=Path, help="write the table as JSON")
     args = parser.parse_args()
@@ -277,9 +298,8 @@ def main():
     rows, pipes, processes = {}, [], []
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        rows["all_gather, 2 ranks over gloo"] = compare_all_gather(
-            has_verl, columns, args.repeats, args.threads, folder
-        )
+        gather = (has_verl, columns, args.repeats, args.threads)
+        rows["all_gather, 2 ranks over gloo"] = compare_all_gather(*gather, folder=folder)
         for load in (lambda: ours, load_verl) if has_verl else (lambda: ours,):
             pipe, other_end = context.Pipe()
             arguments = (load, columns, folder, args.threads, other_end)
@@ -294,26 +314,22 @@ def main():
             pipe.send(None)
             process.join()
 
-    size = f"{args.rows} rows x {args.tokens} tokens x {len(columns[0])} keys"
-    print(f"{size}, torch {torch.__version__}, {args.threads} thread(s)")
+    print(f"{args.rows} rows x {args.tokens} tokens x {len(columns[0])} keys, {args.threads} thread(s)")
     print(f"{'operation':<36}{'ours ms':>12}{'verl ms':>12}{'verl/ours':>11}{'CPU':>9}")
     table = {}
-    for name, ((wall, cpu), *theirs) in rows.items():
-        table[name] = {"ours_s": wall, "ours_cpu_s": cpu}
-        other = ""
-        for verl_wall, verl_cpu in theirs:
-            other = f"{verl_wall * 1e3:12.4f}{verl_wall / wall:10.2f}x{verl_cpu / cpu:8.2f}x"
-            table[name] |= {
-                "verl_s": verl_wall,
-                "verl_cpu_s": verl_cpu,
-                "ratio": verl_wall / wall,
-                "cpu_ratio": verl_cpu / cpu,
-            }
-        print(f"{name:<36}{wall * 1e3:12.4f}{other}")
+    for name, (mine, *theirs) in rows.items():
+        table[name] = {"ours_s": mine[0], "ours_cpu_s": mine[1]}
+        line = f"{name:<36}{mine[0] * 1e3:12.4f}"
+        for wall, cpu in theirs:
+            table[name] |= {"verl_s": wall, "verl_cpu_s": cpu, "ratio": wall / mine[0], "cpu_ratio": cpu / mine[1]}
+            line += f"{wall * 1e3:12.4f}{wall / mine[0]:10.2f}x{cpu / mine[1]:8.2f}x"
+        print(line)
     if args.output:
-        setting = {"rows": args.rows, "tokens": args.tokens, "keys": len(columns[0]), "threads": args.threads}
-        setting |= {"torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()}
-        args.output.write_text(json.dumps({"setting": setting, "operations": table}, indent=1) + "\n")
+        notes = {"len": "the same expression on both sides: a tie"}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(
+            json.dumps({**setting(args, has_verl), "notes": notes, "operations": table}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,8 @@
 """DataProto: the rows that flow between the stages of an RL step. Interface and names as verl's protocol.py.
 
-`batch` is a TensorDict of plain tensors, `non_tensor_batch` a dict of (object) ndarrays, `meta_info` a dict.
-Rows are dim 0.
-
-Aliasing. Views that share the tensors' memory: slices, int index, chunk, split, unpad_dataproto, make_iterator without
-shuffling, select (with deepcopy too, as verl), pop, rename, union. Copies: index by list / ndarray / tensor / mask,
-select_idxs, reorder, repeat, sample_level_repeat, concat, padding, pad_dataproto_to_divisor, all_gather, save / load.
-Large CPU copies are made in the memory of dead ones (POOL_BYTES at most are kept).
-Objects in non_tensor_batch are never copied (except by select(deepcopy=True)); the dicts of a result are its own.
+`batch` is a TensorDict of plain tensors, `non_tensor_batch` a dict of (object) ndarrays, `meta_info` a dict; rows are
+dim 0. Slices, int index, chunk, split, unpad_dataproto, make_iterator without shuffling, select, pop, rename and union
+share the tensors' memory; all else that gives rows copies. Objects are copied by select(deepcopy=True) alone.
 
 Where it departs from verl:
 - Misuse raises ValueError, KeyError or IndexError with the key's name, before anything has changed (rename
@@ -15,8 +10,9 @@ Where it departs from verl:
 - A list of equally long lists becomes a 1-D object array; np.array(..., dtype=object) would make it two-dimensional.
 - Equality (union, concat) takes NaN as equal to NaN, and looks into tensors and arrays that stand in meta_info.
 - A result has its own meta_info dict; in verl a slice, a chunk or a repetition shares its parent's.
+- to() leaves batch.device unset when no tensor has to move.
 - chunk with auto-padding always gives `chunks` parts of ceil(n / chunks) rows, the last ones short or empty.
-- padding takes "first" or "last" (default) and nothing else; padding leaves meta_info alone, `metrics` included.
+- padding takes "first" or "last" (default) and leaves meta_info alone, `metrics` included.
 - concat skips parts without rows; `metrics` need not have the same keys in every part.
 - rename also reaches non_tensor_batch, and never overwrites a key.
 - Files are safetensors with the rest as JSON: loading executes no code. Tensors come back on the CPU, as from pickle.
@@ -32,7 +28,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +43,11 @@ from torch.utils.data import DataLoader
 
 from lib import InputError
 
-HUGE_PAGE_BYTES = 4 << 20  # from here on numpy asks the kernel for huge pages
-POOL_BYTES = 1 << 30  # how much memory of dead tensors is kept for new ones
-POOL: dict[int, np.ndarray] = {}  # each access is one atomic operation: finalizers run in any thread
+# Page faults in fresh memory cost more than copying a large CPU tensor into it. So copies of POOLED_FROM bytes and more
+# are made in the memory of earlier ones: a buffer comes back here when its tensor and the tensor's last view have died.
+# POOL_BYTES at most wait here, those of the sizes that were used least recently go first; POOL_BYTES = 0 turns it off.
+POOLED_FROM, POOL_BYTES = 1 << 18, 1 << 29
+POOL: dict[int, list[np.ndarray]] = {}  # by size; finalizers run in any thread: a race may lose a buffer, not share it
 DOCUMENT = "document"  # the tensor of a saved file that holds the JSON
 ATOMS = frozenset((str, int, float, bool, bytes, type(None)))  # copying them is no copy
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -112,11 +110,11 @@ class DataProto:
     def from_dict(cls, tensors=None, non_tensors=None, meta_info=None, auto_padding=False) -> "DataProto":
         """From a dict of tensors and a dict of sequences; a sequence that is no ndarray becomes a 1-D object array."""
         tensors = tensors or {}
-        sizes = {x.shape[0] if x.ndim else None for x in tensors.values()}
-        if len(sizes) > 1 or None in sizes:
+        try:
+            batch = TensorDict(tensors, batch_size=(next(iter(tensors.values())).shape[0],)) if tensors else None
+        except (RuntimeError, IndexError) as e:
             shapes = {key: tuple(x.shape) for key, x in tensors.items()}
-            raise ValueError(f"tensors must have the same number of rows (first dimension), got {shapes}")
-        batch = TensorDict(tensors, batch_size=(sizes.pop(),)) if sizes else None
+            raise ValueError(f"tensors must have the same number of rows (first dimension), got {shapes}") from e
         arrays = {k: x if isinstance(x, np.ndarray) else _object_array(x) for k, x in (non_tensors or {}).items()}
         meta_info = dict(meta_info or {})
         if auto_padding:
@@ -168,7 +166,7 @@ class DataProto:
         rows = len(idxs)
         return self._map(
             rows,
-            lambda x: torch.index_select(x, 0, on_device(x.device), out=_recycled(x.shape[1:], rows, x)),
+            lambda x: torch.index_select(x, 0, on_device(x.device), out=_recycled(rows, x)),
             lambda x: x[idxs],
         )
 
@@ -197,9 +195,10 @@ class DataProto:
         meta_info = dict(self.meta_info)
         if meta_info_keys is not None:
             meta_info = {key: x for key, x in meta_info.items() if key in meta_info_keys}
-        if deepcopy:
+        if deepcopy:  # one memo for all: what is shared stays shared
             memo = {}
-            arrays, meta_info = _deepcopy(arrays, memo), _deepcopy(meta_info, memo)
+            arrays = {key: _copy_objects(x, memo) for key, x in arrays.items()}
+            meta_info = copy.deepcopy(meta_info, memo)
         return self._derive(batch, arrays, meta_info)
 
     def pop(self, batch_keys=(), non_tensor_batch_keys=(), meta_info_keys=()) -> "DataProto":
@@ -224,25 +223,23 @@ class DataProto:
         new_keys = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old_keys) != len(new_keys):
             raise ValueError(f"rename takes as many new keys as old ones, got {old_keys} and {new_keys}")
-        batch, arrays = {} if self.batch is None else self.batch, self.non_tensor_batch
-        names = batch.keys()
+        names = () if self.batch is None else self.batch.keys()
         for old, new in zip(old_keys, new_keys):
-            if old not in arrays and old not in names:
-                raise KeyError(f"rename: there is no key {old!r}; there are {sorted([*names, *arrays])}")
-            if new in arrays or new in names:
+            if new in self.non_tensor_batch or new in names:
                 raise KeyError(f"rename: the key {new!r} is taken")
-            home = arrays if old in arrays else batch
-            x = home[old]
-            del home[old]
-            home[new] = x
+            if old in self.non_tensor_batch:
+                self.non_tensor_batch[new] = self.non_tensor_batch.pop(old)
+            elif old in names:
+                self.batch.rename_key_(old, new)
+            else:
+                raise KeyError(f"rename: there is no key {old!r}; there are {sorted([*names, *self.non_tensor_batch])}")
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
         """Take the keys of `other` in, in place; returns self. A key that both have must have equal values."""
-        if _has_keys(self) and _has_keys(other) and len(self) != len(other):
+        if len({len(d) for d in (self, other) if d.batch is not None or d.non_tensor_batch}) > 1:
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
-        tensors = {} if other.batch is None else dict(other.batch.items())
-        mine = {} if self.batch is None else dict(self.batch.items())
+        mine, tensors = ({} if d.batch is None else dict(d.batch.items()) for d in (self, other))
         for name, old, new in (
             ("batch", mine, tensors),
             ("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch),
@@ -261,17 +258,8 @@ class DataProto:
 
     def repeat(self, repeat_times=2, interleave=True) -> "DataProto":
         """Each row `repeat_times` times: [a a b b] interleaved, [a b a b] otherwise."""
-        rows, dim = len(self), 1 if interleave else 0
-        shape = (rows, repeat_times) if interleave else (repeat_times, rows)
-
-        def on_tensor(x):
-            x = x.unsqueeze(dim).expand(*shape, *x.shape[1:])
-            out = _recycled(x.shape[2:], rows * repeat_times, x)
-            x = x.clone(memory_format=torch.contiguous_format) if out is None else out.view(x.shape).copy_(x)
-            return x.flatten(0, 1)
-
-        positions = np.broadcast_to(np.expand_dims(np.arange(rows), dim), shape).ravel()
-        return self._map(rows * repeat_times, on_tensor, lambda x: x[positions])
+        rows = np.arange(len(self))
+        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times) -> "DataProto":
         """Row i repeat_times[i] times, next to each other. `repeat_times`: 1-D tensor, ndarray, list or tuple, (B,)."""
@@ -300,7 +288,19 @@ class DataProto:
             names = dict.fromkeys(name for m in metrics for name in m)
             meta_info["metrics"] = {name: [m[name] for m in metrics if name in m] for name in names}
         parts = [d for d in data if len(d)] or data[:1]
-        return parts[0]._derive(*_concat_rows(parts), meta_info)
+        first, rows = parts[0], sum(map(len, parts))
+        keys = [{*(d.batch.keys() if d.batch is not None else ()), *d.non_tensor_batch} for d in parts]
+        if odd := set.union(*keys) - set.intersection(*keys):
+            raise ValueError(f"concat: the key {min(odd)!r} is not in every part")
+        tensors = {}
+        for key in first.batch.keys() if first.batch is not None else ():
+            xs = [d.batch[key] for d in parts]
+            if len({(x.dtype, x.shape[1:]) for x in xs}) > 1:
+                raise ValueError(f"concat: batch[{key!r}] is of {', '.join(f'{x.dtype} {[*x.shape]}' for x in xs)}")
+            tensors[key] = torch.cat(xs, out=_recycled(rows, *xs))
+        batch = None if first.batch is None else TensorDict(tensors, batch_size=(rows,), device=first.batch.device)
+        arrays = {key: np.concatenate([d.non_tensor_batch[key] for d in parts]) for key in first.non_tensor_batch}
+        return first._derive(batch, arrays, meta_info)
 
     def is_padding_enabled(self) -> bool:
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
@@ -309,9 +309,8 @@ class DataProto:
         """Append the "first" or the "last" row `padding_size` times, in place."""
         if padding_candidate not in ("first", "last"):
             raise ValueError(f'padding_candidate must be "first" or "last", got {padding_candidate!r}')
-        if padding_size:
-            row = self[:1] if padding_candidate == "first" else self[-1:]
-            self.batch, self.non_tensor_batch = _concat_rows([self] + [row] * padding_size)
+        rows = len(self)
+        self.reorder([*range(rows), *[0 if padding_candidate == "first" else rows - 1] * padding_size])
 
     def chunk(self, chunks: int) -> list["DataProto"]:
         """`chunks` parts of equal size, as views. Uneven parts need auto-padding, otherwise ValueError."""
@@ -329,32 +328,25 @@ class DataProto:
         arrays = self.non_tensor_batch.items()
         return [self._derive(b, {k: x[i : i + split_size] for k, x in arrays}) for i, b in zip(starts, batches)]
 
-    def make_iterator(
-        self, mini_batch_size: int, epochs: int, seed=None, dataloader_kwargs=None
-    ) -> Iterator["DataProto"]:
-        """Mini-batches of `epochs` passes. `dataloader_kwargs` go to torch's DataLoader ({"shuffle": True}, seeded by
-        `seed`, gives verl's order); without any the mini-batches are views in the order of the rows."""
+    def make_iterator(self, mini_batch_size: int, epochs: int, seed=None, dataloader_kwargs=None):
+        """An iterator over the mini-batches of `epochs` passes. `dataloader_kwargs` go to torch's DataLoader
+        ({"shuffle": True}, seeded by `seed`, gives verl's order); without any, views in the order of the rows."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
-        options = {key: x for key, x in (dataloader_kwargs or {}).items() if x is not False}
-        batches: Iterable
-        if options:
+        batches = self.split(mini_batch_size)
+        if options := {key: x for key, x in (dataloader_kwargs or {}).items() if x is not False}:
             generator = None if seed is None else torch.Generator().manual_seed(seed)
             options |= {"batch_size": mini_batch_size, "collate_fn": self.select_idxs, "generator": generator}
             batches = DataLoader(range(len(self)), **options)
-        else:
-            batches = self.split(mini_batch_size)
         return (mini_batch for _ in range(epochs) for mini_batch in batches)
 
     def get_data_info(self) -> str:
         """Keys, shapes, dtypes and types, a line each."""
         batch = {} if self.batch is None else self.batch
         lines = ["batch", *(f"  {key}: {tuple(x.shape)} ({x.dtype}) {x.device}" for key, x in batch.items())]
-        lines += [
-            "non_tensor_batch",
-            *(f"  {k}: ndarray{x.shape} ({x.dtype})" for k, x in self.non_tensor_batch.items()),
-        ]
-        return "\n".join([*lines, "meta_info", *(f"  {key}: {_type_info(x)}" for key, x in self.meta_info.items())])
+        for name, part in (("non_tensor_batch", self.non_tensor_batch), ("meta_info", self.meta_info)):
+            lines += [name, *(f"  {key}: {_type_info(x)}" for key, x in part.items())]
+        return "\n".join(lines)
 
     def print_size(self, prefix=""):
         """Print the size in GiB; for object arrays that of the pointers."""
@@ -409,10 +401,9 @@ class DataProto:
                 batch = TensorDict({key: tensors[f"batch/{key}"] for key in batch}, batch_size=(document["rows"],))
             arrays = {key: _decode(x, tensors) for key, x in document["non_tensor_batch"].items()}
             return DataProto(batch, arrays, _decode(document["meta_info"], tensors))
-        except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError) as e:
-            raise InputError(
-                f"{filepath}: not a file of DataProto.save_to_disk, or damaged ({e}); write it anew"
-            ) from e
+        except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
+            message = f"{filepath}: not a file of DataProto.save_to_disk, or damaged ({e}); write it anew"
+            raise InputError(message) from e
 
     def all_gather(self, group=None) -> "DataProto":
         """The rows of all ranks of `group` in the order of ranks, on every rank. Ranks may have different numbers of
@@ -471,11 +462,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     """Append rows from the start, going round if need be, until `size_divisor` divides the length.
     Returns (data, number of rows appended)."""
     pad_size = -len(data) % size_divisor
-    if not pad_size:
-        return data, 0
-    times, rest = divmod(pad_size, len(data))
-    parts = [data] * (times + 1) + [data[:rest]]
-    return data._derive(*_concat_rows(parts)), pad_size
+    return data.select_idxs(np.arange(len(data) + pad_size) % len(data)) if pad_size else data, pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
@@ -483,70 +470,45 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data[:-pad_size] if pad_size else data
 
 
-def _concat_rows(parts: list[DataProto]) -> tuple[TensorDict | None, dict[str, np.ndarray]]:
-    """batch and non_tensor_batch of all parts; ValueError names a key that is not in every part or not of one shape."""
-    first = parts[0]
-    keys = [{*(d.batch.keys() if d.batch is not None else ()), *d.non_tensor_batch} for d in parts]
-    if odd := set.union(*keys) - set.intersection(*keys):
-        raise ValueError(f"concat: the key {min(odd)!r} is not in every part")
-    arrays = {key: np.concatenate([d.non_tensor_batch[key] for d in parts]) for key in first.non_tensor_batch}
-    if first.batch is None:
-        return None, arrays
-    rows, tensors = sum(map(len, parts)), {}
-    for key, _ in first.batch.items():
-        xs = [d.batch[key] for d in parts]
-        if len({(x.dtype, x.shape[1:]) for x in xs}) > 1:
-            raise ValueError(f"concat: batch[{key!r}] is of {', '.join(f'{x.dtype} {[*x.shape]}' for x in xs)}")
-        tensors[key] = torch.cat(xs, out=_recycled(xs[0].shape[1:], rows, *xs))
-    return TensorDict(tensors, batch_size=(rows,), device=first.batch.device), arrays
-
-
-def _recycled(row_shape: tuple[int, ...], rows: int, *sources: torch.Tensor) -> torch.Tensor | None:
-    """A tensor (rows, *row_shape) to copy `sources` into, or None where torch should allocate: small, not on the CPU,
-    or part of a graph. Fresh memory for a large CPU tensor costs more in page faults than copying into it does, so
-    buffers of tensors that have died are used again; when none fits, numpy's memory has huge pages, torch's has not."""
-    size = rows * math.prod(row_shape) * sources[0].element_size()
-    if size < HUGE_PAGE_BYTES or any(x.device.type != "cpu" or x.requires_grad for x in sources):
+def _recycled(rows: int, *sources: torch.Tensor) -> torch.Tensor | None:
+    """A tensor like sources[0], but with `rows` rows, in pooled memory to copy `sources` into; see POOL_BYTES.
+    None where torch should allocate: the tensor is small, not on the CPU, or part of a graph."""
+    like = sources[0]
+    size = rows * math.prod(like.shape[1:]) * like.element_size()
+    if size < POOLED_FROM or not POOL_BYTES or any(x.device.type != "cpu" or x.requires_grad for x in sources):
         return None
-    fits = [key for key, x in list(POOL.items()) if size <= x.nbytes <= size + size // 4]
-    buffer = POOL.pop(fits[-1], None) if fits else None  # the latest is the likeliest to be in the cache
-    if buffer is None:
-        buffer = np.empty(size, np.uint8)
-    handle = buffer[:size]  # the tensor, and every view of it, keeps this object alive
-    weakref.finalize(handle, _recycle, buffer).atexit = False
-    return torch.from_numpy(handle).view(sources[0].dtype).view(rows, *row_shape)
+    step = 1 << size.bit_length() - 3  # four sizes for each doubling, as lengths vary from step to step
+    room = -(-size // step) * step
+    try:
+        buffer = POOL[room].pop()
+    except LookupError:
+        buffer = np.empty(room + 64, np.uint8)  # from 4 MiB on in huge pages, which torch's memory is not
+    start = -buffer.ctypes.data % 64  # copies between cache lines take half as long again
+    handle = buffer[start : start + size]  # the tensor, and every view of it, keeps this object alive
+    weakref.finalize(handle, _recycle, room, buffer).atexit = False
+    return torch.from_numpy(handle).view(like.dtype).view(rows, *like.shape[1:])
 
 
-def _recycle(buffer: np.ndarray):
-    POOL[id(buffer)] = buffer
-    while sum(x.nbytes for x in list(POOL.values())) > POOL_BYTES:
-        POOL.pop(next(iter(POOL), None), None)
+def _recycle(room: int, buffer: np.ndarray):
+    buffers = POOL.pop(room, [])
+    buffers.append(buffer)
+    POOL[room] = buffers  # now the size used last
+    while sum(size * len(POOL.get(size, ())) for size in list(POOL)) > POOL_BYTES:
+        oldest = next(iter(POOL), None)
+        del POOL.get(oldest, [])[:1]
+        if not POOL.get(oldest):
+            POOL.pop(oldest, None)
 
 
-def _has_keys(data: DataProto) -> bool:
-    return data.batch is not None or bool(data.non_tensor_batch)
-
-
-def _deepcopy(x, memo: dict):
-    """copy.deepcopy, with shared objects staying shared; faster on rows of plain data."""
-    kind = type(x)
-    if kind in ATOMS:
-        return x
-    if id(x) in memo:
-        return memo[id(x)]
-    if kind is dict:
-        new = memo[id(x)] = {}
-        for key, v in x.items():
-            new[key if type(key) in ATOMS else _deepcopy(key, memo)] = v if type(v) in ATOMS else _deepcopy(v, memo)
-    elif kind is list:
-        new = memo[id(x)] = []
-        new.extend([v if type(v) in ATOMS else _deepcopy(v, memo) for v in x])
-    elif kind is np.ndarray and x.dtype == object:
-        new = memo[id(x)] = np.empty(x.shape, dtype=object)
-        new.reshape(-1)[:] = _object_array([_deepcopy(v, memo) for v in x.flat])
-    else:
+def _copy_objects(x: np.ndarray, memo: dict) -> np.ndarray:
+    """copy.deepcopy, faster on rows that are dicts of plain values."""
+    if x.dtype != object or x.ndim != 1:
         return copy.deepcopy(x, memo)
-    return new
+    rows = []
+    for row in x:
+        flat = type(row) is dict and ATOMS.issuperset(map(type, row)) and ATOMS.issuperset(map(type, row.values()))
+        rows.append(memo.setdefault(id(row), row.copy()) if flat else copy.deepcopy(row, memo))
+    return _object_array(rows)
 
 
 def _object_array(values) -> np.ndarray:
@@ -558,30 +520,24 @@ def _row_positions(idxs, rows: int) -> np.ndarray:
     idxs = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
     if idxs.ndim != 1:
         raise IndexError(f"rows are selected by a 1-D index, got shape {idxs.shape}")
-    if idxs.dtype == bool:
-        if len(idxs) != rows:
-            raise IndexError(f"a mask of {len(idxs)} for {rows} rows")
-        return np.flatnonzero(idxs)
-    if idxs.size and idxs.dtype.kind not in "iu":
-        raise IndexError(f"rows are selected by integers or bools, got {idxs.dtype}")
-    if idxs.size and not -rows <= idxs.min() <= idxs.max() < rows:
-        raise IndexError(f"rows {idxs.min()} to {idxs.max()} are out of range for {rows} rows")
-    idxs = idxs.astype(np.int64)
-    return np.where(idxs < 0, idxs + rows, idxs)
+    if not idxs.size and idxs.dtype != bool:
+        return np.zeros(0, np.int64)  # numpy takes an empty list for floats
+    return np.arange(rows)[idxs]
 
 
 def _equal(a, b) -> bool:
     """Deep equality in which NaN equals NaN; tensors and arrays must also agree in shape and dtype."""
     if a is b:
         return True
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _equal_tensors(a, b)
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+    arrays = (torch.Tensor, np.ndarray)
+    if isinstance(a, arrays) or isinstance(b, arrays):
         if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
             return False
-        if a.dtype != object:
-            return np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM")
-        return all(x is y or _equal(x, y) for x, y in zip(a.flat, b.flat))
+        if isinstance(a, torch.Tensor):
+            return a.device == b.device and _equal_tensors(a.detach(), b.detach())
+        if a.dtype == object:
+            return all(x is y or _equal(x, y) for x, y in zip(a.flat, b.flat))
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM")
     if isinstance(a, (list, tuple)) and type(a) is type(b):
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -590,16 +546,11 @@ def _equal(a, b) -> bool:
 
 
 def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
-        return False
-    a, b = a.detach(), b.detach()
     if a.device.type == "cpu" and a.element_size() in BITS:  # the same bits; numpy compares faster than torch.equal
         bits = BITS[a.element_size()]
         if np.array_equal(a.contiguous().view(bits).numpy(), b.contiguous().view(bits).numpy()):
             return True
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return bool(((a == b) | (a.isnan() & b.isnan())).all()) if a.is_floating_point() else torch.equal(a, b)
 
 
 def _type_info(x) -> str:
@@ -620,18 +571,15 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 def _gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
     """Rows of all ranks, in order. As bytes, because not every backend knows every dtype."""
-    out = x.new_empty(sum(lengths), *x.shape[1:])
-    if not out.numel():
-        return out
     longest = max(lengths)
-    if min(lengths) == longest:
-        dist.all_gather([_as_bytes(piece) for piece in out.split(longest)], _as_bytes(x), group=group)
-        return out
-    padded = x.new_zeros(longest, *x.shape[1:])
-    padded[: len(x)] = x
-    pieces = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather([_as_bytes(piece) for piece in pieces], _as_bytes(padded), group=group)
-    return torch.cat([piece[:rows] for piece, rows in zip(pieces, lengths)], out=out)
+    if len(x) < longest:
+        x = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])])
+    out = x.new_empty(len(lengths) * longest, *x.shape[1:])
+    if not out.numel():
+        return out.new_empty(sum(lengths), *x.shape[1:])
+    pieces = out.split(longest)
+    dist.all_gather([_as_bytes(piece) for piece in pieces], _as_bytes(x), group=group)
+    return out if min(lengths) == longest else torch.cat([piece[:n] for piece, n in zip(pieces, lengths)])
 
 
 def _encode(x, where: str, tensors: dict):
