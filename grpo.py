@@ -79,7 +79,7 @@ class Args:
     """folder of all runs"""
     seed: int = 1
     """seed of sampling and data order; a run repeats itself"""
-    total_steps: int = 100
+    total_steps: int = 60
     """number of steps, each of prompts_per_step x group_size responses"""
     total_epochs: int | None = None
     """if given, it sets total_steps: the steps that this many passes over the training prompts take, rounded up"""
@@ -123,7 +123,7 @@ class Args:
     # ---- rollout
     rollout_engine: Literal["hf", "vllm"] = "hf"
     """hf samples with the trainer's own model; vllm runs a vLLM engine in each process"""
-    prompts_per_step: int = 64
+    prompts_per_step: int = 32
     """prompts of one step, over all ranks"""
     group_size: int = 8
     """responses per prompt"""
@@ -176,7 +176,7 @@ class Args:
     """passes over a step's responses"""
     micro_batch_tokens: int = 16384
     """tokens of one forward and backward on one rank"""
-    lr: float = 1e-3
+    lr: float = 1e-4
     """learning rate (for a model of billions of parameters: 1e-6)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """course of the learning rate after the warm-up"""

@@ -324,8 +324,9 @@ def main():
             table[name] |= {"verl_s": wall, "verl_cpu_s": cpu, "ratio": wall / mine[0], "cpu_ratio": cpu / mine[1]}
             line += f"{wall * 1e3:12.4f}{wall / mine[0]:10.2f}x{cpu / mine[1]:8.2f}x"
         print(line)
+    notes = {"len": "the same expression on both sides, so a tie"}
+    print(*(f"{name}: {note}" for name, note in notes.items()), sep="\n")
     if args.output:
-        notes = {"len": "the same expression on both sides: a tie"}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(
             json.dumps({**setting(args, has_verl), "notes": notes, "operations": table}, indent=1) + "\n"

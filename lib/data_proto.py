@@ -161,14 +161,18 @@ class DataProto:
 
     def select_idxs(self, idxs) -> "DataProto":
         """Rows by position (repetition and negative positions allowed) or by a bool mask of all rows; copies."""
-        idxs = _row_positions(idxs, len(self))
+        idxs = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
+        if idxs.ndim != 1:
+            raise IndexError(f"rows are selected by a 1-D index, got shape {idxs.shape}")
+        if idxs.size or idxs.dtype == bool:
+            idxs = np.arange(len(self))[idxs]  # numpy checks the range or the mask's length
+        rows, idxs = len(idxs), idxs.astype(np.int64)
         on_device = functools.cache(torch.from_numpy(idxs).to)
-        rows = len(idxs)
-        return self._map(
-            rows,
-            lambda x: torch.index_select(x, 0, on_device(x.device), out=_recycled(rows, x)),
-            lambda x: x[idxs],
-        )
+
+        def take(x):
+            return torch.index_select(x, 0, on_device(x.device), out=_recycled(rows, x))
+
+        return self._map(rows, take, lambda x: x[idxs])
 
     def reorder(self, indices):
         """Put the rows in the order of `indices`, in place."""
@@ -203,36 +207,35 @@ class DataProto:
 
     def pop(self, batch_keys=(), non_tensor_batch_keys=(), meta_info_keys=()) -> "DataProto":
         """Remove the named keys and return them as a DataProto. Raises KeyError before anything is removed."""
-        batch = {} if self.batch is None else self.batch
-        wanted = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        parts = (batch, self.non_tensor_batch, self.meta_info)
-        for name, part, keys in zip(("batch", "non_tensor_batch", "meta_info"), parts, wanted):
-            if missing := set(keys).difference(part.keys()):
+        batch, rows = {} if self.batch is None else self.batch, len(self)
+        parts = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+        taken = []
+        for (name, part), keys in zip(parts.items(), (batch_keys, non_tensor_batch_keys, meta_info_keys)):
+            if missing := {*(keys or ())}.difference(part.keys()):
                 raise KeyError(f"{name} has no key {min(missing)!r}; it has {sorted(part.keys())}")
-        rows = len(self)
-        tensors, arrays, meta_info = ({key: part[key] for key in keys} for part, keys in zip(parts, wanted))
-        for part, keys in ((batch, tensors), (self.non_tensor_batch, arrays), (self.meta_info, meta_info)):
-            for key in keys:
+            taken.append({key: part[key] for key in keys or ()})
+        for part, values in zip(parts.values(), taken):
+            for key in values:
                 del part[key]
+        tensors, arrays, meta_info = taken
         popped = TensorDict(tensors, batch_size=(rows,), device=batch.device) if tensors else None
         return self._derive(popped, arrays, meta_info)
 
     def rename(self, old_keys, new_keys) -> "DataProto":
-        """Rename keys (a str or a list of them) of batch and non_tensor_batch, in place; returns self."""
-        old_keys = [old_keys] if isinstance(old_keys, str) else list(old_keys)
-        new_keys = [new_keys] if isinstance(new_keys, str) else list(new_keys)
-        if len(old_keys) != len(new_keys):
-            raise ValueError(f"rename takes as many new keys as old ones, got {old_keys} and {new_keys}")
-        names = () if self.batch is None else self.batch.keys()
-        for old, new in zip(old_keys, new_keys):
-            if new in self.non_tensor_batch or new in names:
-                raise KeyError(f"rename: the key {new!r} is taken")
-            if old in self.non_tensor_batch:
-                self.non_tensor_batch[new] = self.non_tensor_batch.pop(old)
-            elif old in names:
-                self.batch.rename_key_(old, new)
-            else:
-                raise KeyError(f"rename: there is no key {old!r}; there are {sorted([*names, *self.non_tensor_batch])}")
+        """Rename a key, or keys by two lists, of batch and non_tensor_batch, in place; returns self."""
+        if not isinstance(old_keys, str):
+            if isinstance(new_keys, str) or len(old_keys) != len(new_keys):
+                raise ValueError(f"rename takes as many new keys as old ones, got {old_keys} and {new_keys}")
+            for old, new in zip(old_keys, new_keys):
+                self.rename(old, new)
+            return self
+        batch = {} if self.batch is None else self.batch
+        if new_keys in self.non_tensor_batch or new_keys in batch.keys():  # noqa: SIM118 (a TensorDict has no `in`)
+            raise KeyError(f"rename: the key {new_keys!r} is taken")
+        part = self.non_tensor_batch if old_keys in self.non_tensor_batch else batch
+        x = part[old_keys]
+        del part[old_keys]
+        part[new_keys] = x
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
@@ -274,8 +277,7 @@ class DataProto:
         one dict of lists."""
         if not data:
             return DataProto()
-        meta_info = {}
-        metrics = []
+        meta_info, metrics = {}, []
         for d in data:
             for key, x in d.meta_info.items():
                 if key == "metrics":
@@ -309,8 +311,9 @@ class DataProto:
         """Append the "first" or the "last" row `padding_size` times, in place."""
         if padding_candidate not in ("first", "last"):
             raise ValueError(f'padding_candidate must be "first" or "last", got {padding_candidate!r}')
-        rows = len(self)
-        self.reorder([*range(rows), *[0 if padding_candidate == "first" else rows - 1] * padding_size])
+        if padding_size:
+            row = 0 if padding_candidate == "first" else len(self) - 1
+            self.reorder([*range(len(self)), *[row] * padding_size])
 
     def chunk(self, chunks: int) -> list["DataProto"]:
         """`chunks` parts of equal size, as views. Uneven parts need auto-padding, otherwise ValueError."""
@@ -376,9 +379,9 @@ class DataProto:
         tensors = {f"batch/{key}": x for key, x in (self.batch.items() if self.batch is not None else ())}
         arrays = {key: _encode(x, f"non_tensor_batch[{key!r}]", tensors) for key, x in self.non_tensor_batch.items()}
         meta_info = _encode(self.meta_info, "meta_info", tensors)
-        keys = None if self.batch is None else list(self.batch.keys())
-        size = None if self.batch is None else len(self)
-        document = {"batch": keys, "rows": size, "non_tensor_batch": arrays, "meta_info": meta_info}
+        document = {"batch": None, "rows": len(self), "non_tensor_batch": arrays, "meta_info": meta_info}
+        if self.batch is not None:
+            document["batch"] = list(self.batch.keys())
         tensors[DOCUMENT] = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         seen = set()
         for key, x in tensors.items():
@@ -482,8 +485,8 @@ def _recycled(rows: int, *sources: torch.Tensor) -> torch.Tensor | None:
     try:
         buffer = POOL[room].pop()
     except LookupError:
-        buffer = np.empty(room + 64, np.uint8)  # from 4 MiB on in huge pages, which torch's memory is not
-    start = -buffer.ctypes.data % 64  # copies between cache lines take half as long again
+        buffer = np.empty(room + 4096, np.uint8)  # from 4 MiB on in huge pages, which torch's memory is not
+    start = -buffer.ctypes.data % 4096  # a copy to where no cache line begins takes half as long again
     handle = buffer[start : start + size]  # the tensor, and every view of it, keeps this object alive
     weakref.finalize(handle, _recycle, room, buffer).atexit = False
     return torch.from_numpy(handle).view(like.dtype).view(rows, *like.shape[1:])
@@ -515,16 +518,6 @@ def _object_array(values) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))
 
 
-def _row_positions(idxs, rows: int) -> np.ndarray:
-    """Positions or a bool mask as int64 positions in [0, rows); IndexError for anything else."""
-    idxs = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
-    if idxs.ndim != 1:
-        raise IndexError(f"rows are selected by a 1-D index, got shape {idxs.shape}")
-    if not idxs.size and idxs.dtype != bool:
-        return np.zeros(0, np.int64)  # numpy takes an empty list for floats
-    return np.arange(rows)[idxs]
-
-
 def _equal(a, b) -> bool:
     """Deep equality in which NaN equals NaN; tensors and arrays must also agree in shape and dtype."""
     if a is b:
@@ -546,22 +539,24 @@ def _equal(a, b) -> bool:
 
 
 def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.device.type == "cpu" and a.element_size() in BITS:  # the same bits; numpy compares faster than torch.equal
+    if a.device.type == "cpu" and not a.is_complex():  # the same bits; numpy compares faster than torch.equal
         bits = BITS[a.element_size()]
-        if np.array_equal(a.contiguous().view(bits).numpy(), b.contiguous().view(bits).numpy()):
+        if np.array_equal(a.view(bits).numpy(), b.view(bits).numpy()):
             return True
     return bool(((a == b) | (a.isnan() & b.isnan())).all()) if a.is_floating_point() else torch.equal(a, b)
 
 
 def _type_info(x) -> str:
+    if not isinstance(x, (np.ndarray, list, tuple, dict)) or isinstance(x, dict) and not x:
+        return type(x).__name__
+    if isinstance(x, np.ndarray):
+        return f"ndarray{x.shape} ({x.dtype})"
     if isinstance(x, list):
         return f"list[{'|'.join(sorted({_type_info(v) for v in x[:3]})) or '...'}]"
     if isinstance(x, tuple):
         return f"tuple({', '.join(map(_type_info, x))})"
-    if isinstance(x, dict) and x:
-        key, value = next(iter(x.items()))
-        return f"dict[{_type_info(key)}: {_type_info(value)}]"
-    return f"ndarray{x.shape} ({x.dtype})" if isinstance(x, np.ndarray) else type(x).__name__
+    key, value = next(iter(x.items()))
+    return f"dict[{_type_info(key)}: {_type_info(value)}]"
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -587,16 +582,14 @@ def _encode(x, where: str, tensors: dict):
     kind = type(x)
     if kind in ATOMS and kind is not bytes:
         return x
-    if kind is list:
-        return [_encode(v, where, tensors) for v in x]
-    if kind is tuple:
-        return {"!tuple": [_encode(v, where, tensors) for v in x]}
-    if kind is dict and all(type(key) is str and not key.startswith("!") for key in x):
-        return {key: _encode(v, f"{where}[{key!r}]", tensors) for key, v in x.items()}
+    if kind in (list, tuple):
+        values = [_encode(v, where, tensors) for v in x]
+        return values if kind is list else {"!tuple": values}
     if kind is dict:
-        return {
-            "!dict": [[_encode(key, where, tensors), _encode(v, f"{where}[{key!r}]", tensors)] for key, v in x.items()]
-        }
+        values = {key: _encode(v, f"{where}[{key!r}]", tensors) for key, v in x.items()}
+        if all(type(key) is str and not key.startswith("!") for key in x):
+            return values
+        return {"!dict": [[_encode(key, where, tensors), v] for key, v in values.items()]}
     if kind is bytes:
         return {"!bytes": base64.b64encode(x).decode()}
     if isinstance(x, torch.Tensor) and not x.is_sparse:

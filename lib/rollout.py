@@ -363,8 +363,7 @@ class _CheckedStream:
 
     def __iter__(self):
         self.checksum = 0
-        for name, tensor in iter_full_params(self.model):
-            tensor = tensor.to(self.dtype, copy=True)  # vLLM keeps some by reference: the optimizer must not move them
+        for name, tensor in iter_full_params(self.model, self.dtype):
             self.checksum = (self.checksum + _tensor_checksum(name, tensor)) % (1 << 64)
             yield name, tensor
 

@@ -68,18 +68,18 @@ def metrics(run: Path, timings: bool = False) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """The default, cut to 30 of its steps."""
+    """The default, cut to 30 of its 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
     done = ran(grpo(folder, "--run-name", "default", "--total-steps", "30", "--save-every", "15"))
     return folder / "default", done.stdout
 
 
 def test_accuracy_rises_on_held_out_prompts(default_run):
-    """30 steps take greedy accuracy from 0.3 to 0.86 (seed 1) where it was measured; 0.6 leaves room for rounding."""
+    """30 steps take greedy accuracy from 0.31 to 0.98 where it was measured; 0.8 leaves room for other roundings."""
     accuracy = [
         row["val/toy/arithmetic/mean@1"] for row in metrics(default_run[0]) if "val/toy/arithmetic/mean@1" in row
     ]
-    assert len(accuracy) == 4 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.6
+    assert len(accuracy) == 4 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.8
 
 
 def test_a_run_leaves_what_it_promises(default_run):
@@ -103,7 +103,7 @@ def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_ru
     assert [row["step"] for row in steps] == list(range(1, 31))
     for row in steps:
         dropped = sum(v for k, v in row.items() if k.startswith("training/rows_dropped/"))
-        assert row["training/rows_in"] == 512 == row["training/rows_trained"] + dropped
+        assert row["training/rows_in"] == 256 == row["training/rows_trained"] + dropped
         assert row["rollout/logp_diff_max"] < 1e-4 and row["actor/pg_clipfrac"] == 0
 
 
@@ -144,11 +144,11 @@ def test_two_ranks_train_as_one(tmp_path, one_process, launcher):
 def test_vllm_trains_as_hf_does(tmp_path):
     pytest.importorskip("vllm")
     done = ran(
-        grpo(tmp_path, "--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "20", "--no-export-model")
+        grpo(tmp_path, "--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "10", "--no-export-model")
     )
     rows = metrics(tmp_path / "run")
     accuracy = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
-    assert accuracy[0] <= 0.4 and max(accuracy[1:]) >= 0.5, done.stdout
+    assert accuracy[0] <= 0.4 and accuracy[-1] >= 0.6, done.stdout
     assert all(row["rollout/canary_logp_diff"] < 1e-4 for row in rows if "rollout/canary_logp_diff" in row)
     assert all(row["rollout/logp_diff_max"] < 1e-3 for row in rows if "reward/mean" in row)
 
