@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup train test lint format clean
+.PHONY: help setup train test curves lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -30,6 +30,9 @@ train: setup  ## train the embedded tiny model with grpo.py; more flags: make tr
 
 test: setup  ## all tests; some of them: make test ARGS="-k rollout"
 	$(BIN)/python -m pytest $(ARGS)
+
+curves: setup  ## the learning curves of the documents (5 seeds, 5 minutes)
+	$(BIN)/python benchmarks/curves.py
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

@@ -192,7 +192,7 @@ class Args:
     # ---- validation
     val_before_train: bool = True
     """validate the start model"""
-    val_every: int = 10
+    val_every: int = 5
     """validate every n steps and after the last; 0: never"""
     val_only: bool = False
     """validate (with resume: that checkpoint) and stop"""

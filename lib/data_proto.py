@@ -547,7 +547,7 @@ def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _type_info(x) -> str:
-    if not isinstance(x, (np.ndarray, list, tuple, dict)) or isinstance(x, dict) and not x:
+    if not isinstance(x, (np.ndarray, list, tuple, dict)) or (isinstance(x, dict) and not x):
         return type(x).__name__
     if isinstance(x, np.ndarray):
         return f"ndarray{x.shape} ({x.dtype})"

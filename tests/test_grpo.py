@@ -79,7 +79,7 @@ def test_accuracy_rises_on_held_out_prompts(default_run):
     accuracy = [
         row["val/toy/arithmetic/mean@1"] for row in metrics(default_run[0]) if "val/toy/arithmetic/mean@1" in row
     ]
-    assert len(accuracy) == 4 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.8
+    assert len(accuracy) == 7 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.8
 
 
 def test_a_run_leaves_what_it_promises(default_run):
@@ -89,7 +89,7 @@ def test_a_run_leaves_what_it_promises(default_run):
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_000015", "step_000030"]
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 4 * 256 and samples[0].keys() >= {"step", "prompt", "response", "score", "ground_truth"}
+    assert len(samples) == 7 * 256 and samples[0].keys() >= {"step", "prompt", "response", "score", "ground_truth"}
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert AutoTokenizer.from_pretrained(run / "model").chat_template
     assert sum(p.numel() for p in model.parameters()) == sum(
