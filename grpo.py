@@ -195,7 +195,7 @@ class Args:
     val_every: int = 5
     """validate every n steps and after the last; 0: never"""
     val_only: bool = False
-    """validate (with resume: that checkpoint) and stop"""
+    """validate (with resume: that checkpoint) and stop; writes to <run>/val_only"""
     val_samples: int = 1
     """responses per validation prompt: n in mean@n, pass@k, maj@k"""
     val_temperature: float = 0.0
@@ -251,6 +251,8 @@ def step_sizes(args: Args, world_size: int) -> Sizes:
         )
     if args.temperature <= 0:
         raise InputError(f"--temperature {args.temperature}: training samples need a temperature above 0")
+    if args.val_samples > 1 and args.val_temperature == 0:
+        raise InputError(f"--val_samples {args.val_samples} are all the same at --val_temperature 0: raise it")
     local_prompts = args.prompts_per_step // world_size
     local_rows = local_prompts * args.group_size
     return Sizes(
@@ -308,7 +310,7 @@ def lr_factor(args: Args, sizes: Sizes, update: int) -> float:
     """What the learning rate is multiplied with at an optimizer update, counted from 0."""
     warmup, total = (steps * sizes.updates_per_step for steps in (args.warmup_steps, args.total_steps))
     if update < warmup:
-        return update / warmup
+        return (update + 1) / warmup
     done = min(1.0, (update - warmup) / max(1, total - warmup))
     return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
 
@@ -397,7 +399,7 @@ def main(args: Args) -> None:
         start_step = state["step"]
         loader.load_state_dict(state["loader"])
     tracker = Tracker(
-        run_dir,
+        run_dir / "val_only" if args.val_only else run_dir,
         asdict(args),
         trackers=args.track,
         total_steps=args.total_steps,

@@ -1,6 +1,6 @@
 """The learning curve of the documents: the default run with several seeds, mean and spread.
 
-    python benchmarks/curves.py            runs grpo.py with seeds 1 to 5 (a minute each), then draws docs/grpo_curve.png
+    python benchmarks/curves.py      runs grpo.py with seeds 1 to 5 (a minute each), then draws docs/grpo_curve.png
 
 The figures behind the picture, with commit, machine and command, go to benchmarks/results/grpo_curve.json.
 """

@@ -22,6 +22,7 @@ from lib.core_algos import (
     compute_policy_loss,
     entropy_from_logits,
     get_adv_estimator_fn,
+    get_policy_loss_fn,
     kl_penalty,
     masked_mean,
     masked_sum,
@@ -545,3 +546,15 @@ def test_entropy_edges():
     assert logits.grad.isfinite().all()
     uniform = entropy_from_logits(torch.zeros(1, 100_000, dtype=torch.bfloat16))
     assert uniform.dtype == torch.float32 and uniform.item() == pytest.approx(math.log(100_000), rel=1e-5)
+
+
+# -------------------------------------------------------------------------------------------- look-ups
+
+
+def test_lookups():
+    assert get_policy_loss_fn("vanilla") is compute_policy_loss
+    assert get_adv_estimator_fn("grpo") is compute_grpo_outcome_advantage
+    with pytest.raises(ValueError, match=r"'ppo'.*vanilla"):
+        get_policy_loss_fn("ppo")
+    with pytest.raises(ValueError, match=r"'drgrpo'.*grpo, dr_grpo"):
+        get_adv_estimator_fn("drgrpo")

@@ -1,4 +1,7 @@
-"""lib/distributed.py and lib/batching.py: launchers, FSDP2 at 1 and 2 ranks, and the traps that fail without a word."""
+"""lib/distributed.py and lib/batching.py: launchers, FSDP2 at 1 and 2 ranks.
+
+Traps are numbered as in docs/dev/LOG.md.
+"""
 
 import os
 import subprocess
@@ -80,7 +83,7 @@ def launch(launcher: list[str], script: Path, *args: str) -> subprocess.Complete
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_every_launcher_gives_all_ranks_sharding_and_weights(tmp_path, name):
-    """Traps 2, 3 and 4: separate runs instead of ranks, DDP instead of FSDP2, weights of zero off rank 0."""
+    """Traps 2 to 4: separate runs instead of ranks, DDP instead of FSDP2, weights of zero off rank 0."""
     (tmp_path / "probe.py").write_text(PROBE)
     path = save_tiny(tmp_path / "model")
     total = sum(p.abs().sum().item() for p in AutoModelForCausalLM.from_pretrained(path).parameters())

@@ -97,6 +97,23 @@ def test_a_run_leaves_what_it_promises(default_run):
     )
 
 
+def test_vllm_loads_the_exported_model(default_run):
+    vllm = pytest.importorskip("vllm")
+    rows = [json.loads(line) for line in (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:50]]
+    llm = vllm.LLM(
+        str(default_run[0] / "model"),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        kv_cache_memory_bytes=1 << 28,
+    )
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=16)
+    answers = [o.outputs[0].text for o in llm.chat([row["prompt"] for row in rows], greedy, use_tqdm=False)]
+    right = [text.endswith("=" + row["reward_model"]["ground_truth"]) for text, row in zip(answers, rows)]
+    llm.llm_engine.engine_core.shutdown()
+    assert sum(right) >= 40
+
+
 def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_run):
     """1e-4 nats: the fp32 sampler and the fp32 trainer differ by some 1e-6 (docs/grpo.md)."""
     steps = [row for row in metrics(default_run[0]) if "reward/mean" in row]
@@ -281,6 +298,7 @@ BAD_INPUT = {
         lambda t: ["--no-filter-overlong-prompts", "--max-prompt-length", "3"],
         "max_prompt_length=3",
     ),
+    "val samples": (lambda t: ["--val-samples", "4"], "--val_temperature 0"),
     "no scorer": (
         lambda t: ["--train-files", write(t / "a.jsonl", ROW | {"data_source": "mine"})],
         "no scorer for data_source 'mine'",
@@ -343,4 +361,4 @@ def test_your_own_reward_dataset_and_validation_by_sampling(tmp_path):
     } <= val_row.keys()
     assert list((tmp_path / "run/tensorboard").iterdir()) and list((tmp_path / "run").glob("wandb*"))
     ran(grpo(tmp_path, "--run-name", "only", "--val-only", "--val-files", val))
-    assert [row["step"] for row in metrics(tmp_path / "only")] == [0]
+    assert [row["step"] for row in metrics(tmp_path / "only/val_only")] == [0]

@@ -14,11 +14,15 @@ from lib.metrics import (
     Min,
     Sum,
     Timer,
+    add_metrics,
     data_metrics,
+    extra_metrics,
     maj_at_k,
+    mismatch_metrics,
     pass_at_k,
     reduce_metrics,
     throughput_metrics,
+    token_means,
     validation_metrics,
 )
 from tests.common import run_ranks
@@ -248,3 +252,58 @@ def test_throughput():
         "perf/tokens_per_s": 200.0,
         "perf/tokens_per_s_per_device": 100.0,
     }
+
+
+# ---- micro-batches and the sampler's mismatch ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [[6], [1, 5], [1] * 6, [0, 6]])
+def test_token_means_and_mismatch_equal_the_loop_however_they_are_split(split):
+    g = torch.Generator().manual_seed(0)
+    mask = torch.randint(0, 2, (6, 7), generator=g)
+    rollout, train = (-3 * torch.rand(6, 7, dtype=torch.float64, generator=g) for _ in range(2))
+    pairs = [(train[i, t].item(), rollout[i, t].item()) for i in range(6) for t in range(7) if mask[i, t]]
+    ratios = [math.exp(a - b) for a, b in pairs]
+    expected = {
+        "loss": np.mean([a for a, _ in pairs]),
+        "rollout/logp_diff_mean": np.mean([abs(a - b) for a, b in pairs]),
+        "rollout/logp_diff_max": max(abs(a - b) for a, b in pairs),
+        "rollout/prob_diff_mean": np.mean([abs(math.exp(a) - math.exp(b)) for a, b in pairs]),
+        "rollout/prob_diff_max": max(abs(math.exp(a) - math.exp(b)) for a, b in pairs),
+        "rollout/k1": np.mean([b - a for a, b in pairs]),
+        "rollout/k3": np.mean([r - 1 - math.log(r) for r in ratios]),
+        "rollout/ratio_mean": np.mean(ratios),
+        "rollout/ratio_max": max(ratios),
+        "rollout/ratio_min": min(ratios),
+        "rollout/chi2": np.mean([r * r - 1 for r in ratios]),
+    }
+    train, rollout = train.masked_fill(mask == 0, math.nan), rollout.masked_fill(mask == 0, math.inf)
+    local, start = {}, 0
+    for size in split:
+        rows = slice(start, start + size)
+        add_metrics(local, token_means({"loss": train[rows]}, mask[rows]))
+        add_metrics(local, mismatch_metrics(train[rows], rollout[rows], mask[rows]))
+        start += size
+    assert reduce_metrics(local) == pytest.approx(expected, rel=1e-10)
+
+
+def test_mismatch_is_of_the_trainer_over_the_sampler():
+    """A token twice as probable for the trainer: r = 2. Over tokens of the sampler, k1 and k3 average to its KL."""
+    quarter = torch.tensor([[math.log(0.25)]])
+    assert reduce_metrics(mismatch_metrics(quarter + math.log(2), quarter, torch.ones(1, 1)))[
+        "rollout/ratio_mean"
+    ] == pytest.approx(2, rel=1e-6)
+    counts, q = [1, 2, 5], (0.2, 0.3, 0.5)  # of 8 tokens: the sampler has 1/8, 2/8, 5/8, enumerated exactly
+    rollout, train = (
+        torch.tensor([[math.log(x) for x, c in zip(p, counts) for _ in range(c)]], dtype=torch.float64)
+        for p in ([c / 8 for c in counts], q)
+    )
+    metrics = reduce_metrics(mismatch_metrics(train, rollout, torch.ones(1, 8)))
+    kl = sum(c / 8 * math.log(c / 8 / x) for c, x in zip(counts, q))
+    assert metrics["rollout/ratio_mean"] == pytest.approx(1)
+    assert metrics["rollout/k1"] == pytest.approx(kl) and metrics["rollout/k3"] == pytest.approx(kl)
+
+
+def test_extras_of_the_scorer_are_averaged_where_they_are_numbers():
+    extras = {"format": [1.0, None, 0], "pred": ["a", "b", None], "bad": [math.nan, 3, 1]}
+    assert reduce_metrics(extra_metrics(extras)) == {"reward/format": 0.5, "reward/bad": 2.0}

@@ -1,4 +1,7 @@
-"""lib/model.py: log-probs and entropies against the plain softmax, packed against padded, and the loading traps."""
+"""lib/model.py: log-probs and entropies against the plain softmax, packed against padded, loading.
+
+Traps are numbered as in docs/dev/LOG.md.
+"""
 
 import pytest
 import torch

@@ -175,6 +175,18 @@ def test_after_an_update_the_engine_samples_from_the_new_weights(engine_and_mode
     assert sync_weights(engine, model, 1, tolerance=TOLERANCE) == {}
 
 
+def test_hf_spends_no_step_on_finished_rows_and_one_prefill_on_a_group(world, tmp_path):
+    engine, model = build("hf", save_tiny(tmp_path / "model"), tmp_path / "engine")
+    widths = []
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    out = engine.generate(random_prompts(6, copies=5), Sampling(20), request_seeds(1, 6, list(range(30))))
+    lengths = out.batch["response_mask"].sum(1)
+    assert widths[0][0] == 6  # distinct prompts
+    assert [rows for rows, _ in widths[1:]] == [int((lengths > t).sum()) for t in range(1, int(lengths.max()))]
+
+
 # ---- the sync that is checked --------------------------------------------------------------------
 
 
