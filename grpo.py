@@ -301,8 +301,8 @@ def validate(args: Args, engine, dataset, tokenizer, compute_score, world, sizes
         preds = extras.get("pred", [None] * len(batch))
         results += list(zip(sources, [n // args.val_samples for n in numbers], scores.sum(1).tolist(), preds))
         shown += sample_rows(batch, tokenizer)
-    results = all_gather_lists(results)
-    tracker.samples(shown, step, show=args.show_samples)
+    results = sorted(all_gather_lists(results), key=lambda result: result[1])  # by prompt, for any number of ranks
+    tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
     return validation_metrics(*(list(column) for column in zip(*results)))
 
 
@@ -317,13 +317,17 @@ def lr_factor(args: Args, sizes: Sizes, update: int) -> float:
 
 def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
     """What the run will do, in its own arithmetic."""
-    dropped = sum(getattr(train_data, "dropped", {}).values())
+
+    def size_of(dataset) -> str:
+        dropped = getattr(dataset, "dropped", {})
+        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in dropped.items())})"
+
     responses = args.prompts_per_step * args.group_size
     return (
         f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step"
         f" on {world.size} rank(s) of {world.device.type}, {sizes.updates_per_step} update(s) of "
-        f"{sizes.local_mini_batch_rows * world.size} rows; {len(train_data)} training prompts ({dropped} too long), "
-        f"{len(val_data) if val_data else 0} for validation; {args.total_steps} steps = "
+        f"{sizes.local_mini_batch_rows * world.size} rows; training prompts: {size_of(train_data)}, "
+        f"validation prompts: {size_of(val_data) if val_data else 'none'}; {args.total_steps} steps = "
         f"{args.total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
     )
 
@@ -397,6 +401,8 @@ def main(args: Args) -> None:
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, models=models, schedulers=schedulers)
         start_step = state["step"]
+        if start_step >= args.total_steps and world.rank == 0:
+            print(f"{checkpoint}: step {start_step} of {args.total_steps}, nothing is left to train", flush=True)
         loader.load_state_dict(state["loader"])
     tracker = Tracker(
         run_dir / "val_only" if args.val_only else run_dir,
