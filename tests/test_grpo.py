@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -112,6 +113,17 @@ def test_vllm_loads_the_exported_model(default_run):
     right = [text.endswith("=" + row["reward_model"]["ground_truth"]) for text, row in zip(answers, rows)]
     llm.llm_engine.engine_core.shutdown()
     assert sum(right) >= 40
+
+
+def test_every_metric_is_explained(default_run):
+    rows = [line.split("|")[1] for line in (ROOT / "docs/grpo.md").read_text().splitlines() if line.startswith("| `")]
+    patterns = [
+        re.sub(r"@[nk]", r"@\\d+", re.sub(r"<\w+>", "[a-z/_]+", name))
+        for row in rows
+        for name in re.findall(r"`(.+?)`", row)
+    ]
+    logged = {key for row in metrics(default_run[0], timings=True) for key in row} - {"step"}
+    assert [key for key in sorted(logged) if not any(re.fullmatch(pattern, key) for pattern in patterns)] == []
 
 
 def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_run):

