@@ -95,12 +95,9 @@ def load_model(
         raise InputError(f"--model {path}: cannot load it: {str(error).splitlines()[0]}") from error
     model = model.to(dtype)
     if gguf:  # its weights are plain now; vLLM and an export must not take them for quantized
-        for owner, name in (
-            (model, "hf_quantizer"),
-            (model, "quantization_method"),
-            (model.config, "quantization_config"),
-        ):
-            vars(owner).pop(name, None)
+        vars(model.config).pop("quantization_config", None)
+        for name in ("hf_quantizer", "quantization_method"):
+            vars(model).pop(name, None)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()  # gradient checkpointing works in train mode only
