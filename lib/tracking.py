@@ -203,12 +203,13 @@ class Tracker:
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """What a reader wants to see of a scored batch, special tokens included; a row each, for `Tracker.samples`."""
+    """Of a scored batch what a reader wants to see, for `Tracker.samples`: the question without the chat template, the
+    whole response with its special tokens."""
     scores = batch.batch["token_level_scores"].sum(1).tolist()
     attended = batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].bool()
     return [
         {
-            "prompt": tokenizer.decode(batch.non_tensor_batch["raw_prompt_ids"][i]),
+            "prompt": "\n".join(str(message["content"]) for message in batch.non_tensor_batch["raw_prompt"][i]),
             "response": tokenizer.decode(batch.batch["responses"][i][attended[i]]),
             "score": scores[i],
             "ground_truth": batch.non_tensor_batch["reward_model"][i]["ground_truth"],
