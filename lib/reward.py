@@ -44,15 +44,16 @@ def score_responses(
         token_level_scores (B, T), zero but for each row's last trained token, and the scorer's other keys, a list of B
         values each (None where the scorer did not give it): "pred", and whatever it wants logged.
     """
-    mask = batch.batch["response_mask"]
-    scores = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    device = batch.batch["response_mask"].device
+    responses, mask, attention = (batch.batch[key].cpu() for key in ("responses", "response_mask", "attention_mask"))
+    attended = attention[:, -mask.shape[1] :].bool()
+    scores = torch.zeros(mask.shape)
     extras: dict[str, list] = defaultdict(lambda: [None] * len(batch))
-    attended = batch.batch["attention_mask"][:, -mask.shape[1] :].bool()
     for i, row in enumerate(batch.non_tensor_batch["reward_model"]):
         if not mask[i].any():
             continue
         source = batch.non_tensor_batch["data_source"][i]
-        text = tokenizer.decode(batch.batch["responses"][i][attended[i]], skip_special_tokens=True)
+        text = tokenizer.decode(responses[i][attended[i]], skip_special_tokens=True)
         result = compute_score(
             data_source=source,
             solution_str=text,
@@ -68,4 +69,4 @@ def score_responses(
         for key, value in result.items():
             if key != "score":
                 extras[key][i] = value
-    return scores, dict(extras)
+    return scores.to(device), dict(extras)

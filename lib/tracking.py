@@ -206,11 +206,12 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
     """Of a scored batch what a reader wants to see, for `Tracker.samples`: the question without the chat template, the
     whole response with its special tokens."""
     scores = batch.batch["token_level_scores"].sum(1).tolist()
-    attended = batch.batch["attention_mask"][:, batch.batch["prompts"].shape[1] :].bool()
+    responses, attention = batch.batch["responses"].cpu(), batch.batch["attention_mask"].cpu()
+    attended = attention[:, -responses.shape[1] :].bool()
     return [
         {
             "prompt": "\n".join(str(message["content"]) for message in batch.non_tensor_batch["raw_prompt"][i]),
-            "response": tokenizer.decode(batch.batch["responses"][i][attended[i]]),
+            "response": tokenizer.decode(responses[i][attended[i]]),
             "score": scores[i],
             "ground_truth": batch.non_tensor_batch["reward_model"][i]["ground_truth"],
         }
