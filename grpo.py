@@ -31,9 +31,10 @@ import torch
 import tyro
 
 from lib import InputError
+from lib.advantages import get_adv_estimator_fn
 from lib.batching import prepare_dynamic_batch
 from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
-from lib.core_algos import agg_loss, get_adv_estimator_fn, get_policy_loss_fn, kl_penalty
+from lib.core_algos import agg_loss, kl_penalty
 from lib.data_proto import DataProto
 from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
 from lib.distributed import (
@@ -63,6 +64,7 @@ from lib.metrics import (
     validation_metrics,
 )
 from lib.model import batched_log_probs, check_model_path, load_model, load_tokenizer, response_log_probs
+from lib.policy_losses import get_policy_loss_fn
 from lib.reward import load_reward, score_responses
 from lib.rollout import Sampling, check_engine, make_engine, request_seeds, sync_weights
 from lib.tracking import Tracker, sample_rows
@@ -144,9 +146,15 @@ class Args:
 
     # ---- algorithm
     adv_estimator: str = "grpo"
-    """advantage estimator in lib/core_algos.py: grpo, or dr_grpo, which does not divide by the standard deviation"""
+    """advantage estimator in lib/advantages.py: grpo, dr_grpo (not divided by the standard deviation), rloo, opo, gpg,
+    maxrl, grpo_passk, grpo_leave_one_out, grpo_batch_std, reinforce_plus_plus, reinforce_plus_plus_baseline"""
+    singleton: Literal["raw", "zero"] = "raw"
+    """advantage of a group with one live row: its reward, as in verl, or 0"""
     loss: str = "vanilla"
-    """policy loss in lib/core_algos.py"""
+    """policy loss in lib/policy_losses.py: vanilla, gspo, cispo, geo_mean, sapo, gpg, reinforce, dppo_tv, dppo_kl, dro,
+    two_sided"""
+    loss_kwargs: str = "{}"
+    """JSON of its hyper-parameters, such as {"cliprange_high": 4.0}; vanilla takes the three flags below"""
     clip_ratio_low: float = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: float = 0.2
@@ -338,7 +346,12 @@ def main(args: Args) -> None:
     sizes = step_sizes(args, world.size)
     check_engine(args.rollout_engine)
     check_model_path(args.model)
-    estimate_advantages, policy_loss = get_adv_estimator_fn(args.adv_estimator), get_policy_loss_fn(args.loss)
+    estimate_advantages = get_adv_estimator_fn(args.adv_estimator)
+    loss_settings = parse_json(args.loss_kwargs, "loss_kwargs")
+    if args.loss == "vanilla":
+        loss_settings |= {"cliprange_low": args.clip_ratio_low, "cliprange_high": args.clip_ratio_high}
+        loss_settings["clip_ratio_c"] = args.clip_ratio_c
+    policy_loss = get_policy_loss_fn(args.loss, loss_settings)
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     train_data, val_data = load_datasets(args, tokenizer)
     compute_score = load_reward(args.reward, train_data.data_sources | (val_data.data_sources if val_data else set()))
@@ -458,12 +471,16 @@ def main(args: Args) -> None:
 
             # ---- 4 advantages
             with timer("advantages"):
+                # of the batch of all ranks: some estimators whiten it, or use its standard deviation
+                whole = batch.select(["token_level_rewards", "response_mask"], ["uid"]).all_gather()
                 advantages, returns = estimate_advantages(
-                    batch.batch["token_level_rewards"],
-                    batch.batch["response_mask"],
-                    index=batch.non_tensor_batch["uid"],
+                    whole.batch["token_level_rewards"],
+                    whole.batch["response_mask"],
+                    index=whole.non_tensor_batch["uid"],
+                    singleton=args.singleton,
                 )
-                batch.batch["advantages"], batch.batch["returns"] = advantages, returns
+                mine = slice(world.rank * sizes.local_rows, (world.rank + 1) * sizes.local_rows)
+                batch.batch["advantages"], batch.batch["returns"] = advantages[mine], returns[mine]
 
             # ---- 5 update
             with timer("update"):
@@ -486,9 +503,6 @@ def main(args: Args) -> None:
                                 log_probs,
                                 micro.batch["advantages"],
                                 mask,
-                                cliprange_low=args.clip_ratio_low,
-                                cliprange_high=args.clip_ratio_high,
-                                clip_ratio_c=args.clip_ratio_c,
                             )
                             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
                             losses = losses - args.entropy_coef * entropy

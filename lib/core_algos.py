@@ -12,7 +12,6 @@ dead: in no group, in no denominator. A mask is 0/1 of any dtype, of exactly the
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -140,17 +139,6 @@ def compute_grpo_outcome_advantage(
     return advantages, advantages
 
 
-ADV_ESTIMATORS = {
-    "grpo": compute_grpo_outcome_advantage,
-    "dr_grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=False),
-}
-
-
-def get_adv_estimator_fn(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Raises InputError, which lists the names."""
-    return _lookup("advantage estimator", ADV_ESTIMATORS, name)
-
-
 # --------------------------------------------------------------------------------------- policy losses
 
 
@@ -192,14 +180,6 @@ def compute_policy_loss(
         "actor/ppo_kl": -log_ratio.detach(),
     }
     return torch.minimum(ppo, bound), metrics
-
-
-POLICY_LOSSES = {"vanilla": compute_policy_loss}
-
-
-def get_policy_loss_fn(name: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-    """Raises InputError, which lists the names."""
-    return _lookup("policy loss", POLICY_LOSSES, name)
 
 
 # ------------------------------------------------------------------------------------ loss aggregation

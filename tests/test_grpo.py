@@ -147,12 +147,13 @@ def test_a_run_repeats_itself(tmp_path):
 # ---- ranks and engines ---------------------------------------------------------------------------
 
 MORE = ["--num-mini-batches", "2", "--update-epochs", "2", "--kl-coef", "0.01", "--entropy-coef", "0.001"]
-MORE += ["--micro-batch-tokens", "200", "--total-steps", "2"]
+MORE += ["--micro-batch-tokens", "200", "--total-steps", "2", "--adv-estimator", "grpo_batch_std"]
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """Two steps of four updates each, with reference model, several micro-batches and recomputed old log-probs."""
+    """Two steps of four updates each, with reference model, several micro-batches, recomputed old log-probs, and
+    advantages that divide by the standard deviation over all ranks."""
     folder = tmp_path_factory.mktemp("one")
     ran(grpo(folder, *SMALL, *MORE, "--run-name", "run"))
     return metrics(folder / "run")
@@ -320,6 +321,7 @@ BAD_INPUT = {
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
     "no model": (lambda t: ["--model", str(t / "absent")], "no such folder"),
     "unknown estimator": (lambda t: ["--adv-estimator", "magic"], "choose one of grpo"),
+    "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
     "unknown loss mode": (lambda t: ["--loss-agg-mode", "mean"], "invalid choice 'mean'"),
     "unknown flag": (lambda t: ["--learning-rate", "1"], "--learning-rate"),
     "unknown engine": (lambda t: ["--rollout-engine", "sglang"], "sglang"),

@@ -1,0 +1,415 @@
+"""Advantage estimators (grpo and dr_grpo are in lib/core_algos.py), the critic's loss, the KL in the reward.
+
+The tensors given are the *global* batch: the script gathers over ranks first. Groups must be whole, and batch
+statistics (whitening, batch std, gpg's α, the mean KL) are those of what is given. As in core_algos:
+
+- What stands at a masked position, a reward too, does not count, be it NaN. The results are 0 there.
+- A dead row (no valid token) is in no group, count or statistic; with or without it, the others are equal to the bit.
+- R_i = Σ_t r·m. A group with one live row has no baseline: `singleton` "raw" is verl's value, baseline 0, so A = R
+  unless said otherwise; "zero" is A = 0 (before whitening, where there is one).
+- One valid token in the whole batch cannot be whitened. It is left as it is: a run does not die of it.
+
+Estimators return advantages (B, T), returns (B, T), an outcome estimator one tensor twice. Only the value loss is
+differentiated. Statistics are taken in float64; results have the dtype of the rewards, float32 at least.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lib import InputError
+from lib.core_algos import (
+    _group_sum,
+    _keep,
+    _lookup,
+    _outcome_scores,
+    _spread,
+    compute_grpo_outcome_advantage,
+    masked_whiten,
+)
+
+Index = Sequence | np.ndarray  # (B,): rows of equal id are one group
+Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
+
+
+def _outcomes(rewards: Tensor, mask: Tensor, index: Index, singleton: str) -> tuple:
+    """Of the live rows, in float64 on the CPU: R (N,), R − mean_g (N,), the group number (N,), the group's size (N,);
+    and what spreads A (N,) over their tokens: (N,) -> advantages (B, T), returns (B, T).
+
+    R − mean_g is exactly 0 in a group of equal R; in a group of one it is R if "raw", 0 if "zero".
+    """
+    scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
+    one_token, dr_grpo = torch.ones(len(scores), 1), {"norm_adv_by_std_in_grpo": False, "singleton": singleton}
+    centred, _ = compute_grpo_outcome_advantage(scores[:, None], one_token, group, **dr_grpo)
+    return scores, centred[:, 0], group, torch.bincount(group)[group], lambda x: (_spread(x, alive, rewards, mask),) * 2
+
+
+def _group_sums(values: Tensor, group: Tensor) -> Tensor:
+    """Σ over the group of each row (N,)."""
+    return _group_sum(values, group, len(torch.bincount(group)))[group]
+
+
+def _groups(scores: Tensor, group: Tensor) -> Iterator[Tensor]:
+    """The row numbers of each group of two and more, by ascending score."""
+    for g in (torch.bincount(group) > 1).nonzero()[:, 0]:
+        rows = (group == g).nonzero()[:, 0]
+        yield rows[scores[rows].argsort()]
+
+
+def _whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """`masked_whiten` on sorted tokens: the same bits in any order of rows, exactly 0 if all tokens are equal."""
+    valid = mask.bool()
+    tokens, order = values[valid].double().sort()
+    if len(tokens) > 1:
+        tokens = masked_whiten(tokens - tokens[0], torch.ones_like(tokens))
+    whitened = torch.empty_like(tokens)
+    whitened[order] = tokens
+    return _keep(values, mask).masked_scatter(valid, whitened.to(values.dtype))
+
+
+def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.to(torch.promote_types(token_level_rewards.dtype, torch.float32)) for x in results)
+
+
+# ---------------------------------------------------------------------------------------- with a critic
+
+
+@torch.no_grad()
+def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+    """A_t = δ_t + γλ·A', δ_t = r_t + γ·V' − V_t (B, T) in float64, 0 at masked positions; `lam` a number or (B,).
+
+    A' and V' are those of the next *valid* token: they are carried over tool output as if it were not there.
+    With values None (0) and λ = 1 this is the discounted reward to go.
+    """
+    valid = mask.bool()
+    rewards = _keep(rewards, mask).double()
+    values = torch.zeros_like(rewards) if values is None else _keep(values, mask).double()
+    advantages = torch.zeros_like(rewards)
+    last = next_value = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        last = torch.where(valid[:, t], delta + gamma * lam * last, last)
+        next_value = torch.where(valid[:, t], values[:, t], next_value)
+        advantages[:, t] = last
+    return _keep(advantages, mask)
+
+
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    lam_policy: float | Tensor | None = None,
+) -> Pair:
+    """GAE, arXiv 1506.02438: A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γV_{t+1} − V_t; returns = A + V. A is then whitened.
+
+    All (B, T). t counts valid tokens: a span of tool output changes nothing. `lam_policy` is decoupled GAE, VAPO, arXiv
+    2504.05118: the returns with `lam` (1 in the paper), the advantages with λ = lam_policy, a number or one a row (B,).
+    """
+    returns = advantages = _gae(token_level_rewards, values, response_mask, gamma, lam)
+    if lam_policy is not None:
+        advantages = _gae(token_level_rewards, values, response_mask, gamma, lam_policy)
+    returns = returns + _keep(values, response_mask)
+    return _rewards_dtype(token_level_rewards, _whiten(advantages, response_mask), returns)
+
+
+def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
+    """VAPO, arXiv 2504.05118: λ_i = 1 − 1/(α·len_i), at least 0 (B,), for `lam_policy`. 0.05 is the paper's α."""
+    if not alpha > 0:
+        raise InputError(f"the alpha of the length-adaptive lambda must be > 0, not {alpha}")
+    return (1 - 1 / (alpha * response_mask.bool().sum(-1).clamp(min=1).double())).clamp(min=0)
+
+
+def compute_value_loss(
+    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's critic: L = ½·max((v − R)², (clip(v, V ± cliprange_value) − R)²), v = vpreds, V = values before the update.
+
+    All (B, T). A cliprange_value of math.inf turns the clip off. Only vpreds is differentiated. Returns losses (B, T)
+    for `agg_loss`, 0 at masked positions, and a detached (B, T) metric: critic/vf_clipfrac, where the clip decides.
+    """
+    if not cliprange_value > 0:
+        raise InputError(f"cliprange_value must be > 0, not {cliprange_value}")
+    vpreds = _keep(vpreds, response_mask)
+    returns, values = (_keep(x, response_mask).detach() for x in (returns, values))
+    unclipped = (vpreds - returns).square()
+    clipped = (vpreds.clamp(values - cliprange_value, values + cliprange_value) - returns).square()
+    return 0.5 * torch.maximum(unclipped, clipped), {"critic/vf_clipfrac": (clipped > unclipped).to(vpreds.dtype)}
+
+
+# ------------------------------------------------------------------------ outcomes against their group
+
+
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    singleton: str = "raw",
+) -> Pair:
+    """Pass@k, arXiv 2503.19595: A = (R_max − R_second) / (std_g + epsilon) for a group's best, 0 for the others.
+
+    A tie gives 0. A group of one has no second: "raw" raises InputError (verl: ValueError).
+    """
+    scores, _, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    if singleton == "raw" and (size == 1).any():
+        raise InputError("grpo_passk needs at least 2 live rows a group: raise group_size, or take singleton 'zero'")
+    advantages = torch.zeros_like(scores)
+    for rows in _groups(scores, group):
+        ordered = scores[rows]
+        divisor = (ordered - ordered[0]).std() + epsilon if norm_adv_by_std_in_grpo else 1
+        advantages[rows[-1]] = (ordered[-1] - ordered[-2]) / divisor
+    return spread(advantages)
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
+) -> Pair:
+    """RLOO, arXiv 2402.14740: A_i = R_i − mean_{j≠i} R_j = (R_i − mean_g)·G/(G − 1).
+
+    A group of one: "raw" is verl's rloo, "zero" its rloo_vectorized.
+    """
+    _, centred, _, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    return spread(centred * size / (size - 1).clamp(min=1))
+
+
+def compute_grpo_leave_one_out_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6, singleton: str = "raw"
+) -> Pair:
+    """GRPO with the others' statistics (NeMo-RL, AReaL): A_i = (R_i − mean_{j≠i} R_j) / (std_{j≠i} + epsilon).
+
+    Not divided where all the others' rewards are equal. The rewards themselves are compared: by rounding, their std
+    need not be 0 then, and A would explode. Not in verl; NeMo-RL has A = 0 in a group of one.
+    """
+    scores, advantages, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    for rows in _groups(scores, group):
+        size, ordered = len(rows), scores[rows] - scores[rows[0]]
+        others = ordered.expand(size, size)[~torch.eye(size, dtype=torch.bool)].view(size, size - 1)
+        loo, differ = ordered - others.mean(1), others[:, 0] != others[:, -1]
+        std = ((others - others.mean(1, keepdim=True)).square().sum(1) / max(size - 2, 1)).sqrt()
+        advantages[rows] = torch.where(differ, loo / (std + epsilon), loo)
+    return spread(advantages)
+
+
+def compute_grpo_batch_std_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-4, singleton: str = "raw"
+) -> Pair:
+    """Lite PPO, arXiv 2508.08221: A_i = (R_i − mean_g) / (std of all R of the batch + epsilon), std with N − 1.
+
+    Not divided where all R are equal. Not in verl; TRL (scale_rewards="batch") has A = 0 in a group of one.
+    """
+    scores, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    ordered = scores.sort().values
+    differ = len(scores) and ordered[0] != ordered[-1]
+    return spread(centred / (ordered.std() + epsilon) if differ else centred)
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
+) -> Pair:
+    """OPO, arXiv 2505.23585: A_i = R_i − Σ_j len_j·R_j / Σ_j len_j over the group; len counts valid tokens."""
+    _, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    lengths = response_mask.bool().sum(-1).cpu().double()
+    lengths = lengths[lengths > 0]  # (N,)
+    baseline = _group_sums(lengths * centred, group) / _group_sums(lengths, group)  # a shift of R cancels
+    return spread(torch.where(size > 1, centred - baseline, centred))
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, f_norm: float = 1.0, singleton: str = "raw"
+) -> Pair:
+    """GPG, arXiv 2504.02546: A_i = α·(R_i − mean_g) / f_norm, α = rows / max(rows with R ≠ 0, 1) of the batch.
+
+    A group of one: "raw" is A = α·R / f_norm.
+    """
+    scores, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    return spread(len(scores) / max(int(scores.count_nonzero()), 1) * centred / f_norm)
+
+
+def compute_maxrl_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
+) -> Pair:
+    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g <= 0; for rewards >= 0.
+
+    A group of one gives 0 by the formula, "raw" or "zero" (the paper's code takes mean 0 there: A = R / epsilon).
+    """
+    scores, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    mean = _group_sums(scores, group) / size
+    return spread(torch.where((mean > 0) & (size > 1), centred / mean, 0))
+
+
+def compute_gdpo_outcome_advantage(
+    reward_components: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    reward_weights: Sequence[float] | None = None,
+    singleton: str = "raw",
+) -> Pair:
+    """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
+
+    reward_components (B, K): K rewards of each row; reward_weights: K numbers, 1 by default. In a group of one the
+    quotient is R_ik / (1 + 1e-6), as in verl, or 0.
+    """
+    weights = [1.0] * reward_components.shape[1] if reward_weights is None else reward_weights
+    if len(weights) != reward_components.shape[1]:
+        raise InputError(f"gdpo: {len(weights)} weights for {reward_components.shape[1]} rewards: give one for each")
+    alive = response_mask.bool().any(-1, keepdim=True)
+    components = zip(weights, reward_components.double().split(1, dim=1))
+    rows = sum(w * compute_grpo_outcome_advantage(r, alive, index, singleton=singleton)[0] for w, r in components)
+    advantages = _whiten(rows.expand(response_mask.shape), response_mask)
+    return _rewards_dtype(reward_components, advantages, advantages)
+
+
+# --------------------------------------------------------------------------- REINFORCE and its baselines
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index=None, gamma: float = 1.0, singleton: str = "raw"
+) -> Pair:
+    """REINFORCE++, arXiv 2501.03262: G_t = r_t + γ·G', G' of the next valid token; A = whiten(G); returns = G.
+
+    It knows no groups: `index` and `singleton` are there to be called like the others.
+    """
+    returns = _gae(token_level_rewards, None, response_mask, gamma, 1.0)
+    return _rewards_dtype(token_level_rewards, _whiten(returns, response_mask), returns)
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
+) -> Pair:
+    """REINFORCE++-baseline, arXiv 2501.03262: A = whiten(R_i − mean_g) over the batch's tokens.
+
+    A group of one is whitened with R ("raw", as verl) or 0.
+    """
+    _, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    return (_whiten(spread(centred)[0], response_mask),) * 2
+
+
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+) -> Pair:
+    """ReMax, arXiv 2310.10505: A_t = Σ_{k≥t} r_k − b_i, b (B,) the reward of one greedy response to the same prompt."""
+    if reward_baselines.shape != response_mask.shape[:1]:
+        raise ValueError(f"reward_baselines must be one number a row, not {tuple(reward_baselines.shape)}")
+    returns = _gae(token_level_rewards, None, response_mask, 1.0, 1.0)
+    return _rewards_dtype(token_level_rewards, _keep(returns - reward_baselines[:, None], response_mask), returns)
+
+
+@torch.no_grad()
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    singleton: str = "raw",
+) -> Pair:
+    """Optimal token baseline, arXiv 2602.07078: A_it = G_it − B_t, B_t = Σ_i G_it·W_it / (Σ_i W_it + 1e-8), the sums
+    over the group's rows valid at t; G = Σ_{k≥t} r_k; W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_v²)·w_j², w the IS weights or 1.
+
+    All (B, T); sum_pi_squared is Σ_v π_v² over the vocabulary. Returns A, G. B = 0 on the tail that only the longest
+    response reaches, where it would be its own baseline. A group of one is such a tail: "raw" is A = G.
+    """
+    _, _, group, size, _ = _outcomes(token_level_rewards, response_mask, index, singleton)
+    alive = response_mask.bool().any(-1).cpu()
+    returns = _gae(token_level_rewards, None, response_mask, 1.0, 1.0)
+    energy = 1 - 2 * old_log_probs.double().exp() + sum_pi_squared
+    if rollout_is_weights is not None:
+        energy = energy * rollout_is_weights.double().square()
+    energy = _keep(energy, response_mask)
+    togo, energy, valid = (x.cpu()[alive] for x in (returns, energy, response_mask.bool()))  # (N, T)
+    energy = _keep(energy.cumsum(1), valid)
+
+    width = valid.shape[1]
+    cell = (group[:, None] * width + torch.arange(width)).flatten()  # a position of a group: summed over its rows
+    sums = lambda values: _group_sums(values.double().flatten(), cell).view(values.shape)  # noqa: E731
+    reached = valid.flip(1).cumsum(1).flip(1) > 0
+    baseline = (sums(togo * energy) / (sums(energy) + 1e-8)).masked_fill(sums(reached) == 1, 0)
+    if singleton == "zero":
+        baseline = torch.where(size[:, None] == 1, togo, baseline)
+    advantages = torch.zeros(response_mask.shape, dtype=torch.float64)
+    advantages[alive] = _keep(togo - baseline, valid)
+    return _rewards_dtype(token_level_rewards, advantages.to(response_mask.device), returns)
+
+
+ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
+    "grpo": compute_grpo_outcome_advantage,
+    "dr_grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=False),
+    "grpo_passk": compute_grpo_passk_outcome_advantage,
+    "grpo_leave_one_out": compute_grpo_leave_one_out_outcome_advantage,
+    "grpo_batch_std": compute_grpo_batch_std_outcome_advantage,
+    "rloo": compute_rloo_outcome_advantage,
+    "opo": compute_opo_outcome_advantage,
+    "gpg": compute_gpg_outcome_advantage,
+    "maxrl": compute_maxrl_outcome_advantage,
+    "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
+    "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
+}
+
+
+def get_adv_estimator_fn(name: str) -> Callable[..., Pair]:
+    """estimator(token_level_rewards, response_mask, index, singleton=...) of that name.
+
+    Raises InputError, which lists the names. gae, remax, gdpo and the optimal token baseline need more tensors than
+    these: the script that has them calls their functions.
+    """
+    return _lookup("advantage estimator", ADV_ESTIMATORS, name)
+
+
+# ------------------------------------------------------------------------------------- KL in the reward
+
+
+@torch.no_grad()
+def apply_kl_penalty(
+    token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float
+) -> tuple[Tensor, float]:
+    """token_level_rewards = scores − β·kl (B, T), 0 at masked positions, and the mean KL for the controller.
+
+    kl (B, T) is `kl_penalty(old_log_probs, ref_log_prob, ...)`. Its mean: over the valid tokens of each row, then over
+    the live rows; 0 if there is none.
+    """
+    kl = _keep(kl, response_mask)
+    (rewards,) = _rewards_dtype(token_level_scores, _keep(token_level_scores, response_mask) - beta * kl)
+    lengths = response_mask.bool().sum(-1)
+    row_means = (kl.double().sum(-1) / lengths)[lengths > 0]
+    return rewards, float(row_means.sort().values.sum() / max(len(row_means), 1))
+
+
+class AdaptiveKLController:
+    """arXiv 1909.08593, section 2.2: β <- β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after n responses.
+
+    β is `value`, and part of a checkpoint. A KL of NaN raises ValueError, since β would stay NaN.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        if not (target_kl > 0 and horizon > 0):
+            raise InputError(f"the adaptive KL needs target_kl > 0 and horizon > 0, not {target_kl} and {horizon}")
+        self.value, self.target, self.horizon = float(init_kl_coef), target_kl, horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        if math.isnan(current_kl):
+            raise ValueError("the KL to the reference is NaN")
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = float(state["value"])
+
+
+class FixedKLController(AdaptiveKLController):
+    """A constant β: the horizon is infinite."""
+
+    def __init__(self, kl_coef: float) -> None:
+        super().__init__(kl_coef, target_kl=1.0, horizon=math.inf)

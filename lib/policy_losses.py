@@ -1,0 +1,309 @@
+"""Policy losses beside PPO's (`compute_policy_loss` in lib/core_algos.py), one section a paper. L is minimised.
+
+    policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
+
+as `compute_policy_loss` in lib/core_algos.py: tensors (B, T); 0 at masked positions, value and gradient, whatever is
+there; only log_prob is differentiated; metrics are detached; `agg_loss` divides by global counts. A loss may look along
+its own row (a response is never split) but never across rows, so no micro-batch split changes it. What needs the whole
+mini-batch, a rank or a quantile over its tokens, is a mask: a `*_mask` function computes it, without gradient, from the
+gathered mini-batch, and it is cut into micro-batches like every other key. A mask multiplies losses; denominators stay.
+
+ρ = exp(log_prob − old_log_prob), log ratio clamped to ±20; A = advantage; sg = stop-gradient; N = number of tokens.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lib import InputError
+from lib.core_algos import _keep, _lookup, compute_policy_loss, masked_mean
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+
+
+def _prepare(old_log_prob, log_prob, advantages, mask) -> tuple[Tensor, Tensor, Tensor]:
+    """-> log_prob, log ratio (not clamped), advantages, clean of what stands in masked positions."""
+    log_prob = _keep(log_prob, mask)
+    return log_prob, log_prob - _keep(old_log_prob, mask).detach(), _keep(advantages, mask).detach()
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-20, 20).exp()
+
+
+def _metrics(log_ratio: Tensor, clipped: Tensor | None = None, **more: Tensor) -> dict[str, Tensor]:
+    more = {"ppo_kl": -log_ratio.clamp(-20, 20), **more}
+    if clipped is not None:
+        more["pg_clipfrac"] = clipped
+    return {f"actor/{name}": values.detach().to(log_ratio.dtype) for name, values in more.items()}
+
+
+def _ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """max(−A·r, −A·clip(r, 1 − low, 1 + high)), and where it is clipped."""
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+# ------------------------------------------------------------------------- policy gradient: 2504.02546
+def gpg(old_log_prob, log_prob, advantages, response_mask) -> Loss:
+    """GPG, arXiv 2504.02546: L = −A·log_prob. old_log_prob is only for the metric."""
+    log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    return -advantages * log_prob, _metrics(log_ratio)
+
+
+def reinforce(old_log_prob, log_prob, advantages, response_mask, *, ratio_high=2.0) -> Loss:
+    """REINFORCE with truncated importance weights: L = −sg(min(ρ, ratio_high))·A·log_prob.
+
+    With rollout_log_probs as old_log_prob, ρ corrects staleness and engine mismatch at once (verl's bypass mode).
+    """
+    log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    ratio = _exp(log_ratio.detach())
+    return -ratio.clamp(max=ratio_high) * advantages * log_prob, _metrics(log_ratio, ratio > ratio_high)
+
+
+# ------------------------------------------------------------------------------------- CISPO 2506.13585
+def cispo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=1.0, cliprange_high=4.0) -> Loss:
+    """CISPO, arXiv 2506.13585: L = −sg(clip(ρ, 1 − low, 1 + high))·A·log_prob: no token loses its gradient.
+
+    The defaults bound ρ from above only, as the paper, by the 5 of ScaleRL, arXiv 2510.13786. (verl takes 0.2 and 0.2.)
+    """
+    log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    ratio = _exp(log_ratio.detach())
+    clipped = ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
+    return -clipped * advantages * log_prob, _metrics(log_ratio, clipped != ratio)
+
+
+# -------------------------------------------------------------------------------------- GSPO 2507.18071
+def gspo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=3e-4, cliprange_high=4e-4) -> Loss:
+    """GSPO, arXiv 2507.18071: PPO's clip of s_i = exp(mean_t log ρ_t), the geometric mean over the row's tokens.
+
+    In the paper's token form, s_it = sg(s_i)·π_t / sg(π_t): s_i in value, in gradient too if a row has one advantage.
+    Aggregate by seq-mean-token-mean (by seq-mean-token-sum it is LUSPO, arXiv 2602.05261).
+    """
+    log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    log_s = masked_mean(log_ratio.detach(), response_mask, dim=-1)[:, None]  # (B, 1)
+    ratio = _exp(log_s + log_prob - log_prob.detach())
+    losses, clipped = _ppo_clip(ratio, advantages, cliprange_low, cliprange_high)
+    return losses, _metrics(log_ratio, clipped)
+
+
+# -------------------------------------------------------------------------------------- GMPO 2507.20673
+def geo_mean(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.4, cliprange_high=0.4) -> Loss:
+    """GMPO, arXiv 2507.20673: L_i = −A_i·exp(mean_t d_t), d = min(log ρ, high) if A > 0, max(log ρ, −low) if A < 0.
+
+    The bounds are on the *log* ratio. Each token of the row bears −A_t·exp(mean d), gradient through the whole row, so
+    that seq-mean-token-mean gives the paper's mean of L_i (and takes the mean advantage where it varies within a row).
+    """
+    _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    d, sign = log_ratio.clamp(-20, 20), advantages.sign()
+    clipped = torch.minimum(sign * d, sign * d.clamp(-cliprange_low, cliprange_high))
+    row_ratio = masked_mean(sign * clipped, response_mask, dim=-1).exp()[:, None]  # (B, 1)
+    return -advantages * row_ratio, _metrics(log_ratio, clipped != sign * d)
+
+
+# -------------------------------------------------------------------------------------- SAPO 2511.20347
+def sapo(old_log_prob, log_prob, advantages, response_mask, *, tau_pos=1.0, tau_neg=1.05) -> Loss:
+    """SAPO, arXiv 2511.20347: L = −A·(4/τ)·sigmoid(τ(ρ − 1)), a soft gate; τ = tau_pos where A > 0, else tau_neg.
+
+    The paper aggregates by seq-mean-token-mean.
+    """
+    _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    tau = torch.where(advantages > 0, tau_pos, torch.full_like(advantages, tau_neg))
+    return -advantages * 4 / tau * torch.sigmoid(tau * (_exp(log_ratio) - 1)), _metrics(log_ratio)
+
+
+# -------------------------------------------------------------------------------------- DPPO 2602.04879
+def dppo_tv(
+    old_log_prob, log_prob, advantages, response_mask, *, delta_low=0.2, delta_high=0.2, ratio_high=20.0
+) -> Loss:
+    """DPPO, binary total variation, arXiv 2602.04879: L = −sg(min(ρ, ratio_high))·A·log_prob; 0 for a token that is
+    far already: A > 0 and π − π_old > delta_high, or A < 0 and π − π_old < −delta_low.
+    """
+    log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    moved = (log_prob.exp() - (log_prob - log_ratio).exp()).detach()
+    far = ((advantages > 0) & (moved > delta_high)) | ((advantages < 0) & (moved < -delta_low))
+    weights = _exp(log_ratio.detach()).clamp(max=ratio_high).masked_fill(far, 0)
+    return -weights * advantages * log_prob, _metrics(log_ratio, far)
+
+
+def dppo_kl(old_log_prob, log_prob, advantages, response_mask, *, delta=0.05, ratio_high=20.0) -> Loss:
+    """DPPO, binary KL: as dppo_tv, but far is p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)) > delta, p = π_old, q = π, on
+    the side that the advantage pushes to.
+    """
+    log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    new, change = log_prob.detach(), log_ratio.detach()
+    not_p, not_q = (
+        -torch.expm1(x).clamp(max=-torch.finfo(x.dtype).eps) for x in (new - change, new)
+    )  # p or q may be 1
+    kl = -(new - change).exp() * change + not_p * (not_p / not_q).log()
+    far = (kl > delta) & (advantages * change > 0)
+    weights = _exp(change).clamp(max=ratio_high).masked_fill(far, 0)
+    return -weights * advantages * log_prob, _metrics(log_ratio, far)
+
+
+# --------------------------------------------------------------------------------------- DRO 2405.19107
+def dro(old_log_prob, log_prob, advantages, response_mask, *, dro_beta) -> Loss:
+    """DRO, after arXiv 2405.19107, as in verl: L = −A·log_prob + dro_beta/2·(log_prob − old_log_prob)²."""
+    log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    return -advantages * log_prob + dro_beta / 2 * log_ratio.square(), _metrics(log_ratio)
+
+
+# ------------------------------------------------------------------------------ INTELLECT-2 2505.07291
+def two_sided(
+    old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.2, cliprange_high=0.2, delta=4.0
+) -> Loss:
+    """arXiv 2505.07291: L = −min(min(ρ, delta)·A, clip(ρ, 1 − low, 1 + high)·A), InputError unless delta > 1 + high.
+
+    Case by case that is PPO with dual clip at c = delta.
+    """
+    if not delta > 1 + cliprange_high:
+        raise InputError(f"delta must be > 1 + cliprange_high = {1 + cliprange_high}, not {delta}")
+    clip = {"cliprange_low": cliprange_low, "cliprange_high": cliprange_high, "clip_ratio_c": delta}
+    return compute_policy_loss(old_log_prob, log_prob, advantages, response_mask, **clip)
+
+
+POLICY_LOSSES = {"vanilla": compute_policy_loss} | {
+    loss.__name__: loss for loss in (gpg, reinforce, cispo, gspo, geo_mean, sapo, dppo_tv, dppo_kl, dro, two_sided)
+}
+
+
+def get_policy_loss_fn(name: str, settings: dict[str, float]) -> Callable[..., Loss]:
+    """policy_loss(old_log_prob, log_prob, advantages, response_mask) of that name, with these hyper-parameters.
+
+    Raises InputError: no such loss (it lists the names), no such hyper-parameter, or one without default is missing.
+    """
+    loss = _lookup("policy loss", POLICY_LOSSES, name)
+    try:
+        inspect.signature(loss).bind(*[None] * 4, **settings)
+    except TypeError as error:
+        raise InputError(f"policy loss {name!r} with {settings}: {error}") from error
+    return partial(loss, **settings)
+
+
+# ----------------------------------------------------- losses that need one more tensor: decoupled 2505.24298
+def decoupled(
+    old_log_prob, log_prob, advantages, response_mask, *, prox_log_prob, cliprange_low=0.2, cliprange_high=0.2, cap=5.0
+) -> Loss:
+    """AReaL's decoupled PPO, arXiv 2505.24298: L = min(π_prox/π_old, cap)·PPO's clip of π/π_prox.
+
+    old_log_prob: of the policy that sampled, rollout_log_probs. prox_log_prob (B, T): of the weights before the update.
+    """
+    log_prob, log_ratio, advantages = _prepare(prox_log_prob, log_prob, advantages, response_mask)
+    behave = _keep(_exp(prox_log_prob - old_log_prob), response_mask).detach()
+    losses, clipped = _ppo_clip(_exp(log_ratio), advantages, cliprange_low, cliprange_high)
+    metrics = _metrics(log_ratio, clipped, behave_ratio=behave, behave_clipfrac=behave > cap)
+    return behave.clamp(max=cap) * losses, metrics
+
+
+# ------------------------------------------------------------------------ Clip-Cov, KL-Cov 2505.22617
+def clip_cov(old_log_prob, log_prob, advantages, response_mask, *, keep, cliprange_low=0.2, cliprange_high=0.2) -> Loss:
+    """Clip-Cov, arXiv 2505.22617: PPO's clipped loss, 0 where keep (B, T), from clip_cov_mask, is False."""
+    _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    losses, clipped = _ppo_clip(_exp(log_ratio), advantages, cliprange_low, cliprange_high)
+    return _keep(losses, keep), _metrics(log_ratio, clipped, cov_clipfrac=response_mask.bool() & ~keep.bool())
+
+
+def kl_cov(old_log_prob, log_prob, advantages, response_mask, *, pick, kl_coef=1.0) -> Loss:
+    """KL-Cov, arXiv 2505.22617: L = −A·ρ, + kl_coef·|log_prob − old_log_prob| where pick, from kl_cov_mask, is True."""
+    _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    losses = -advantages * _exp(log_ratio) + kl_coef * _keep(log_ratio.abs(), pick)
+    return losses, _metrics(log_ratio, cov_klfrac=response_mask.bool() & pick.bool())
+
+
+def _covariance(advantages, log_prob, mask) -> Tensor:
+    """(A − mean A)·(log_prob − mean log_prob) of valid tokens; sorted before the sum: the same in any row order."""
+    centered = [x.double() - x[mask.bool()].double().sort().values.mean() for x in (advantages, log_prob)]
+    return _keep(centered[0] * centered[1], mask)
+
+
+def _token_noise(row_ids: Tensor, width: int, seed: int) -> Tensor:
+    """(B,) -> (B, T) int64: splitmix64 of (seed, row id, position), a bijection, so that no two tokens tie."""
+    if len(row_ids.unique()) != len(row_ids):
+        raise ValueError("row_ids must number the rows: no two equal")
+    x = row_ids.long()[:, None] * 2**32 + torch.arange(width, device=row_ids.device)
+    x = x + ((seed * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63)  # wrapped into a signed integer, as the factors
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
+        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor  # >> copies the sign bit: cut it off
+    return x
+
+
+@torch.no_grad()
+def clip_cov_mask(
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    row_ids,
+    *,
+    seed,
+    ratio=2e-4,
+    cov=(1.0, 5.0),
+    cliprange=(0.2, 0.2),
+) -> Tensor:
+    """Whole mini-batch -> keep (B, T) bool: all valid tokens but max(⌊ratio·N⌋, 1), drawn at random from those with
+    cov[0] < covariance < cov[1] that PPO does not clip at cliprange, (low, high).
+
+    row_ids (B,): integers, unique in the mini-batch. The draw hashes (seed, row id, position): no row order, padding or
+    split changes it. log_prob: of the current weights, or old_log_prob, which is the same at a step's first update.
+    """
+    valid = response_mask.bool()
+    _, log_ratio, kept_advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    _, clipped = _ppo_clip(_exp(log_ratio), kept_advantages, *cliprange)
+    covariance = _covariance(advantages, log_prob, response_mask)
+    candidates = valid & ~clipped & (cov[0] < covariance) & (covariance < cov[1])
+    noise = _token_noise(row_ids, valid.shape[1], seed)
+    drawn = noise[candidates].sort().values[: max(int(ratio * int(valid.sum())), 1)]
+    return valid & ~(candidates & (noise <= drawn[-1])) if len(drawn) else valid
+
+
+@torch.no_grad()
+def kl_cov_mask(log_prob, advantages, response_mask, *, ratio=2e-4) -> Tensor:
+    """Whole mini-batch -> pick (B, T) bool: the max(⌊ratio·N⌋, 1) valid tokens of largest covariance.
+
+    Tokens that tie across the last place are all left out, so that no row order decides, and advantages that are all 0
+    pick nothing. log_prob: as in clip_cov_mask.
+    """
+    valid = response_mask.bool()
+    covariance = _covariance(advantages, log_prob, response_mask)
+    ranked = covariance[valid].sort(descending=True).values
+    places = max(int(ratio * len(ranked)), 1)
+    return valid & (covariance > ranked[places]) if places < len(ranked) else valid
+
+
+# ----------------------------------------------------------------------- masks that multiply any loss
+@torch.no_grad()
+def top_entropy_mask(entropys, response_mask, *, fraction=0.2) -> Tensor:
+    """arXiv 2506.01939: whole mini-batch -> keep (B, T) bool: the max(round(fraction·N), 1) valid tokens of highest
+    entropy, and those that tie with the last of them.
+    """
+    if not 0 < fraction <= 1:
+        raise InputError(f"fraction, the share of tokens to keep, must be in (0, 1], not {fraction}")
+    valid = response_mask.bool()
+    ranked = entropys[valid].sort(descending=True).values
+    return valid & (entropys >= ranked[max(round(fraction * len(ranked)), 1) - 1]) if len(ranked) else valid
+
+
+@torch.no_grad()
+def m2po_mask(old_log_prob, log_prob, response_mask, *, threshold=0.04) -> Tensor:
+    """M2PO, arXiv 2510.01161: whole mini-batch -> keep (B, T) bool: valid tokens without those of the largest (log ρ)²,
+    so that the rest's mean is < threshold. Tokens that tie at the cut all go. old_log_prob: of who sampled.
+    """
+    valid = response_mask.bool()
+    moment = (_keep(log_prob, valid) - _keep(old_log_prob, valid)).double().square()
+    ranked = moment[valid].sort().values
+    means = ranked.cumsum(0) / torch.arange(1, len(ranked) + 1, device=ranked.device)
+    kept = int((means < threshold).sum())
+    return valid & (moment < ranked[kept]) if kept < len(ranked) else valid
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(rollout_log_probs, log_prob, advantages, response_mask, *, delta) -> Tensor:
+    """OPSM, DeepSeek-V3.2, arXiv 2512.02556 -> keep (B, T) bool: all valid tokens, but none with A < 0 in a row whose
+    mean of rollout_log_probs − log_prob is > delta. Row by row, so it may as well be computed in each micro-batch.
+    """
+    drift = _keep(rollout_log_probs, response_mask) - _keep(log_prob, response_mask)
+    far = masked_mean(drift, response_mask, dim=-1)[:, None] > delta
+    return response_mask.bool() & ~(far & (advantages < 0))

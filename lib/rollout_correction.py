@@ -1,0 +1,128 @@
+"""Correction for tokens sampled by another policy than the one that trains: engine mismatch, stale weights.
+
+Everything is bounded on r = π_train / π_rollout, by (low, high), inclusive. (verl's k1 rejection bounds 1/r: symmetric
+bounds hide it.) x = log r of a token; a row's r is exp(Σx) as a sequence, exp(mean x) as a geometric mean, over valid
+tokens; log r is clamped to ±20. Weights multiply the loss, rejection edits the mask. What the denominators count is the
+caller's choice: `agg_loss(losses * new_mask, response_mask, ...)` counts before rejection, which then does not enlarge
+the gradient of the rest; `agg_loss(losses, new_mask, ...)` with the global counts of new_mask counts after. A row left
+without a token is dead and belongs in no group statistics: correct before the advantages.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lib import InputError
+from lib.core_algos import _keep, masked_mean, masked_sum
+from lib.metrics import Mean, Metric
+
+REDUCE = {"sequence": masked_sum, "geometric": masked_mean, "seq_sum": masked_sum, "seq_mean": masked_mean}
+CRITERIA = tuple(f"{scope}_{k}" for scope in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))
+
+
+def _ratio(x: Tensor, mask: Tensor, level: str) -> Tensor:
+    """r (B, T) at token level, else (B, 1)."""
+    x = REDUCE[level](x, mask, dim=-1)[:, None] if level in REDUCE else x
+    return x.clamp(-20, 20).exp()
+
+
+def _passes(x: Tensor, mask: Tensor, criterion: str, limit: tuple[float, float] | float) -> Tensor:
+    """(B, T) bool for a token criterion, else (B, 1)."""
+    if criterion not in CRITERIA:
+        raise InputError(f"unknown rejection criterion {criterion!r}: choose among {', '.join(CRITERIA)}")
+    scope, _, estimator = criterion.rpartition("_")
+    if estimator == "k1":
+        values, (low, high) = _ratio(x, mask, scope), _bounds(criterion, limit)
+    else:
+        x = x.clamp(-20, 20)
+        values = x.square() / 2 if estimator == "k2" else torch.expm1(x) - x
+        values = REDUCE[scope](values, mask, dim=-1)[:, None] if scope in REDUCE else values
+        low, high = _bounds(criterion, (0, limit))
+    passes = (low <= values) & (values <= high)
+    return (passes | ~mask).all(-1, keepdim=True) if scope == "seq_max" else passes
+
+
+def _bounds(name: str, bounds) -> tuple[float, float]:
+    numbers = isinstance(bounds, tuple | list) and [b for b in bounds if isinstance(b, int | float)]
+    if not numbers or len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
+        raise InputError(
+            f"{name} needs 0 <= low <= high (k1 and weights: both, on r; k2, k3: only high), not {bounds!r}"
+        )
+    return numbers[0], numbers[1]
+
+
+@torch.no_grad()
+def compute_rollout_correction(
+    old_log_prob: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    level: str | None = "token",
+    action: str = "truncate",
+    bounds: tuple[float, float] = (0.0, 2.0),
+    batch_normalize: bool = False,
+    reject: Mapping[str, tuple[float, float] | float] | None = None,
+) -> tuple[Tensor | None, Tensor, dict[str, Metric]]:
+    """-> weights (B, T), 0 outside the new mask (None if level is), new response_mask (B, T), metrics to be reduced.
+
+    level of r in the weights: token, sequence, geometric. An r outside bounds: action "truncate" takes the bound (TIS),
+    "mask" takes 0 (IcePop, at token level). batch_normalize divides by the mean weight of the tokens (token level) or
+    rows that the new mask keeps, in the tensors given: give the global batch. After it, bounds need not hold.
+
+    reject = {criterion: limit} drops each token or row that fails one, all judged on the mask given:
+      token_k1, seq_sum_k1, seq_mean_k1   (low, high) on r of the token, of the row as sequence, as geometric mean
+      seq_max_k1                          on r of every token of the row: the outlier veto, such as (1e-4, 100)
+      the same four with k2, k3           upper limit of x²/2, of e^x − 1 − x: token, sum, mean, maximum over the row
+    Raises InputError for an unknown name or bad bounds.
+    """
+    mask = response_mask.bool()
+    x = (_keep(old_log_prob, mask) - _keep(rollout_log_probs, mask)).double()
+    new_mask, metrics = mask, _policy_metrics(old_log_prob, rollout_log_probs, x, mask)
+    for criterion, limit in (reject or {}).items():
+        passes = _passes(x, mask, criterion, limit)
+        among = mask if criterion.startswith("token") else mask.any(-1, keepdim=True)
+        metrics[f"rollout/rejected_{criterion}"] = _mean(~passes[among])
+        new_mask = new_mask & passes
+    metrics["rollout/rejected_tokens"] = _mean(~new_mask[mask])
+    metrics["rollout/rejected_rows"] = _mean(~new_mask.any(-1)[mask.any(-1)])
+    if level is None:
+        return None, new_mask.to(response_mask.dtype), metrics
+
+    if level not in ("token", "sequence", "geometric") or action not in ("truncate", "mask"):
+        raise InputError(f"not level {level!r}, action {action!r}: token, sequence or geometric; truncate or mask")
+    low, high = _bounds("the importance weight", bounds)
+    ratio = _ratio(x, mask, level)  # (B, T) or (B, 1)
+    outside = (ratio < low) | (ratio > high)
+    weights = ratio.clamp(low, high) if action == "truncate" else ratio.masked_fill(outside, 0)
+    among = new_mask if level == "token" else new_mask.any(-1, keepdim=True)
+    if batch_normalize:
+        weights = weights / masked_mean(weights, among).clamp(min=1e-300)
+    metrics["rollout/is_clipped"] = _mean(outside[among])
+    metrics["rollout/is_weight"] = _mean(weights[among])
+    weights = _keep(weights.expand(mask.shape), new_mask).to(torch.promote_types(old_log_prob.dtype, torch.float32))
+    return weights, new_mask.to(response_mask.dtype), metrics
+
+
+def _mean(values: Tensor) -> Mean:
+    return Mean(values.double().sum().item(), len(values))
+
+
+def _policy_metrics(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """What mismatch_metrics in lib/metrics.py, all of it per token, lacks: numbers of rows, and moments of π."""
+    alive = mask.any(-1)
+    train, rollout = (-masked_mean(y.double(), mask, dim=-1)[alive] for y in (old_log_prob, rollout_log_probs))
+    p, q = old_log_prob[mask].double().exp(), rollout_log_probs[mask].double().exp()
+    values = {"ppl_train": train.exp(), "ppl_rollout": rollout.exp()}
+    values |= {"log_ppl_diff": train - rollout, "log_ppl_abs_diff": (train - rollout).abs()}
+    values |= {"chi2_seq": _ratio(x, mask, "sequence")[alive, 0].square() - 1}
+    values |= {"prob_p": p, "prob_q": q, "prob_pp": p * p, "prob_qq": q * q, "prob_pq": p * q}
+    return {f"rollout/{name}": _mean(value) for name, value in values.items()}
+
+
+def prob_pearson(reduced: Mapping[str, float]) -> float:
+    """Pearson correlation of π_train and π_rollout over tokens, from the reduced metrics; NaN if either is constant."""
+    p, q, pp, qq, pq = (reduced[f"rollout/prob_{name}"] for name in ("p", "q", "pp", "qq", "pq"))
+    variances = (pp - p * p) * (qq - q * q)
+    return (pq - p * q) / variances**0.5 if variances > 0 else math.nan

@@ -1,0 +1,697 @@
+"""Every estimator against a loop in Python floats, written from the formula; then what all of them must obey."""
+
+import inspect
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib import InputError
+from lib.advantages import (
+    ADV_ESTIMATORS,
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    compute_gae_advantage_return,
+    compute_gdpo_outcome_advantage,
+    compute_grpo_leave_one_out_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
+    compute_remax_outcome_advantage,
+    compute_value_loss,
+    get_adv_estimator_fn,
+    length_adaptive_lam,
+)
+from lib.core_algos import compute_grpo_outcome_advantage, masked_whiten
+
+GAMMA, LAM, ALPHA, WEIGHTS = 0.97, 0.9, 0.3, [0.5, 2.0]
+GARBAGE = [math.nan, 1e9, -1e9, math.inf, -math.inf]
+seeds = st.integers(0, 2**32 - 1)
+
+
+def for_all(**strategies):
+    """hypothesis' given, quick and the same on every run; seeds make the tensors."""
+    return lambda test: settings(deadline=None, max_examples=25, derandomize=True)(given(**strategies)(test))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+def bits_equal(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+
+
+def garbage(shape, seed):
+    rng = random.Random(seed)
+    return torch.tensor([rng.choice(GARBAGE) for _ in range(math.prod(shape))], dtype=torch.float64).reshape(shape)
+
+
+def random_batch(seed, dtype=torch.float64, size=1):
+    """Tensors (B, T) and (B, ...) by name: tool spans and padding, dead rows, groups of 1 to 5, rewards often equal."""
+    g, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    index = [n for n in range(size * rng.randint(1, 4)) for _ in range(rng.randint(1, 5))]
+    rng.shuffle(index)
+    rows, width = len(index), size * rng.randint(1, 7)
+    mask = (torch.rand(rows, width, generator=g) < 0.7).long()
+    mask[torch.rand(rows, generator=g) < 0.15] = 0
+    randn = lambda *shape: torch.randn(*shape, generator=g, dtype=dtype)  # noqa: E731
+    rewards = randn(rows, width)
+    if rng.random() < 0.5:  # outcomes 0, 0.3, 1 on one token
+        rewards = torch.zeros(rows, width, dtype=dtype)
+        for i in range(rows):
+            if mask[i].any():
+                rewards[i, rng.choice(mask[i].nonzero()[:, 0].tolist())] = rng.choice([0, 0.3, 1])
+    return {
+        "rewards": rewards,
+        "mask": mask,
+        "index": np.array(index),
+        "values": randn(rows, width),
+        "log_probs": -randn(rows, width).abs(),
+        "sum_pi_squared": torch.rand(rows, width, generator=g, dtype=dtype),
+        "is_weights": torch.rand(rows, width, generator=g, dtype=dtype) * 2,
+        "baselines": randn(rows),
+        "components": torch.stack([rewards.sum(1), randn(rows).round()], 1),
+    }
+
+
+# ------------------------------------------------------------------------------ the formulas, as loops
+
+
+def scores_of(b):
+    """{row: R} of the live rows."""
+    return {
+        i: math.fsum(r for r, m in zip(b["rewards"][i].tolist(), b["mask"][i].tolist()) if m)
+        for i in range(len(b["mask"]))
+        if b["mask"][i].any()
+    }
+
+
+def to_tokens(b, rows):
+    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
+    for i, value in rows.items():
+        for t in range(out.shape[1]):
+            out[i, t] = value if b["mask"][i, t] else 0
+    return out
+
+
+def slow_whiten(b, tokens):
+    kept = [x for x, m in zip(tokens.flatten().tolist(), b["mask"].flatten().tolist()) if m]
+    if len(kept) < 2:
+        return tokens
+    mean, var = statistics.mean(kept), statistics.variance(kept)
+    out = torch.zeros_like(tokens)
+    for i in range(out.shape[0]):
+        for t in range(out.shape[1]):
+            if b["mask"][i, t]:
+                out[i, t] = (tokens[i, t].item() - mean) / math.sqrt(var + 1e-8)
+    return out
+
+
+def slow_rows(b, singleton, formula, alone=lambda r: r):
+    """formula(R, the R of the whole group, the R of the others, row) for each live row."""
+    scores, rows = scores_of(b), {}
+    for i, r in scores.items():
+        mates = [j for j in scores if b["index"][j] == b["index"][i]]
+        if len(mates) == 1:
+            rows[i] = alone(r) if singleton == "raw" else 0.0
+        else:
+            rows[i] = formula(r, [scores[j] for j in mates], [scores[j] for j in mates if j != i], mates)
+    return rows
+
+
+def slow_grpo(b, singleton):
+    formula = lambda r, group, others, mates: (r - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)  # noqa: E731
+    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: r / (1 + 1e-6)))
+
+
+def slow_passk(b, singleton):
+    def formula(r, group, others, mates):
+        return (r - max(others)) / (statistics.stdev(group) + 1e-6) if r > max(others) else 0.0
+
+    return to_tokens(b, slow_rows(b, singleton, formula))
+
+
+def slow_leave_one_out(b, singleton):
+    def formula(r, group, others, mates):
+        advantage = r - statistics.mean(others)
+        return advantage if len(set(others)) == 1 else advantage / (statistics.stdev(others) + 1e-6)
+
+    return to_tokens(b, slow_rows(b, singleton, formula))
+
+
+def slow_batch_std(b, singleton):
+    every = list(scores_of(b).values())
+    std = statistics.stdev(every) + 1e-4 if len(set(every)) > 1 else 1
+    formula = lambda r, group, others, mates: (r - statistics.mean(group)) / std  # noqa: E731
+    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: r / std))
+
+
+def slow_opo(b, singleton):
+    def formula(r, group, others, mates):
+        lengths = [b["mask"][j].sum().item() for j in mates]
+        return r - sum(n * s for n, s in zip(lengths, group)) / sum(lengths)
+
+    return to_tokens(b, slow_rows(b, singleton, formula))
+
+
+def slow_gpg(b, singleton):
+    every = list(scores_of(b).values())
+    alpha = len(every) / max(sum(r != 0 for r in every), 1)
+    formula = lambda r, group, others, mates: alpha * (r - statistics.mean(group))  # noqa: E731
+    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: alpha * r))
+
+
+def slow_maxrl(b, singleton):
+    def formula(r, group, others, mates):
+        mean = statistics.mean(group)
+        return (r - mean) / mean if mean > 0 else 0.0
+
+    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: 0.0))
+
+
+def slow_gdpo(b, singleton):
+    total = torch.zeros(b["mask"].shape, dtype=torch.float64)
+    for k, weight in enumerate(WEIGHTS):
+        one = torch.zeros(b["mask"].shape, dtype=torch.float64)
+        for i in range(len(one)):
+            if b["mask"][i].any():
+                one[i, b["mask"][i].nonzero()[0]] = b["components"][i, k].item()
+        total += weight * slow_grpo(b | {"rewards": one}, singleton)
+    return slow_whiten(b, total)
+
+
+def valid_tokens(b, i):
+    return b["mask"][i].nonzero()[:, 0].tolist()
+
+
+def slow_to_go(b, gamma=1.0):
+    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
+    for i in range(len(out)):
+        steps = valid_tokens(b, i)
+        for n, t in enumerate(steps):
+            out[i, t] = math.fsum(gamma**k * b["rewards"][i, u].item() for k, u in enumerate(steps[n:]))
+    return out
+
+
+def slow_gae(b, lams):
+    """The sum over future TD errors of the tokens that the policy wrote -> unwhitened A."""
+    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
+    for i, lam in enumerate(lams):
+        steps = valid_tokens(b, i)
+        v = [b["values"][i, t].item() for t in steps] + [0.0]
+        delta = [b["rewards"][i, t].item() + GAMMA * v[n + 1] - v[n] for n, t in enumerate(steps)]
+        for n, t in enumerate(steps):
+            out[i, t] = math.fsum((GAMMA * lam) ** (k - n) * delta[k] for k in range(n, len(steps)))
+    return out
+
+
+def slow_otb(b, singleton):
+    returns, weights = slow_to_go(b), torch.zeros(b["mask"].shape, dtype=torch.float64)
+    advantages = torch.zeros_like(returns)
+    for i in range(len(returns)):
+        total = 0.0
+        for t in valid_tokens(b, i):
+            pi, is_weight = math.exp(b["log_probs"][i, t].item()), b["is_weights"][i, t].item()
+            total += (1 - 2 * pi + b["sum_pi_squared"][i, t].item()) * is_weight**2
+            weights[i, t] = total
+    live = scores_of(b)
+    for i in live:
+        mates = [j for j in live if b["index"][j] == b["index"][i]]
+        end = max((valid_tokens(b, j)[-1] for j in mates if j != i), default=-1)  # of the other rows
+        for t in valid_tokens(b, i):
+            here = [j for j in mates if b["mask"][j, t]]
+            above = math.fsum(returns[j, t].item() * weights[j, t].item() for j in here)
+            baseline = above / (math.fsum(weights[j, t].item() for j in here) + 1e-8) if t <= end else 0.0
+            advantages[i, t] = returns[i, t].item() - baseline
+            if len(mates) == 1 and singleton == "zero":
+                advantages[i, t] = 0
+    return advantages, returns
+
+
+def lams_of(b):
+    return [max(0.0, 1 - 1 / (ALPHA * max(int(m.sum()), 1))) for m in b["mask"]]
+
+
+def with_values(b, returns_lams, advantage_lams):
+    returns = slow_gae(b, returns_lams) + torch.where(b["mask"].bool(), b["values"], 0)
+    return slow_whiten(b, slow_gae(b, advantage_lams)), returns
+
+
+# name: (the estimator on a batch and a singleton rule, the loop); both -> advantages, returns
+def outcome(name, slow):
+    fast = lambda b, s: ADV_ESTIMATORS[name](b["rewards"], b["mask"], b["index"], singleton=s)  # noqa: E731
+    return fast, lambda b, s: (slow(b, s),) * 2
+
+
+def slow_rf_baseline(b, singleton):
+    centred = slow_rows(b, singleton, lambda r, group, others, mates: r - statistics.mean(group))
+    return slow_whiten(b, to_tokens(b, centred))
+
+
+def slow_remax(b, singleton):
+    returns = slow_to_go(b)
+    return torch.where(b["mask"].bool(), returns - b["baselines"][:, None], 0), returns
+
+
+def slow_rloo(b, singleton):
+    return to_tokens(b, slow_rows(b, singleton, lambda r, group, others, mates: r - statistics.mean(others)))
+
+
+ESTIMATORS = {
+    "grpo_passk": outcome("grpo_passk", slow_passk),
+    "grpo_leave_one_out": outcome("grpo_leave_one_out", slow_leave_one_out),
+    "grpo_batch_std": outcome("grpo_batch_std", slow_batch_std),
+    "rloo": outcome("rloo", slow_rloo),
+    "opo": outcome("opo", slow_opo),
+    "gpg": outcome("gpg", slow_gpg),
+    "maxrl": outcome("maxrl", slow_maxrl),
+    "reinforce_plus_plus_baseline": outcome("reinforce_plus_plus_baseline", slow_rf_baseline),
+    "reinforce_plus_plus": (
+        lambda b, s: ADV_ESTIMATORS["reinforce_plus_plus"](b["rewards"], b["mask"], b["index"], gamma=GAMMA),
+        lambda b, s: (slow_whiten(b, slow_to_go(b, GAMMA)), slow_to_go(b, GAMMA)),
+    ),
+    "remax": (
+        lambda b, s: compute_remax_outcome_advantage(b["rewards"], b["baselines"], b["mask"]),
+        slow_remax,
+    ),
+    "gdpo": (
+        lambda b, s: compute_gdpo_outcome_advantage(b["components"], b["mask"], b["index"], WEIGHTS, singleton=s),
+        lambda b, s: (slow_gdpo(b, s),) * 2,
+    ),
+    "optimal_token_baseline": (
+        lambda b, s: compute_optimal_token_baseline_advantage(
+            *(b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared", "is_weights")), singleton=s
+        ),
+        slow_otb,
+    ),
+    "gae": (
+        lambda b, s: compute_gae_advantage_return(b["rewards"], b["values"], b["mask"], GAMMA, LAM),
+        lambda b, s: with_values(b, [LAM] * len(b["mask"]), [LAM] * len(b["mask"])),
+    ),
+    "vapo": (
+        lambda b, s: compute_gae_advantage_return(
+            b["rewards"], b["values"], b["mask"], GAMMA, 1.0, length_adaptive_lam(b["mask"], ALPHA)
+        ),
+        lambda b, s: with_values(b, [1.0] * len(b["mask"]), lams_of(b)),
+    ),
+}
+every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def rules_for(name):
+    return ["zero"] if name == "grpo_passk" else ["raw", "zero"]
+
+
+def poisoned(b, seed):
+    """Garbage wherever the mask is 0; in a dead row also in what it has one of."""
+    dead = b["mask"].sum(1) == 0
+    out = dict(b)
+    for k, (name, value) in enumerate(b.items()):
+        if name not in ("mask", "index"):
+            hit = b["mask"] == 0 if value.shape == b["mask"].shape and name != "components" else dead
+            hit = hit if hit.shape == value.shape else dead.view(-1, *[1] * (value.dim() - 1)).expand(value.shape)
+            out[name] = torch.where(hit, garbage(value.shape, seed + k).to(value.dtype), value)
+    return out
+
+
+def rearranged(b, rows):
+    return {name: value[rows.numpy() if name == "index" else rows] for name, value in b.items()}
+
+
+# ------------------------------------------------------------------------- what all estimators must obey
+
+
+def test_every_estimator_is_tested_and_called_alike():
+    assert set(ADV_ESTIMATORS) - {"grpo", "dr_grpo"} <= set(ESTIMATORS)  # these two: tests/test_core_algos.py
+    for function in ADV_ESTIMATORS.values():
+        names = list(inspect.signature(function).parameters)
+        assert names[:3] == ["token_level_rewards", "response_mask", "index"] and names[-1] == "singleton"
+
+
+@every_estimator
+@for_all(seed=seeds)
+def test_equals_the_loop(name, seed):
+    """With garbage in the masked positions, in 64 and 32 bits."""
+    fast, slow = ESTIMATORS[name]
+    b = random_batch(seed)
+    for singleton in rules_for(name):
+        expected = slow(b, singleton)
+        for result, wanted in zip(fast(poisoned(b, seed), singleton), expected):
+            close(result, wanted)
+            assert (result[b["mask"] == 0] == 0).all()
+    single = {k: v.float() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in b.items()}
+    exact = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in single.items()}
+    for result, wanted in zip(fast(single, "zero"), fast(exact, "zero")):
+        assert result.dtype == torch.float32 and not result.requires_grad
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def check_dead_rows_row_order_and_garbage(name, seed, dtype, size):
+    fast, _ = ESTIMATORS[name]
+    b, rng = random_batch(seed, dtype, size), random.Random(seed)
+    rows, dead = len(b["index"]), rng.randint(1, 4)
+    more = rearranged(b, torch.tensor([*range(rows), *(rng.randrange(rows) for _ in range(dead))]))
+    more["mask"][rows:] = 0
+    order = torch.tensor(rng.sample(range(rows + dead), rows + dead))
+    more = poisoned(rearranged(more, order), seed)
+    for singleton in rules_for(name):
+        for result, expected in zip(fast(more, singleton), fast(b, singleton)):
+            back = result[order.argsort()]
+            assert bits_equal(back[:rows], expected)
+            assert (back[rows:] == 0).all()
+
+
+@every_estimator
+@for_all(seed=seeds)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dead_rows_row_order_and_garbage_change_no_bit(name, dtype, seed):
+    check_dead_rows_row_order_and_garbage(name, seed, dtype, size=1)
+
+
+@every_estimator
+def test_dead_rows_row_order_and_garbage_change_no_bit_of_a_large_batch(name):
+    """Where sums are vectorised, and so added in another order."""
+    for seed in range(3):
+        check_dead_rows_row_order_and_garbage(name, seed, torch.float32, size=40)
+
+
+@every_estimator
+def test_nothing_or_one_token_lives(name):
+    fast, slow = ESTIMATORS[name]
+    b = random_batch(3)
+    b["mask"][:] = 0
+    for result in fast(poisoned(b, 0), "zero"):
+        assert (result == 0).all()
+    b["mask"][0, 0] = 1
+    for singleton in rules_for(name):  # a whitening of one token would raise
+        for result, expected in zip(fast(b, singleton), slow(b, singleton)):
+            close(result, expected)
+    empty = {k: v[:0] for k, v in b.items()}
+    assert fast(empty, "zero")[0].shape == (0, b["mask"].shape[1])
+
+
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "vapo", "remax", "optimal_token_baseline"}))
+@for_all(seed=seeds, size=st.integers(2, 7), reward=st.floats(-100, 100))
+def test_equal_rewards_give_exactly_zero(name, seed, size, reward):
+    rng = random.Random(seed)
+    fast, _ = ESTIMATORS[name]
+    for dtype in (torch.float32, torch.float64):
+        mask = torch.tensor([[int(t <= rng.randrange(4)) for t in range(4)] for _ in range(size)])
+        mask[:, 0] = 1
+        rewards = torch.zeros(size, 4, dtype=dtype)
+        rewards[:, 0] = reward
+        b = {"rewards": rewards, "mask": mask, "index": [7] * size}
+        b["components"] = torch.tensor([[reward, -2 * reward]] * size, dtype=dtype)
+        if name == "reinforce_plus_plus":
+            b["mask"] = torch.tensor([[1, 0, 0, 0]] * size)  # its returns are discounted: only one token is equal
+        assert (fast(b, "raw")[0] == 0).all()
+
+
+SINGLETONS = {  # A of a group of one with R = 2, "raw", beside a group with R = 0, 1, all of one token
+    "rloo": 2.0,
+    "opo": 2.0,
+    "grpo_leave_one_out": 2.0,
+    "grpo_batch_std": 2.0 / (1 + 1e-4),  # the std of 2, 0, 1
+    "gpg": 2.0 * 3 / 2,
+    "maxrl": 0.0,
+    "reinforce_plus_plus_baseline": (2 - 2 / 3) / math.sqrt(19 / 12 + 1e-8),  # 2, −½, ½ whitened
+    "optimal_token_baseline": 2.0,
+}
+
+
+@pytest.mark.parametrize("name", SINGLETONS)
+def test_singletons(name):
+    b = {"rewards": torch.tensor([[2.0], [0.0], [1.0]]), "mask": torch.ones(3, 1), "index": ["a", "b", "b"]}
+    b |= {"log_probs": -torch.ones(3, 1), "sum_pi_squared": torch.zeros(3, 1), "is_weights": torch.ones(3, 1)}
+    fast, _ = ESTIMATORS[name]
+    assert fast(b, "raw")[0][0].item() == pytest.approx(SINGLETONS[name], rel=1e-6)
+    assert fast(b, "zero")[0][0].item() == pytest.approx(0, abs=1e-7)
+    assert fast(b, "raw")[0][1:].any()
+    with pytest.raises(InputError, match="raw, zero"):
+        fast(b, "drop")
+
+
+def test_singletons_of_passk_and_gdpo():
+    rewards, mask, index = torch.tensor([[2.0], [0.0], [1.0]]), torch.tensor([[1], [1], [1]]), ["a", "b", "b"]
+    passk = ADV_ESTIMATORS["grpo_passk"]
+    with pytest.raises(InputError, match="at least 2 live rows"):
+        passk(rewards, mask, index)
+    plain, _ = passk(rewards, mask, index, norm_adv_by_std_in_grpo=False, singleton="zero")
+    assert plain.tolist() == [[0], [0], [1]]
+    raw, _ = compute_gdpo_outcome_advantage(rewards, mask, index)
+    zero, _ = compute_gdpo_outcome_advantage(rewards, mask, index, singleton="zero")
+    rows = torch.tensor([[2.0], [-math.sqrt(1 / 2)], [math.sqrt(1 / 2)]])
+    torch.testing.assert_close(raw, masked_whiten(rows, mask), rtol=1e-4, atol=1e-5)
+    assert zero[0].item() == 0
+
+
+# ----------------------------------------------------------------------------- what single ones must obey
+
+
+@for_all(seed=seeds, lam=st.floats(0, 1), gamma=st.floats(0, 1))
+def test_gae_over_tool_spans_equals_gae_without_them(seed, lam, gamma):
+    """To the bit; REINFORCE++ and ReMax too."""
+    b = random_batch(seed)
+    compact = {k: torch.zeros_like(b[k]) for k in ("rewards", "values", "mask")}
+    for i in range(len(b["mask"])):
+        steps = b["mask"][i].nonzero()[:, 0]
+        for k in compact:
+            compact[k][i, : len(steps)] = b[k][i, steps]
+    results = [
+        [
+            *compute_gae_advantage_return(c["rewards"], c["values"], c["mask"], gamma, lam),
+            *compute_gae_advantage_return(
+                c["rewards"], c["values"], c["mask"], gamma, lam, length_adaptive_lam(c["mask"], ALPHA)
+            ),
+            *ADV_ESTIMATORS["reinforce_plus_plus"](c["rewards"], c["mask"], gamma=gamma),
+            *compute_remax_outcome_advantage(c["rewards"], b["baselines"], c["mask"]),
+        ]
+        for c in (poisoned(b, seed), compact)
+    ]
+    for spread_out, dense in zip(*results):
+        for i in range(len(b["mask"])):
+            steps = b["mask"][i].nonzero()[:, 0]
+            assert bits_equal(spread_out[i, steps], dense[i, : len(steps)])
+
+
+def test_gae_worked_example():
+    """Two tokens, tool output, one token; the reward on the last. γ = ½, λ = ½; returns are those before whitening."""
+    rewards = torch.tensor([[0.0, 0.0, math.nan, 8.0, 9.0]])
+    values = torch.tensor([[1.0, 2.0, math.nan, 4.0, math.inf]])
+    mask = torch.tensor([[1, 1, 0, 1, 0]])
+    advantages, returns = compute_gae_advantage_return(rewards, values, mask, gamma=0.5, lam=0.5)
+    # δ = ½·2 − 1 = 0, ½·4 − 2 = 0, 8 − 4 = 4
+    torch.testing.assert_close(returns, torch.tensor([[1.25, 3.0, 0.0, 8.0, 0.0]]))
+    torch.testing.assert_close(advantages, masked_whiten(torch.tensor([[0.25, 1.0, 0.0, 4.0, 0.0]]), mask))
+
+
+@for_all(seed=seeds)
+def test_vapo_limits(seed):
+    b = random_batch(seed)
+    lengths = b["mask"].sum(1)
+    assert (length_adaptive_lam(b["mask"], 1 / 7) == 0).all()  # α·len <= 1 for T <= 7
+    close(length_adaptive_lam(b["mask"], 1e12), torch.ones(len(lengths), dtype=torch.float64))
+    for lam, alpha in ((0.0, 1 / 7), (1.0, 1e12)):
+        args = b["rewards"], b["values"], b["mask"], GAMMA
+        limit, returns = compute_gae_advantage_return(*args, LAM, length_adaptive_lam(b["mask"], alpha))
+        close(limit, compute_gae_advantage_return(*args, lam)[0])
+        assert bits_equal(returns, compute_gae_advantage_return(*args, LAM)[1])  # decoupled
+        assert bits_equal(limit, compute_gae_advantage_return(*args, LAM, lam)[0]) or alpha > 1
+    with pytest.raises(InputError, match="alpha"):
+        length_adaptive_lam(b["mask"], 0.0)
+
+
+def test_vapo_paper_lengths():
+    mask = torch.zeros(2, 400)
+    mask[0, :100] = mask[1, :400] = 1
+    assert length_adaptive_lam(mask, 0.05).tolist() == pytest.approx([0.8, 0.95])
+
+
+@for_all(seed=seeds)
+@pytest.mark.parametrize("singleton", ["raw", "zero"])
+def test_gdpo_of_one_reward_is_whitened_grpo(singleton, seed):
+    b = random_batch(seed)
+    if b["mask"].sum() < 2:
+        return
+    grpo, _ = compute_grpo_outcome_advantage(b["rewards"], b["mask"], b["index"], singleton=singleton)
+    scores = torch.where(b["mask"].bool(), b["rewards"], 0).sum(1, keepdim=True)
+    gdpo, _ = compute_gdpo_outcome_advantage(scores, b["mask"], b["index"], singleton=singleton)
+    close(gdpo, masked_whiten(grpo, b["mask"]))
+
+
+def test_gdpo_weights():
+    with pytest.raises(InputError, match="3 weights for 2 rewards"):
+        compute_gdpo_outcome_advantage(torch.ones(2, 2), torch.ones(2, 1), [0, 0], [1, 2, 3])
+
+
+@for_all(seed=seeds, size=st.integers(2, 8))
+def test_rloo_is_the_centred_reward_times_g_over_g_minus_1(seed, size):
+    g = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(3 * size, 2, generator=g, dtype=torch.float64)
+    mask, index = torch.ones(3 * size, 2), [0, 1, 2] * size
+    centred, _ = compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False)
+    close(ADV_ESTIMATORS["rloo"](rewards, mask, index)[0], centred * size / (size - 1))
+
+
+@pytest.mark.parametrize("odd", [0.9, 0.35 + 1e-12])
+def test_leave_one_out_of_equal_others_is_not_divided(odd):
+    """0.35 seven times: the std of seven equal rewards is not 0 after rounding (NeMo-RL PR #4158)."""
+    rewards = torch.tensor([[odd]] + [[0.35]] * 7, dtype=torch.float64)
+    args = torch.ones(8, 1), ["u"] * 8
+    advantages, _ = compute_grpo_leave_one_out_outcome_advantage(rewards, *args)
+    assert advantages[0].item() == pytest.approx(odd - 0.35, rel=1e-3)
+    rewards[1] += 1e-9  # now they differ, by next to nothing: divided by the true std, 1e-9/√7, and epsilon
+    advantages, _ = compute_grpo_leave_one_out_outcome_advantage(rewards, *args)
+    assert advantages[0].item() == pytest.approx((odd - 0.35 - 1e-9 / 7) / (1e-9 / math.sqrt(7) + 1e-6), rel=1e-3)
+
+
+def test_optimal_token_baseline_without_is_weights():
+    b = random_batch(11)
+    args = [b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared")]
+    ones = compute_optimal_token_baseline_advantage(*args, torch.ones_like(b["rewards"]))
+    assert bits_equal(compute_optimal_token_baseline_advantage(*args)[0], ones[0])
+
+
+def test_estimator_inputs():
+    mask = torch.ones(2, 1)
+    whole, index = torch.tensor([[0, 3], [1, 2], [0, 1], [0, 0], [5, 0]]), ["a", "a", "a", "b", "b"]
+    b = {"mask": torch.ones(5, 2), "index": index} | dict.fromkeys(("values", "log_probs"), -torch.ones(5, 2))
+    b |= {"sum_pi_squared": torch.zeros(5, 2), "is_weights": torch.ones(5, 2), "baselines": torch.ones(5) / 2}
+    for name, (fast, _) in ESTIMATORS.items():  # integers must not truncate
+        results = [fast(b | {"rewards": x, "components": x}, "raw") for x in (whole, whole.float())]
+        assert all(bits_equal(x, y) for x, y in zip(*results)), name
+    with pytest.raises(ValueError, match="one number a row"):
+        compute_remax_outcome_advantage(mask, torch.ones(2, 1), mask)
+    rewards = torch.zeros(2, 1, requires_grad=True)
+    for name, function in ADV_ESTIMATORS.items():
+        assert not function(rewards, mask, ["u", "u"])[0].requires_grad, name
+
+
+# ---------------------------------------------------------------------------------------- value loss
+
+
+def slow_value_loss(v, target, old, clip):
+    """-> loss, gradient, clipped"""
+    near = min(max(v, old - clip), old + clip)
+    if (near - target) ** 2 > (v - target) ** 2:
+        return 0.5 * (near - target) ** 2, 0.0 if near != v else v - target, 1.0
+    return 0.5 * (v - target) ** 2, v - target, 0.0
+
+
+@for_all(seed=seeds, clip=st.sampled_from([0.2, 0.5, math.inf]))
+def test_value_loss_equals_the_loop_with_its_gradient(seed, clip):
+    b = random_batch(seed)
+    returns, old = b["log_probs"], b["values"]
+    vpreds = old + 0.6 * b["is_weights"] - 0.6
+    dirty = poisoned(b | {"vpreds": vpreds}, seed)
+    leaf = dirty["vpreds"].requires_grad_()
+    losses, metrics = compute_value_loss(leaf, dirty["log_probs"], dirty["values"], b["mask"], clip)
+    losses.sum().backward()
+    for i in range(losses.shape[0]):
+        for t in range(losses.shape[1]):
+            expected = (0.0, 0.0, 0.0)
+            if b["mask"][i, t]:
+                expected = slow_value_loss(*(x[i, t].item() for x in (vpreds, returns, old)), clip)
+            got = [losses[i, t].item(), leaf.grad[i, t].item(), metrics["critic/vf_clipfrac"][i, t].item()]
+            assert got == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@for_all(seed=seeds)
+def test_value_loss_finite_differences(seed):
+    b = random_batch(seed)
+    returns, old, clip = b["log_probs"], b["values"], 0.2
+    vpreds = old + 0.6 * b["is_weights"] - 0.6
+    vpreds = torch.where(((vpreds - old).abs() - clip).abs() < 0.01, vpreds + 0.03, vpreds)  # off the kinks
+    for edge in (old - clip, old + clip):  # where the two squares are equal
+        vpreds = torch.where((vpreds + edge - 2 * returns).abs() < 0.01, vpreds.lerp(old, 0.5), vpreds)
+    near = ((vpreds - old).abs() - clip).abs() < 0.005
+    for edge in (old - clip, old + clip):
+        near |= (vpreds + edge - 2 * returns).abs() < 0.005
+    vpreds = torch.where(near, old, vpreds)
+    function = lambda x: compute_value_loss(x, returns, old, b["mask"], clip)[0].sum()  # noqa: E731
+    assert torch.autograd.gradcheck(function, vpreds.requires_grad_())
+
+
+def test_value_loss_inputs():
+    one = torch.ones(1, 1, requires_grad=True)
+    losses, metrics = compute_value_loss(one, 3 * one, 0 * one, torch.ones(1, 1))  # 0.5·(0.5 − 3)²
+    losses.sum().backward()
+    assert losses.item() == 3.125 and one.grad.item() == 0 and not metrics["critic/vf_clipfrac"].requires_grad
+    with pytest.raises(InputError, match="cliprange_value"):
+        compute_value_loss(one, one, one, one, 0.0)
+
+
+# ------------------------------------------------------------------------------------ KL in the reward
+
+
+@for_all(seed=seeds, beta=st.floats(0, 2))
+def test_kl_penalty_in_the_reward(seed, beta):
+    b = random_batch(seed)
+    dirty = poisoned(b, seed)
+    rewards, mean = apply_kl_penalty(dirty["rewards"], dirty["values"], b["mask"], beta)
+    expected, rows = torch.zeros_like(rewards), []
+    for i in range(len(rewards)):
+        steps = valid_tokens(b, i)
+        for t in steps:
+            expected[i, t] = b["rewards"][i, t].item() - beta * b["values"][i, t].item()
+        if steps:
+            rows.append(statistics.mean(b["values"][i, t].item() for t in steps))
+    close(rewards, expected)
+    assert type(mean) is float and mean == pytest.approx(statistics.mean(rows) if rows else 0, abs=1e-12)
+    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
+    dead = {k: torch.cat([dirty[k][order], garbage((2, rewards.shape[1]), seed)]) for k in ("rewards", "values")}
+    mask = torch.cat([b["mask"][order], torch.zeros(2, rewards.shape[1], dtype=torch.long)])
+    more, same_mean = apply_kl_penalty(dead["rewards"], dead["values"], mask, beta)
+    assert bits_equal(more[:-2], rewards[order]) and same_mean == mean
+
+
+def test_adaptive_controller_by_hand():
+    controller = AdaptiveKLController(init_kl_coef=0.001, target_kl=0.1, horizon=10000)
+    for kl, rows, factor in (
+        (0.11, 500, 1 + 0.1 * 0.05),
+        (5.0, 500, 1 + 0.2 * 0.05),  # the error is clipped at 0.2
+        (0.0, 1000, 1 - 0.2 * 0.1),
+        (math.inf, 500, 1 + 0.2 * 0.05),
+        (0.1, 500, 1.0),
+    ):
+        before = controller.value
+        controller.update(current_kl=kl, n_steps=rows)
+        assert controller.value == pytest.approx(before * factor, rel=1e-12)
+    with pytest.raises(ValueError, match="NaN"):
+        controller.update(math.nan, 500)
+    for target, horizon in ((0.0, 10), (0.1, 0)):
+        with pytest.raises(InputError, match="target_kl > 0"):
+            AdaptiveKLController(0.1, target, horizon)
+
+
+def test_controllers_resume_exactly():
+    make = lambda: AdaptiveKLController(0.001, 0.1, 10000)  # noqa: E731
+    kls = [0.05, 0.2, 0.13, 0.09, 0.01, 0.101]
+    whole = make()
+    for kl in kls:
+        whole.update(kl, 333)
+    first, second = make(), make()
+    for kl in kls[:3]:
+        first.update(kl, 333)
+    state = first.state_dict()
+    assert {type(v) for v in state.values()} == {float}
+    second.load_state_dict(state)
+    for kl in kls[3:]:
+        second.update(kl, 333)
+    assert second.value == whole.value != make().value
+    fixed = FixedKLController(0.25)
+    fixed.update(9.0, 333)
+    other = FixedKLController(1)
+    other.load_state_dict(fixed.state_dict())
+    assert other.value == fixed.value == 0.25 and other.state_dict() == {"value": 0.25}
+
+
+def test_lookup_lists_the_names():
+    assert get_adv_estimator_fn("grpo") is compute_grpo_outcome_advantage
+    with pytest.raises(InputError, match=r"'drgrpo'.*grpo, dr_grpo, .*rloo"):
+        get_adv_estimator_fn("drgrpo")

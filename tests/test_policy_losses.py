@@ -1,0 +1,736 @@
+"""Every loss, mask and correction against a slow loop in Python floats, under every aggregation and every layout.
+
+The references are written token by token or row by row, with gradients by hand: where a stop-gradient stands, finite
+differences would not see it.
+"""
+
+import math
+import random
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib import InputError
+from lib import policy_losses as pl
+from lib.core_algos import LOSS_AGG_MODES, agg_loss, compute_policy_loss
+from lib.metrics import reduce_metrics
+from lib.rollout_correction import CRITERIA, compute_rollout_correction, prob_pearson
+from tests.test_core_algos import SCALE, bits_equal, close, counts, garbage, poison, random_batch, slow_weights
+
+LOW, HIGH = 0.2, 0.28
+CLIP = {"cliprange_low": LOW, "cliprange_high": HIGH}
+seeds = st.integers(0, 2**32 - 1)
+
+
+def for_all(examples, **strategies):
+    return lambda test: settings(deadline=None, max_examples=examples, derandomize=True)(given(**strategies)(test))
+
+
+# ------------------------------------------------------- references: one token -> loss, d loss / d new
+
+
+def ratio_of(old, new):
+    return math.exp(min(max(new - old, -20.0), 20.0))
+
+
+def slope_of(old, new):
+    return ratio_of(old, new) if abs(new - old) < 20 else 0.0
+
+
+def frozen(weight, new, advantage):
+    return -weight * advantage * new, -weight * advantage
+
+
+def slow_ppo(ratio, slope, advantage, low=LOW, high=HIGH, dual=math.inf):
+    if advantage > 0 and ratio > 1 + high:
+        return -advantage * (1 + high), 0.0
+    if advantage < 0 and ratio < 1 - low:
+        return -advantage * (1 - low), 0.0
+    if advantage < 0 and ratio > dual:
+        return -advantage * dual, 0.0
+    return -advantage * ratio, -advantage * slope
+
+
+def slow_sapo(old, new, advantage):
+    tau = 0.7 if advantage > 0 else 1.3
+    gate = 1 / (1 + math.exp(-tau * (ratio_of(old, new) - 1)))
+    return -advantage * 4 / tau * gate, -advantage * 4 * gate * (1 - gate) * slope_of(old, new)
+
+
+def slow_dppo_tv(old, new, advantage):
+    gap = math.exp(new) - math.exp(old)
+    if (advantage > 0 and gap > 0.1) or (advantage < 0 and gap < -0.15):
+        return 0.0, 0.0
+    return frozen(min(ratio_of(old, new), 2.0), new, advantage)
+
+
+def slow_dppo_kl(old, new, advantage):
+    p, q = math.exp(old), math.exp(new)
+    if q < 1:
+        kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    else:  # random_batch makes log-probs above 0 too; for them 1 − q is the smallest positive number there is at 1
+        kl = p * (old - new) + (1 - p) * math.log((1 - p) / 2**-52)
+    if kl > 0.05 and ((advantage > 0 and new > old) or (advantage < 0 and new < old)):
+        return 0.0, 0.0
+    return frozen(min(ratio_of(old, new), 2.0), new, advantage)
+
+
+def slow_two_sided(old, new, advantage):
+    ratio, delta = ratio_of(old, new), 3.0
+    value = -min(min(ratio, delta) * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage)
+    moves = ratio < 1 + HIGH if advantage > 0 else 1 - LOW < ratio < delta
+    return value, -advantage * slope_of(old, new) * moves
+
+
+def slow_decoupled(old, new, advantage, prox_log_prob):
+    value, slope = slow_ppo(ratio_of(prox_log_prob, new), slope_of(prox_log_prob, new), advantage)
+    behave = min(ratio_of(old, prox_log_prob), 1.5)
+    return behave * value, behave * slope
+
+
+def slow_kl_cov(old, new, advantage, pick):
+    sign = (new > old) - (new < old)
+    return (
+        -advantage * ratio_of(old, new) + 0.3 * abs(new - old) * pick,
+        -advantage * slope_of(old, new) + 0.3 * sign * pick,
+    )
+
+
+def slow_gspo(old, new, advantages):
+    mean = math.fsum(n - o for o, n in zip(old, new)) / len(old)
+    s = math.exp(min(max(mean, -20), 20))
+    return diagonal([slow_ppo(s, s * (abs(mean) < 20), a) for a in advantages])
+
+
+def slow_geo_mean(old, new, advantages):
+    bounded, moves = [], []
+    for o, n, a in zip(old, new, advantages):
+        d = min(max(n - o, -20.0), 20.0)
+        bounded.append(min(d, 0.5) if a > 0 else max(d, -0.4) if a < 0 else 0.0)
+        moves.append(bounded[-1] == d and a != 0 and abs(d) < 20)
+    geo = math.exp(math.fsum(bounded) / len(bounded))
+    jacobian = [[-a * geo * move / len(old) for move in moves] for a in advantages]
+    return [-a * geo for a in advantages], jacobian
+
+
+def diagonal(pairs):
+    return [v for v, _ in pairs], [[s if t == j else 0.0 for j in range(len(pairs))] for t, (_, s) in enumerate(pairs)]
+
+
+def tokenwise(slow):
+    """A token's reference as a row's: -> losses, Jacobian d loss_t / d new_j."""
+    return lambda *rows: diagonal([slow(*token) for token in zip(*rows)])
+
+
+# name: (loss with keywords, names of the extra tensors, reference of a row of valid tokens)
+CASES = {
+    "gpg": (pl.gpg, {}, (), tokenwise(lambda o, n, a: frozen(1, n, a))),
+    "reinforce": (
+        pl.reinforce,
+        {"ratio_high": 1.5},
+        (),
+        tokenwise(lambda o, n, a: frozen(min(ratio_of(o, n), 1.5), n, a)),
+    ),
+    "cispo": (pl.cispo, CLIP, (), tokenwise(lambda o, n, a: frozen(min(max(ratio_of(o, n), 0.8), 1.28), n, a))),
+    "gspo": (pl.gspo, CLIP, (), slow_gspo),
+    "geo_mean": (pl.geo_mean, {"cliprange_high": 0.5}, (), slow_geo_mean),
+    "sapo": (pl.sapo, {"tau_pos": 0.7, "tau_neg": 1.3}, (), tokenwise(slow_sapo)),
+    "dppo_tv": (pl.dppo_tv, {"delta_low": 0.15, "delta_high": 0.1, "ratio_high": 2.0}, (), tokenwise(slow_dppo_tv)),
+    "dppo_kl": (pl.dppo_kl, {"ratio_high": 2.0}, (), tokenwise(slow_dppo_kl)),
+    "dro": (
+        pl.dro,
+        {"dro_beta": 0.3},
+        (),
+        tokenwise(lambda o, n, a: (-a * n + 0.15 * (n - o) ** 2, -a + 0.3 * (n - o))),
+    ),
+    "two_sided": (pl.two_sided, CLIP | {"delta": 3.0}, (), tokenwise(slow_two_sided)),
+    "decoupled": (pl.decoupled, CLIP | {"cap": 1.5}, ("prox_log_prob",), tokenwise(slow_decoupled)),
+    "clip_cov": (
+        pl.clip_cov,
+        CLIP,
+        ("keep",),
+        tokenwise(lambda o, n, a, k: slow_ppo(ratio_of(o, n), slope_of(o, n), a) if k else (0.0, 0.0)),
+    ),
+    "kl_cov": (pl.kl_cov, {"kl_coef": 0.3}, ("pick",), tokenwise(slow_kl_cov)),
+}
+SMOOTH = ("gpg", "geo_mean", "sapo", "dro", "two_sided", "decoupled", "clip_cov", "kl_cov")  # without a stop-gradient
+
+
+def make_extras(names, old, new, advantages, mask, seed):
+    """The extra tensors of the whole mini-batch."""
+    g = torch.Generator().manual_seed(seed)
+    extras = {
+        "prox_log_prob": old + 0.5 * torch.randn(old.shape, generator=g, dtype=torch.float64),
+        "keep": pl.clip_cov_mask(
+            old, new, advantages, mask, torch.arange(len(old)), seed=seed, ratio=0.3, cov=(-0.5, 1.0)
+        ),
+        "pick": pl.kl_cov_mask(new, advantages, mask, ratio=0.3),
+    }
+    return {name: extras[name].double() for name in names}
+
+
+def slow_loss(row_reference, old, new, advantages, extras, mask, mode):
+    """-> loss, its gradient (B, T), the token losses (B, T)"""
+    weights = slow_weights(mask, mode)
+    losses, gradient = torch.zeros_like(new), torch.zeros_like(new)
+    for i in range(len(mask)):
+        at = [t for t in range(mask.shape[1]) if mask[i, t]]
+        if not at:
+            continue
+        values, jacobian = row_reference(
+            *([x[i, t].item() for t in at] for x in (old, new, advantages, *extras.values()))
+        )
+        for k, t in enumerate(at):
+            losses[i, t] = values[k]
+            for j, u in enumerate(at):
+                gradient[i, u] += weights[i, t] * jacobian[k][j]
+    return (losses * weights).sum(), gradient, losses
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", CASES)
+@for_all(6, seed=seeds)
+def test_loss_and_gradient_equal_the_loop_in_every_layout(name, mode, seed):
+    """Micro-batches, ranks, row order, right padding (another width each time), masked garbage: all at once."""
+    fast, keywords, extra_names, reference = CASES[name]
+    old, new, advantages, mask = random_batch(seed, rows=6)
+    extras = make_extras(extra_names, old, new, advantages, mask, seed)
+    loss, gradient, token_losses = slow_loss(reference, old, new, advantages, extras, mask, mode)
+    losses, metrics = fast(old, new, advantages, mask, **keywords, **extras)
+    torch.testing.assert_close(losses, token_losses, rtol=1e-10, atol=1e-12)
+    assert all(m.shape == mask.shape and not m.requires_grad and (m[mask == 0] == 0).all() for m in metrics.values())
+
+    rng = random.Random(seed)
+    order = rng.sample(range(6), 6)
+    layouts = {
+        "whole": [list(range(6))],
+        "permuted": [order],
+        "two": [order[:3], order[3:]],
+        "uneven": [order[:1], order[1:3], order[3:]],
+    }
+    for layout, micro_batches in layouts.items():
+        leaf, total = new.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
+        for rows in micro_batches:
+            pad = rng.randint(0, 3)
+            part_mask = torch.nn.functional.pad(mask[rows], (0, pad))
+            parts = [torch.nn.functional.pad(x[rows], (0, pad)) for x in (old, leaf, advantages, *extras.values())]
+            parts = [poison(x, part_mask, seed + k) for k, x in enumerate(parts)]
+            losses, _ = fast(*parts[:3], part_mask, **keywords, **dict(zip(extra_names, parts[3:])))
+            total = total + agg_loss(losses, part_mask, mode, loss_scale_factor=SCALE, **counts(mask))
+        total.backward()
+        torch.testing.assert_close(total.detach(), loss, rtol=1e-8, atol=1e-11, msg=lambda m, at=layout: f"{at}: {m}")
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-8, atol=1e-11, msg=lambda m, at=layout: f"{at}: {m}")
+        assert (leaf.grad[mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+@for_all(10, seed=seeds)
+def test_garbage_in_masked_positions_and_dead_rows_change_no_bit(name, seed):
+    fast, keywords, extra_names, _ = CASES[name]
+    old, new, advantages, mask = random_batch(seed)
+    extras = make_extras(extra_names, old, new, advantages, mask, seed)
+    inputs = [old, new, advantages, *extras.values()]
+    dirty = [torch.cat([poison(x, mask, seed + k), garbage((2, x.shape[1]), k)]) for k, x in enumerate(inputs)]
+    results = []
+    for tensors, m in ((inputs, mask), (dirty, torch.cat([mask, torch.zeros_like(mask[:1]).expand(2, -1)]))):
+        leaf = tensors[1].clone().requires_grad_()
+        losses, _ = fast(tensors[0], leaf, tensors[2], m, **keywords, **dict(zip(extra_names, tensors[3:])))
+        losses.sum().backward()
+        results.append((losses.detach()[: len(mask)], leaf.grad[: len(mask)], leaf.grad[len(mask) :]))
+    assert bits_equal(results[0][0], results[1][0]) and bits_equal(results[0][1], results[1][1])
+    assert (results[1][2] == 0).all()
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+@for_all(10, seed=seeds)
+def test_gradient_is_that_of_the_value(name, seed):
+    """Where nothing is stopped. Log ratios keep away from the kinks at the clips, at the gates and at 0."""
+    fast, keywords, extra_names, _ = CASES[name]
+    old, _, advantages, mask = random_batch(seed, rows=3, width=4)
+    rng = random.Random(seed)
+    drawn = torch.tensor([[rng.choice([-0.7, -0.1, 0.1, 0.35, 0.7, 1.3]) for _ in range(4)] for _ in range(3)]).double()
+    extras = make_extras(extra_names, old, old + drawn, advantages, mask, seed)
+    new = extras.get("prox_log_prob", old) + drawn
+
+    def loss(x):
+        return agg_loss(fast(old, x, advantages, mask, **keywords, **extras)[0], mask, "seq-mean-token-mean")
+
+    assert torch.autograd.gradcheck(loss, new.requires_grad_())
+
+
+@for_all(30, seed=seeds)
+def test_gspo_has_the_gradient_of_the_papers_sequence_loss(seed):
+    """−min(s_i·A_i, clip(s_i)·A_i), mean over rows: finite differences in floats, one advantage a row."""
+    old, new, advantages, mask = random_batch(seed, rows=3, width=4)
+    new = old + (new - old).clamp(-1, 1)
+    advantages = advantages[:, :1].expand(-1, 4).contiguous()
+
+    def paper(x):
+        total = 0.0
+        for i in range(3):
+            steps = [x[i][t] - old[i, t].item() for t in range(4) if mask[i, t]]
+            if steps:
+                s, a = math.exp(sum(steps) / len(steps)), advantages[i, 0].item()
+                total -= min(s * a, min(max(s, 1 - LOW), 1 + HIGH) * a)
+        return total / max(counts(mask)["global_rows"], 1)
+
+    leaf = new.clone().requires_grad_()
+    loss = agg_loss(pl.gspo(old, leaf, advantages, mask, **CLIP)[0], mask, "seq-mean-token-mean")
+    loss.backward()
+    assert loss.item() == pytest.approx(paper(new.tolist()), rel=1e-9, abs=1e-12)
+    for i, t in product(range(3), range(4)):
+        up, down = new.tolist(), new.tolist()
+        up[i][t] += 1e-6
+        down[i][t] -= 1e-6
+        assert leaf.grad[i, t].item() == pytest.approx((paper(up) - paper(down)) / 2e-6, rel=1e-5, abs=1e-8)
+
+
+@for_all(30, seed=seeds)
+def test_geo_mean_is_the_papers_loss(seed):
+    """exp((1/n)·log of a product of ratios), each bounded to the power sgn(A); one advantage a row."""
+    old, new, advantages, mask = random_batch(seed, rows=4)
+    new = old + (new - old).clamp(-3, 3)
+    advantages = advantages[:, :1].expand_as(new)
+    total = 0.0
+    for i in range(4):
+        a, ratios = advantages[i, 0].item(), [ratio_of(o, n) for o, n, m in zip(old[i], new[i], mask[i]) if m]
+        if ratios and a:
+            sign = math.copysign(1, a)
+            bounded = [min(r**sign, min(max(r, math.exp(-0.4)), math.exp(0.4)) ** sign) ** sign for r in ratios]
+            total -= a * math.prod(bounded) ** (1 / len(ratios))
+    loss = agg_loss(pl.geo_mean(old, new, advantages, mask)[0], mask, "seq-mean-token-mean")
+    assert loss.item() == pytest.approx(total / max(counts(mask)["global_rows"], 1), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+@for_all(10, seed=seeds)
+def test_on_policy_every_gradient_is_that_of_vanilla(name, seed):
+    """ρ = 1, one advantage a row: d Σ L / d log_prob = −A, even with old_log_prob the very same tensor."""
+    fast, keywords, extra_names, _ = CASES[name]
+    old, _, advantages, mask = random_batch(seed)
+    advantages = advantages[:, :1].expand_as(old).contiguous()
+    extras = {"prox_log_prob": old, "keep": torch.ones_like(old), "pick": torch.ones_like(old)}
+    gradients = []
+    for loss, more in (
+        (fast, keywords | {k: extras[k] for k in extra_names}),
+        (compute_policy_loss, {}),
+    ):
+        leaf = old.clone().requires_grad_()
+        loss(leaf, leaf, advantages, mask, **more)[0].sum().backward()
+        gradients.append(leaf.grad)
+    close(gradients[0], gradients[1])
+    close(gradients[0], -advantages * mask)
+
+
+@for_all(20, seed=seeds)
+def test_losses_that_coincide(seed):
+    old, new, advantages, mask = batch = random_batch(seed)
+    close(pl.two_sided(*batch, delta=3.0)[0], compute_policy_loss(*batch, clip_ratio_c=3.0)[0])
+    close(pl.reinforce(*batch, ratio_high=5.0)[0], pl.cispo(*batch)[0])
+    close(pl.gpg(*batch)[0], pl.reinforce(new, new, advantages, mask)[0])
+    close(pl.dppo_tv(*batch, delta_low=2, delta_high=1e12, ratio_high=5.0)[0], pl.cispo(*batch)[0])
+    plain = compute_policy_loss(*batch, clip_ratio_c=math.inf)[0]
+    close(pl.decoupled(*batch, prox_log_prob=old)[0], plain)
+    close(pl.clip_cov(*batch, keep=torch.ones_like(mask))[0], plain)
+    one = [x[:, :1] for x in batch]  # rows of one token: sequence and token are the same
+    close(pl.gspo(*one, **CLIP)[0], compute_policy_loss(*one, clip_ratio_c=math.inf, **CLIP)[0])
+
+
+def test_default_bounds_by_hand():
+    ratio, ones = torch.tensor([[0.5, 8.0, 2.0]]), torch.ones(1, 3)
+    old = torch.full((1, 3), -3.0)
+    batch = (old, old + ratio.log(), ones, ones)
+    for loss, weights in ((pl.cispo, [0.5, 5, 2]), (pl.reinforce, [0.5, 2, 2])):
+        torch.testing.assert_close(loss(*batch)[0], -torch.tensor([weights]) * batch[1])
+        assert loss(*batch)[1]["actor/pg_clipfrac"].tolist() == [[0, 1, 0]]
+    assert pl.two_sided(*batch[:2], -ones, ones)[0][0].tolist() == pytest.approx([0.8, 4, 2])
+    losses, metrics = pl.gspo(*batch)  # s = 2
+    assert losses.tolist() == [pytest.approx([-1.0004] * 3)] and metrics["actor/pg_clipfrac"].tolist() == [[1, 1, 1]]
+    assert pl.geo_mean(*batch)[1]["actor/pg_clipfrac"].tolist() == [[0, 1, 1]]
+    tv, kl = pl.dppo_tv(*batch), pl.dppo_kl(*batch)  # π_old = 0.05: only 0.4 is far
+    assert tv[1]["actor/pg_clipfrac"].tolist() == kl[1]["actor/pg_clipfrac"].tolist() == [[0, 1, 0]]
+    sure = [torch.tensor([[x]]) for x in (-1e-3, 0.0, 1.0, 1.0)]  # π rounds to 1 in float32: not infinitely far
+    assert pl.dppo_kl(*sure)[1]["actor/pg_clipfrac"].item() == 0
+
+
+def test_bad_input():
+    x = torch.zeros(1, 2)
+    for name, loss in pl.POLICY_LOSSES.items():
+        with pytest.raises(TypeError, match="temperature"):
+            loss(x, x, x, x, temperature=1.0, **(CASES[name][1] if name in CASES else {}))
+    with pytest.raises(TypeError, match="dro_beta"):
+        pl.dro(x, x, x, x)
+    with pytest.raises(InputError, match="delta"):
+        pl.two_sided(x, x, x, x, delta=1.2)
+    with pytest.raises(InputError, match="fraction"):
+        pl.top_entropy_mask(x, x, fraction=0)
+    with pytest.raises(ValueError, match="row_ids"):
+        pl.clip_cov_mask(*[torch.zeros(2, 2)] * 4, torch.tensor([3, 3]), seed=0)
+    assert set(pl.POLICY_LOSSES) - {"vanilla"} < set(CASES)  # that one: tests/test_core_algos.py
+
+
+# ----------------------------------------------------------------------- masks over the mini-batch
+
+
+def slow_covariance(advantages, new, mask):
+    at = mask.nonzero().tolist()
+    means = [math.fsum(x[i, t].item() for i, t in at) / max(len(at), 1) for x in (advantages, new)]
+    return {(i, t): (advantages[i, t].item() - means[0]) * (new[i, t].item() - means[1]) for i, t in at}
+
+
+def slow_noise(seed, row, position):
+    """splitmix64 in integers without bound, as a signed number."""
+    x = (row * 2**32 + position + seed * 0x9E3779B97F4A7C15) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x = (x ^ (x >> shift)) * factor % 2**64
+    return x - 2**64 if x >= 2**63 else x
+
+
+def slow_clip_cov(old, new, advantages, mask, row_ids, seed):
+    covariance = slow_covariance(advantages, new, mask)
+    candidates = []
+    for (i, t), c in covariance.items():
+        ratio, a = ratio_of(old[i, t].item(), new[i, t].item()), advantages[i, t].item()
+        if 0 < c < 0.8 and not (a > 0 and ratio > 1.28) and not (a < 0 and ratio < 0.8):
+            candidates.append((slow_noise(seed, row_ids[i].item(), t), i, t))
+    cut = {(i, t) for _, i, t in sorted(candidates)[: max(math.floor(0.2 * len(covariance)), 1)]}
+    return set(covariance) - cut
+
+
+def slow_kl_cov_pick(new, advantages, mask):
+    covariance = slow_covariance(advantages, new, mask)
+    places = max(math.floor(0.2 * len(covariance)), 1)
+    return {at for at, c in covariance.items() if sum(other >= c for other in covariance.values()) <= places}
+
+
+def slow_top_entropy(entropys, mask):
+    values = {(i, t): entropys[i, t].item() for i, t in mask.nonzero().tolist()}
+    places = max(round(0.3 * len(values)), 1)
+    return {at for at, h in values.items() if sum(other > h for other in values.values()) < places}
+
+
+def slow_m2po(old, new, mask):
+    moments = {(i, t): (new[i, t].item() - old[i, t].item()) ** 2 for i, t in mask.nonzero().tolist()}
+    while moments and math.fsum(moments.values()) / len(moments) >= 0.3:
+        top = max(moments.values())
+        moments = {at: m for at, m in moments.items() if m < top}
+    return set(moments)
+
+
+def slow_opsm(old, new, advantages, mask):
+    kept = set()
+    for i in range(len(mask)):
+        at = [t for t in range(mask.shape[1]) if mask[i, t]]
+        drift = math.fsum((old - new)[i, t].item() for t in at) / max(len(at), 1)
+        kept |= {(i, t) for t in at if not (advantages[i, t] < 0 and drift > 0.1)}
+    return kept
+
+
+@for_all(60, seed=seeds)
+def test_masks_equal_the_loop_in_every_layout(seed):
+    """Another row order, right padding and masked garbage give the same tokens."""
+    old, new, advantages, mask = random_batch(seed)
+    entropys = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)).mul(8).round()  # many ties
+    row_ids = torch.tensor(random.Random(seed).sample(range(2**40), len(mask)))
+    clips = {"ratio": 0.2, "cov": (0, 0.8), "cliprange": (0.2, 0.28)}
+    masks = {
+        "clip_cov": (
+            lambda o, n, a, e, m, ids: pl.clip_cov_mask(o, n, a, m, ids, seed=seed, **clips),
+            slow_clip_cov(old, new, advantages, mask, row_ids, seed),
+        ),
+        "kl_cov": (
+            lambda o, n, a, e, m, ids: pl.kl_cov_mask(n, a, m, ratio=0.2),
+            slow_kl_cov_pick(new, advantages, mask),
+        ),
+        "entropy": (
+            lambda o, n, a, e, m, ids: pl.top_entropy_mask(e, m, fraction=0.3),
+            slow_top_entropy(entropys, mask),
+        ),
+        "m2po": (lambda o, n, a, e, m, ids: pl.m2po_mask(o, n, m, threshold=0.3), slow_m2po(old, new, mask)),
+        "opsm": (
+            lambda o, n, a, e, m, ids: pl.off_policy_sequence_mask(o, n, a, m, delta=0.1),
+            slow_opsm(old, new, advantages, mask),
+        ),
+    }
+    order = random.Random(seed).sample(range(len(mask)), len(mask))
+    pad = torch.nn.functional.pad
+    moved_mask = pad(mask[order], (0, 2))
+    moved = [
+        poison(pad(x[order], (0, 2)).double(), moved_mask, k) for k, x in enumerate((old, new, advantages, entropys))
+    ]
+    for name, (compute, expected) in masks.items():
+        kept = compute(old, new, advantages, entropys, mask, row_ids)
+        assert kept.dtype == torch.bool and {tuple(at) for at in kept.nonzero().tolist()} == expected, name
+        assert bits_equal(compute(*moved, moved_mask, row_ids[order]), pad(kept[order], (0, 2))), name
+
+
+def test_covariance_has_the_same_bits_in_any_row_order():
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        advantages, new = torch.randn(2, 50, 7, generator=g, dtype=torch.float64)
+        order, ones = torch.randperm(50, generator=g), torch.ones(50, 7)
+        covariance = pl._covariance(advantages, new, ones)
+        assert bits_equal(pl._covariance(advantages[order], new[order], ones), covariance[order])
+
+
+def test_clip_cov_draws_another_token_for_another_seed():
+    """Evenly: of 50 candidates one each time, in 2000 seeds; 40 on average, standard deviation 6."""
+    g = torch.Generator().manual_seed(0)
+    advantages, ones = torch.randn(10, 20, generator=g).double(), torch.ones(10, 20)
+    new = advantages.clone() - 5  # covariance = (A − mean)² >= 0
+    drawn = torch.zeros(10, 20)
+    for seed in range(2000):
+        drawn += ~pl.clip_cov_mask(new, new, advantages, ones, torch.arange(10), seed=seed, ratio=1e-9, cov=(1, 99))
+    candidates = (advantages - advantages.mean()).square() > 1
+    expected = 2000 / candidates.sum()
+    assert drawn.sum() == 2000 and (drawn[~candidates] == 0).all()
+    assert (drawn[candidates] - expected).abs().max() < 5 * expected.sqrt()
+
+
+def test_masks_of_nothing_and_ties():
+    none, zeros, ones = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
+    assert not pl.clip_cov_mask(zeros, zeros, zeros, none, torch.arange(2), seed=1).any()
+    assert not pl.kl_cov_mask(zeros, zeros, none).any()
+    assert not pl.top_entropy_mask(zeros, none).any()
+    assert not pl.m2po_mask(zeros, zeros, none).any()
+    assert not pl.kl_cov_mask(-ones, zeros, ones).any()  # all covariances are 0
+    assert pl.top_entropy_mask(ones, ones).all()
+    assert not pl.m2po_mask(zeros, ones, ones).any() and pl.m2po_mask(zeros, zeros, ones).all()
+
+
+# --------------------------------------------------------------------------------- rollout correction
+
+
+def clamp_exp(x):
+    return math.exp(min(max(x, -20.0), 20.0))
+
+
+def mismatch_batch(seed, scale=0.7):
+    """old_log_prob, rollout_log_probs, mask; now and then a huge ratio."""
+    rollout, _, noise, mask = random_batch(seed)
+    old = rollout + noise * scale
+    old = torch.where(torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.04, rollout + 23, old)
+    return old, rollout, mask
+
+
+def rows_of_x(old, rollout, mask):
+    return [
+        {t: (old[i, t] - rollout[i, t]).item() for t in range(mask.shape[1]) if mask[i, t]} for i in range(len(mask))
+    ]
+
+
+def slow_weights_of(rows, kept, level, action, low, high, normalize):
+    weights = {}
+    for i, row in enumerate(rows):
+        for t, x in row.items():
+            log_r = {"token": x, "sequence": sum(row.values()), "geometric": sum(row.values()) / len(row)}[level]
+            r = clamp_exp(log_r)
+            weights[i, t] = r if low <= r <= high else 0 if action == "mask" else low if r < low else high
+    units = kept if level == "token" else {min(at for at in kept if at[0] == i) for i in {i for i, _ in kept}}
+    mean = math.fsum(weights[at] for at in units) / max(len(units), 1)
+    return {at: weights[at] / mean if normalize and mean else weights[at] for at in kept}
+
+
+def slow_rejection(row, criterion, limit):
+    """The positions of one row that a criterion keeps."""
+    scope, kind = criterion.rsplit("_", 1)
+    divergence = {
+        "k2": lambda x: min(max(x, -20.0), 20.0) ** 2 / 2,
+        "k3": lambda x: clamp_exp(x) - 1 - min(max(x, -20.0), 20.0),
+    }
+    if kind == "k1":
+        reduced = {
+            "token": {t: [x] for t, x in row.items()},
+            "seq_sum": [sum(row.values())],
+            "seq_mean": [sum(row.values()) / max(len(row), 1)],
+            "seq_max": list(row.values()),
+        }[scope]
+        ok = lambda xs: all(limit[0] <= clamp_exp(x) <= limit[1] for x in xs)  # noqa: E731
+    else:
+        each = {t: divergence[kind](x) for t, x in row.items()}
+        reduced = {
+            "token": {t: [d] for t, d in each.items()},
+            "seq_sum": [sum(each.values())],
+            "seq_mean": [sum(each.values()) / max(len(each), 1)],
+            "seq_max": [max(each.values(), default=0)],
+        }[scope]
+        ok = lambda ds: all(d <= limit for d in ds)  # noqa: E731
+    if scope == "token":
+        return {t for t, values in reduced.items() if ok(values)}
+    return set(row) if ok(reduced) else set()
+
+
+def grid(mask, weights):
+    full = torch.zeros(mask.shape, dtype=torch.float64)
+    for (i, t), w in weights.items():
+        full[i, t] = w
+    return full
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("action", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@for_all(15, seed=seeds)
+def test_correction_weights_equal_the_loop(level, action, normalize, seed):
+    old, rollout, mask = mismatch_batch(seed)
+    rows = rows_of_x(old, rollout, mask)
+    for low, high, reject in ((0.5, 3.0, None), (0.0, 1.5, {"token_k1": (0.25, 9.0)}), (0.9, math.inf, None)):
+        limit = (reject or {"token_k1": (0, math.inf)})["token_k1"]
+        kept = {(i, t) for i, row in enumerate(rows) for t in slow_rejection(row, "token_k1", limit)}
+        expected = slow_weights_of(rows, kept, level, action, low, high, normalize)
+        keywords = {"level": level, "action": action, "bounds": (low, high), "batch_normalize": normalize}
+        for clean in (True, False):
+            pair = (old, rollout) if clean else (poison(old, mask, seed), poison(rollout, mask, seed + 1))
+            weights, new_mask, metrics = compute_rollout_correction(*pair, mask, **keywords, reject=reject)
+            torch.testing.assert_close(weights, grid(mask, expected), rtol=1e-9, atol=1e-12)
+            assert {tuple(at) for at in new_mask.nonzero().tolist()} == kept and new_mask.dtype == mask.dtype
+        rows_kept = {i for i, _ in kept}
+        units = sorted(kept) if level == "token" else [min(at for at in kept if at[0] == i) for i in rows_kept]
+        total, count = metrics["rollout/is_weight"]
+        assert count == len(units) and total == pytest.approx(math.fsum(expected[at] for at in units), rel=1e-9)
+        if normalize and total:
+            assert total / count == pytest.approx(1)
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@for_all(25, seed=seeds)
+def test_rejection_equals_the_loop(criterion, seed):
+    old, rollout, mask = mismatch_batch(seed, scale=0.4)
+    rows = rows_of_x(old, rollout, mask)
+    for limit in ((0.5, 3.0), (0.9, 10.0), (1.05, 1.9)) if criterion.endswith("k1") else (0.02, 0.3):
+        expected = {(i, t): 1 for i, row in enumerate(rows) for t in slow_rejection(row, criterion, limit)}
+        for clean in (True, False):
+            pair = (old, rollout) if clean else (poison(old, mask, seed), poison(rollout, mask, seed + 1))
+            weights, new_mask, metrics = compute_rollout_correction(*pair, mask, level=None, reject={criterion: limit})
+            assert weights is None and torch.equal(new_mask.double(), grid(mask, expected))
+        alive = [i for i, row in enumerate(rows) if row]
+        gone = len([i for i in alive if not any(at[0] == i for at in expected)])
+        tokens_gone = int(mask.sum()) - len(expected)
+        assert metrics["rollout/rejected_rows"] == (gone, len(alive))
+        assert metrics["rollout/rejected_tokens"] == (tokens_gone, int(mask.sum()))
+        by_token = criterion.startswith("token")
+        assert metrics[f"rollout/rejected_{criterion}"] == (
+            (tokens_gone, int(mask.sum())) if by_token else (gone, len(alive))
+        )
+
+
+def test_bounds_are_on_train_over_rollout():
+    """r = 4 and r = 1/4 at every level; bounds (0.5, 5) keep the first, (0.2, 2) the second, whatever the criterion."""
+    rollout, mask = torch.full((2, 1), -3.0, dtype=torch.float64), torch.ones(2, 1)
+    old = rollout + torch.tensor([[math.log(4)], [-math.log(4)]])
+    for scope in ("token", "seq_sum", "seq_mean", "seq_max"):
+        for bounds, kept in (((0.5, 5.0), [[1], [0]]), ((0.2, 2.0), [[0], [1]])):
+            _, new_mask, _ = compute_rollout_correction(old, rollout, mask, reject={f"{scope}_k1": bounds})
+            assert new_mask.tolist() == kept
+    for level in ("token", "sequence", "geometric"):
+        for bounds, clipped, masked in (((0.5, 5), [4, 0.5], [4, 0]), ((0.2, 2), [2, 0.25], [0, 0.25])):
+            weights = compute_rollout_correction(old, rollout, mask, level=level, bounds=bounds)[0]
+            assert weights.flatten().tolist() == pytest.approx(clipped)
+            weights = compute_rollout_correction(old, rollout, mask, level=level, bounds=bounds, action="mask")[0]
+            assert weights.flatten().tolist() == pytest.approx(masked)
+
+
+@for_all(25, seed=seeds)
+def test_criteria_are_judged_on_the_mask_given_and_add_up(seed):
+    old, rollout, mask = mismatch_batch(seed)
+    criteria = {"token_k1": (0.5, 2.0), "seq_mean_k1": (0.6, 1.4), "seq_max_k3": 1.0, "seq_sum_k2": 2.0}
+    together = [
+        compute_rollout_correction(old, rollout, mask, level=None, reject=dict(items))[1]
+        for items in (criteria.items(), reversed(criteria.items()))
+    ]
+    single = [compute_rollout_correction(old, rollout, mask, level=None, reject={k: v})[1] for k, v in criteria.items()]
+    expected = torch.stack(single).prod(0)
+    assert torch.equal(together[0], expected) and torch.equal(together[1], expected)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@for_all(10, seed=seeds)
+def test_denominators_before_and_after_rejection(mode, seed):
+    """Both ways that the module's docstring names, by micro-batches of one row, against the loop."""
+    old, rollout, mask = mismatch_batch(seed)
+    advantages = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    weights, new_mask, _ = compute_rollout_correction(
+        old, rollout, mask, reject={"token_k1": (0.5, 4), "seq_mean_k1": (0.5, 2)}
+    )
+    losses = pl.gpg(old, old, advantages, mask)[0] * weights
+    before, after = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for i in range(len(mask)):
+        row = slice(i, i + 1)
+        share = {"loss_agg_mode": mode, "loss_scale_factor": SCALE}
+        before += agg_loss(losses[row] * new_mask[row], mask[row], **share, **counts(mask))
+        after += agg_loss(losses[row], new_mask[row], **share, **counts(new_mask))
+    full = -advantages * old * weights * new_mask
+    close(before, (full * slow_weights(mask, mode)).sum())
+    close(after, (full * slow_weights(new_mask, mode)).sum())
+
+
+@for_all(30, seed=seeds)
+def test_correction_metrics_equal_the_loop_over_ranks(seed):
+    """Two ranks' totals added are those of the whole."""
+    old, rollout, mask = mismatch_batch(seed)
+    rows, at = rows_of_x(old, rollout, mask), mask.nonzero().tolist()
+    parts = [
+        compute_rollout_correction(poison(old, mask, 1)[part], poison(rollout, mask, 2)[part], mask[part])[2]
+        for part in (slice(0, 1), slice(1, None))
+    ]
+    reduced = reduce_metrics({k: type(parts[0][k])(*map(sum, zip(parts[0][k], parts[1][k]))) for k in parts[0]})
+    if not at:
+        return
+    alive = [i for i, row in enumerate(rows) if row]
+    nll = {
+        n: [-math.fsum(x[i, t].item() for t in rows[i]) / len(rows[i]) for i in alive]
+        for n, x in (("t", old), ("r", rollout))
+    }
+    mean = lambda values: math.fsum(values) / len(values)  # noqa: E731
+    expected = {
+        "ppl_train": mean([math.exp(v) for v in nll["t"]]),
+        "ppl_rollout": mean([math.exp(v) for v in nll["r"]]),
+        "log_ppl_diff": mean([a - b for a, b in zip(nll["t"], nll["r"])]),
+        "log_ppl_abs_diff": mean([abs(a - b) for a, b in zip(nll["t"], nll["r"])]),
+        "chi2_seq": mean([clamp_exp(sum(rows[i].values())) ** 2 for i in alive]) - 1,
+        "is_clipped": mean([float(clamp_exp(x) > 2) for row in rows for x in row.values()]),
+    }
+    for name, value in expected.items():
+        assert reduced[f"rollout/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+    p, q = (torch.tensor([x[i, t].item() for i, t in at]).double().exp() for x in (old, rollout))
+    if len(at) > 3 and p.max() < 10:
+        pearson = torch.corrcoef(torch.stack([p, q]))[0, 1].item()
+        assert prob_pearson(reduced) == pytest.approx(pearson, rel=1e-6, abs=1e-6)
+
+
+def test_correction_bad_input_and_edges():
+    x = torch.zeros(2, 3)
+    bad = {"seq_k1": [(0.5, 2)], "token_k1": [2.0, (2, 0.5), (-1, 2)], "seq_max_k1": [(1, 2, 3), (0.5, math.nan)]}
+    bad |= {"token_k3": [(0, 1)], "token_k2": [-0.1]}
+    for reject in [{name: limit} for name, limits in bad.items() for limit in limits]:
+        with pytest.raises(InputError, match=next(iter(reject))):
+            compute_rollout_correction(x, x, x, reject=reject)
+    for keywords in ({"level": "row"}, {"action": "clip"}, {"bounds": (2, 1)}, {"bounds": 2.0}):
+        with pytest.raises(InputError):
+            compute_rollout_correction(x, x, torch.ones(2, 3), **keywords)
+    weights, new_mask, metrics = compute_rollout_correction(
+        torch.full((2, 3), math.nan), x, x, level="sequence", batch_normalize=True, reject={"seq_sum_k1": (0.5, 2)}
+    )
+    assert (weights == 0).all() and (new_mask == 0).all() and "rollout/is_weight" not in reduce_metrics(metrics)
+    weights, new_mask, _ = compute_rollout_correction(x.bfloat16(), x.bfloat16(), torch.ones(2, 3, dtype=torch.long))
+    assert weights.dtype == torch.float32 and new_mask.dtype == torch.long and (weights == 1).all()
+    weights, *_ = compute_rollout_correction(
+        x + 1, x, torch.ones(2, 3), action="mask", bounds=(0, 2), batch_normalize=True
+    )
+    assert (weights == 0).all()
+
+
+def test_lookup_checks_name_and_hyper_parameters():
+    loss = pl.get_policy_loss_fn("cispo", {"cliprange_high": 2.0})
+    x = torch.ones(1, 2)
+    assert torch.equal(loss(x, x, x, x)[0], pl.cispo(x, x, x, x, cliprange_high=2.0)[0])
+    for name, keywords, message in (
+        ("ppo", {}, "'ppo'.*vanilla, gpg"),
+        ("gspo", {"clip": 1.0}, "'gspo'.*clip"),
+        ("dro", {}, "'dro'.*dro_beta"),
+    ):
+        with pytest.raises(InputError, match=message):
+            pl.get_policy_loss_fn(name, keywords)
