@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -45,6 +46,19 @@ def test_flags_in_the_documents_exist():
         assert len(named) > 5
         for flag in named:
             assert flag.replace("-", "_").removeprefix("no_") in flags | {"help"}, (doc.name, flag)
+
+
+def test_every_estimator_and_loss_stands_in_the_table_and_in_the_help():
+    from grpo import Args
+    from lib.advantages import ADV_ESTIMATORS
+    from lib.policy_losses import POLICY_LOSSES
+
+    advantages, losses, _ = re.split(r"^## (?=Policy|Tested)", (ROOT / "docs/algorithms.md").read_text(), flags=re.M)
+    source = Path(inspect.getsourcefile(Args)).read_text()
+    for text, table, field in ((advantages, ADV_ESTIMATORS, "adv_estimator"), (losses, POLICY_LOSSES, "loss")):
+        assert set(re.findall(r"^\| `(\w+)`", text, flags=re.M)) == set(table)
+        docstring = re.search(rf'^    {field}: str[^\n]*\n    """(.*?)"""', source, flags=re.M | re.S)[1]
+        assert [name for name in table if not re.search(rf"\b{name}\b", docstring)] == []
 
 
 if __name__ == "__main__":
