@@ -8,6 +8,7 @@ has its own seed, so a sample depends on neither its batch nor its rank, and a r
 those of the distribution that was sampled from (temperature, top-p and top-k applied).
 """
 
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import fsdp_modules, iter_full_params, unsharded
+from lib.distributed import fsdp_modules, is_first_on_node, iter_full_params, unsharded
 from lib.model import response_log_probs
 
 
@@ -244,8 +245,6 @@ class VLLMEngine:
     """
 
     def __init__(self, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype, gpu_memory: float):
-        import os
-
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         on_gpu = model.device.type == "cuda"
@@ -262,7 +261,7 @@ class VLLMEngine:
 
             counter = sampler.batched_count_greater_than
             sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
-        if dist.get_rank() == 0:
+        if is_first_on_node():  # nodes may not share the disk
             model.config.save_pretrained(folder)
             model.generation_config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
