@@ -354,7 +354,7 @@ def main(args: Args) -> None:
     policy_loss = get_policy_loss_fn(args.loss, loss_settings)
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     train_data, val_data = load_datasets(args, tokenizer)
-    compute_score = load_reward(args.reward, train_data.data_sources | (val_data.data_sources if val_data else set()))
+    compute_score = load_reward(args.reward, [data for data in (train_data, val_data) if data is not None])
     if args.total_epochs is not None:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
     if args.resume == "auto" and not args.run_name:

@@ -65,7 +65,7 @@ def run(main: Callable[[Any], None], args: Any) -> None:
     try:
         main(args)
     except InputError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_on_node():
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(2)  # at once: a peer that waits in a collective must not hold this rank back
@@ -74,7 +74,7 @@ def run(main: Callable[[Any], None], args: Any) -> None:
 
 
 def is_first_on_node() -> bool:
-    """True on one rank of each node, also before the process group exists: the one that may print usage errors."""
+    """True on one rank of each node, also before the process group exists."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

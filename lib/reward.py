@@ -14,9 +14,10 @@ from lib import InputError
 from lib.data_proto import DataProto
 
 
-def load_reward(spec: str, data_sources: set[str]) -> Callable:
+def load_reward(spec: str, datasets: list) -> Callable:
     """The scorer: "" picks by each row's data_source (rewards/), "path/to/file.py:function" is the user's own."""
     if not spec:
+        data_sources = set().union(*(dataset.data_sources for dataset in datasets))  # reads every row
         unknown = sorted(s for s in data_sources if rewards.scorer_module(s) is None)
         if unknown:
             raise InputError(
