@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup train test curves lint format clean
+.PHONY: help setup train test diff curves lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -31,8 +31,13 @@ train: setup  ## train the embedded tiny model with grpo.py; more flags: make tr
 test: setup  ## all tests; some of them: make test ARGS="-k rollout"
 	$(BIN)/python -m pytest $(ARGS)
 
-curves: setup  ## the learning curves of the documents (5 seeds, 5 minutes)
-	$(BIN)/python benchmarks/curves.py
+A := grpo
+B := dapo
+diff:  ## what one script changes in another: make diff A=grpo B=dapo
+	@diff -u $(A).py $(B).py || test $$? = 1
+
+curves: setup  ## the learning curves of the documents (an hour); a part: make curves ARGS="--scripts dapo --variants"
+	$(BIN)/python benchmarks/curves.py $(ARGS)
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .

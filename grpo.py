@@ -11,6 +11,8 @@ each response (--loss_agg_mode seq-mean-token-mean is the paper's); there is no 
 loaded (--kl_coef 0.04 is the paper's); a ratio above clip_ratio_c is cut where the advantage is negative (dual clip).
 --adv_estimator dr_grpo with --loss_agg_mode seq-mean-token-sum-norm is Dr. GRPO (2503.20783).
 
+ppo.py, remax.py and dapo.py are this file with the changes of their papers: make diff A=grpo B=dapo shows them.
+
     python grpo.py                                                  one process; a tiny model and task, on any machine
     accelerate launch --multi_gpu --num_processes 8 grpo.py ...     one node; or torchrun --nproc-per-node 8 grpo.py ...
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 grpo.py ...     two nodes
@@ -31,10 +33,17 @@ import torch
 import tyro
 
 from lib import InputError
-from lib.advantages import get_adv_estimator_fn
+from lib.advantages import (
+    ADV_TENSORS,
+    AdaptiveEntropyController,
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    get_adv_estimator_fn,
+)
 from lib.batching import prepare_dynamic_batch
 from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
-from lib.core_algos import agg_loss, kl_penalty
+from lib.core_algos import agg_loss, at_last_token, kl_penalty, zero_variance_rows
 from lib.data_proto import DataProto
 from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
 from lib.distributed import (
@@ -59,14 +68,25 @@ from lib.metrics import (
     extra_metrics,
     mismatch_metrics,
     reduce_metrics,
+    reward_components,
+    rows_dropped,
     throughput_metrics,
     token_means,
     validation_metrics,
 )
-from lib.model import batched_log_probs, check_model_path, load_model, load_tokenizer, response_log_probs
-from lib.policy_losses import get_policy_loss_fn
+from lib.model import (
+    batched_log_probs,
+    check_model_path,
+    load_model,
+    load_reward_model,
+    load_tokenizer,
+    response_log_probs,
+    reward_model_scores,
+)
+from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
 from lib.reward import load_reward, score_responses
 from lib.rollout import Sampling, check_engine, make_engine, request_seeds, sync_weights
+from lib.rollout_correction import get_rollout_correction_fn
 from lib.tracking import Tracker, sample_rows
 
 HERE = Path(__file__).parent
@@ -76,7 +96,7 @@ HERE = Path(__file__).parent
 class Args:
     # ---- run
     run_name: str = ""
-    """name of the run, which writes to output_dir/run_name; empty: grpo-s<seed>-<date and time>"""
+    """name of the run, which writes to output_dir/run_name; empty: <script>-s<seed>-<date and time>"""
     output_dir: str = "runs"
     """folder of all runs"""
     seed: int = 1
@@ -143,16 +163,28 @@ class Args:
     # ---- reward
     reward: str = ""
     """path/to/file.py:function of your own scorer; empty: by each row's data_source, see rewards/"""
+    reward_model: str = ""
+    """Hugging Face id or folder of a sequence classifier with one output, whose score is added to the scorer's"""
+    reward_model_coef: float = 1.0
+    """weight of the reward model's score"""
+    reward_keys: tuple[str, ...] = ()
+    """keys of the scorer's result that are rewards of their own, for --adv_estimator gdpo"""
 
     # ---- algorithm
     adv_estimator: str = "grpo"
     """advantage estimator in lib/advantages.py: grpo, dr_grpo (not divided by the standard deviation), rloo, opo, gpg,
-    maxrl, grpo_passk, grpo_leave_one_out, grpo_batch_std, reinforce_plus_plus, reinforce_plus_plus_baseline"""
+    maxrl, grpo_passk, grpo_leave_one_out, grpo_batch_std, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo,
+    optimal_token_baseline"""
+    adv_kwargs: str = "{}"
+    """JSON of its hyper-parameters, such as {"epsilon": 1e-4}"""
     singleton: Literal["raw", "zero"] = "raw"
     """advantage of a group with one live row: its reward, as in verl, or 0"""
+    zero_variance: Literal["keep", "mask", "drop_from_denominator"] = "keep"
+    """groups with equal scores: keep; mask: out of the loss, KL and entropy terms too; drop_from_denominator: also not
+    counted in the means of loss_agg_mode"""
     loss: str = "vanilla"
     """policy loss in lib/policy_losses.py: vanilla, gspo, cispo, geo_mean, sapo, gpg, reinforce, dppo_tv, dppo_kl, dro,
-    two_sided"""
+    two_sided, decoupled, clip_cov, kl_cov"""
     loss_kwargs: str = "{}"
     """JSON of its hyper-parameters, such as {"cliprange_high": 4.0}; vanilla takes the three flags below"""
     clip_ratio_low: float = 0.2
@@ -161,6 +193,9 @@ class Args:
     """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
     clip_ratio_c: float = 3.0
     """dual clip: bound of the ratio where the advantage is negative"""
+    token_masks: str = "{}"
+    """JSON of token selections and their hyper-parameters: top_entropy, m2po, off_policy_sequence keep their tokens in
+    the loss, such as {"top_entropy": {"fraction": 0.2}}; clip_cov and kl_cov select for the loss of that name"""
     loss_agg_mode: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
@@ -168,14 +203,25 @@ class Args:
     loss_scale_factor: float | None = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
     kl_coef: float = 0.0
-    """beta, weight of the KL to the start model in the loss; at 0 no reference model is loaded"""
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3+"
-    """estimator of that KL; a + gives it the gradient of k2, which is that of the KL"""
+    """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"] = "k3+"
+    """estimator of that KL; in the loss, + and _unbiased have the gradient of the KL; in the reward, k1 is usual"""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """add the KL to the loss, or subtract it from the reward of each token"""
+    kl_target: float | None = None
+    """with --kl_placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
+    kl_horizon: int = 10000
+    """responses over which beta adapts"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus"""
+    entropy_target: float | None = None
+    """nats: entropy_coef moves by 0.005 a step to hold the entropy here, and is 0 above it; empty: it is fixed"""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
-    """pi_old: the trainer's own log-probs (auto: not computed where each step has one update, there the ratio is 1), or
-    the rollout engine's"""
+    """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
+    ratio is 1), or the rollout engine's"""
+    rollout_correction: str = "{}"
+    """JSON: how r = pi_old / pi_rollout corrects the loss, such as {"level": "token", "bounds": [0, 2]} or
+    {"level": null, "reject": {"seq_mean_k1": [0.99, 1.01]}}: see lib/rollout_correction.py"""
 
     # ---- update
     num_mini_batches: int = 1
@@ -231,6 +277,12 @@ MAY_CHANGE_ON_RESUME = {
 }
 
 
+GATHERED = (  # over ranks, for the advantages
+    *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),
+    *("sum_pi_squared", "reward_components"),
+)
+
+
 @dataclass
 class Sizes:
     """The arithmetic of a step. No prefix: over all ranks; local: on one rank."""
@@ -257,10 +309,6 @@ def step_sizes(args: Args, world_size: int) -> Sizes:
             "micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
             f"{args.micro_batch_tokens} < {args.max_prompt_length} + {args.max_response_length}"
         )
-    if args.temperature <= 0:
-        raise InputError(f"--temperature {args.temperature}: training samples need a temperature above 0")
-    if args.val_samples > 1 and args.val_temperature == 0:
-        raise InputError(f"--val_samples {args.val_samples} are all the same at --val_temperature 0: raise it")
     local_prompts = args.prompts_per_step // world_size
     local_rows = local_prompts * args.group_size
     return Sizes(
@@ -270,9 +318,26 @@ def step_sizes(args: Args, world_size: int) -> Sizes:
 
 def parse_json(text: str, flag: str) -> dict:
     try:
-        return json.loads(text)
+        settings = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"--{flag} {text}: not JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise InputError(f'--{flag} {text}: give a JSON object, such as {{"name": 1}}')
+    return settings
+
+
+def check_flags(args: Args) -> None:
+    """Raises InputError for values and combinations that make no sense."""
+    if args.temperature <= 0:
+        raise InputError(f"--temperature {args.temperature}: training samples need a temperature above 0")
+    if args.val_samples > 1 and args.val_temperature == 0:
+        raise InputError(f"--val_samples {args.val_samples} are all the same at --val_temperature 0: raise it")
+    if args.kl_target is not None and not (args.kl_coef and args.kl_placement == "reward"):
+        raise InputError("--kl_target steers the KL in the reward: it needs --kl_placement reward and a --kl_coef")
+    if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
+        raise InputError(f"--kl_horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
+    if args.old_log_probs == "rollout" and args.rollout_correction != "{}":
+        raise InputError("--old_log_probs rollout is the correction itself: drop it or --rollout_correction")
 
 
 def load_datasets(args: Args, tokenizer):
@@ -289,25 +354,25 @@ def load_datasets(args: Args, tokenizer):
     return train, dataset_class(list(args.val_files), tokenizer, **settings) if wanted else None
 
 
-def validate(args: Args, engine, dataset, tokenizer, compute_score, world, sizes: Sizes, tracker: Tracker, step: int):
+def validate(args: Args, engine, dataset, tokenizer, score, world, sizes: Sizes, tracker: Tracker, step: int):
     """mean@n, pass@k and maj@k over all validation prompts, by data_source. A collective."""
     sampling = Sampling(args.max_response_length, args.val_temperature, args.val_top_p)
-    mine = list(range(world.rank, len(dataset), world.size))
+    per_rank = math.ceil(len(dataset) / world.size)
     per_call = max(1, sizes.local_rows // args.val_samples)
     results, shown = [], []
-    for call in range(math.ceil(math.ceil(len(dataset) / world.size) / per_call)):  # as many calls on every rank
-        rows = mine[call * per_call : (call + 1) * per_call]
-        prompts = DataProto.from_single_dict(collate_fn([dataset[i] for i in rows or [0]])).to(world.device)
-        batch = prompts.repeat(args.val_samples, interleave=True)
-        numbers = [row * args.val_samples + n for row in rows or [0] for n in range(args.val_samples)]
+    for start in range(0, per_rank, per_call):
+        # the same number on every rank: what is beyond the data set's end keeps the others company
+        rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
+        prompts = DataProto.from_single_dict(collate_fn([dataset[min(i, len(dataset) - 1)] for i in rows]))
+        batch = prompts.to(world.device).repeat(args.val_samples, interleave=True)
+        numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
         batch = engine.generate(batch, sampling, request_seeds(args.seed, -1, numbers))
-        if not rows:  # this rank only kept the others company
-            continue
-        scores, extras = score_responses(batch, tokenizer, compute_score)
-        batch.batch["token_level_scores"] = scores
-        sources = batch.non_tensor_batch["data_source"]
+        batch.batch["token_level_scores"], extras = score(batch)
         preds = extras.get("pred", [None] * len(batch))
-        results += list(zip(sources, [n // args.val_samples for n in numbers], scores.sum(1).tolist(), preds))
+        batch = batch[: sum(row < len(dataset) for row in rows) * args.val_samples]
+        scores = batch.batch["token_level_scores"].sum(1).tolist()
+        prompt_numbers = [n // args.val_samples for n in numbers]
+        results += list(zip(batch.non_tensor_batch["data_source"], prompt_numbers, scores, preds))
         shown += sample_rows(batch, tokenizer)
     results = sorted(all_gather_lists(results), key=lambda result: result[1])  # by prompt, for any number of ranks
     tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
@@ -346,12 +411,39 @@ def main(args: Args) -> None:
     sizes = step_sizes(args, world.size)
     check_engine(args.rollout_engine)
     check_model_path(args.model)
-    estimate_advantages = get_adv_estimator_fn(args.adv_estimator)
+    check_flags(args)
+    adv_settings = {"singleton": args.singleton} | parse_json(args.adv_kwargs, "adv_kwargs")
+    estimate_advantages = get_adv_estimator_fn(args.adv_estimator, adv_settings)
+    adv_tensors = ADV_TENSORS.get(args.adv_estimator, ())
+    if not set(adv_tensors) <= set(GATHERED):
+        raise InputError(
+            f"--adv_estimator {args.adv_estimator} needs {', '.join(adv_tensors)}: not made by this script"
+        )
+    if (args.adv_estimator == "gdpo") != bool(args.reward_keys):
+        raise InputError("--adv_estimator gdpo and --reward_keys, the rewards that it weighs, go together")
     loss_settings = parse_json(args.loss_kwargs, "loss_kwargs")
     if args.loss == "vanilla":
         loss_settings |= {"cliprange_low": args.clip_ratio_low, "cliprange_high": args.clip_ratio_high}
         loss_settings["clip_ratio_c"] = args.clip_ratio_c
     policy_loss = get_policy_loss_fn(args.loss, loss_settings)
+    token_masks = parse_json(args.token_masks, "token_masks")
+    if args.loss in TOKEN_MASKS:
+        token_masks.setdefault(args.loss, {})
+    check_token_masks(token_masks)
+    correction = parse_json(args.rollout_correction, "rollout_correction")
+    correct_rollout = get_rollout_correction_fn(correction) if correction else None
+    kl_in_reward = args.kl_coef > 0 and args.kl_placement == "reward"
+    needs_old_log_probs = (
+        sizes.updates_per_step > 1
+        or args.old_log_probs == "recompute"
+        or bool(correction or token_masks or kl_in_reward)
+        or args.loss in LOSS_TENSORS
+        or "old_log_probs" in adv_tensors
+    )
+    if args.old_log_probs == "rollout" and {"top_entropy", "sum_pi_squared"} & {*token_masks, *adv_tensors}:
+        raise InputError(
+            "--old_log_probs rollout spares the forward pass that top_entropy, optimal_token_baseline need"
+        )
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     train_data, val_data = load_datasets(args, tokenizer)
     compute_score = load_reward(args.reward, [data for data in (train_data, val_data) if data is not None])
@@ -359,7 +451,7 @@ def main(args: Args) -> None:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
     if args.resume == "auto" and not args.run_name:
         raise InputError("--resume auto needs the --run_name of the run to resume")
-    run_name = broadcast(args.run_name or f"grpo-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_name = broadcast(args.run_name or f"{Path(__file__).stem}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(args.output_dir) / run_name
     checkpoint = find_checkpoint(args.resume, run_dir, asdict(args), MAY_CHANGE_ON_RESUME)
     if world.rank == 0:
@@ -383,10 +475,18 @@ def main(args: Args) -> None:
 
     actor = load_policy(trainable=True)
     ref = load_policy(trainable=False) if args.kl_coef else None
+    reward_model = None
+    if args.reward_model:
+        reward_model, reward_tokenizer = load_reward_model(args.reward_model, trust_remote_code=args.trust_remote_code)
+        reward_model = shard_model(reward_model.to(world.device), mesh, compute_dtype)
     parameters = trainable_parameters(actor)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
     models, schedulers = {"actor": (actor, optimizer)}, {"actor": scheduler}
+    kl_control = FixedKLController(args.kl_coef)
+    if args.kl_target is not None:
+        kl_control = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    entropy_control = AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
 
     # ---- rollout engine, data, resume
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -417,6 +517,8 @@ def main(args: Args) -> None:
         if start_step >= args.total_steps and world.rank == 0:
             print(f"{checkpoint}: step {start_step} of {args.total_steps}, nothing is left to train", flush=True)
         loader.load_state_dict(state["loader"])
+        kl_control.load_state_dict(state["kl_control"])
+        entropy_control.load_state_dict(state["entropy_control"])
     tracker = Tracker(
         run_dir / "val_only" if args.val_only else run_dir,
         asdict(args),
@@ -427,9 +529,18 @@ def main(args: Args) -> None:
     )
     prompts_of_steps = iter(loader)
 
+    def score(batch: DataProto) -> tuple[torch.Tensor, dict[str, list]]:
+        """Scores (B, T) on each row's last token, and what else the scorer said of each row. A collective."""
+        scores, extras = score_responses(batch, tokenizer, compute_score)
+        if reward_model is not None:
+            judged = reward_model_scores(reward_model, reward_tokenizer, batch, tokenizer, args.micro_batch_tokens)
+            scores = scores + args.reward_model_coef * at_last_token(judged, batch.batch["response_mask"])
+            extras["reward_model"] = judged.tolist()
+        return scores, extras
+
     def evaluate(step: int) -> dict[str, float]:
         sync = sync_weights(engine, actor, step, tolerance=sync_tolerance)
-        return sync | validate(args, engine, val_data, tokenizer, compute_score, world, sizes, tracker, step)
+        return sync | validate(args, engine, val_data, tokenizer, score, world, sizes, tracker, step)
 
     if args.val_only or (args.val_before_train and start_step == 0):
         tracker.log(evaluate(start_step), start_step)
@@ -454,33 +565,65 @@ def main(args: Args) -> None:
 
             # ---- 2 reward
             with timer("reward"):
-                scores, extras = score_responses(batch, tokenizer, compute_score)  # (B, T)
-                batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = scores
+                scores, extras = score(batch)  # (B, T)
+                if args.reward_keys:
+                    batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores.device)
+                batch.batch["token_level_scores"] = scores
 
             # ---- 3 log-probs
             with timer("log_probs"):
-                settings = (args.temperature, args.micro_batch_tokens)
+                forward = partial(
+                    batched_log_probs,
+                    batch=batch,
+                    temperature=args.temperature,
+                    micro_batch_tokens=args.micro_batch_tokens,
+                    padding_free=args.padding_free,
+                )
                 if args.old_log_probs == "rollout":
                     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-                elif args.old_log_probs == "recompute" or sizes.updates_per_step > 1:
-                    old, _ = batched_log_probs(actor, batch, *settings, padding_free=args.padding_free)
-                    batch.batch["old_log_probs"] = old
+                elif needs_old_log_probs:
+                    outputs = forward(actor, sum_pi_squared="sum_pi_squared" in adv_tensors)
+                    batch.batch.update(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs)))
                 if ref is not None:
-                    ref_log_prob, _ = batched_log_probs(ref, batch, *settings, padding_free=args.padding_free)
-                    batch.batch["ref_log_prob"] = ref_log_prob
+                    batch.batch["ref_log_prob"], _ = forward(ref)
 
-            # ---- 4 advantages
+            # ---- 4 advantages: of the batch of all ranks, for what compares rows or tokens
             with timer("advantages"):
-                # of the batch of all ranks: some estimators whiten it, or use its standard deviation
-                whole = batch.select(["token_level_rewards", "response_mask"], ["uid"]).all_gather()
-                advantages, returns = estimate_advantages(
-                    whole.batch["token_level_rewards"],
-                    whole.batch["response_mask"],
-                    index=whole.non_tensor_batch["uid"],
-                    singleton=args.singleton,
+                whole = batch.select([key for key in GATHERED if key in batch.batch], ["uid"]).all_gather()
+                tensors, uid = dict(whole.batch.items()), whole.non_tensor_batch["uid"]
+                mask = tensors["response_mask"].bool()  # (B, T)
+                keep = counted = mask  # tokens that the loss sums, and those that its means count
+                stages = {"aborted": mask}  # of keep: who loses which rows
+                if correct_rollout is not None:
+                    weights, keep, correction_metrics = correct_rollout(
+                        tensors["old_log_probs"], tensors["rollout_log_probs"], keep
+                    )
+                    stages["rollout_correction"] = keep
+                    metrics |= correction_metrics
+                    if weights is not None:
+                        tensors["rollout_is_weights"] = weights
+                live = mask & keep.any(1, keepdim=True)  # a rejected row is in no group
+                rewards = tensors["token_level_scores"]
+                if kl_in_reward:
+                    kl = kl_penalty(tensors["old_log_probs"], tensors["ref_log_prob"], args.kl_estimator, live)
+                    rewards, mean_kl = apply_kl_penalty(rewards, kl, live, kl_control.value)
+                    metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
+                    kl_control.update(mean_kl, len(whole))
+                tensors["token_level_rewards"] = rewards
+                tensors["advantages"], tensors["returns"] = estimate_advantages(
+                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors}
                 )
-                mine = slice(world.rank * sizes.local_rows, (world.rank + 1) * sizes.local_rows)
-                batch.batch["advantages"], batch.batch["returns"] = advantages[mine], returns[mine]
+                if args.zero_variance != "keep":
+                    without_signal = zero_variance_rows(tensors["token_level_scores"], live, uid)  # (B,)
+                    stages["zero_variance"] = keep = keep & ~without_signal[:, None]
+                    if args.zero_variance == "drop_from_denominator":
+                        counted = counted & ~without_signal[:, None]
+                if token_masks:
+                    tensors |= compute_token_masks(token_masks, tensors, seed=args.seed * 2**20 + step)
+                    stages["token_masks"] = keep = keep & tensors.get("loss_mask", keep)
+                tensors["loss_mask"], tensors["counted_mask"] = keep, counted
+                mine = slice(world.rank * len(batch), (world.rank + 1) * len(batch))
+                batch.batch.update({key: tensor[mine] for key, tensor in tensors.items()})
 
             # ---- 5 update
             with timer("update"):
@@ -488,30 +631,37 @@ def main(args: Args) -> None:
                 first_update, skipped_updates = True, 0
                 for _ in range(args.update_epochs):
                     for mini_batch in batch.split(sizes.local_mini_batch_rows):
-                        mask = mini_batch.batch["response_mask"]
-                        counts = [int(mask.sum()), int(mask.any(1).sum())]
+                        counted = mini_batch.batch["counted_mask"]
+                        counts = [int(counted.sum()), int(counted.any(1).sum())]
                         global_tokens, global_rows = all_reduce_sum(counts, world.device)
                         micro_batches, _ = prepare_dynamic_batch(mini_batch, args.micro_batch_tokens)
                         for i, micro in enumerate(micro_batches):
                             set_gradient_sync(actor, i == len(micro_batches) - 1)
-                            mask = micro.batch["response_mask"]  # (b, T)
+                            tensors = micro.batch
+                            mask = tensors["response_mask"]  # (b, T)
                             log_probs, entropy = response_log_probs(
                                 actor, micro, args.temperature, padding_free=args.padding_free
                             )
+                            old_log_probs = tensors.get("old_log_probs", log_probs.detach())
                             losses, token_metrics = policy_loss(
-                                micro.batch.get("old_log_probs", log_probs.detach()),
+                                old_log_probs,
                                 log_probs,
-                                micro.batch["advantages"],
+                                tensors["advantages"],
                                 mask,
+                                **{key: tensors[key] for key in LOSS_TENSORS.get(args.loss, ())},
                             )
                             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
-                            losses = losses - args.entropy_coef * entropy
-                            if ref is not None:
-                                kl = kl_penalty(log_probs, micro.batch["ref_log_prob"], args.kl_estimator, mask)
+                            if "rollout_is_weights" in tensors:
+                                losses = losses * tensors["rollout_is_weights"]
+                            losses = losses - entropy_control.value * entropy
+                            if ref is not None and not kl_in_reward:
+                                kl = kl_penalty(
+                                    log_probs, tensors["ref_log_prob"], args.kl_estimator, mask, old_log_probs
+                                )
                                 losses = losses + args.kl_coef * kl
                                 token_metrics["actor/ref_kl"] = kl.detach()
                             loss = agg_loss(
-                                losses,
+                                losses * tensors["loss_mask"],
                                 mask,
                                 args.loss_agg_mode,
                                 global_tokens=global_tokens,
@@ -523,7 +673,7 @@ def main(args: Args) -> None:
                             add_metrics(local, token_means(token_metrics, mask))
                             add_metrics(local, {"actor/loss": Sum(loss.item() / sizes.updates_per_step)})
                             if first_update:  # the weights are still those that sampled
-                                add_metrics(local, mismatch_metrics(log_probs, micro.batch["rollout_log_probs"], mask))
+                                add_metrics(local, mismatch_metrics(log_probs, tensors["rollout_log_probs"], mask))
                         grad_norm = clip_grad_norm(parameters, args.max_grad_norm)
                         if math.isfinite(grad_norm):
                             optimizer.step()
@@ -538,18 +688,23 @@ def main(args: Args) -> None:
                         first_update = False
 
         # ---- 6 log
-        aborted = (batch.batch["response_mask"].sum(1) == 0).sum().item()
         local |= timer.metrics() | extra_metrics(extras)
         local |= {
             "training/epoch": loader.position / len(train_data),
             "training/skipped_updates": skipped_updates,
             "training/rows_in": Sum(len(batch)),
-            "training/rows_trained": Sum(len(batch) - aborted),
-            "training/rows_dropped/aborted": Sum(aborted),
+            "training/rows_trained": Sum(batch.batch["loss_mask"].any(1).sum().item()),
+            "training/trained_share": Mean(
+                batch.batch["loss_mask"].sum().item(), batch.batch["response_mask"].sum().item()
+            ),
             "training/tokens": Sum(batch.batch["attention_mask"].sum().item()),
         }
-        metrics |= reduce_metrics(local)
-        assert metrics["training/rows_in"] == args.prompts_per_step * args.group_size, "rows were lost on the way"
+        metrics |= reduce_metrics(local | rows_dropped(stages))
+        metrics["actor/entropy_coef"] = entropy_control.value
+        if "actor/entropy" in metrics:  # not where no row has a token to train on
+            entropy_control.update(metrics["actor/entropy"])
+        dropped = sum(rows for name, rows in metrics.items() if name.startswith("training/rows_dropped/"))
+        assert metrics["training/rows_in"] == metrics["training/rows_trained"] + dropped, "rows were lost on the way"
         metrics |= throughput_metrics(metrics, metrics["training/tokens"], world.size)
         tracker.log(metrics, step)
 
@@ -563,7 +718,12 @@ def main(args: Args) -> None:
                 step,
                 models=models,
                 schedulers=schedulers,
-                trainer_state={"step": step, "loader": loader.state_dict()},
+                trainer_state={
+                    "step": step,
+                    "loader": loader.state_dict(),
+                    "kl_control": kl_control.state_dict(),
+                    "entropy_control": entropy_control.state_dict(),
+                },
                 keep=args.keep_checkpoints,
             )
 

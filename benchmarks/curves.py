@@ -1,103 +1,184 @@
-"""The learning curve of the documents: the default run with several seeds, mean and spread.
+"""The learning curves of the documents: runs on the embedded task with several seeds, drawn as mean and spread.
 
-    python benchmarks/curves.py      runs grpo.py with seeds 1 to 5 (a minute each), then draws docs/grpo_curve.png
+    python benchmarks/curves.py                               runs everything (an hour on two cores), then draws
+    python benchmarks/curves.py --scripts dapo --variants     runs dapo.py only; the other records stay
+    python benchmarks/curves.py --draw                        draws from the records in benchmarks/results/
 
-The figures behind the picture, with commit, machine and command, go to benchmarks/results/grpo_curve.json.
+docs/scripts_curve.png and <script>_curve.png: the four scripts; docs/estimators_curve.png: flags of grpo.py.
 """
 
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-import torch
+import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+COLORS = {"grpo": "tab:blue", "ppo": "tab:orange", "remax": "tab:green", "dapo": "tab:red"}
+VARIANTS = {  # flags of grpo.py
+    "rloo": "--adv-estimator rloo",
+    "opo": "--adv-estimator opo",
+    "maxrl": "--adv-estimator maxrl",
+    "grpo_leave_one_out": "--adv-estimator grpo_leave_one_out",
+    "reinforce_plus_plus_baseline": "--adv-estimator reinforce_plus_plus_baseline",
+    "dr_grpo": "--adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm",
+    # losses: several updates a step, or every ratio is 1 and they are all the policy gradient
+    "gspo": "--loss gspo --loss-agg-mode seq-mean-token-mean --num-mini-batches 4",
+    "sapo": "--loss sapo --loss-agg-mode seq-mean-token-mean --num-mini-batches 4",
+    "cispo": "--loss cispo --num-mini-batches 4",
+    "dppo_tv": "--loss dppo_tv --num-mini-batches 4",
+}
+FLAGS = "--val-every 2 --show-samples 0"
 ACCURACY = "val/toy/arithmetic/mean@1"
 PANELS = {
     ACCURACY: "greedy accuracy on held-out sums",
     "reward/mean": "reward of the samples (temperature 1)",
     "response_length/mean": "response length (tokens)",
 }
+COSTS = {"training/tokens": "prompt and response tokens, summed", "timing_s/step": "seconds of training"}
 
 
-def run_seed(script: str, seed: int, folder: str) -> dict:
+def run_seed(script: str, flags: str, seed: int) -> dict:
     """One run in a process of its own: its curves, wall and CPU seconds (start-up and validation included)."""
-    command = [sys.executable, f"{script}.py", "--seed", str(seed), "--output-dir", folder, "--run-name", f"seed{seed}"]
-    command += ["--val-every", "2", "--show-samples", "0"]
-    start, cpu_before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
-    rows = [json.loads(line) for line in (Path(folder) / f"seed{seed}/metrics.jsonl").read_text().splitlines()]
-    curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in PANELS}
-    accuracy = [value for _, value in curves[ACCURACY]]
-    return {
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, f"{script}.py", *FLAGS.split(), *flags.split(), "--seed", str(seed)]
+        command += ["--output-dir", folder, "--run-name", "run"]
+        with Path(folder, "log").open("w") as log:
+            start, env = time.perf_counter(), os.environ | {"OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+            _, status, usage = os.wait4(process.pid, 0)  # wait() does not say what this child alone used
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{Path(folder, 'log').read_text()[-3000:]}")
+        rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+    curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in [*PANELS, *COSTS]}
+    result = {
         "seed": seed,
-        "accuracy_before": accuracy[0],
-        "accuracy_after": accuracy[-1],
+        "accuracy_before": curves[ACCURACY][0][1],
+        "accuracy_after": curves[ACCURACY][-1][1],
         "first_step_at_90_percent": next((step for step, value in curves[ACCURACY] if value >= 0.9), None),
         "wall_seconds": round(time.perf_counter() - start, 1),
-        "cpu_seconds": round(cpu.ru_utime + cpu.ru_stime - cpu_before.ru_utime - cpu_before.ru_stime, 1),
-        "training_seconds": round(sum(row.get("timing_s/step", 0) for row in rows), 1),
-        "curves": curves,
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "training_seconds": round(sum(value for _, value in curves["timing_s/step"]), 1),
     }
+    print(f"{script}.py {flags} {result}", flush=True)
+    return result | {"curves": curves}
 
 
-def draw(runs: list[dict], path: Path, title: str) -> None:
-    figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
-    figure.suptitle(title)
-    for axes, (key, label) in zip(figure.subplots(1, 3), PANELS.items()):
-        steps = [step for step, _ in runs[0]["curves"][key]]
-        values = np.array([[value for _, value in run["curves"][key]] for run in runs])  # (seeds, steps)
-        for line in values:
-            axes.plot(steps, line, color="tab:blue", alpha=0.25, linewidth=1)
-        axes.plot(steps, values.mean(0), color="tab:blue", linewidth=2, label=f"mean of {len(runs)} seeds")
-        axes.fill_between(steps, values.min(0), values.max(0), color="tab:blue", alpha=0.12, linewidth=0)
-        axes.set(xlabel="step", ylabel=label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower right")
-    figure.savefig(path)
-
-
-def cpu_name() -> str:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return names[0] if names else platform.processor()
-
-
-def main(script: str = "grpo", seeds: tuple[int, ...] = (1, 2, 3, 4, 5)) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [run_seed(script, seed, folder) for seed in seeds]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    record = {
-        "command": f"python benchmarks/curves.py  ({script}.py, defaults, --val-every 2)",
-        "commit": commit,
+def provenance(jobs: int) -> dict:
+    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    cpus = [line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return {
+        "commit": subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
         "date": date.today().isoformat(),
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores, one thread",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "runs": runs,
+        "machine": f"{[*cpus, platform.processor()][0]}, {os.cpu_count()} cores, {jobs} one-thread runs at a time",
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},
     }
-    (ROOT / f"benchmarks/results/{script}_curve.json").write_text(json.dumps(record) + "\n")
-    draw(
-        runs,
-        ROOT / f"docs/{script}_curve.png",
-        f"python {script}.py: three-digit addition, 0.54 M parameters, 2 CPU cores",
+
+
+def load_records(figure: str) -> dict[str, dict]:
+    """By name: how it was run, and a result per seed."""
+    file = RESULTS / f"{figure}_curve.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def curve(runs: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (N,) and values (seeds, N)."""
+    values = np.array([run["curves"][key] for run in runs])  # (seeds, N, 2)
+    return values[0, :, 0], values[:, :, 1]
+
+
+def plot(axes: Axes, x: np.ndarray, values: np.ndarray, color: str, label: str | None = None) -> None:
+    axes.plot(x, values.mean(0), color=color, linewidth=2, label=label)
+    axes.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_script(script: str, runs: list[dict]) -> None:
+    figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
+    figure.suptitle(f"python {script}.py: three-digit addition, 0.54 M parameters, one CPU core")
+    for axes, (key, label) in zip(figure.subplots(1, 3), PANELS.items()):
+        steps, values = curve(runs, key)
+        plot(axes, steps, values, COLORS[script], f"mean of {len(runs)} seeds")
+        axes.plot(steps, values.T, color=COLORS[script], alpha=0.25, linewidth=1)
+        axes.set(xlabel="step", ylabel=label)
+        axes.legend(frameon=False, loc="lower right")
+    figure.savefig(ROOT / f"docs/{script}_curve.png")
+
+
+def draw_scripts(runs_of: dict[str, list[dict]]) -> None:
+    figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
+    figure.suptitle("three-digit addition, each script's defaults: mean and range of the seeds")
+    panels = figure.subplots(1, 3, sharey=True)
+    for script, runs in runs_of.items():
+        steps, values = curve(runs, ACCURACY)
+        plot(panels[0], steps, values, COLORS[script], f"{script}.py, {len(runs)} seeds")
+        for axes, key in zip(panels[1:], COSTS):
+            at, costs = curve(runs, key)  # of steps 1, 2, ...; steps has 0 and those that were validated
+            plot(axes, np.interp(steps, at, costs.cumsum(1).mean(0), left=0), values, COLORS[script])
+    for axes, label in zip(panels, ["step", *COSTS.values()]):
+        axes.set(xlabel=label)
+        axes.locator_params(axis="x", nbins=6)
+    panels[0].set(ylabel=PANELS[ACCURACY])
+    panels[0].legend(frameon=False, loc="lower right")
+    figure.savefig(ROOT / "docs/scripts_curve.png")
+
+
+def draw_variants(runs_of: dict[str, list[dict]], grpo: list[dict]) -> None:
+    figure = Figure(figsize=(12, 5.4), dpi=120, layout="constrained")
+    figure.suptitle(f"grpo.py with other estimators and losses: {PANELS[ACCURACY]}, by step")
+    panels = figure.subplots(2, 5, sharex=True, sharey=True).flatten()
+    steps, defaults = curve(grpo, ACCURACY)
+    for axes, (name, runs) in zip(panels, runs_of.items()):
+        axes.plot(steps, defaults.mean(0), color="grey", linestyle="--", linewidth=1, label="grpo.py's defaults")
+        plot(axes, *curve(runs, ACCURACY), "tab:blue", f"mean of {len(runs)} seeds")
+        axes.set_title(name, fontsize=9)
+    panels[0].legend(frameon=False, loc="lower right", fontsize=8)
+    figure.savefig(ROOT / "docs/estimators_curve.png")
+
+
+def main(
+    scripts: tuple[Literal[tuple(COLORS)], ...] = tuple(COLORS),
+    variants: tuple[Literal[tuple(VARIANTS)], ...] = tuple(VARIANTS),
+    seeds: tuple[int, ...] = (),
+    jobs: int = 2,
+    draw: bool = False,
+) -> None:
+    """Run, record and draw. Without seeds: 1 to 5 for scripts, 1 to 3 for variants. jobs: processes at a time."""
+    if not draw:
+        how = provenance(jobs)
+        todo = [("scripts", name, name, "", seeds or (1, 2, 3, 4, 5)) for name in scripts]
+        todo += [("estimators", name, "grpo", VARIANTS[name], seeds or (1, 2, 3)) for name in variants]
+        each = [(script, flags, seed) for *_, script, flags, of in todo for seed in of]
+        with ThreadPoolExecutor(jobs) as pool:
+            results = pool.map(run_seed, *zip(*each))  # in order; where one fails, the others are not begun
+            for figure, name, script, flags, of in todo:
+                runs = [next(results) for _ in of]
+                record = {"command": f"python {script}.py {FLAGS} {flags}".strip(), **how, "runs": runs}
+                (RESULTS / f"{figure}_curve.json").write_text(json.dumps(load_records(figure) | {name: record}) + "\n")
+    scripts_runs, variants_runs = (
+        {name: record["runs"] for name, record in load_records(figure).items()} for figure in ("scripts", "estimators")
     )
-    for run in runs:
-        print({key: value for key, value in run.items() if key != "curves"})
+    for script, runs in scripts_runs.items():
+        draw_script(script, runs)
+    draw_scripts(scripts_runs)
+    if variants_runs and "grpo" in scripts_runs:
+        draw_variants(variants_runs, scripts_runs["grpo"])
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -14,9 +14,7 @@ if __name__ == "__main__":  # this folder holds math.py, which would hide Python
 
 from pathlib import Path
 
-import datasets
-import tyro
-
+from data.rows import make_row, run_script, write_rows
 from lib import InputError
 from lib.dataset import load_split
 
@@ -38,26 +36,11 @@ def main(out: Path, local_dir: Path | None = None) -> None:
             _, mark, answer = row["answer"].rpartition("####")
             if not mark:
                 raise InputError(f"{local_dir or HUB_ID} {split} row {i}: its answer has no '####'; is this GSM8K?")
-            rows.append(
-                {
-                    "data_source": HUB_ID,
-                    "prompt": [{"role": "user", "content": f"{row['question']}\n\n{INSTRUCTION}"}],
-                    "reward_model": {"style": "rule", "ground_truth": answer.strip().replace(",", "")},
-                    "extra_info": {
-                        "split": split,
-                        "index": i,
-                        "question": row["question"],
-                        "answer": row["answer"],
-                    },
-                }
-            )
-        datasets.Dataset.from_list(rows).to_parquet(out / f"{split}.parquet")
-        print(f"{out / split}.parquet: {len(rows)} rows")
+            prompt, truth = f"{row['question']}\n\n{INSTRUCTION}", answer.strip().replace(",", "")
+            info = {"split": split, "index": i, "question": row["question"], "answer": row["answer"]}
+            rows.append(make_row(HUB_ID, prompt, truth, info))
+        write_rows(rows, out / f"{split}.parquet")
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -16,9 +16,7 @@ if __name__ == "__main__":  # this folder holds math.py, which would hide Python
 
 from pathlib import Path
 
-import datasets
-import tyro
-
+from data.rows import make_row, run_script, write_rows
 from lib import InputError
 from lib.dataset import load_split
 from rewards.math import last_boxed
@@ -44,28 +42,13 @@ def main(out: Path, local_dir: Path | None = None) -> None:
             answer = row.get("answer") or last_boxed(row.get("solution") or "")
             if not answer:
                 continue
-            rows.append(
-                {
-                    "data_source": hub_id,
-                    "prompt": [{"role": "user", "content": f"{row['problem']}\n\n{INSTRUCTION}"}],
-                    "reward_model": {"style": "rule", "ground_truth": answer},
-                    "extra_info": {
-                        "split": split,
-                        "index": i,
-                        "level": str(row.get("level", "")),
-                        "subject": row.get("subject") or row.get("type") or "",
-                    },
-                }
-            )
+            subject = row.get("subject") or row.get("type") or ""
+            info = {"split": split, "index": i, "level": str(row.get("level", "")), "subject": subject}
+            rows.append(make_row(hub_id, f"{row['problem']}\n\n{INSTRUCTION}", answer, info))
         if not rows:
             raise InputError(f"{local_dir or hub_id} {split}: none of {n_read} rows has an answer; is this MATH?")
-        datasets.Dataset.from_list(rows).to_parquet(out / f"{split}.parquet")
-        print(f"{out / split}.parquet: {len(rows)} rows, {n_read - len(rows)} left out (no answer)")
+        write_rows(rows, out / f"{split}.parquet", f", {n_read - len(rows)} left out (no answer)")
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -19,11 +19,10 @@ if __name__ == "__main__":  # this folder holds math.py and reasoning_gym.py, wh
 import json
 from pathlib import Path
 
-import datasets
 import reasoning_gym
-import tyro
 from reasoning_gym.factory import DATASETS
 
+from data.rows import make_row, run_script, write_rows
 from lib import InputError
 from rewards.reasoning_gym import dump_entry
 
@@ -31,13 +30,9 @@ INSTRUCTION = "Think step by step, and give only the final answer within <answer
 
 
 def to_row(task: str, task_kwargs: dict, entry: dict, split: str, index: int) -> dict:
-    truth = {"task": task, "task_kwargs": task_kwargs, "entry": dump_entry(entry)}
-    return {
-        "data_source": f"reasoning_gym/{task}",
-        "prompt": [{"role": "user", "content": f"{entry['question']}\n\n{INSTRUCTION}"}],
-        "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
-        "extra_info": {"split": split, "index": index},
-    }
+    prompt = f"{entry['question']}\n\n{INSTRUCTION}"
+    truth = json.dumps({"task": task, "task_kwargs": task_kwargs, "entry": dump_entry(entry)})
+    return make_row(f"reasoning_gym/{task}", prompt, truth, {"split": split, "index": index})
 
 
 def main(task: str, out: Path, size: int = 2000, test_size: int = 200, seed: int = 1, task_kwargs: str = "{}") -> None:
@@ -72,8 +67,7 @@ def main(task: str, out: Path, size: int = 2000, test_size: int = 200, seed: int
     for split, entries in {"train": train, "test": test}.items():
         if entries:
             rows = [to_row(task, kwargs, entry, split, i) for i, entry in enumerate(entries)]
-            datasets.Dataset.from_list(rows).to_parquet(out / f"{split}.parquet")
-            print(f"{out / split}.parquet: {len(rows)} rows")
+            write_rows(rows, out / f"{split}.parquet")
         else:
             (out / f"{split}.parquet").unlink(missing_ok=True)  # an earlier run's would not fit this train
             print(f"{out / split}.parquet: no rows, not written")
@@ -82,8 +76,4 @@ def main(task: str, out: Path, size: int = 2000, test_size: int = 200, seed: int
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    run_script(main)

@@ -1,4 +1,4 @@
-"""Advantage estimators (grpo and dr_grpo are in lib/core_algos.py), the critic's loss, the KL in the reward.
+"""Advantage estimators (grpo and dr_grpo are in lib/core_algos.py), the critic's loss, KL in the reward, controllers.
 
 The tensors given are the *global* batch: the script gathers over ranks first. Groups must be whole, and batch
 statistics (whitening, batch std, gpg's α, the mean KL) are those of what is given. As in core_algos:
@@ -14,7 +14,7 @@ differentiated. Statistics are taken in float64; results have the dtype of the r
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lib import InputError
 from lib.core_algos import (
+    _bind,
     _group_sum,
     _keep,
     _lookup,
@@ -246,16 +247,18 @@ def compute_maxrl_outcome_advantage(
 
 
 def compute_gdpo_outcome_advantage(
-    reward_components: Tensor,
+    token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Index,
+    *,
+    reward_components: Tensor,
     reward_weights: Sequence[float] | None = None,
     singleton: str = "raw",
 ) -> Pair:
     """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
 
-    reward_components (B, K): K rewards of each row; reward_weights: K numbers, 1 by default. In a group of one the
-    quotient is R_ik / (1 + 1e-6), as in verl, or 0.
+    reward_components (B, K): K rewards of each row; reward_weights: K numbers, 1 by default. They alone count: of
+    token_level_rewards only the dtype does. In a group of one the quotient is R_ik / (1 + 1e-6), as in verl, or 0.
     """
     weights = [1.0] * reward_components.shape[1] if reward_weights is None else reward_weights
     if len(weights) != reward_components.shape[1]:
@@ -264,7 +267,7 @@ def compute_gdpo_outcome_advantage(
     components = zip(weights, reward_components.double().split(1, dim=1))
     rows = sum(w * compute_grpo_outcome_advantage(r, alive, index, singleton=singleton)[0] for w, r in components)
     advantages = _whiten(rows.expand(response_mask.shape), response_mask)
-    return _rewards_dtype(reward_components, advantages, advantages)
+    return _rewards_dtype(token_level_rewards, advantages, advantages)
 
 
 # --------------------------------------------------------------------------- REINFORCE and its baselines
@@ -341,6 +344,36 @@ def compute_optimal_token_baseline_advantage(
     return _rewards_dtype(token_level_rewards, advantages.to(response_mask.device), returns)
 
 
+def _gae_estimator(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index | None = None,
+    *,
+    values: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    lam_policy: float | None = None,
+    length_adaptive_alpha: float | None = None,
+    singleton: str = "raw",
+) -> Pair:
+    """compute_gae_advantage_return; with length_adaptive_alpha, lam_policy is that of length_adaptive_lam."""
+    if length_adaptive_alpha is not None:
+        lam_policy = length_adaptive_lam(response_mask, length_adaptive_alpha)
+    return compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam, lam_policy)
+
+
+def _remax_estimator(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index | None = None,
+    *,
+    reward_baselines: Tensor,
+    singleton: str = "raw",
+) -> Pair:
+    return compute_remax_outcome_advantage(token_level_rewards, reward_baselines, response_mask)
+
+
+# estimator(token_level_rewards, response_mask, index, **tensors, **settings); singleton is a setting of all of them
 ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "grpo": compute_grpo_outcome_advantage,
     "dr_grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=False),
@@ -351,21 +384,32 @@ ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "opo": compute_opo_outcome_advantage,
     "gpg": compute_gpg_outcome_advantage,
     "maxrl": compute_maxrl_outcome_advantage,
+    "gdpo": compute_gdpo_outcome_advantage,
+    "optimal_token_baseline": compute_optimal_token_baseline_advantage,
     "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
     "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
+    "remax": _remax_estimator,
+    "gae": _gae_estimator,
+}
+
+ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that are given by keyword
+    "gdpo": ("reward_components",),
+    "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
+    "remax": ("reward_baselines",),
+    "gae": ("values",),
 }
 
 
-def get_adv_estimator_fn(name: str) -> Callable[..., Pair]:
-    """estimator(token_level_rewards, response_mask, index, singleton=...) of that name.
+def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Pair]:
+    """estimator(token_level_rewards, response_mask, index, **tensors of ADV_TENSORS) of that name, with these settings.
 
-    Raises InputError, which lists the names. gae, remax, gdpo and the optimal token baseline need more tensors than
-    these: the script that has them calls their functions.
+    Raises InputError: no such estimator (it lists the names), no such setting.
     """
-    return _lookup("advantage estimator", ADV_ESTIMATORS, name)
+    estimator = _lookup("advantage estimator", ADV_ESTIMATORS, name)
+    return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS.get(name, ()))
 
 
-# ------------------------------------------------------------------------------------- KL in the reward
+# ----------------------------------------------------------- KL in the reward; coefficients that adapt
 
 
 @torch.no_grad()
@@ -413,3 +457,32 @@ class FixedKLController(AdaptiveKLController):
 
     def __init__(self, kl_coef: float) -> None:
         super().__init__(kl_coef, target_kl=1.0, horizon=math.inf)
+
+
+class AdaptiveEntropyController:
+    """Skywork-OR1, arXiv 2505.22312: coef <- coef ± delta toward the target entropy (nats a token), in [0, max_coef].
+
+    `value`, the coefficient of the next update, is coef, but 0 while the last entropy is above the target. Without a
+    target it is constant. Both are part of a checkpoint. An entropy of NaN raises ValueError.
+    """
+
+    def __init__(self, coef: float, target: float | None, delta: float = 0.005, max_coef: float = 1.0) -> None:
+        if target is not None and not (delta > 0 and 0 <= coef <= max_coef):
+            raise InputError(f"the adaptive entropy needs delta > 0 and coef in 0..{max_coef}, not {delta} and {coef}")
+        self.value = self.coef = float(coef)
+        self.target, self.delta, self.max_coef = target, delta, max_coef
+
+    def update(self, entropy: float) -> None:
+        if math.isnan(entropy):
+            raise ValueError("the entropy is NaN")
+        if self.target is None:
+            return
+        step = self.delta if entropy < self.target else -self.delta
+        self.coef = min(max(self.coef + step, 0.0), self.max_coef)
+        self.value = 0.0 if entropy > self.target else self.coef
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value, self.coef = float(state["value"]), float(state["coef"])

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.data_proto import DataProto
 from lib.distributed import broadcast
 
 Models = dict[str, tuple[Module, Optimizer | None]]
@@ -34,7 +35,14 @@ Schedulers = dict[str, LRScheduler]
 
 
 def save_checkpoint(
-    checkpoint_dir: str | Path, step: int, *, models: Models, schedulers: Schedulers, trainer_state: dict, keep: int
+    checkpoint_dir: str | Path,
+    step: int,
+    *,
+    models: Models,
+    schedulers: Schedulers,
+    trainer_state: dict,
+    keep: int,
+    batches: dict[str, DataProto] | None = None,
 ) -> Path:
     """Writes `checkpoint_dir/step_000020/` and then deletes older ones but for the `keep` newest complete (0 = all).
 
@@ -45,10 +53,11 @@ def save_checkpoint(
         models: by name ("actor", "critic"), each with its optimizer or None. Save between optimizer steps.
         schedulers: by name.
         trainer_state: what JSON can hold exactly (the loader's position, the KL controller); rank 0's is written.
+        batches: by name, rows that the next step needs, the same on all ranks; rank 0's are written.
 
     Raises:
         TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.
-        InputError: the ranks do not see the same folder.
+        InputError: the ranks do not see the same folder, or a batch holds what DataProto.save_to_disk cannot write.
     """
     final = Path(checkpoint_dir) / f"step_{step:06d}"
     tmp = final.with_name(final.name + ".tmp")
@@ -75,6 +84,8 @@ def save_checkpoint(
         unseen = [r for r in range(world_size) if not (tmp / f"rng_{r:05d}.pt").exists()]
         if unseen:
             raise InputError(f"{checkpoint_dir}: rank 0 does not see the files of ranks {unseen}; use a shared folder")
+        for name, batch in (batches or {}).items():
+            batch.save_to_disk(tmp / f"batch_{name}.safetensors")
         (tmp / "trainer.json").write_text(trainer_json)
         sizes = {file.name: file.stat().st_size for file in sorted(tmp.iterdir())}
         (tmp / "manifest.json").write_text(json.dumps({"files": sizes}, indent=1))
@@ -177,6 +188,12 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
             flush=True,
         )
     return trainer["trainer_state"]
+
+
+def load_batches(path: str | Path) -> dict[str, DataProto]:
+    """The `batches` of save_checkpoint, on the CPU. Call it after load_checkpoint, which refuses a torn folder."""
+    files = {file.stem.removeprefix("batch_"): file for file in Path(path).glob("batch_*.safetensors")}
+    return {name: DataProto.load_from_disk(file) for name, file in files.items()}
 
 
 def export_hf(

@@ -11,7 +11,9 @@ replaced in the inputs, not in the results: 0 · NaN is NaN in the backward pass
 dead: in no group, in no denominator. A mask is 0/1 of any dtype, of exactly the shape of what it masks.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,6 +33,18 @@ def _lookup(kind: str, table: dict[str, Callable], name: str) -> Callable:
     if name not in table:
         raise InputError(f"unknown {kind} {name!r}: choose one of {', '.join(table)}")
     return table[name]
+
+
+def _bind(what: str, function: Callable, settings: Mapping, positional: int, tensors: Sequence[str] = ()) -> Callable:
+    """The function with its settings; what it is called with, `positional` arguments and the tensors, comes later.
+
+    Raises InputError for a setting that the function does not have, and if one without default is missing.
+    """
+    try:
+        inspect.signature(function).bind(*[None] * positional, **dict.fromkeys(tensors), **settings)
+    except TypeError as error:
+        raise InputError(f"{what} with {dict(settings)}: {error}") from error
+    return partial(function, **settings)
 
 
 # ----------------------------------------------------------------------------------- masked reductions
@@ -99,7 +113,50 @@ def _spread(row_values: Tensor, alive: Tensor, token_level_rewards: Tensor, resp
     return _keep(rows.to(response_mask.device, dtype)[:, None].expand(response_mask.shape), response_mask)
 
 
+def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
+    """(B,) -> (B, T): each row's value on its last valid token, where an outcome's reward stands; 0 elsewhere."""
+    mask = response_mask.bool()
+    place = torch.arange(mask.shape[1], device=mask.device) * mask  # (B, T)
+    last = mask & (place == place.amax(-1, keepdim=True))
+    return _keep(row_values[:, None].expand(mask.shape), last)
+
+
+def zero_variance_rows(token_level_rewards: Tensor, response_mask: Tensor, index: Sequence | np.ndarray) -> Tensor:
+    """(B,) bool: the live rows of groups with at least two of them whose scores R_i are all exactly equal.
+
+    Their advantage is 0 by every group estimator: DAPO's dynamic sampling, arXiv 2503.14476, drops them. A group of one
+    is not among them: it has no spread rather than none. Arguments as those of the estimators.
+    """
+    scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
+    size = torch.bincount(group)
+    low, high = (
+        scores.new_zeros(len(size)).scatter_reduce(0, group, scores, end, include_self=False)
+        for end in ("amin", "amax")
+    )
+    rows = torch.zeros_like(alive)
+    rows[alive] = ((low == high) & (size > 1))[group]
+    return rows.to(response_mask.device)
+
+
 # ------------------------------------------------------------------------------------------ advantages
+
+
+def compute_overlong_penalty(
+    response_mask: Tensor, max_response_length: int, overlong_buffer: int, penalty_factor: float
+) -> Tensor:
+    """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, to be added to the rewards.
+
+    min(0, −(len − (max_response_length − overlong_buffer)) / overlong_buffer · penalty_factor) on a live row's last
+    valid token, 0 elsewhere (B, T) float32. len is that token's place: tool output before it counts. Lengths in tokens.
+    Raises InputError unless 0 < overlong_buffer <= max_response_length.
+    """
+    if not 0 < overlong_buffer <= max_response_length:
+        raise InputError(
+            f"overlong_buffer must be in 1..max_response_length = {max_response_length}, not {overlong_buffer}"
+        )
+    length = (torch.arange(1, response_mask.shape[1] + 1, device=response_mask.device) * response_mask.bool()).amax(-1)
+    excess = (length - (max_response_length - overlong_buffer)).clamp(min=0)  # (B,)
+    return at_last_token(-excess / overlong_buffer * penalty_factor, response_mask)
 
 
 @torch.no_grad()
@@ -235,24 +292,38 @@ def agg_loss(
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
-def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_mask: Tensor | None = None) -> Tensor:
+def kl_penalty(
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    kl_penalty: str,
+    response_mask: Tensor | None = None,
+    old_logprob: Tensor | None = None,
+) -> Tensor:
     """Estimates of KL(π ‖ ref) at tokens sampled from π, joschu.net/blog/kl-approx.html; d = logprob − ref_logprob.
 
     kl, k1: d     abs: |d|     mse, k2: d²/2     low_var_kl, k3: e^(−d) + d − 1, −d clamped to ±20, the result to ±10
 
     Gradient trap: an estimator's gradient is not the gradient of what it estimates. In expectation over tokens of π,
     that of k1 is 0, that of k3 is ∇KL(ref ‖ π), and only that of k2 is ∇KL(π ‖ ref). So k1 and k3 belong in the
-    reward; in the loss (where GRPO puts k3 all the same) k2 does, or a name with "+" (k1+, k3+): the value of that
-    estimator with the gradient of k2. The clamp at 10 cuts the gradient of k3 off besides.
+    reward; in the loss (where GRPO puts k3 all the same) k2 does, or a name with a suffix:
 
-    All (B, T). With a mask the result is 0 at masked positions, and so is its gradient: `agg_loss` alone comes too late
-    for a log-prob of −inf in the padding. Raises InputError for an unknown name.
+    +          (k1+, k3+) the value of that estimator with the gradient of k2.
+    _unbiased  (k1_unbiased, k3_unbiased) ρ·k, DeepSeek-V3.2, arXiv 2512.02556; ρ = π/π_old, log ratio clamped to ±20,
+               is differentiated too. Over tokens of π_old, the sampler, E[ρ·k] = Σ π·k = KL(π ‖ ref) for every π: an
+               identity in π, so the gradients agree as well, off policy too. (k2_unbiased: those of E[k2], which is
+               not the KL.) Without old_logprob, π_old = π: ρ is 1, with a gradient.
+
+    The clamp at 10 is a bias in all forms of k3. All (B, T). With a mask the result is 0 at masked positions, and so is
+    its gradient: `agg_loss` alone comes too late for a log-prob of −inf in the padding. Raises InputError for an
+    unknown name.
     """
-    name = kl_penalty.removesuffix("+")
-    if name not in KL_PENALTIES:
-        raise InputError(f"unknown kl_penalty {kl_penalty!r}: choose one of {', '.join(KL_PENALTIES)}, bare or with +")
+    name = kl_penalty.removesuffix("+").removesuffix("_unbiased")
+    if name not in KL_PENALTIES or kl_penalty not in (name, f"{name}+", f"{name}_unbiased"):
+        forms = ", ".join(KL_PENALTIES)
+        raise InputError(f"unknown kl_penalty {kl_penalty!r}: choose one of {forms}, bare or with + or _unbiased")
+    old_logprob = (logprob if old_logprob is None else old_logprob).detach()
     if response_mask is not None:
-        logprob, ref_logprob = _keep(logprob, response_mask), _keep(ref_logprob, response_mask)
+        logprob, ref_logprob, old_logprob = (_keep(x, response_mask) for x in (logprob, ref_logprob, old_logprob))
     d = logprob - ref_logprob
     k2 = 0.5 * d.square()
     if name in ("kl", "k1"):
@@ -264,7 +335,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_m
     else:
         x = (-d).clamp(-20, 20)
         value = (torch.expm1(x) - x).clamp(max=10)  # e^x − 1 − x in float32 is noise at the small x of most tokens
-    return value.detach() + (k2 - k2.detach()) if kl_penalty.endswith("+") else value
+    if kl_penalty.endswith("+"):
+        return value.detach() + (k2 - k2.detach())
+    return (logprob - old_logprob).clamp(-20, 20).exp() * value if kl_penalty.endswith("_unbiased") else value
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lib import InputError
 from lib.data_proto import DataProto
 
 # ---- reduction over ranks ------------------------------------------------------------------------
@@ -154,6 +155,18 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     return metrics
 
 
+def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """training/rows_dropped/<stage>: rows that lost their last token there. stages: masks (B, T), each in the former.
+
+    The masks are those of the batch of all ranks, so these are plain numbers.
+    """
+    metrics, alive = {}, None
+    for name, mask in stages.items():
+        before, alive = alive, mask.bool().any(1)
+        metrics[f"training/rows_dropped/{name}"] = float((~alive if before is None else before & ~alive).sum())
+    return metrics
+
+
 def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
     """reward/<key>: the mean of the finite numbers that a scorer gave beside its score; not of text and None."""
     metrics: dict[str, Metric] = {}
@@ -162,6 +175,29 @@ def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
         if numbers:
             metrics[f"reward/{name}"] = Mean(sum(numbers), len(numbers))
     return metrics
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the mask, all (B, T): 1 is a perfect critic, 0 one that knows only
+    the mean; 0 where the returns are all equal. Of the batch of all ranks."""
+    values, returns = values[mask.bool()].double(), returns[mask.bool()].double()
+    variance = float(returns.var(correction=0)) if len(returns) else 0.0
+    return 1 - float((returns - values).var(correction=0)) / variance if variance else 0.0
+
+
+def reward_components(extras: Mapping[str, list], keys: Sequence[str], device: torch.device) -> torch.Tensor:
+    """(B, K): the K rewards of each row that a scorer gave beside its score; 0 in a row that was not scored (aborted).
+
+    Raises InputError for a key that it gave to no row, or to some rows only, or not as a number.
+    """
+    columns = [extras.get(key) for key in keys]
+    scored = [
+        any(values[i] is not None for values in extras.values()) for i in range(len(next(iter(extras.values()), [])))
+    ]
+    for key, values in zip(keys, columns):
+        if values is None or any(s and not isinstance(v, int | float) for v, s in zip(values, scored)):
+            raise InputError(f"--reward_keys {key}: the scorer gives no number of that name to every response")
+    return torch.tensor([[float(v or 0) for v in values] for values in columns], device=device).T
 
 
 @torch.no_grad()

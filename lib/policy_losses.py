@@ -4,22 +4,20 @@
 
 as `compute_policy_loss` in lib/core_algos.py: tensors (B, T); 0 at masked positions, value and gradient, whatever is
 there; only log_prob is differentiated; metrics are detached; `agg_loss` divides by global counts. A loss may look along
-its own row (a response is never split) but never across rows, so no micro-batch split changes it. What needs the whole
-mini-batch, a rank or a quantile over its tokens, is a mask: a `*_mask` function computes it, without gradient, from the
-gathered mini-batch, and it is cut into micro-batches like every other key. A mask multiplies losses; denominators stay.
+its own row (a response is never split) but never across rows, so no micro-batch split changes it. What compares rows, a
+rank or a quantile over tokens, is a mask: `compute_token_masks` makes it, without gradient, from the step's batch,
+gathered over the ranks, and it is cut into micro-batches like every other key. It multiplies losses; denominators stay.
 
 ρ = exp(log_prob − old_log_prob), log ratio clamped to ±20; A = advantage; sg = stop-gradient; N = number of tokens.
 """
 
-import inspect
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from lib import InputError
-from lib.core_algos import _keep, _lookup, compute_policy_loss, masked_mean
+from lib.core_algos import _bind, _keep, _lookup, compute_policy_loss, masked_mean
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -165,54 +163,70 @@ def two_sided(
     return compute_policy_loss(old_log_prob, log_prob, advantages, response_mask, **clip)
 
 
-POLICY_LOSSES = {"vanilla": compute_policy_loss} | {
-    loss.__name__: loss for loss in (gpg, reinforce, cispo, gspo, geo_mean, sapo, dppo_tv, dppo_kl, dro, two_sided)
-}
-
-
-def get_policy_loss_fn(name: str, settings: dict[str, float]) -> Callable[..., Loss]:
-    """policy_loss(old_log_prob, log_prob, advantages, response_mask) of that name, with these hyper-parameters.
-
-    Raises InputError: no such loss (it lists the names), no such hyper-parameter, or one without default is missing.
-    """
-    loss = _lookup("policy loss", POLICY_LOSSES, name)
-    try:
-        inspect.signature(loss).bind(*[None] * 4, **settings)
-    except TypeError as error:
-        raise InputError(f"policy loss {name!r} with {settings}: {error}") from error
-    return partial(loss, **settings)
-
-
-# ----------------------------------------------------- losses that need one more tensor: decoupled 2505.24298
+# --------------------------------------------------------------------------- decoupled PPO 2505.24298
 def decoupled(
-    old_log_prob, log_prob, advantages, response_mask, *, prox_log_prob, cliprange_low=0.2, cliprange_high=0.2, cap=5.0
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    *,
+    rollout_log_probs,
+    cliprange_low=0.2,
+    cliprange_high=0.2,
+    cap=5.0,
 ) -> Loss:
-    """AReaL's decoupled PPO, arXiv 2505.24298: L = min(π_prox/π_old, cap)·PPO's clip of π/π_prox.
+    """AReaL's decoupled PPO, arXiv 2505.24298: L = min(π_old/π_rollout, cap)·PPO's clip of ρ.
 
-    old_log_prob: of the policy that sampled, rollout_log_probs. prox_log_prob (B, T): of the weights before the update.
+    π_old is the paper's proximal policy: the trainer's weights before the update. rollout_log_probs (B, T): of the
+    policy that sampled.
     """
-    log_prob, log_ratio, advantages = _prepare(prox_log_prob, log_prob, advantages, response_mask)
-    behave = _keep(_exp(prox_log_prob - old_log_prob), response_mask).detach()
+    _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    behave = _keep(_exp(old_log_prob - rollout_log_probs), response_mask).detach()
     losses, clipped = _ppo_clip(_exp(log_ratio), advantages, cliprange_low, cliprange_high)
     metrics = _metrics(log_ratio, clipped, behave_ratio=behave, behave_clipfrac=behave > cap)
     return behave.clamp(max=cap) * losses, metrics
 
 
 # ------------------------------------------------------------------------ Clip-Cov, KL-Cov 2505.22617
-def clip_cov(old_log_prob, log_prob, advantages, response_mask, *, keep, cliprange_low=0.2, cliprange_high=0.2) -> Loss:
-    """Clip-Cov, arXiv 2505.22617: PPO's clipped loss, 0 where keep (B, T), from clip_cov_mask, is False."""
+def clip_cov(
+    old_log_prob, log_prob, advantages, response_mask, *, cov_keep, cliprange_low=0.2, cliprange_high=0.2
+) -> Loss:
+    """Clip-Cov, arXiv 2505.22617: PPO's clipped loss, 0 where cov_keep (B, T), from clip_cov_mask, is False."""
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     losses, clipped = _ppo_clip(_exp(log_ratio), advantages, cliprange_low, cliprange_high)
-    return _keep(losses, keep), _metrics(log_ratio, clipped, cov_clipfrac=response_mask.bool() & ~keep.bool())
+    return _keep(losses, cov_keep), _metrics(log_ratio, clipped, cov_clipfrac=response_mask.bool() & ~cov_keep.bool())
 
 
-def kl_cov(old_log_prob, log_prob, advantages, response_mask, *, pick, kl_coef=1.0) -> Loss:
-    """KL-Cov, arXiv 2505.22617: L = −A·ρ, + kl_coef·|log_prob − old_log_prob| where pick, from kl_cov_mask, is True."""
+def kl_cov(old_log_prob, log_prob, advantages, response_mask, *, cov_pick, kl_coef=1.0) -> Loss:
+    """KL-Cov, arXiv 2505.22617: L = −A·ρ, + kl_coef·|log_prob − old_log_prob| where cov_pick (B, T), from kl_cov_mask,
+    is True.
+    """
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
-    losses = -advantages * _exp(log_ratio) + kl_coef * _keep(log_ratio.abs(), pick)
-    return losses, _metrics(log_ratio, cov_klfrac=response_mask.bool() & pick.bool())
+    losses = -advantages * _exp(log_ratio) + kl_coef * _keep(log_ratio.abs(), cov_pick)
+    return losses, _metrics(log_ratio, cov_klfrac=response_mask.bool() & cov_pick.bool())
 
 
+_LOSSES = (gpg, reinforce, cispo, gspo, geo_mean, sapo, dppo_tv, dppo_kl, dro, two_sided, decoupled, clip_cov, kl_cov)
+POLICY_LOSSES = {"vanilla": compute_policy_loss} | {loss.__name__: loss for loss in _LOSSES}
+
+LOSS_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch, (B, T), that are given by keyword
+    "decoupled": ("rollout_log_probs",),
+    "clip_cov": ("cov_keep",),
+    "kl_cov": ("cov_pick",),
+}
+
+
+def get_policy_loss_fn(name: str, settings: Mapping[str, float]) -> Callable[..., Loss]:
+    """policy_loss(old_log_prob, log_prob, advantages, response_mask, **tensors of LOSS_TENSORS) of that name, with
+    these hyper-parameters.
+
+    Raises InputError: no such loss (it lists the names), no such hyper-parameter, or one without default is missing.
+    """
+    loss = _lookup("policy loss", POLICY_LOSSES, name)
+    return _bind(f"policy loss {name!r}", loss, settings, 4, LOSS_TENSORS.get(name, ()))
+
+
+# ------------------------------------------------------- masks over the whole step: Clip-Cov and KL-Cov
 def _covariance(advantages, log_prob, mask) -> Tensor:
     """(A − mean A)·(log_prob − mean log_prob) of valid tokens; sorted before the sum: the same in any row order."""
     centered = [x.double() - x[mask.bool()].double().sort().values.mean() for x in (advantages, log_prob)]
@@ -231,43 +245,31 @@ def _token_noise(row_ids: Tensor, width: int, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def clip_cov_mask(
-    old_log_prob,
-    log_prob,
-    advantages,
-    response_mask,
-    row_ids,
-    *,
-    seed,
-    ratio=2e-4,
-    cov=(1.0, 5.0),
-    cliprange=(0.2, 0.2),
-) -> Tensor:
-    """Whole mini-batch -> keep (B, T) bool: all valid tokens but max(⌊ratio·N⌋, 1), drawn at random from those with
-    cov[0] < covariance < cov[1] that PPO does not clip at cliprange, (low, high).
+def clip_cov_mask(old_log_probs, advantages, response_mask, *, row_ids, seed, ratio=2e-4, cov=(1.0, 5.0)) -> Tensor:
+    """-> keep (B, T) bool: all valid tokens but max(⌊ratio·N⌋, 1), drawn at random from those with
+    cov[0] < covariance < cov[1].
 
-    row_ids (B,): integers, unique in the mini-batch. The draw hashes (seed, row id, position): no row order, padding or
-    split changes it. log_prob: of the current weights, or old_log_prob, which is the same at a step's first update.
+    row_ids (B,): integers, no two equal. The draw hashes (seed, row id, position): no row order, padding or split
+    changes it. The paper takes the current weights, and no token that PPO clips; before the first update these are the
+    old weights, and nothing is clipped.
     """
     valid = response_mask.bool()
-    _, log_ratio, kept_advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
-    _, clipped = _ppo_clip(_exp(log_ratio), kept_advantages, *cliprange)
-    covariance = _covariance(advantages, log_prob, response_mask)
-    candidates = valid & ~clipped & (cov[0] < covariance) & (covariance < cov[1])
+    covariance = _covariance(advantages, old_log_probs, response_mask)
+    candidates = valid & (cov[0] < covariance) & (covariance < cov[1])
     noise = _token_noise(row_ids, valid.shape[1], seed)
     drawn = noise[candidates].sort().values[: max(int(ratio * int(valid.sum())), 1)]
     return valid & ~(candidates & (noise <= drawn[-1])) if len(drawn) else valid
 
 
 @torch.no_grad()
-def kl_cov_mask(log_prob, advantages, response_mask, *, ratio=2e-4) -> Tensor:
-    """Whole mini-batch -> pick (B, T) bool: the max(⌊ratio·N⌋, 1) valid tokens of largest covariance.
+def kl_cov_mask(old_log_probs, advantages, response_mask, *, ratio=2e-4) -> Tensor:
+    """-> pick (B, T) bool: the max(⌊ratio·N⌋, 1) valid tokens of largest covariance.
 
     Tokens that tie across the last place are all left out, so that no row order decides, and advantages that are all 0
-    pick nothing. log_prob: as in clip_cov_mask.
+    pick nothing.
     """
     valid = response_mask.bool()
-    covariance = _covariance(advantages, log_prob, response_mask)
+    covariance = _covariance(advantages, old_log_probs, response_mask)
     ranked = covariance[valid].sort(descending=True).values
     places = max(int(ratio * len(ranked)), 1)
     return valid & (covariance > ranked[places]) if places < len(ranked) else valid
@@ -276,8 +278,8 @@ def kl_cov_mask(log_prob, advantages, response_mask, *, ratio=2e-4) -> Tensor:
 # ----------------------------------------------------------------------- masks that multiply any loss
 @torch.no_grad()
 def top_entropy_mask(entropys, response_mask, *, fraction=0.2) -> Tensor:
-    """arXiv 2506.01939: whole mini-batch -> keep (B, T) bool: the max(round(fraction·N), 1) valid tokens of highest
-    entropy, and those that tie with the last of them.
+    """arXiv 2506.01939 -> keep (B, T) bool: the max(round(fraction·N), 1) valid tokens of highest entropy, and those
+    that tie with the last of them.
     """
     if not 0 < fraction <= 1:
         raise InputError(f"fraction, the share of tokens to keep, must be in (0, 1], not {fraction}")
@@ -287,12 +289,12 @@ def top_entropy_mask(entropys, response_mask, *, fraction=0.2) -> Tensor:
 
 
 @torch.no_grad()
-def m2po_mask(old_log_prob, log_prob, response_mask, *, threshold=0.04) -> Tensor:
-    """M2PO, arXiv 2510.01161: whole mini-batch -> keep (B, T) bool: valid tokens without those of the largest (log ρ)²,
-    so that the rest's mean is < threshold. Tokens that tie at the cut all go. old_log_prob: of who sampled.
+def m2po_mask(rollout_log_probs, old_log_probs, response_mask, *, threshold=0.04) -> Tensor:
+    """M2PO, arXiv 2510.01161 -> keep (B, T) bool: valid tokens without those of the largest squared log ratio of
+    π_old to π_rollout, so that the rest's mean is < threshold. Tokens that tie at the cut all go.
     """
     valid = response_mask.bool()
-    moment = (_keep(log_prob, valid) - _keep(old_log_prob, valid)).double().square()
+    moment = (_keep(old_log_probs, valid) - _keep(rollout_log_probs, valid)).double().square()
     ranked = moment[valid].sort().values
     means = ranked.cumsum(0) / torch.arange(1, len(ranked) + 1, device=ranked.device)
     kept = int((means < threshold).sum())
@@ -300,10 +302,48 @@ def m2po_mask(old_log_prob, log_prob, response_mask, *, threshold=0.04) -> Tenso
 
 
 @torch.no_grad()
-def off_policy_sequence_mask(rollout_log_probs, log_prob, advantages, response_mask, *, delta) -> Tensor:
+def off_policy_sequence_mask(rollout_log_probs, old_log_probs, advantages, response_mask, *, delta) -> Tensor:
     """OPSM, DeepSeek-V3.2, arXiv 2512.02556 -> keep (B, T) bool: all valid tokens, but none with A < 0 in a row whose
-    mean of rollout_log_probs − log_prob is > delta. Row by row, so it may as well be computed in each micro-batch.
+    mean of rollout_log_probs − old_log_probs is > delta.
     """
-    drift = _keep(rollout_log_probs, response_mask) - _keep(log_prob, response_mask)
+    drift = _keep(rollout_log_probs, response_mask) - _keep(old_log_probs, response_mask)
     far = masked_mean(drift, response_mask, dim=-1)[:, None] > delta
     return response_mask.bool() & ~(far & (advantages < 0))
+
+
+TOKEN_MASKS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {  # function, its batch keys, the result's
+    "top_entropy": (top_entropy_mask, ("entropys", "response_mask"), "loss_mask"),
+    "m2po": (m2po_mask, ("rollout_log_probs", "old_log_probs", "response_mask"), "loss_mask"),
+    "off_policy_sequence": (
+        off_policy_sequence_mask,
+        ("rollout_log_probs", "old_log_probs", "advantages", "response_mask"),
+        "loss_mask",
+    ),
+    "clip_cov": (clip_cov_mask, ("old_log_probs", "advantages", "response_mask"), "cov_keep"),
+    "kl_cov": (kl_cov_mask, ("old_log_probs", "advantages", "response_mask"), "cov_pick"),
+}
+
+
+def compute_token_masks(masks: Mapping[str, Mapping], tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The masks (B, T) bool of a step, {name: settings}, from its whole batch, gathered over the ranks.
+
+    tensors: the batch keys that TOKEN_MASKS names. -> loss_mask, the product of top_entropy, m2po and
+    off_policy_sequence, if one of them is asked for; cov_keep of clip_cov, drawn by (seed, row number, position);
+    cov_pick of kl_cov. Raises InputError as check_token_masks.
+    """
+    results: dict[str, Tensor] = {}
+    for name, settings in masks.items():
+        _lookup("token mask", TOKEN_MASKS, name)
+        function, keys, key = TOKEN_MASKS[name]
+        valid = tensors["response_mask"]
+        drawn = {"row_ids": torch.arange(len(valid), device=valid.device), "seed": seed} if name == "clip_cov" else {}
+        compute = _bind(f"token mask {name!r}", function, settings, len(keys), tuple(drawn))
+        mask = compute(*(tensors[k] for k in keys), **drawn)
+        results[key] = results[key] & mask if key in results else mask
+    return results
+
+
+def check_token_masks(masks: Mapping[str, Mapping]) -> None:
+    """Raises InputError for an unknown mask (it lists the names), setting or bad value: a trial on two tokens."""
+    keys = {key for _, keys, _ in TOKEN_MASKS.values() for key in keys}
+    compute_token_masks(masks, dict.fromkeys(keys, torch.ones(2, 1)), seed=0)

@@ -8,15 +8,13 @@ the gradient of the rest; `agg_loss(losses, new_mask, ...)` with the global coun
 without a token is dead and belongs in no group statistics: correct before the advantages.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from lib import InputError
-from lib.core_algos import _keep, masked_mean, masked_sum
-from lib.metrics import Mean, Metric
+from lib.core_algos import _bind, _keep, masked_mean, masked_sum
 
 REDUCE = {"sequence": masked_sum, "geometric": masked_mean, "seq_sum": masked_sum, "seq_mean": masked_mean}
 CRITERIA = tuple(f"{scope}_{k}" for scope in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))
@@ -64,12 +62,14 @@ def compute_rollout_correction(
     bounds: tuple[float, float] = (0.0, 2.0),
     batch_normalize: bool = False,
     reject: Mapping[str, tuple[float, float] | float] | None = None,
-) -> tuple[Tensor | None, Tensor, dict[str, Metric]]:
-    """-> weights (B, T), 0 outside the new mask (None if level is), new response_mask (B, T), metrics to be reduced.
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """-> weights (B, T), 0 outside the new mask (None if level is), new response_mask (B, T), metrics of the batch.
+
+    All tensors (B, T), of the whole step, gathered over the ranks.
 
     level of r in the weights: token, sequence, geometric. An r outside bounds: action "truncate" takes the bound (TIS),
     "mask" takes 0 (IcePop, at token level). batch_normalize divides by the mean weight of the tokens (token level) or
-    rows that the new mask keeps, in the tensors given: give the global batch. After it, bounds need not hold.
+    rows that the new mask keeps. After it, bounds need not hold.
 
     reject = {criterion: limit} drops each token or row that fails one, all judged on the mask given:
       token_k1, seq_sum_k1, seq_mean_k1   (low, high) on r of the token, of the row as sequence, as geometric mean
@@ -79,50 +79,63 @@ def compute_rollout_correction(
     """
     mask = response_mask.bool()
     x = (_keep(old_log_prob, mask) - _keep(rollout_log_probs, mask)).double()
-    new_mask, metrics = mask, _policy_metrics(old_log_prob, rollout_log_probs, x, mask)
+    new_mask, values = mask, _mismatch(old_log_prob, rollout_log_probs, x, mask)
     for criterion, limit in (reject or {}).items():
         passes = _passes(x, mask, criterion, limit)
         among = mask if criterion.startswith("token") else mask.any(-1, keepdim=True)
-        metrics[f"rollout/rejected_{criterion}"] = _mean(~passes[among])
+        values[f"rejected_{criterion}"] = ~passes[among]
         new_mask = new_mask & passes
-    metrics["rollout/rejected_tokens"] = _mean(~new_mask[mask])
-    metrics["rollout/rejected_rows"] = _mean(~new_mask.any(-1)[mask.any(-1)])
-    if level is None:
-        return None, new_mask.to(response_mask.dtype), metrics
-
-    if level not in ("token", "sequence", "geometric") or action not in ("truncate", "mask"):
-        raise InputError(f"not level {level!r}, action {action!r}: token, sequence or geometric; truncate or mask")
-    low, high = _bounds("the importance weight", bounds)
-    ratio = _ratio(x, mask, level)  # (B, T) or (B, 1)
-    outside = (ratio < low) | (ratio > high)
-    weights = ratio.clamp(low, high) if action == "truncate" else ratio.masked_fill(outside, 0)
-    among = new_mask if level == "token" else new_mask.any(-1, keepdim=True)
-    if batch_normalize:
-        weights = weights / masked_mean(weights, among).clamp(min=1e-300)
-    metrics["rollout/is_clipped"] = _mean(outside[among])
-    metrics["rollout/is_weight"] = _mean(weights[among])
-    weights = _keep(weights.expand(mask.shape), new_mask).to(torch.promote_types(old_log_prob.dtype, torch.float32))
+    values["rejected_tokens"] = ~new_mask[mask]
+    values["rejected_rows"] = ~new_mask.any(-1)[mask.any(-1)]
+    weights = None
+    if level is not None:
+        if level not in ("token", "sequence", "geometric") or action not in ("truncate", "mask"):
+            raise InputError(f"not level {level!r}, action {action!r}: token, sequence or geometric; truncate or mask")
+        low, high = _bounds("the importance weight", bounds)
+        ratio = _ratio(x, mask, level)  # (B, T) or (B, 1)
+        outside = (ratio < low) | (ratio > high)
+        weights = ratio.clamp(low, high) if action == "truncate" else ratio.masked_fill(outside, 0)
+        among = new_mask if level == "token" else new_mask.any(-1, keepdim=True)
+        if batch_normalize:
+            weights = weights / masked_mean(weights, among).clamp(min=1e-300)
+        values["is_clipped"], values["is_weight"] = outside[among], weights[among]
+        weights = _keep(weights.expand(mask.shape), new_mask).to(torch.promote_types(old_log_prob.dtype, torch.float32))
+    metrics = {f"rollout/{name}": value.double().mean().item() for name, value in values.items() if len(value)}
     return weights, new_mask.to(response_mask.dtype), metrics
 
 
-def _mean(values: Tensor) -> Mean:
-    return Mean(values.double().sum().item(), len(values))
+def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """What mismatch_metrics in lib/metrics.py lacks, as the numbers whose mean is the metric.
 
-
-def _policy_metrics(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """What mismatch_metrics in lib/metrics.py, all of it per token, lacks: numbers of rows, and moments of π."""
+    ess: the effective sample size under weights r, as a fraction of the tokens, (Σr)²/(N·Σr²). prob_pearson: the
+    correlation of π_train and π_rollout over tokens; left out if one of them is constant.
+    """
+    if not mask.any():
+        return {}
     alive = mask.any(-1)
     train, rollout = (-masked_mean(y.double(), mask, dim=-1)[alive] for y in (old_log_prob, rollout_log_probs))
-    p, q = old_log_prob[mask].double().exp(), rollout_log_probs[mask].double().exp()
-    values = {"ppl_train": train.exp(), "ppl_rollout": rollout.exp()}
-    values |= {"log_ppl_diff": train - rollout, "log_ppl_abs_diff": (train - rollout).abs()}
-    values |= {"chi2_seq": _ratio(x, mask, "sequence")[alive, 0].square() - 1}
-    values |= {"prob_p": p, "prob_q": q, "prob_pp": p * p, "prob_qq": q * q, "prob_pq": p * q}
-    return {f"rollout/{name}": _mean(value) for name, value in values.items()}
+    r = _ratio(x[mask], mask, "token")
+    values = {
+        "ppl_train": train.exp(),
+        "ppl_rollout": rollout.exp(),
+        "log_ppl_diff": train - rollout,
+        "log_ppl_abs_diff": (train - rollout).abs(),
+        "chi2_seq": _ratio(x, mask, "sequence")[alive, 0].square() - 1,
+        "ess": r.mean().square()[None] / r.square().mean(),
+    }
+    p, q = (y[mask].double().exp() for y in (old_log_prob, rollout_log_probs))
+    p, q = p - p[0], q - q[0]  # exactly 0 if constant, where a rounded mean may leave noise
+    p, q = p - p.mean(), q - q.mean()
+    if p.any() and q.any():
+        values["prob_pearson"] = (p @ q)[None] / (p.norm() * q.norm())
+    return values
 
 
-def prob_pearson(reduced: Mapping[str, float]) -> float:
-    """Pearson correlation of π_train and π_rollout over tokens, from the reduced metrics; NaN if either is constant."""
-    p, q, pp, qq, pq = (reduced[f"rollout/prob_{name}"] for name in ("p", "q", "pp", "qq", "pq"))
-    variances = (pp - p * p) * (qq - q * q)
-    return (pq - p * q) / variances**0.5 if variances > 0 else math.nan
+def get_rollout_correction_fn(settings: Mapping) -> Callable[..., tuple[Tensor | None, Tensor, dict[str, float]]]:
+    """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings, JSON's too.
+
+    Raises InputError for what they are wrong in, before there is a batch: by a trial on two tokens.
+    """
+    correct = _bind("rollout correction", compute_rollout_correction, settings, 3)
+    correct(*[torch.ones(2, 1)] * 3)
+    return correct

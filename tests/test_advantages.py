@@ -1,6 +1,7 @@
 """Every estimator against a loop in Python floats, written from the formula; then what all of them must obey."""
 
 import inspect
+import json
 import math
 import random
 import statistics
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from lib import InputError
 from lib.advantages import (
     ADV_ESTIMATORS,
+    ADV_TENSORS,
+    AdaptiveEntropyController,
     AdaptiveKLController,
     FixedKLController,
     apply_kl_penalty,
@@ -280,7 +283,9 @@ ESTIMATORS = {
         slow_remax,
     ),
     "gdpo": (
-        lambda b, s: compute_gdpo_outcome_advantage(b["components"], b["mask"], b["index"], WEIGHTS, singleton=s),
+        lambda b, s: compute_gdpo_outcome_advantage(
+            b["rewards"], b["mask"], b["index"], reward_components=b["components"], reward_weights=WEIGHTS, singleton=s
+        ),
         lambda b, s: (slow_gdpo(b, s),) * 2,
     ),
     "optimal_token_baseline": (
@@ -326,11 +331,34 @@ def rearranged(b, rows):
 # ------------------------------------------------------------------------- what all estimators must obey
 
 
+TENSORS = {  # of the shape that each has beside rewards (B, T)
+    "values": lambda x: x,
+    "old_log_probs": lambda x: x,
+    "sum_pi_squared": lambda x: x,
+    "reward_baselines": lambda x: x[:, 0],
+    "reward_components": lambda x: x,
+}
+
+
 def test_every_estimator_is_tested_and_called_alike():
     assert set(ADV_ESTIMATORS) - {"grpo", "dr_grpo"} <= set(ESTIMATORS)  # these two: tests/test_core_algos.py
     for function in ADV_ESTIMATORS.values():
         names = list(inspect.signature(function).parameters)
         assert names[:3] == ["token_level_rewards", "response_mask", "index"] and names[-1] == "singleton"
+
+
+@for_all(seed=seeds)
+@pytest.mark.parametrize("name", ["gae", "remax", "reinforce_plus_plus"])
+def test_what_knows_no_groups_takes_no_notice_of_them(name, seed):
+    b = random_batch(seed)
+    tensors = {
+        key: {"values": b["values"], "reward_baselines": b["baselines"]}[key] for key in ADV_TENSORS.get(name, ())
+    }
+    one, other = (
+        get_adv_estimator_fn(name, {"singleton": singleton})(b["rewards"], b["mask"], index, **tensors)
+        for singleton, index in (("raw", b["index"]), ("zero", None))
+    )
+    assert bits_equal(one[0], other[0]) and bits_equal(one[1], other[1])
 
 
 @every_estimator
@@ -443,8 +471,8 @@ def test_singletons_of_passk_and_gdpo():
         passk(rewards, mask, index)
     plain, _ = passk(rewards, mask, index, norm_adv_by_std_in_grpo=False, singleton="zero")
     assert plain.tolist() == [[0], [0], [1]]
-    raw, _ = compute_gdpo_outcome_advantage(rewards, mask, index)
-    zero, _ = compute_gdpo_outcome_advantage(rewards, mask, index, singleton="zero")
+    raw, _ = compute_gdpo_outcome_advantage(rewards, mask, index, reward_components=rewards)
+    zero, _ = compute_gdpo_outcome_advantage(rewards, mask, index, reward_components=rewards, singleton="zero")
     rows = torch.tensor([[2.0], [-math.sqrt(1 / 2)], [math.sqrt(1 / 2)]])
     torch.testing.assert_close(raw, masked_whiten(rows, mask), rtol=1e-4, atol=1e-5)
     assert zero[0].item() == 0
@@ -520,13 +548,15 @@ def test_gdpo_of_one_reward_is_whitened_grpo(singleton, seed):
         return
     grpo, _ = compute_grpo_outcome_advantage(b["rewards"], b["mask"], b["index"], singleton=singleton)
     scores = torch.where(b["mask"].bool(), b["rewards"], 0).sum(1, keepdim=True)
-    gdpo, _ = compute_gdpo_outcome_advantage(scores, b["mask"], b["index"], singleton=singleton)
+    batch = (torch.zeros_like(b["rewards"]), b["mask"], b["index"])  # the sums of other rewards do not count
+    gdpo, _ = compute_gdpo_outcome_advantage(*batch, reward_components=scores, singleton=singleton)
     close(gdpo, masked_whiten(grpo, b["mask"]))
 
 
 def test_gdpo_weights():
     with pytest.raises(InputError, match="3 weights for 2 rewards"):
-        compute_gdpo_outcome_advantage(torch.ones(2, 2), torch.ones(2, 1), [0, 0], [1, 2, 3])
+        x = torch.ones(2, 1)
+        compute_gdpo_outcome_advantage(x, x, [0, 0], reward_components=torch.ones(2, 2), reward_weights=[1, 2, 3])
 
 
 @for_all(seed=seeds, size=st.integers(2, 8))
@@ -569,7 +599,8 @@ def test_estimator_inputs():
         compute_remax_outcome_advantage(mask, torch.ones(2, 1), mask)
     rewards = torch.zeros(2, 1, requires_grad=True)
     for name, function in ADV_ESTIMATORS.items():
-        assert not function(rewards, mask, ["u", "u"])[0].requires_grad, name
+        tensors = {key: TENSORS[key](rewards) for key in ADV_TENSORS.get(name, ())}
+        assert not function(rewards, mask, ["u", "u"], **tensors)[0].requires_grad, name
 
 
 # ---------------------------------------------------------------------------------------- value loss
@@ -691,7 +722,72 @@ def test_controllers_resume_exactly():
     assert other.value == fixed.value == 0.25 and other.state_dict() == {"value": 0.25}
 
 
-def test_lookup_lists_the_names():
-    assert get_adv_estimator_fn("grpo") is compute_grpo_outcome_advantage
-    with pytest.raises(InputError, match=r"'drgrpo'.*grpo, dr_grpo, .*rloo"):
-        get_adv_estimator_fn("drgrpo")
+@for_all(entropys=st.lists(st.floats(0, 0.4), min_size=1, max_size=30), coef=st.floats(0, 0.02))
+def test_adaptive_entropy_controller_equals_the_loop(entropys, coef):
+    """And resumes to the bit after any update, by way of JSON."""
+    delta, most, target, expected = 0.005, 0.015, 0.2, coef
+    coef = expected = min(coef, most)
+    controller = AdaptiveEntropyController(coef, target, delta, most)
+    assert controller.value == coef
+    for entropy in entropys:
+        expected = max(0.0, min(most, expected + delta if entropy < target else expected - delta))
+        controller.update(entropy)
+        assert controller.value == (0 if entropy > target else expected)
+        other = AdaptiveEntropyController(0.01, target, delta, most)
+        other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+        assert (other.value, other.coef) == (controller.value, controller.coef)
+        controller = other
+
+
+def test_entropy_controller_inputs():
+    fixed = AdaptiveEntropyController(-0.1, None)
+    for entropy in (0.0, 9.0):
+        fixed.update(entropy)
+    assert fixed.value == -0.1
+    on_target = AdaptiveEntropyController(0.01, 0.2)
+    on_target.update(0.2)
+    assert on_target.value == pytest.approx(0.005)
+    for controller in (fixed, on_target):
+        with pytest.raises(ValueError, match="NaN"):
+            controller.update(math.nan)
+    for arguments in ((2.0, 0.2), (-0.1, 0.2), (0.1, 0.2, 0.0)):
+        with pytest.raises(InputError, match="adaptive entropy"):
+            AdaptiveEntropyController(*arguments)
+
+
+def test_lookup_checks_name_and_settings():
+    rewards, mask, index = torch.tensor([[1.0], [0.0]]), torch.ones(2, 1), ["u", "u"]
+    settings = {"singleton": "zero", "epsilon": 1e-4}
+    expected = compute_grpo_outcome_advantage(rewards, mask, index, **settings)[0]
+    assert bits_equal(get_adv_estimator_fn("grpo", settings)(rewards, mask, index)[0], expected)
+    for name in ADV_ESTIMATORS:
+        tensors = {key: TENSORS[key](rewards) for key in ADV_TENSORS.get(name, ())}
+        advantages, returns = get_adv_estimator_fn(name, {"singleton": "zero"})(rewards, mask, index, **tensors)
+        assert advantages.shape == returns.shape == mask.shape
+    for name, settings, message in (
+        ("drgrpo", None, r"'drgrpo'.*grpo, dr_grpo, .*rloo.*gae"),
+        ("rloo", {"epsilon": 1}, "'rloo'.*epsilon"),
+        ("gae", {"values": 1}, "'gae'.*values"),
+        ("remax", {"gamma": 1}, "'remax'.*gamma"),
+    ):
+        with pytest.raises(InputError, match=message):
+            get_adv_estimator_fn(name, settings)
+
+
+@for_all(seed=seeds)
+def test_table_entries_of_gae_and_remax_are_the_named_functions(seed):
+    b = random_batch(seed)
+    r, m = b["rewards"], b["mask"]
+    for given_settings, lam_policy in (
+        ({"gamma": GAMMA, "lam": LAM}, None),
+        ({"gamma": GAMMA, "lam": LAM, "lam_policy": 0.5}, 0.5),
+        ({"gamma": GAMMA, "lam": LAM, "length_adaptive_alpha": ALPHA}, length_adaptive_lam(m, ALPHA)),
+    ):
+        results = get_adv_estimator_fn("gae", given_settings)(r, m, b["index"], values=b["values"])
+        expected = compute_gae_advantage_return(r, b["values"], m, GAMMA, LAM, lam_policy)
+        assert all(bits_equal(x, y) for x, y in zip(results, expected))
+    default = ADV_ESTIMATORS["gae"](r, m, b["index"], values=b["values"])
+    expected = compute_gae_advantage_return(r, b["values"], m, 1.0, 1.0)
+    assert all(bits_equal(x, y) for x, y in zip(default, expected))
+    remax = ADV_ESTIMATORS["remax"](r, m, b["index"], reward_baselines=b["baselines"])
+    assert all(bits_equal(x, y) for x, y in zip(remax, compute_remax_outcome_advantage(r, b["baselines"], m)))

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lib import InputError
-from lib.checkpoint import export_hf, latest_checkpoint, load_checkpoint, save_checkpoint
+from lib.checkpoint import export_hf, latest_checkpoint, load_batches, load_checkpoint, save_checkpoint
+from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
 from tests.common import run_ranks
 
@@ -231,14 +232,74 @@ def test_another_script_or_inexact_state_is_refused(tmp_path):
     run_ranks(1, check, tmp_path)
 
 
+# ---- batches -------------------------------------------------------------------------------------
+
+
+def leftovers() -> DataProto:
+    """Three rows with what a batch can hold: dtypes, values that a text form would round, ragged and nested objects."""
+    tensors = {
+        "input_ids": torch.arange(12).view(3, 4),
+        "rollout_log_probs": torch.tensor([[0.1 + 0.2, -0.0], [float("inf"), float("nan")], [1e-45, -1e30]]),
+        "half": torch.randn(3, 2, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        "done": torch.tensor([True, False, True]),
+    }
+    arrays = {
+        "uid": np.array(["7-0", "7-0", "7-1"], dtype=object),
+        "raw_prompt": np.array([[{"role": "user", "content": "1+1=\n\u00e9"}], [], [{"n": None}]], dtype=object),
+        "scores": np.array([0.1, np.nextafter(0.1, 1), -0.0]),
+    }
+    return DataProto.from_dict(tensors=tensors, non_tensors=arrays, meta_info={"step": 7, "mean": 0.1 + 0.2, "t": (1,)})
+
+
+def same_batch(a: DataProto, b: DataProto) -> bool:
+    def bits(x):
+        return x.contiguous().view(torch.uint8)  # NaN equals NaN, -0 does not equal 0
+
+    return (
+        same({key: x.dtype for key, x in a.batch.items()}, {key: x.dtype for key, x in b.batch.items()})
+        and same({key: bits(x) for key, x in a.batch.items()}, {key: bits(x) for key, x in b.batch.items()})
+        and a.non_tensor_batch.keys() == b.non_tensor_batch.keys()
+        and all(x.dtype == b.non_tensor_batch[key].dtype for key, x in a.non_tensor_batch.items())
+        and all(repr(x.tolist()) == repr(b.non_tensor_batch[key].tolist()) for key, x in a.non_tensor_batch.items())
+        and repr(a.meta_info) == repr(b.meta_info)
+    )
+
+
+def test_batches_come_back_bit_for_bit_on_every_rank(tmp_path):
+    def check(world, folder):
+        path = _save_small(folder, 1, batches={"kept": leftovers(), "one": leftovers()[[1]]})
+        load_checkpoint(path, models={"m": (torch.nn.Linear(4, 4), None)}, schedulers={})
+        batches = load_batches(path)
+        assert batches.keys() == {"kept", "one"}
+        assert same_batch(batches["kept"], leftovers())
+        assert same_batch(batches["one"], leftovers()[[1]])
+        assert not same_batch(batches["kept"], leftovers()[[0, 2, 1]])
+        assert not list(path.glob("*.tmp"))
+
+    run_ranks(2, check, tmp_path)
+
+
+@pytest.mark.parametrize("none", [None, {}])
+def test_no_batches_write_nothing(none, tmp_path):
+    def check(world, folder):
+        path = _save_small(folder, 1, batches=none)
+        assert {file.name for file in path.iterdir()} == {
+            *("manifest.json", "trainer.json", "rng_00000.pt", ".metadata", "__0_0.distcp")
+        }
+        assert load_batches(path) == {}
+
+    run_ranks(1, check, tmp_path)
+
+
 # ---- folders -------------------------------------------------------------------------------------
 
 
-def _save_small(folder: Path, step: int, keep: int = 0) -> Path:
+def _save_small(folder: Path, step: int, keep: int = 0, batches: dict | None = None) -> Path:
     model = torch.nn.Linear(4, 4)
     with torch.no_grad():
         model.weight.fill_(step)
-    return save_checkpoint(folder, step, models={"m": (model, None)}, schedulers={}, trainer_state={}, keep=keep)
+    models = {"m": (model, None)}
+    return save_checkpoint(folder, step, models=models, schedulers={}, trainer_state={}, keep=keep, batches=batches)
 
 
 def _kill_before_rename(world: World, folder: Path) -> None:
@@ -259,13 +320,15 @@ TEARS = {
     "__0_0.distcp has": lambda folder: _truncate(folder / "__0_0.distcp"),
     ".metadata has 0 bytes": lambda folder: (folder / ".metadata").write_bytes(b""),
     "rng_00001.pt is missing": lambda folder: (folder / "rng_00001.pt").unlink(),
+    "batch_kept.safetensors is missing": lambda folder: (folder / "batch_kept.safetensors").unlink(),
+    "batch_kept.safetensors has": lambda folder: _truncate(folder / "batch_kept.safetensors"),
 }
 
 
 def test_a_torn_checkpoint_is_passed_over(tmp_path, capfd):
     def save(world, folder):
         for step in (5, 20, 100):
-            _save_small(folder, step)
+            _save_small(folder, step, batches={"kept": leftovers()})
 
     def expect(world, folder, name):
         found = latest_checkpoint(folder)

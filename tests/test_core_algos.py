@@ -19,6 +19,7 @@ from lib.core_algos import (
     LOSS_AGG_MODES,
     agg_loss,
     compute_grpo_outcome_advantage,
+    compute_overlong_penalty,
     compute_policy_loss,
     entropy_from_logits,
     kl_penalty,
@@ -26,6 +27,7 @@ from lib.core_algos import (
     masked_sum,
     masked_var,
     masked_whiten,
+    zero_variance_rows,
 )
 
 GARBAGE = [math.nan, 1e9, -1e9, math.inf, -math.inf]
@@ -235,6 +237,53 @@ def test_grpo_inputs():
         compute_grpo_outcome_advantage(rewards, mask, index, singleton="drop")
 
 
+@for_all(seed=seeds)
+def test_zero_variance_rows_equal_the_loop(seed):
+    rewards, mask, index = random_outcomes(seed, torch.float64)
+    rewards = (rewards > 0.5).double() * 0.3  # many equal groups
+    scores = {i: math.fsum(r for r, m in zip(rewards[i].tolist(), mask[i].tolist()) if m) for i in range(len(mask))}
+    live = [i for i in scores if mask[i].any()]
+    expected = []
+    for i in scores:
+        mates = [scores[j] for j in live if index[j] == index[i]]
+        expected.append(i in live and len(mates) > 1 and max(mates) - min(mates) < 0.1)  # scores are multiples of 0.3
+    rows = zero_variance_rows(poison(rewards, mask, seed), mask, index)
+    assert rows.dtype == torch.bool and rows.tolist() == expected
+    advantages, _ = compute_grpo_outcome_advantage(rewards, mask, index)
+    assert (advantages[rows] == 0).all()
+
+
+def test_zero_variance_is_exact():
+    for near in (1.0, 1.0 + 1e-7):
+        rewards = torch.tensor([[1.0], [near], [2.0]], dtype=torch.float64)
+        assert zero_variance_rows(rewards, torch.ones(3, 1), [0, 0, 1]).tolist() == [near == 1, near == 1, False]
+    assert zero_variance_rows(torch.zeros(0, 1), torch.zeros(0, 1), []).shape == (0,)
+
+
+@for_all(seed=seeds, buffer=st.integers(1, 6), factor=st.floats(0, 3))
+def test_overlong_penalty_equals_the_loop(seed, buffer, factor):
+    *_, mask = random_batch(seed, width=6)
+    penalty = compute_overlong_penalty(mask, 6, buffer, factor)
+    for row, valid in zip(penalty.tolist(), mask.tolist()):
+        length = max((t + 1 for t, m in enumerate(valid) if m), default=0)
+        expected = [0.0] * 6
+        if length > 6 - buffer:
+            expected[length - 1] = -(length - (6 - buffer)) / buffer * factor
+        assert row == pytest.approx(expected, rel=1e-6)
+
+
+def test_overlong_penalty_by_hand():
+    """At most 10 tokens, the last 4 of them in the buffer; tool output in the middle of the third row."""
+    lengths = [6, 7, 10]
+    mask = torch.tensor([[int(t < n) for t in range(10)] for n in lengths] + [[0] * 10])
+    mask[2, 3:6] = 0
+    penalty = compute_overlong_penalty(mask, 10, 4, 2.0)
+    assert penalty.sum(1).tolist() == [0, -0.5, -2, 0] and penalty[1, 6] == -0.5 and penalty[2, 9] == -2
+    for buffer in (0, -1, 11):
+        with pytest.raises(InputError, match=r"1\.\.max_response_length = 10"):
+            compute_overlong_penalty(mask, 10, buffer, 1.0)
+
+
 # ------------------------------------------------------------------------- policy loss and aggregation
 
 
@@ -371,8 +420,10 @@ def test_garbage_in_masked_positions_changes_no_bit(mode, seed):
         leaf = inputs[1].clone().requires_grad_()
         ref = inputs[0] - 0.1
         loss = fast_loss(inputs[0], leaf, inputs[2], mask, mode)
-        for name in ("k1", "abs", "k2", "k3", "k1+", "k3+"):
-            loss = loss + 0.1 * agg_loss(kl_penalty(leaf, ref, name, mask), mask, mode, loss_scale_factor=SCALE)
+        for name in ("k1", "abs", "k2", "k3", "k1+", "k3+", "k1_unbiased", "k3_unbiased"):
+            loss = loss + 0.1 * agg_loss(
+                kl_penalty(leaf, ref, name, mask, inputs[0]), mask, mode, loss_scale_factor=SCALE
+            )
         loss.backward()
         results.append((loss.detach(), leaf.grad))
     assert bits_equal(results[0][0], results[1][0])
@@ -476,9 +527,38 @@ def test_kl_penalty_equals_the_loop(name, plus, seed):
                 assert values[i, t].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@for_all(seed=seeds)
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3"])
+def test_unbiased_kl_equals_the_loop_with_its_gradient(name, seed):
+    """ρ·k; its gradient by the product rule, with k's slope as finite differences off the kinks."""
+    old, logprob, _, mask = random_batch(seed)
+    ref = old - 0.3
+    leaf = logprob.clone().requires_grad_()
+    dirty = [poison(x, mask, seed + k) for k, x in enumerate((leaf, ref, old))]
+    values = kl_penalty(dirty[0], dirty[1], f"{name}_unbiased", mask, dirty[2])
+    (gradient,) = torch.autograd.grad(values.sum(), leaf)
+    on_policy = kl_penalty(logprob, ref, f"{name}_unbiased", mask)
+    close(on_policy, kl_penalty(logprob, ref, name, mask))  # ρ is 1
+    for i in range(mask.shape[0]):
+        for t in range(mask.shape[1]):
+            new, o, r = (x[i, t].item() for x in (logprob, old, ref))
+            if not mask[i, t]:
+                assert values[i, t] == 0 and gradient[i, t] == 0
+                continue
+            rho = math.exp(min(max(new - o, -20.0), 20.0))
+            assert values[i, t].item() == pytest.approx(rho * slow_kl(new, r, name), rel=1e-9, abs=1e-12)
+            kinks = (0.0, 20.0, -20.0, -2.611)  # k3 reaches 10 at d = -2.611; abs has one at 0
+            if min(abs(new - r - kink) for kink in kinks) < 1e-3 or abs(abs(new - o) - 20) < 1e-3:
+                continue
+            slope = (slow_kl(new + 1e-6, r, name) - slow_kl(new - 1e-6, r, name)) / 2e-6
+            expected = rho * (slope + slow_kl(new, r, name) * (abs(new - o) < 20))
+            assert gradient[i, t].item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
 def test_kl_penalty_edges():
-    with pytest.raises(InputError, match="low_var_kl"):
-        kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "full")
+    for name in ("full", "k3++", "k3+_unbiased", "k3_unbiased+", "_unbiased"):
+        with pytest.raises(InputError, match=r"low_var_kl.*with \+ or _unbiased"):
+            kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), name)
     assert kl_penalty(torch.tensor([[-90.0]]), torch.tensor([[0.0]]), "k3").item() == 10
     # float32 near d = 0, where e^x − 1 − x is noise: d²/2 to a few digits
     d = torch.tensor([[1e-4, -1e-4, 1e-5]])
@@ -520,6 +600,13 @@ def test_kl_estimators_by_exact_enumeration(seed, vocabulary):
     (forward_gradient,) = torch.autograd.grad(forward, logits, retain_graph=True)
     for name in ("k2", "k1+", "k3+"):
         close(expected_gradient(name), gradient)
+    # tokens of another policy: value and gradient by importance weighting, no others
+    sampler = torch.log_softmax(torch.rand(vocabulary, generator=g, dtype=torch.float64), -1)
+    for old, q in ((sampler, sampler.exp()), (None, p)):
+        for name in ("k1_unbiased", "k3_unbiased"):
+            estimate = (q * kl_penalty(logp[None], ref[None], name, None, None if old is None else old[None])[0]).sum()
+            close(estimate.detach(), reverse.detach())
+            close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], gradient)
     # the documented trap
     close(expected_gradient("k1"), torch.zeros_like(gradient))
     close(expected_gradient("k3"), forward_gradient)

@@ -1,40 +1,63 @@
-"""lib/model.py: log-probs and entropies against the plain softmax, packed against padded, loading.
+"""lib/model.py: log-probs, entropies, values and scores against single rows, packed against padded, loading.
 
 Traps are numbered as in docs/dev/LOG.md.
 """
 
 import importlib.util
+import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma2ForSequenceClassification,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+    Qwen2Model,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
 from lib import InputError
-from lib.model import LinearLogProbs, check_model_path, load_model, load_tokenizer, response_log_probs
-from tests.common import TOY_MODEL, rollout_batch, save_tiny
+from lib.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.distributed import clip_grad_norm, make_mesh, shard_model, trainable_parameters
+from lib.model import (
+    LinearLogProbs,
+    batched_log_probs,
+    batched_values,
+    check_model_path,
+    load_critic,
+    load_model,
+    load_reward_model,
+    load_tokenizer,
+    response_log_probs,
+    response_values,
+    reward_model_scores,
+)
+from tests.common import TOY_MODEL, rollout_batch, run_ranks, save_tiny
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
 
 
 def reference(model, batch, temperature):
-    """One row at a time, without padding, through the model's own logits: log-probs, entropies (B, T)."""
+    """One row at a time, without padding, through the model's own logits: log-probs, entropies, sum pi^2 (B, T)."""
     mask = batch.batch["response_mask"]
-    log_probs, entropy = torch.zeros(mask.shape, dtype=model.dtype), torch.zeros(mask.shape, dtype=model.dtype)
+    log_probs, entropy, squares = (torch.zeros(mask.shape, dtype=model.dtype) for _ in range(3))
     T = mask.shape[1]
     for i in range(len(batch)):
         attended = batch.batch["attention_mask"][i].bool()
@@ -45,7 +68,8 @@ def reference(model, batch, temperature):
             if places[n] >= 0 and mask[i, places[n]]:
                 log_probs[i, places[n]] = log_p[n - 1, ids[n]]
                 entropy[i, places[n]] = -(log_p[n - 1].exp() * log_p[n - 1]).sum()
-    return log_probs, entropy
+                squares[i, places[n]] = log_p[n - 1].exp().square().sum()
+    return log_probs, entropy, squares
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -60,10 +84,11 @@ def test_log_probs_entropy_and_gradients_equal_the_plain_softmax_of_single_rows(
     batch.batch["response_mask"][2, 3:5] = 0  # a tool's output inside a response
     weights = torch.randn(2, *batch.batch["responses"].shape, dtype=torch.float64)
 
-    ours = response_log_probs(model, batch, temperature, padding_free=padding_free)
+    ours = response_log_probs(model, batch, temperature, padding_free=padding_free, sum_pi_squared=True)
     theirs = reference(plain, batch, temperature)
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    assert not ours[2].requires_grad
     sum((w * x).sum() for w, x in zip(weights, ours)).backward()
     sum((w * x).sum() for w, x in zip(weights, theirs)).backward()
     expected = dict(plain.named_parameters())
@@ -98,7 +123,8 @@ def test_capped_logits_go_through_the_models_own_head_and_capped_attention_is_re
     model = load_model(path, attn_implementation="eager")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     batch = rollout_batch(PROMPTS, RESPONSES)
-    for a, b in zip(response_log_probs(model, batch, 1.0, padding_free=False), reference(plain, batch, 1.0)):
+    ours = response_log_probs(model, batch, 0.7, padding_free=False, sum_pi_squared=True)
+    for a, b in zip(ours, reference(plain, batch, 0.7), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match="no-padding-free"):
         response_log_probs(load_model(path), batch, 1.0)
@@ -135,8 +161,10 @@ def test_linear_log_probs_value_and_gradient_for_any_chunk(n, v, chunk, inv_temp
     log_p = torch.log_softmax(h @ w.T * inv_temperature, -1)
     expected = (log_p[range(n), y], -(log_p.exp() * log_p).sum(-1))
     ours = LinearLogProbs.apply(h, w, y, inv_temperature, chunk)
-    for a, b in zip(ours, expected):
+    *same, squares = LinearLogProbs.apply(h, w, y, inv_temperature, chunk, True)
+    for a, b in zip((*ours, squares), (*expected, log_p.exp().square().sum(-1)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+    assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
     for a, b in zip(*(torch.autograd.grad((coefficients * torch.stack(x)).sum(), (h, w)) for x in (ours, expected))):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
@@ -151,6 +179,296 @@ def test_full_logits_never_exist():
         (logp.sum() + entropy.sum()).backward()
     largest = max(event.cpu_memory_usage for event in profile.events() if event.name.startswith("aten::mm"))
     assert largest <= max(chunk, d) * v * 4 < n * v * 4 / 10
+
+
+# ---- the critic's values -------------------------------------------------------------------------
+
+
+def save_critic(folder, seed=0, **more):
+    return save_tiny(folder, cls=Qwen2ForTokenClassification, num_labels=1, seed=seed, **more)
+
+
+def reference_values(model, batch):
+    """One row at a time, without padding: V of a response's token is the output one place to its left, (B, T)."""
+    mask = batch.batch["response_mask"]
+    T = mask.shape[1]
+    values = torch.zeros(mask.shape, dtype=model.dtype)
+    for i in range(len(batch)):
+        attended = batch.batch["attention_mask"][i].bool()
+        outputs = model(input_ids=batch.batch["input_ids"][i][attended][None], use_cache=False).logits[0, :, 0]
+        n_prompt = int(attended[:-T].sum())
+        for t in range(T):
+            if mask[i, t]:
+                values[i, t] = outputs[n_prompt + t - 1]
+    return values
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_values_and_their_gradients_equal_those_of_single_rows(tmp_path, padding_free):
+    """In fp64, where sums in another order differ by 1e-14 or so; a neighbour's value is off by 0.1 and more.
+
+    The weights of the masked places are not zero: a value that leaked there would show in the gradient.
+    """
+    model = load_critic(save_critic(tmp_path), dtype=torch.float64)
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    batch = rollout_batch(PROMPTS, RESPONSES)
+    batch.batch["response_mask"][2, 3:5] = 0  # a tool's output inside a response
+    weights = torch.randn(batch.batch["responses"].shape, dtype=torch.float64)
+
+    ours, theirs = response_values(model, batch, padding_free=padding_free), reference_values(plain, batch)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    assert ours[batch.batch["response_mask"] == 0].count_nonzero() == 0
+    assert len(ours.unique()) > batch.batch["response_mask"].sum() / 2
+    (weights * ours).sum().backward()
+    (weights * theirs).sum().backward()
+    expected = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name].grad, rtol=1e-8, atol=1e-9)
+
+
+def test_gradient_checkpointing_does_not_change_the_critics_gradient(tmp_path):
+    path, gradients = save_critic(tmp_path), []
+    for checkpointing in (False, True):
+        model = load_critic(path, dtype=torch.float64, gradient_checkpointing=checkpointing)
+        assert model.is_gradient_checkpointing == checkpointing
+        response_values(model, rollout_batch(PROMPTS, RESPONSES)).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+def train_a_sharded_critic(world, path, folder):
+    """Values before a step, the gradient's norm, and values after the step, from a checkpoint, and exported."""
+
+    def make():
+        model = shard_model(load_critic(path, dtype=torch.float64), make_mesh(world), torch.float64)
+        return model, torch.optim.AdamW(trainable_parameters(model), lr=1e-2)
+
+    batch = rollout_batch(PROMPTS, RESPONSES)[list(range(world.rank, len(PROMPTS), world.size))]
+    model, optimizer = make()
+    before = batched_values(model, batch, 20)
+    loss = (response_values(model, batch) - 1).mul(batch.batch["response_mask"]).square().sum() * world.size
+    loss.backward()
+    norm = clip_grad_norm(trainable_parameters(model), 1e9)
+    optimizer.step()
+    after = batched_values(model, batch, 20)
+    step = save_checkpoint(folder, 1, models={"critic": (model, optimizer)}, schedulers={}, trainer_state={}, keep=0)
+    other, other_optimizer = make()
+    load_checkpoint(step, models={"critic": (other, other_optimizer)}, schedulers={})
+    resumed = batched_values(other, batch, 20)
+    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
+    exported = response_values(load_critic(f"{folder}/exported", dtype=torch.float64), batch).detach()
+    return before, norm, after, resumed, exported
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_critic_shards_trains_resumes_and_exports_alike_on_any_number_of_ranks(tmp_path, size):
+    """From a causal LM: the first values are 0 on each rank. Two ranks split a head of one row: one of them has none.
+
+    rtol 1e-7: AdamW's first step is lr * sign(gradient), nearly, so rounding grows where a gradient is near its eps
+    of 1e-8; a gradient that is wrong by a factor or missing moves the values by 1e-2 and more.
+    """
+    path = save_tiny(tmp_path / "lm")
+    batch = rollout_batch(PROMPTS, RESPONSES)
+    alone = load_critic(path, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    (response_values(alone, batch) - 1).mul(batch.batch["response_mask"]).square().sum().backward()
+    expected_norm = float(torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]))
+    optimizer.step()
+    expected = response_values(alone, batch).detach()
+    assert expected.abs().max() > 0.1
+    results = run_ranks(size, train_a_sharded_critic, path, str(tmp_path / "run"))
+    for rank, (before, norm, after, resumed, exported) in enumerate(results):
+        assert before.count_nonzero() == 0
+        assert norm == pytest.approx(expected_norm, rel=1e-9)
+        torch.testing.assert_close(after, expected[rank::size], rtol=1e-7, atol=1e-9)
+        assert torch.equal(resumed, after)
+        torch.testing.assert_close(exported, after, rtol=1e-9, atol=1e-10)
+
+
+def test_a_causal_lm_becomes_a_critic_of_zero_values_without_a_word(tmp_path):
+    path, lines = save_tiny(tmp_path, attention_dropout=0.5), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        critic = load_critic(path)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert lines == []
+    batch = rollout_batch(PROMPTS, RESPONSES)
+    values = response_values(critic, batch)
+    assert values.count_nonzero() == 0 and values.shape == batch.batch["responses"].shape
+    body = load_model(path).model.state_dict()
+    assert all(torch.equal(w, body[name]) for name, w in critic.model.state_dict().items())
+    torch.nn.init.normal_(critic.score.weight)
+    a, b = (response_values(critic, batch, padding_free=False) for _ in range(2))
+    assert critic.training and torch.equal(a, b) and a.count_nonzero() > 0  # no dropout in the body (0.5)
+    ids = torch.arange(4, 12)[None]
+    c, d = (critic(input_ids=ids, use_cache=False).logits for _ in range(2))
+    assert torch.equal(c, d)  # nor before the head (0.1)
+    (a * batch.batch["response_mask"]).sum().backward()
+    assert all(p.grad.count_nonzero() > 0 for p in critic.parameters())
+
+
+@pytest.mark.parametrize("cls", [Qwen2ForTokenClassification, Qwen2ForSequenceClassification])
+def test_a_critic_or_a_reward_model_keeps_its_head(tmp_path, cls):
+    path = save_tiny(tmp_path, cls=cls, num_labels=1)
+    saved = cls.from_pretrained(path, dtype=torch.float32)
+    critic = load_critic(path)
+    assert torch.equal(critic.score.weight, saved.score.weight) and critic.score.weight.count_nonzero() > 0
+    bias = saved.score.bias if cls is Qwen2ForTokenClassification else torch.zeros(1)
+    assert torch.equal(critic.score.bias, bias)
+
+
+def test_a_gguf_critic_is_read_as_a_gguf_model_is(tmp_path, monkeypatch):
+    """A folder's weights stand in for the file's: what matters is what transformers is asked to read."""
+    path, asked = save_tiny(tmp_path), []
+    (tmp_path / "model.gguf").touch()
+    for auto in (AutoConfig, AutoModelForTokenClassification):
+        read = auto.from_pretrained
+
+        def spy(folder, *, gguf_file, read=read, **more):
+            asked.append((folder, gguf_file))
+            return read(folder, **more)
+
+        monkeypatch.setattr(auto, "from_pretrained", spy)
+    critic = load_critic(str(tmp_path / "model.gguf"))
+    assert asked == [(path, "model.gguf")] * 2
+    assert response_values(critic, rollout_batch(PROMPTS, RESPONSES)).count_nonzero() == 0
+
+
+def one_line(error) -> bool:
+    return "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (lambda p: save_tiny(p, cls=Gemma3ForCausalLM, config=Gemma3TextConfig, head_dim=32), "TokenClassification"),
+        (lambda p: save_tiny(p, cls=Qwen2ForTokenClassification, num_labels=3), r"shape \(3"),
+        (lambda p: str(p / "absent.gguf"), "no such file"),
+    ],
+)
+def test_what_cannot_be_a_critic_is_refused_by_its_flag(tmp_path, save, message):
+    with pytest.raises(InputError, match=f"--critic_model .*{message}") as error:
+        load_critic(save(tmp_path))
+    assert one_line(error)
+
+
+def test_a_policy_without_its_head_is_refused(tmp_path):
+    """transformers would make a random one, another on each rank."""
+    with pytest.raises(InputError, match=r"--model .*: no lm_head") as error:
+        load_model(save_tiny(tmp_path, cls=Qwen2Model, tied=False))
+    assert one_line(error)
+
+
+def sums_of_squares(world, path):
+    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+    batch = rollout_batch(PROMPTS, RESPONSES)
+    off = batched_log_probs(model, batch, 0.8, 20)
+    on = batched_log_probs(model, batch, 0.8, 20, sum_pi_squared=True)
+    return off, on
+
+
+def test_sum_pi_squared_of_a_whole_batch_in_its_own_order(tmp_path):
+    off, on = run_ranks(1, sums_of_squares, save_tiny(tmp_path))[0]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert len(off) == 2 and all(torch.equal(a, b) for a, b in zip(off, on))
+    squares = reference(plain, rollout_batch(PROMPTS, RESPONSES), 0.8)[2]
+    torch.testing.assert_close(on[2], squares, rtol=1e-4, atol=1e-6)  # fp32; rows differ by 0.01 and more
+
+
+# ---- the reward model's scores -------------------------------------------------------------------
+
+RM_TEMPLATE = "{% for m in messages %}{{ m['role'][:1] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def save_reward_model(folder, pad_token="<|im_end|>", template=RM_TEMPLATE, num_labels=1, **more):
+    """A sequence classifier whose conversations end in <|im_end|>, which is often its pad token too.
+
+    Its tokenizer, the toy's files read as Qwen2's, drops spaces: the policy's tokenizer would give other scores.
+    """
+    more = {"cls": Qwen2ForSequenceClassification, "num_labels": num_labels, **more}
+    tokenizer = load_tokenizer(TOY_MODEL)
+    tokenizer.chat_template, tokenizer.pad_token = template, pad_token
+    tokenizer.save_pretrained(folder)
+    return save_tiny(folder, pad_token_id=tokenizer.pad_token_id, **more)
+
+
+def conversations():
+    """Rollouts with their prompts; the responses end in <|im_end|>, which is not to be scored as text."""
+    batch = rollout_batch(PROMPTS, RESPONSES)
+    ends = batch.batch["response_mask"].sum(1) - 1
+    batch.batch["responses"][range(len(batch)), ends] = load_tokenizer(TOY_MODEL).eos_token_id
+    batch.batch["response_mask"][4] = 0  # an aborted response
+    prompts = [[{"role": "user", "content": f"{n} + {n}" + " + 1" * n}] for n in range(len(batch))]
+    batch.non_tensor_batch["raw_prompt"] = np.fromiter(prompts, dtype=object, count=len(prompts))
+    return batch
+
+
+def reference_scores(path):
+    """One row at a time, through transformers' own head and pooling, which without a pad token reads the last place."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model.config.pad_token_id = None
+    own, policys, batch, scores = load_tokenizer(path), load_tokenizer(TOY_MODEL), conversations(), []
+    for i, [message] in enumerate(batch.non_tensor_batch["raw_prompt"]):
+        response = policys.decode(batch.batch["responses"][i, : RESPONSES[i]], skip_special_tokens=True)
+        text = f"u: {message['content']}<|im_end|>a: {response}<|im_end|>"
+        ids = own(text, add_special_tokens=False, return_tensors="pt").input_ids
+        scores.append(model(input_ids=ids).logits[0, 0].item() if i != 4 else 0.0)
+    return torch.tensor(scores)
+
+
+def sharded_scores(world, path):
+    model, tokenizer = load_reward_model(path)
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    model = shard_model(model, make_mesh(world), torch.float32)
+    batch = conversations()[list(range(world.rank, len(PROMPTS), world.size))]
+    return reward_model_scores(model, tokenizer, batch, load_tokenizer(TOY_MODEL), 60)
+
+
+@pytest.mark.parametrize(
+    ("size", "more"),
+    [
+        (2, {"pad_token": "<|im_end|>"}),
+        (2, {"pad_token": "<pad>"}),
+        (1, {"pad_token": None}),
+        (1, {"cls": Gemma2ForSequenceClassification, "config": Gemma2Config, "head_dim": 32}),  # soft-capped attention
+    ],
+)
+def test_scores_are_those_of_single_rows_at_their_last_token_whatever_the_pad_token(tmp_path, size, more):
+    """In fp32: rtol and atol are some hundred roundings; the scores of two rows differ by 0.01 and more."""
+    path = save_reward_model(tmp_path, **more)
+    expected = reference_scores(path)
+    assert len(expected.unique()) == len(expected) and expected[4] == 0
+    for rank, scores in enumerate(run_ranks(size, sharded_scores, path)):
+        assert scores.dtype == torch.float32
+        torch.testing.assert_close(scores, expected[rank::size], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (lambda p: save_reward_model(p, num_labels=3), "3 outputs"),
+        (save_tiny, "no score.weight"),
+        (lambda p: save_tiny(p, cls=Qwen2ForSequenceClassification, num_labels=1), "tokenizer"),
+        (lambda p: save_reward_model(p, template=None), "no chat template"),
+        (lambda p: str(p / "absent"), "no such folder"),
+    ],
+)
+def test_what_cannot_be_a_reward_model_is_refused_by_its_flag(tmp_path, save, message):
+    with pytest.raises(InputError, match=f"--reward_model .*{message}") as error:
+        load_reward_model(save(tmp_path))
+    assert one_line(error)
+
+
+def test_a_prompt_that_the_reward_models_template_refuses_is_one_clear_line(tmp_path):
+    template = "{{ raise_exception('no system message') }}"
+    model, tokenizer = load_reward_model(save_reward_model(tmp_path, template=template))
+    with pytest.raises(InputError, match=r"--reward_model.* no system message") as error:
+        reward_model_scores(model, tokenizer, conversations(), load_tokenizer(TOY_MODEL), 60)
+    assert one_line(error)
 
 
 # ---- loading -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ differences would not see it.
 
 import math
 import random
+import statistics
 from itertools import product
 
 import pytest
@@ -16,8 +17,7 @@ from hypothesis import strategies as st
 from lib import InputError
 from lib import policy_losses as pl
 from lib.core_algos import LOSS_AGG_MODES, agg_loss, compute_policy_loss
-from lib.metrics import reduce_metrics
-from lib.rollout_correction import CRITERIA, compute_rollout_correction, prob_pearson
+from lib.rollout_correction import CRITERIA, compute_rollout_correction, get_rollout_correction_fn
 from tests.test_core_algos import SCALE, bits_equal, close, counts, garbage, poison, random_batch, slow_weights
 
 LOW, HIGH = 0.2, 0.28
@@ -85,9 +85,9 @@ def slow_two_sided(old, new, advantage):
     return value, -advantage * slope_of(old, new) * moves
 
 
-def slow_decoupled(old, new, advantage, prox_log_prob):
-    value, slope = slow_ppo(ratio_of(prox_log_prob, new), slope_of(prox_log_prob, new), advantage)
-    behave = min(ratio_of(old, prox_log_prob), 1.5)
+def slow_decoupled(old, new, advantage, rollout):
+    value, slope = slow_ppo(ratio_of(old, new), slope_of(old, new), advantage)
+    behave = min(ratio_of(rollout, old), 1.5)
     return behave * value, behave * slope
 
 
@@ -147,28 +147,25 @@ CASES = {
         tokenwise(lambda o, n, a: (-a * n + 0.15 * (n - o) ** 2, -a + 0.3 * (n - o))),
     ),
     "two_sided": (pl.two_sided, CLIP | {"delta": 3.0}, (), tokenwise(slow_two_sided)),
-    "decoupled": (pl.decoupled, CLIP | {"cap": 1.5}, ("prox_log_prob",), tokenwise(slow_decoupled)),
+    "decoupled": (pl.decoupled, CLIP | {"cap": 1.5}, ("rollout_log_probs",), tokenwise(slow_decoupled)),
     "clip_cov": (
         pl.clip_cov,
         CLIP,
-        ("keep",),
+        ("cov_keep",),
         tokenwise(lambda o, n, a, k: slow_ppo(ratio_of(o, n), slope_of(o, n), a) if k else (0.0, 0.0)),
     ),
-    "kl_cov": (pl.kl_cov, {"kl_coef": 0.3}, ("pick",), tokenwise(slow_kl_cov)),
+    "kl_cov": (pl.kl_cov, {"kl_coef": 0.3}, ("cov_pick",), tokenwise(slow_kl_cov)),
 }
 SMOOTH = ("gpg", "geo_mean", "sapo", "dro", "two_sided", "decoupled", "clip_cov", "kl_cov")  # without a stop-gradient
 
 
-def make_extras(names, old, new, advantages, mask, seed):
+def make_extras(names, old, advantages, mask, seed):
     """The extra tensors of the whole mini-batch."""
     g = torch.Generator().manual_seed(seed)
-    extras = {
-        "prox_log_prob": old + 0.5 * torch.randn(old.shape, generator=g, dtype=torch.float64),
-        "keep": pl.clip_cov_mask(
-            old, new, advantages, mask, torch.arange(len(old)), seed=seed, ratio=0.3, cov=(-0.5, 1.0)
-        ),
-        "pick": pl.kl_cov_mask(new, advantages, mask, ratio=0.3),
-    }
+    masks = {"clip_cov": {"ratio": 0.3, "cov": (-0.5, 1.0)}, "kl_cov": {"ratio": 0.3}}
+    batch = {"old_log_probs": old, "advantages": advantages, "response_mask": mask}
+    extras = pl.compute_token_masks(masks, batch, seed)
+    extras["rollout_log_probs"] = old + 0.5 * torch.randn(old.shape, generator=g, dtype=torch.float64)
     return {name: extras[name].double() for name in names}
 
 
@@ -197,7 +194,7 @@ def test_loss_and_gradient_equal_the_loop_in_every_layout(name, mode, seed):
     """Micro-batches, ranks, row order, right padding (another width each time), masked garbage: all at once."""
     fast, keywords, extra_names, reference = CASES[name]
     old, new, advantages, mask = random_batch(seed, rows=6)
-    extras = make_extras(extra_names, old, new, advantages, mask, seed)
+    extras = make_extras(extra_names, old, advantages, mask, seed)
     loss, gradient, token_losses = slow_loss(reference, old, new, advantages, extras, mask, mode)
     losses, metrics = fast(old, new, advantages, mask, **keywords, **extras)
     torch.testing.assert_close(losses, token_losses, rtol=1e-10, atol=1e-12)
@@ -231,7 +228,7 @@ def test_loss_and_gradient_equal_the_loop_in_every_layout(name, mode, seed):
 def test_garbage_in_masked_positions_and_dead_rows_change_no_bit(name, seed):
     fast, keywords, extra_names, _ = CASES[name]
     old, new, advantages, mask = random_batch(seed)
-    extras = make_extras(extra_names, old, new, advantages, mask, seed)
+    extras = make_extras(extra_names, old, advantages, mask, seed)
     inputs = [old, new, advantages, *extras.values()]
     dirty = [torch.cat([poison(x, mask, seed + k), garbage((2, x.shape[1]), k)]) for k, x in enumerate(inputs)]
     results = []
@@ -252,8 +249,8 @@ def test_gradient_is_that_of_the_value(name, seed):
     old, _, advantages, mask = random_batch(seed, rows=3, width=4)
     rng = random.Random(seed)
     drawn = torch.tensor([[rng.choice([-0.7, -0.1, 0.1, 0.35, 0.7, 1.3]) for _ in range(4)] for _ in range(3)]).double()
-    extras = make_extras(extra_names, old, old + drawn, advantages, mask, seed)
-    new = extras.get("prox_log_prob", old) + drawn
+    extras = make_extras(extra_names, old, advantages, mask, seed)
+    new = old + drawn
 
     def loss(x):
         return agg_loss(fast(old, x, advantages, mask, **keywords, **extras)[0], mask, "seq-mean-token-mean")
@@ -312,7 +309,7 @@ def test_on_policy_every_gradient_is_that_of_vanilla(name, seed):
     fast, keywords, extra_names, _ = CASES[name]
     old, _, advantages, mask = random_batch(seed)
     advantages = advantages[:, :1].expand_as(old).contiguous()
-    extras = {"prox_log_prob": old, "keep": torch.ones_like(old), "pick": torch.ones_like(old)}
+    extras = {"rollout_log_probs": old, "cov_keep": torch.ones_like(old), "cov_pick": torch.ones_like(old)}
     gradients = []
     for loss, more in (
         (fast, keywords | {k: extras[k] for k in extra_names}),
@@ -333,8 +330,8 @@ def test_losses_that_coincide(seed):
     close(pl.gpg(*batch)[0], pl.reinforce(new, new, advantages, mask)[0])
     close(pl.dppo_tv(*batch, delta_low=2, delta_high=1e12, ratio_high=5.0)[0], pl.cispo(*batch)[0])
     plain = compute_policy_loss(*batch, clip_ratio_c=math.inf)[0]
-    close(pl.decoupled(*batch, prox_log_prob=old)[0], plain)
-    close(pl.clip_cov(*batch, keep=torch.ones_like(mask))[0], plain)
+    close(pl.decoupled(*batch, rollout_log_probs=old)[0], plain)
+    close(pl.clip_cov(*batch, cov_keep=torch.ones_like(mask))[0], plain)
     one = [x[:, :1] for x in batch]  # rows of one token: sequence and token are the same
     close(pl.gspo(*one, **CLIP)[0], compute_policy_loss(*one, clip_ratio_c=math.inf, **CLIP)[0])
 
@@ -368,8 +365,8 @@ def test_bad_input():
     with pytest.raises(InputError, match="fraction"):
         pl.top_entropy_mask(x, x, fraction=0)
     with pytest.raises(ValueError, match="row_ids"):
-        pl.clip_cov_mask(*[torch.zeros(2, 2)] * 4, torch.tensor([3, 3]), seed=0)
-    assert set(pl.POLICY_LOSSES) - {"vanilla"} < set(CASES)  # that one: tests/test_core_algos.py
+        pl.clip_cov_mask(*[torch.zeros(2, 2)] * 3, row_ids=torch.tensor([3, 3]), seed=0)
+    assert set(pl.POLICY_LOSSES) - {"vanilla"} == set(CASES)  # that one: tests/test_core_algos.py
 
 
 # ----------------------------------------------------------------------- masks over the mini-batch
@@ -389,13 +386,9 @@ def slow_noise(seed, row, position):
     return x - 2**64 if x >= 2**63 else x
 
 
-def slow_clip_cov(old, new, advantages, mask, row_ids, seed):
-    covariance = slow_covariance(advantages, new, mask)
-    candidates = []
-    for (i, t), c in covariance.items():
-        ratio, a = ratio_of(old[i, t].item(), new[i, t].item()), advantages[i, t].item()
-        if 0 < c < 0.8 and not (a > 0 and ratio > 1.28) and not (a < 0 and ratio < 0.8):
-            candidates.append((slow_noise(seed, row_ids[i].item(), t), i, t))
+def slow_clip_cov(old, advantages, mask, row_ids, seed):
+    covariance = slow_covariance(advantages, old, mask)
+    candidates = [(slow_noise(seed, int(row_ids[i]), t), i, t) for (i, t), c in covariance.items() if 0 < c < 0.8]
     cut = {(i, t) for _, i, t in sorted(candidates)[: max(math.floor(0.2 * len(covariance)), 1)]}
     return set(covariance) - cut
 
@@ -435,26 +428,26 @@ def test_masks_equal_the_loop_in_every_layout(seed):
     old, new, advantages, mask = random_batch(seed)
     entropys = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)).mul(8).round()  # many ties
     row_ids = torch.tensor(random.Random(seed).sample(range(2**40), len(mask)))
-    clips = {"ratio": 0.2, "cov": (0, 0.8), "cliprange": (0.2, 0.28)}
     masks = {
         "clip_cov": (
-            lambda o, n, a, e, m, ids: pl.clip_cov_mask(o, n, a, m, ids, seed=seed, **clips),
-            slow_clip_cov(old, new, advantages, mask, row_ids, seed),
+            lambda o, n, a, e, m, ids: pl.clip_cov_mask(n, a, m, row_ids=ids, seed=seed, ratio=0.2, cov=(0, 0.8)),
+            slow_clip_cov(new, advantages, mask, row_ids, seed),
         ),
         "kl_cov": (
             lambda o, n, a, e, m, ids: pl.kl_cov_mask(n, a, m, ratio=0.2),
             slow_kl_cov_pick(new, advantages, mask),
         ),
-        "entropy": (
+        "top_entropy": (
             lambda o, n, a, e, m, ids: pl.top_entropy_mask(e, m, fraction=0.3),
             slow_top_entropy(entropys, mask),
         ),
         "m2po": (lambda o, n, a, e, m, ids: pl.m2po_mask(o, n, m, threshold=0.3), slow_m2po(old, new, mask)),
-        "opsm": (
+        "off_policy_sequence": (
             lambda o, n, a, e, m, ids: pl.off_policy_sequence_mask(o, n, a, m, delta=0.1),
             slow_opsm(old, new, advantages, mask),
         ),
     }
+    assert set(masks) == set(pl.TOKEN_MASKS)
     order = random.Random(seed).sample(range(len(mask)), len(mask))
     pad = torch.nn.functional.pad
     moved_mask = pad(mask[order], (0, 2))
@@ -465,6 +458,34 @@ def test_masks_equal_the_loop_in_every_layout(seed):
         kept = compute(old, new, advantages, entropys, mask, row_ids)
         assert kept.dtype == torch.bool and {tuple(at) for at in kept.nonzero().tolist()} == expected, name
         assert bits_equal(compute(*moved, moved_mask, row_ids[order]), pad(kept[order], (0, 2))), name
+
+    chosen = {"top_entropy": {"fraction": 0.3}, "m2po": {"threshold": 0.3}, "off_policy_sequence": {"delta": 0.1}}
+    tensors = {"rollout_log_probs": old, "old_log_probs": new, "advantages": advantages, "entropys": entropys}
+    tensors["response_mask"] = mask
+    for names in ([], ["m2po"], ["top_entropy", "off_policy_sequence"], list(chosen)):
+        found = pl.compute_token_masks({name: chosen[name] for name in names}, tensors, seed)
+        assert list(found) == ["loss_mask"][: len(names)]
+        if names:
+            together = set.intersection(*(masks[name][1] for name in names))
+            assert {tuple(at) for at in found["loss_mask"].nonzero().tolist()} == together
+    cov = {"kl_cov": {"ratio": 0.2}, "clip_cov": {"ratio": 0.2, "cov": [0, 0.8]}}
+    found = pl.compute_token_masks(cov, tensors, seed)
+    assert {tuple(at) for at in found.pop("cov_pick").nonzero().tolist()} == masks["kl_cov"][1]
+    expected = slow_clip_cov(new, advantages, mask, range(len(mask)), seed)
+    assert {tuple(at) for at in found.pop("cov_keep").nonzero().tolist()} == expected and not found
+
+
+def test_token_masks_are_checked_before_there_is_a_batch():
+    pl.check_token_masks({"top_entropy": {}, "m2po": {"threshold": 0.1}, "clip_cov": {"cov": [0, 1]}, "kl_cov": {}})
+    for masks, message in (
+        ({"entropy": {}}, "'entropy'.*top_entropy, m2po, off_policy_sequence, clip_cov, kl_cov"),
+        ({"kl_cov": {}, "m2po": {"limit": 1}}, "'m2po'.*limit"),
+        ({"off_policy_sequence": {}}, "'off_policy_sequence'.*delta"),
+        ({"clip_cov": {"seed": 1}}, "'clip_cov'.*seed"),
+        ({"top_entropy": {"fraction": 2}}, "fraction"),
+    ):
+        with pytest.raises(InputError, match=message):
+            pl.check_token_masks(masks)
 
 
 def test_covariance_has_the_same_bits_in_any_row_order():
@@ -483,7 +504,7 @@ def test_clip_cov_draws_another_token_for_another_seed():
     new = advantages.clone() - 5  # covariance = (A − mean)² >= 0
     drawn = torch.zeros(10, 20)
     for seed in range(2000):
-        drawn += ~pl.clip_cov_mask(new, new, advantages, ones, torch.arange(10), seed=seed, ratio=1e-9, cov=(1, 99))
+        drawn += ~pl.clip_cov_mask(new, advantages, ones, row_ids=torch.arange(10), seed=seed, ratio=1e-9, cov=(1, 99))
     candidates = (advantages - advantages.mean()).square() > 1
     expected = 2000 / candidates.sum()
     assert drawn.sum() == 2000 and (drawn[~candidates] == 0).all()
@@ -492,7 +513,7 @@ def test_clip_cov_draws_another_token_for_another_seed():
 
 def test_masks_of_nothing_and_ties():
     none, zeros, ones = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
-    assert not pl.clip_cov_mask(zeros, zeros, zeros, none, torch.arange(2), seed=1).any()
+    assert not pl.clip_cov_mask(zeros, zeros, none, row_ids=torch.arange(2), seed=1).any()
     assert not pl.kl_cov_mask(zeros, zeros, none).any()
     assert not pl.top_entropy_mask(zeros, none).any()
     assert not pl.m2po_mask(zeros, zeros, none).any()
@@ -589,10 +610,11 @@ def test_correction_weights_equal_the_loop(level, action, normalize, seed):
             assert {tuple(at) for at in new_mask.nonzero().tolist()} == kept and new_mask.dtype == mask.dtype
         rows_kept = {i for i, _ in kept}
         units = sorted(kept) if level == "token" else [min(at for at in kept if at[0] == i) for i in rows_kept]
-        total, count = metrics["rollout/is_weight"]
-        assert count == len(units) and total == pytest.approx(math.fsum(expected[at] for at in units), rel=1e-9)
-        if normalize and total:
-            assert total / count == pytest.approx(1)
+        assert ("rollout/is_weight" in metrics) == bool(units)
+        if units:
+            mean = math.fsum(expected[at] for at in units) / len(units)
+            assert metrics["rollout/is_weight"] == pytest.approx(mean, rel=1e-9)
+            assert not normalize or mean in (0, pytest.approx(1))
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
@@ -609,12 +631,14 @@ def test_rejection_equals_the_loop(criterion, seed):
         alive = [i for i, row in enumerate(rows) if row]
         gone = len([i for i in alive if not any(at[0] == i for at in expected)])
         tokens_gone = int(mask.sum()) - len(expected)
-        assert metrics["rollout/rejected_rows"] == (gone, len(alive))
-        assert metrics["rollout/rejected_tokens"] == (tokens_gone, int(mask.sum()))
-        by_token = criterion.startswith("token")
-        assert metrics[f"rollout/rejected_{criterion}"] == (
-            (tokens_gone, int(mask.sum())) if by_token else (gone, len(alive))
-        )
+        if not alive:
+            assert metrics == {}
+            continue
+        rows_share, tokens_share = gone / len(alive), tokens_gone / int(mask.sum())
+        assert metrics["rollout/rejected_rows"] == pytest.approx(rows_share, rel=1e-12)
+        assert metrics["rollout/rejected_tokens"] == pytest.approx(tokens_share, rel=1e-12)
+        by_criterion = tokens_share if criterion.startswith("token") else rows_share
+        assert metrics[f"rollout/rejected_{criterion}"] == pytest.approx(by_criterion, rel=1e-12)
 
 
 def test_bounds_are_on_train_over_rollout():
@@ -668,16 +692,12 @@ def test_denominators_before_and_after_rejection(mode, seed):
 
 
 @for_all(30, seed=seeds)
-def test_correction_metrics_equal_the_loop_over_ranks(seed):
-    """Two ranks' totals added are those of the whole."""
+def test_correction_metrics_equal_the_loop(seed):
     old, rollout, mask = mismatch_batch(seed)
     rows, at = rows_of_x(old, rollout, mask), mask.nonzero().tolist()
-    parts = [
-        compute_rollout_correction(poison(old, mask, 1)[part], poison(rollout, mask, 2)[part], mask[part])[2]
-        for part in (slice(0, 1), slice(1, None))
-    ]
-    reduced = reduce_metrics({k: type(parts[0][k])(*map(sum, zip(parts[0][k], parts[1][k]))) for k in parts[0]})
+    metrics = compute_rollout_correction(poison(old, mask, 1), poison(rollout, mask, 2), mask)[2]
     if not at:
+        assert metrics == {}
         return
     alive = [i for i, row in enumerate(rows) if row]
     nll = {
@@ -693,12 +713,45 @@ def test_correction_metrics_equal_the_loop_over_ranks(seed):
         "chi2_seq": mean([clamp_exp(sum(rows[i].values())) ** 2 for i in alive]) - 1,
         "is_clipped": mean([float(clamp_exp(x) > 2) for row in rows for x in row.values()]),
     }
+    ratios = [clamp_exp(x) for row in rows for x in row.values()]
+    expected["is_weight"] = mean([min(r, 2.0) for r in ratios])
+    expected["ess"] = math.fsum(ratios) ** 2 / (len(at) * math.fsum(r * r for r in ratios))
+    expected |= {"rejected_rows": 0.0, "rejected_tokens": 0.0}
+    p, q = ([math.exp(x[i, t].item()) for i, t in at] for x in (old, rollout))
+    if len(at) > 1:
+        expected["prob_pearson"] = statistics.correlation(p, q)
     for name, value in expected.items():
-        assert reduced[f"rollout/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-9), name
-    p, q = (torch.tensor([x[i, t].item() for i, t in at]).double().exp() for x in (old, rollout))
-    if len(at) > 3 and p.max() < 10:
-        pearson = torch.corrcoef(torch.stack([p, q]))[0, 1].item()
-        assert prob_pearson(reduced) == pytest.approx(pearson, rel=1e-6, abs=1e-6)
+        assert metrics[f"rollout/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+    assert all(type(value) is float for value in metrics.values())
+    assert {name.removeprefix("rollout/") for name in metrics} == set(expected)
+
+
+def test_correlation_of_a_constant_is_left_out_and_equal_policies_are_all_there():
+    x, mask = torch.full((3, 7), math.log(0.1), dtype=torch.float64), torch.ones(3, 7)  # 0.1's mean is not 0.1
+    varied = torch.linspace(-2, -1, 21, dtype=torch.float64).view(3, 7)
+    for old, rollout in ((x, varied), (varied, x), (x[:1, :1], x[:1, :1])):
+        metrics = compute_rollout_correction(old, rollout, torch.ones_like(old))[2]
+        assert "rollout/prob_pearson" not in metrics and "rollout/ess" in metrics
+    same = compute_rollout_correction(varied, varied, mask)[2]
+    assert same["rollout/ess"] == 1 and same["rollout/prob_pearson"] == pytest.approx(1, rel=1e-12)
+
+
+def test_correction_settings_are_checked_before_there_is_a_batch():
+    old, rollout, mask = mismatch_batch(5)
+    settings = {"level": "sequence", "bounds": [0.5, 3.0], "reject": {"token_k1": [0.25, 9.0], "seq_max_k3": 2.0}}
+    weights, new_mask, metrics = get_rollout_correction_fn(settings)(old, rollout, mask)
+    as_tuples = {"level": "sequence", "bounds": (0.5, 3.0), "reject": {"token_k1": (0.25, 9.0), "seq_max_k3": 2.0}}
+    expected = compute_rollout_correction(old, rollout, mask, **as_tuples)
+    assert bits_equal(weights, expected[0]) and bits_equal(new_mask, expected[1]) and metrics == expected[2]
+    for bad, message in (
+        ({"levels": "token"}, "levels"),
+        ({"level": "row"}, "level 'row'"),
+        ({"bounds": [2, 1]}, "importance weight"),
+        ({"reject": {"seq_k1": [0.5, 2]}}, "'seq_k1'"),
+        ({"level": None, "reject": {"token_k3": [0, 1]}}, "token_k3"),
+    ):
+        with pytest.raises(InputError, match=message):
+            get_rollout_correction_fn(bad)
 
 
 def test_correction_bad_input_and_edges():
@@ -714,7 +767,7 @@ def test_correction_bad_input_and_edges():
     weights, new_mask, metrics = compute_rollout_correction(
         torch.full((2, 3), math.nan), x, x, level="sequence", batch_normalize=True, reject={"seq_sum_k1": (0.5, 2)}
     )
-    assert (weights == 0).all() and (new_mask == 0).all() and "rollout/is_weight" not in reduce_metrics(metrics)
+    assert (weights == 0).all() and (new_mask == 0).all() and "rollout/is_weight" not in metrics
     weights, new_mask, _ = compute_rollout_correction(x.bfloat16(), x.bfloat16(), torch.ones(2, 3, dtype=torch.long))
     assert weights.dtype == torch.float32 and new_mask.dtype == torch.long and (weights == 1).all()
     weights, *_ = compute_rollout_correction(

@@ -1,0 +1,719 @@
+"""ReMax for language models (https://arxiv.org/abs/2310.10505): REINFORCE with the greedy response as the baseline.
+
+For each prompt x take the reward of one greedy response as the baseline of all that are sampled:
+
+    b = R(x, greedy response);  A_t = sum over k >= t of r_k - b                    without critic, group or deviation
+    L = mean over tokens of max(-A_t rho_t, -A_t clip(rho_t, 1 - eps_low, 1 + eps_high))           as in grpo.py
+
+Where this departs from the paper, by default: the loss is a mean over all tokens of the mini-batch, not a sum over each
+response (--loss_agg_mode seq-mean-token-sum is the paper's); there is no KL (--kl_coef 0.05 --kl_placement reward
+--kl_estimator k1 is the paper's). With one update a step the clip does nothing: rho is 1.
+This file is grpo.py with another baseline: make diff A=grpo B=remax.
+
+    python remax.py                                                  one process; a tiny model and task, on any machine
+    accelerate launch --multi_gpu --num_processes 8 remax.py ...     one node; torchrun --nproc-per-node 8 does the same
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 remax.py ...     two nodes
+
+Every rank runs this file from top to bottom. Details, metrics and results: docs/remax.md.
+"""
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import tyro
+
+from lib import InputError
+from lib.advantages import (
+    ADV_TENSORS,
+    AdaptiveEntropyController,
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    get_adv_estimator_fn,
+)
+from lib.batching import prepare_dynamic_batch
+from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
+from lib.core_algos import agg_loss, at_last_token, kl_penalty
+from lib.data_proto import DataProto
+from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
+from lib.distributed import (
+    all_gather_lists,
+    all_reduce_sum,
+    broadcast,
+    clip_grad_norm,
+    init_distributed,
+    is_first_on_node,
+    make_mesh,
+    run,
+    set_gradient_sync,
+    shard_model,
+    trainable_parameters,
+)
+from lib.metrics import (
+    Mean,
+    Sum,
+    Timer,
+    add_metrics,
+    data_metrics,
+    extra_metrics,
+    mismatch_metrics,
+    reduce_metrics,
+    rows_dropped,
+    throughput_metrics,
+    token_means,
+    validation_metrics,
+)
+from lib.model import (
+    batched_log_probs,
+    check_model_path,
+    load_model,
+    load_reward_model,
+    load_tokenizer,
+    response_log_probs,
+    reward_model_scores,
+)
+from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
+from lib.reward import load_reward, score_responses
+from lib.rollout import Sampling, check_engine, make_engine, request_seeds, sync_weights
+from lib.rollout_correction import get_rollout_correction_fn
+from lib.tracking import Tracker, sample_rows
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Args:
+    # ---- run
+    run_name: str = ""
+    """name of the run, which writes to output_dir/run_name; empty: <script>-s<seed>-<date and time>"""
+    output_dir: str = "runs"
+    """folder of all runs"""
+    seed: int = 1
+    """seed of sampling and data order; a run repeats itself"""
+    total_steps: int = 60
+    """number of steps, each of prompts_per_step x group_size responses"""
+    total_epochs: int | None = None
+    """if given, it sets total_steps: the steps that this many passes over the training prompts take, rounded up"""
+    resume: str = "never"
+    """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder"""
+
+    # ---- model
+    model: str = str(HERE / "data/toy/model")
+    """Hugging Face id, folder or .gguf file of the policy to start from"""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU"""
+    attn_implementation: str = "packed_sdpa"
+    """packed_sdpa (lib/model.py) runs everywhere; flash_attention_2 needs its package; any other: --no-padding-free"""
+    padding_free: bool = True
+    """lay the rows of a micro-batch end to end, without padding"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a third more time in the update"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the model"""
+
+    # ---- data
+    train_files: tuple[str, ...] = (str(HERE / "data/toy/train.jsonl"),)
+    """parquet or json(l) files, or a data set on the hub; rows in verl's form"""
+    val_files: tuple[str, ...] = (str(HERE / "data/toy/val.jsonl"),)
+    """the same, for validation"""
+    dataset_class: str = ""
+    """path/to/file.py:ClassName of your own dataset class; empty: lib/dataset.py's RLHFDataset"""
+    max_prompt_length: int = 32
+    """tokens of a prompt, template included"""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """what happens to a longer prompt that was not filtered out"""
+    filter_overlong_prompts: bool = True
+    """drop training and validation prompts that are longer; how many is printed"""
+    chat_template_kwargs: str = "{}"
+    """JSON of keywords for the chat template, such as {"enable_thinking": false}"""
+    shuffle: bool = True
+    """a new order of the training prompts in each epoch"""
+    loader_workers: int = 0
+    """processes that tokenize ahead"""
+
+    # ---- rollout
+    rollout_engine: Literal["hf", "vllm"] = "hf"
+    """hf samples with the trainer's own model; vllm runs a vLLM engine in each process"""
+    prompts_per_step: int = 256
+    """prompts of one step, over all ranks"""
+    group_size: int = 1
+    """responses per prompt"""
+    max_response_length: int = 16
+    """tokens of a response at most"""
+    temperature: float = 1.0
+    """sampling temperature; the loss uses log-probs at this temperature"""
+    top_p: float = 1.0
+    """nucleus sampling; below 1 the trainer's log-probs are not those of the sampler, see rollout/ metrics"""
+    top_k: int = -1
+    """sample among the k most likely tokens; -1: among all"""
+    gpu_memory: float = 0.4
+    """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
+
+    # ---- reward
+    reward: str = ""
+    """path/to/file.py:function of your own scorer; empty: by each row's data_source, see rewards/"""
+    reward_model: str = ""
+    """Hugging Face id or folder of a sequence classifier with one output, whose score is added to the scorer's"""
+    reward_model_coef: float = 1.0
+    """weight of the reward model's score"""
+
+    # ---- algorithm
+    loss: str = "vanilla"
+    """policy loss in lib/policy_losses.py: vanilla, gspo, cispo, geo_mean, sapo, gpg, reinforce, dppo_tv, dppo_kl, dro,
+    two_sided, decoupled, clip_cov, kl_cov"""
+    loss_kwargs: str = "{}"
+    """JSON of its hyper-parameters, such as {"cliprange_high": 4.0}; vanilla takes the three flags below"""
+    clip_ratio_low: float = 0.2
+    """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
+    clip_ratio_high: float = 0.2
+    """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
+    clip_ratio_c: float = 3.0
+    """dual clip: bound of the ratio where the advantage is negative"""
+    token_masks: str = "{}"
+    """JSON of token selections and their hyper-parameters: top_entropy, m2po, off_policy_sequence keep their tokens in
+    the loss, such as {"top_entropy": {"fraction": 0.2}}; clip_cov and kl_cov select for the loss of that name"""
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """how token losses become one loss: see agg_loss in lib/core_algos.py"""
+    loss_scale_factor: float | None = None
+    """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
+    kl_coef: float = 0.0
+    """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"] = "k3+"
+    """estimator of that KL; in the loss, + and _unbiased have the gradient of the KL; in the reward, k1 is usual"""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """add the KL to the loss, or subtract it from the reward of each token"""
+    kl_target: float | None = None
+    """with --kl_placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
+    kl_horizon: int = 10000
+    """responses over which beta adapts"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus"""
+    entropy_target: float | None = None
+    """nats: entropy_coef moves by 0.005 a step to hold the entropy here, and is 0 above it; empty: it is fixed"""
+    old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
+    """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
+    ratio is 1), or the rollout engine's"""
+    rollout_correction: str = "{}"
+    """JSON: how r = pi_old / pi_rollout corrects the loss, such as {"level": "token", "bounds": [0, 2]} or
+    {"level": null, "reject": {"seq_mean_k1": [0.99, 1.01]}}: see lib/rollout_correction.py"""
+
+    # ---- update
+    num_mini_batches: int = 1
+    """optimizer updates per pass over a step's responses"""
+    update_epochs: int = 1
+    """passes over a step's responses"""
+    micro_batch_tokens: int = 16384
+    """tokens of one forward and backward on one rank"""
+    lr: float = 1e-4
+    """learning rate (for a model of billions of parameters: 1e-6)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """course of the learning rate after the warm-up"""
+    warmup_steps: int = 0
+    """steps in which the learning rate rises from 0"""
+    weight_decay: float = 0.0
+    """of AdamW"""
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    """of AdamW"""
+    max_grad_norm: float = 1.0
+    """the gradient's norm is clipped to this"""
+
+    # ---- validation
+    val_before_train: bool = True
+    """validate the start model"""
+    val_every: int = 5
+    """validate every n steps and after the last; 0: never"""
+    val_only: bool = False
+    """validate (with resume: that checkpoint) and stop; writes to <run>/val_only"""
+    val_samples: int = 1
+    """responses per validation prompt: n in mean@n, pass@k, maj@k"""
+    val_temperature: float = 0.0
+    """sampling temperature in validation; 0: greedy"""
+    val_top_p: float = 1.0
+    """nucleus sampling in validation"""
+
+    # ---- checkpoints and logs
+    save_every: int = 50
+    """save a checkpoint every n steps and after the last; 0: never"""
+    keep_checkpoints: int = 2
+    """keep the newest n checkpoints; 0: all"""
+    export_model: bool = True
+    """after the last step save the policy in Hugging Face form to <run>/model"""
+    track: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """log there too; metrics.jsonl is always written"""
+    show_samples: int = 3
+    """responses shown after each validation (samples.jsonl holds them all)"""
+
+
+MAY_CHANGE_ON_RESUME = {
+    *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
+    *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p", "val_files"),
+    *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
+}
+
+
+GATHERED = (  # over ranks, for the advantages
+    *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),
+    *("reward_baselines",),  # REMAX: instead of what group estimators need
+)
+
+
+@dataclass
+class Sizes:
+    """The arithmetic of a step. No prefix: over all ranks; local: on one rank."""
+
+    local_prompts: int
+    local_rows: int
+    local_mini_batch_rows: int
+    updates_per_step: int
+
+
+def step_sizes(args: Args, world_size: int) -> Sizes:
+    """Checks the batch arithmetic. Raises InputError with the formula and its numbers."""
+    for name in ("prompts_per_step", "group_size", "num_mini_batches", "update_epochs", "max_response_length"):
+        if getattr(args, name) < 1:
+            raise InputError(f"--{name} {getattr(args, name)}: must be at least 1")
+    if args.prompts_per_step % (world_size * args.num_mini_batches):
+        raise InputError(
+            "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
+            f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
+            f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
+        )
+    if args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
+        raise InputError(
+            "micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
+            f"{args.micro_batch_tokens} < {args.max_prompt_length} + {args.max_response_length}"
+        )
+    local_prompts = args.prompts_per_step // world_size
+    local_rows = local_prompts * args.group_size
+    return Sizes(
+        local_prompts, local_rows, local_rows // args.num_mini_batches, args.num_mini_batches * args.update_epochs
+    )
+
+
+def parse_json(text: str, flag: str) -> dict:
+    try:
+        settings = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"--{flag} {text}: not JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise InputError(f'--{flag} {text}: give a JSON object, such as {{"name": 1}}')
+    return settings
+
+
+def check_flags(args: Args) -> None:
+    """Raises InputError for values and combinations that make no sense."""
+    if args.temperature <= 0:
+        raise InputError(f"--temperature {args.temperature}: training samples need a temperature above 0")
+    if args.val_samples > 1 and args.val_temperature == 0:
+        raise InputError(f"--val_samples {args.val_samples} are all the same at --val_temperature 0: raise it")
+    if args.kl_target is not None and not (args.kl_coef and args.kl_placement == "reward"):
+        raise InputError("--kl_target steers the KL in the reward: it needs --kl_placement reward and a --kl_coef")
+    if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
+        raise InputError(f"--kl_horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
+    if args.old_log_probs == "rollout" and args.rollout_correction != "{}":
+        raise InputError("--old_log_probs rollout is the correction itself: drop it or --rollout_correction")
+
+
+def load_datasets(args: Args, tokenizer):
+    """(train, val) data sets; val is None where no validation is asked for."""
+    dataset_class = load_dataset_class(args.dataset_class) if args.dataset_class else RLHFDataset
+    settings = {
+        "max_prompt_length": args.max_prompt_length,
+        "truncation": args.truncation,
+        "filter_overlong_prompts": args.filter_overlong_prompts,
+        "chat_template_kwargs": parse_json(args.chat_template_kwargs, "chat_template_kwargs"),
+    }
+    train = dataset_class(list(args.train_files), tokenizer, **settings)
+    wanted = args.val_before_train or args.val_every or args.val_only
+    return train, dataset_class(list(args.val_files), tokenizer, **settings) if wanted else None
+
+
+def validate(args: Args, engine, dataset, tokenizer, score, world, sizes: Sizes, tracker: Tracker, step: int):
+    """mean@n, pass@k and maj@k over all validation prompts, by data_source. A collective."""
+    sampling = Sampling(args.max_response_length, args.val_temperature, args.val_top_p)
+    per_rank = math.ceil(len(dataset) / world.size)
+    per_call = max(1, sizes.local_rows // args.val_samples)
+    results, shown = [], []
+    for start in range(0, per_rank, per_call):
+        # the same number on every rank: what is beyond the data set's end keeps the others company
+        rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
+        prompts = DataProto.from_single_dict(collate_fn([dataset[min(i, len(dataset) - 1)] for i in rows]))
+        batch = prompts.to(world.device).repeat(args.val_samples, interleave=True)
+        numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
+        batch = engine.generate(batch, sampling, request_seeds(args.seed, -1, numbers))
+        batch.batch["token_level_scores"], extras = score(batch)
+        preds = extras.get("pred", [None] * len(batch))
+        batch = batch[: sum(row < len(dataset) for row in rows) * args.val_samples]
+        scores = batch.batch["token_level_scores"].sum(1).tolist()
+        prompt_numbers = [n // args.val_samples for n in numbers]
+        results += list(zip(batch.non_tensor_batch["data_source"], prompt_numbers, scores, preds))
+        shown += sample_rows(batch, tokenizer)
+    results = sorted(all_gather_lists(results), key=lambda result: result[1])  # by prompt, for any number of ranks
+    tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
+    return validation_metrics(*(list(column) for column in zip(*results)))
+
+
+def lr_factor(args: Args, sizes: Sizes, update: int) -> float:
+    """What the learning rate is multiplied with at an optimizer update, counted from 0."""
+    warmup, total = (steps * sizes.updates_per_step for steps in (args.warmup_steps, args.total_steps))
+    if update < warmup:
+        return (update + 1) / warmup
+    done = min(1.0, (update - warmup) / max(1, total - warmup))
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
+
+
+def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
+    """What the run will do, in its own arithmetic."""
+
+    def size_of(dataset) -> str:
+        dropped = getattr(dataset, "dropped", {})
+        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in dropped.items())})"
+
+    responses = args.prompts_per_step * args.group_size
+    return (
+        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step"
+        f" on {world.size} rank(s) of {world.device.type}, {sizes.updates_per_step} update(s) of "
+        f"{sizes.local_mini_batch_rows * world.size} rows; training prompts: {size_of(train_data)}, "
+        f"validation prompts: {size_of(val_data) if val_data else 'none'}; {args.total_steps} steps = "
+        f"{args.total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
+    )
+
+
+def main(args: Args) -> None:
+    # ---- sizes and inputs: everything that can be wrong is found before a model loads or a file is written
+    world = init_distributed()
+    sizes = step_sizes(args, world.size)
+    check_engine(args.rollout_engine)
+    check_model_path(args.model)
+    check_flags(args)
+    # REMAX: the one estimator that needs a greedy response
+    estimate_advantages = get_adv_estimator_fn("remax")
+    adv_tensors = ADV_TENSORS["remax"]
+    loss_settings = parse_json(args.loss_kwargs, "loss_kwargs")
+    if args.loss == "vanilla":
+        loss_settings |= {"cliprange_low": args.clip_ratio_low, "cliprange_high": args.clip_ratio_high}
+        loss_settings["clip_ratio_c"] = args.clip_ratio_c
+    policy_loss = get_policy_loss_fn(args.loss, loss_settings)
+    token_masks = parse_json(args.token_masks, "token_masks")
+    if args.loss in TOKEN_MASKS:
+        token_masks.setdefault(args.loss, {})
+    check_token_masks(token_masks)
+    correction = parse_json(args.rollout_correction, "rollout_correction")
+    correct_rollout = get_rollout_correction_fn(correction) if correction else None
+    kl_in_reward = args.kl_coef > 0 and args.kl_placement == "reward"
+    needs_old_log_probs = (
+        sizes.updates_per_step > 1
+        or args.old_log_probs == "recompute"
+        or bool(correction or token_masks or kl_in_reward)
+        or args.loss in LOSS_TENSORS
+        or "old_log_probs" in adv_tensors
+    )
+    if args.old_log_probs == "rollout" and {"top_entropy", "sum_pi_squared"} & {*token_masks, *adv_tensors}:
+        raise InputError(
+            "--old_log_probs rollout spares the forward pass that top_entropy, optimal_token_baseline need"
+        )
+    tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
+    train_data, val_data = load_datasets(args, tokenizer)
+    compute_score = load_reward(args.reward, [data for data in (train_data, val_data) if data is not None])
+    if args.total_epochs is not None:
+        args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
+    if args.resume == "auto" and not args.run_name:
+        raise InputError("--resume auto needs the --run_name of the run to resume")
+    run_name = broadcast(args.run_name or f"{Path(__file__).stem}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = Path(args.output_dir) / run_name
+    checkpoint = find_checkpoint(args.resume, run_dir, asdict(args), MAY_CHANGE_ON_RESUME)
+    if world.rank == 0:
+        print(describe(args, sizes, world, train_data, val_data), flush=True)
+
+    # ---- models and optimizer
+    torch.manual_seed(args.seed + world.rank)
+    compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    if args.compute_dtype != "auto":
+        compute_dtype = getattr(torch, args.compute_dtype)
+    mesh = make_mesh(world)
+
+    def load_policy(trainable: bool) -> torch.nn.Module:
+        model = load_model(
+            args.model,
+            attn_implementation=args.attn_implementation,
+            gradient_checkpointing=args.gradient_checkpointing and trainable,
+            trust_remote_code=args.trust_remote_code,
+        )
+        return shard_model(model.to(world.device).requires_grad_(trainable), mesh, compute_dtype)
+
+    actor = load_policy(trainable=True)
+    ref = load_policy(trainable=False) if args.kl_coef else None
+    reward_model = None
+    if args.reward_model:
+        reward_model, reward_tokenizer = load_reward_model(args.reward_model, trust_remote_code=args.trust_remote_code)
+        reward_model = shard_model(reward_model.to(world.device), mesh, compute_dtype)
+    parameters = trainable_parameters(actor)
+    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
+    models, schedulers = {"actor": (actor, optimizer)}, {"actor": scheduler}
+    kl_control = FixedKLController(args.kl_coef)
+    if args.kl_target is not None:
+        kl_control = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    entropy_control = AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
+
+    # ---- rollout engine, data, resume
+    run_dir.mkdir(parents=True, exist_ok=True)
+    engine = make_engine(
+        args.rollout_engine,
+        actor,
+        tokenizer,
+        folder=run_dir / "engine",
+        max_length=args.max_prompt_length + args.max_response_length,
+        dtype=compute_dtype,
+        gpu_memory=args.gpu_memory,
+    )
+    sampling = Sampling(args.max_response_length, args.temperature, args.top_p, args.top_k)
+    greedy_sampling = Sampling(args.max_response_length, temperature=0.0)  # REMAX:
+    sync_tolerance = 1e-3 if compute_dtype == torch.float32 else 0.25  # nats; bf16 engines differ by 0.03
+    loader = make_loader(
+        train_data,
+        args.prompts_per_step,
+        rank=world.rank,
+        world_size=world.size,
+        seed=args.seed,
+        shuffle=args.shuffle,
+        num_workers=args.loader_workers,
+    )
+    start_step = 0
+    if checkpoint is not None:
+        state = load_checkpoint(checkpoint, models=models, schedulers=schedulers)
+        start_step = state["step"]
+        if start_step >= args.total_steps and world.rank == 0:
+            print(f"{checkpoint}: step {start_step} of {args.total_steps}, nothing is left to train", flush=True)
+        loader.load_state_dict(state["loader"])
+        kl_control.load_state_dict(state["kl_control"])
+        entropy_control.load_state_dict(state["entropy_control"])
+    tracker = Tracker(
+        run_dir / "val_only" if args.val_only else run_dir,
+        asdict(args),
+        trackers=args.track,
+        total_steps=args.total_steps,
+        resume_step=start_step,
+        enabled=world.rank == 0,
+    )
+    prompts_of_steps = iter(loader)
+
+    def score(batch: DataProto) -> tuple[torch.Tensor, dict[str, list]]:
+        """Scores (B, T) on each row's last token, and what else the scorer said of each row. A collective."""
+        scores, extras = score_responses(batch, tokenizer, compute_score)
+        if reward_model is not None:
+            judged = reward_model_scores(reward_model, reward_tokenizer, batch, tokenizer, args.micro_batch_tokens)
+            scores = scores + args.reward_model_coef * at_last_token(judged, batch.batch["response_mask"])
+            extras["reward_model"] = judged.tolist()
+        return scores, extras
+
+    def evaluate(step: int) -> dict[str, float]:
+        sync = sync_weights(engine, actor, step, tolerance=sync_tolerance)
+        return sync | validate(args, engine, val_data, tokenizer, score, world, sizes, tracker, step)
+
+    if args.val_only or (args.val_before_train and start_step == 0):
+        tracker.log(evaluate(start_step), start_step)
+    if args.val_only:
+        tracker.close()
+        return
+
+    for step in range(start_step + 1, args.total_steps + 1):
+        timer = Timer()
+        with timer("step"):
+            # ---- 1 rollout
+            with timer("weight_sync"):
+                metrics = sync_weights(engine, actor, step - 1, tolerance=sync_tolerance)
+            with timer("rollout"):
+                prompts = DataProto.from_single_dict(next(prompts_of_steps)).to(world.device)
+                numbers = [world.rank + world.size * i for i in range(sizes.local_prompts)]  # in the global batch
+                prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
+                rows = [n * args.group_size + sample for n in numbers for sample in range(args.group_size)]
+                batch = prompts.repeat(args.group_size, interleave=True)
+                batch = engine.generate(batch, sampling, request_seeds(args.seed, step, rows))
+                # REMAX: one greedy response a prompt
+                greedy = engine.generate(prompts, greedy_sampling, request_seeds(args.seed, step, numbers))
+                engine.sleep()
+
+            # ---- 2 reward
+            with timer("reward"):
+                scores, extras = score(batch)  # (B, T)
+                # REMAX: its reward is the baseline (B,) of all responses to the prompt
+                baselines = score(greedy)[0].sum(1)
+                batch.batch["reward_baselines"] = baselines.repeat_interleave(args.group_size)
+                # REMAX: no reward_keys, which only group estimators weigh
+                batch.batch["token_level_scores"] = scores
+
+            # ---- 3 log-probs
+            with timer("log_probs"):
+                forward = partial(
+                    batched_log_probs,
+                    batch=batch,
+                    temperature=args.temperature,
+                    micro_batch_tokens=args.micro_batch_tokens,
+                    padding_free=args.padding_free,
+                )
+                if args.old_log_probs == "rollout":
+                    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+                elif needs_old_log_probs:
+                    outputs = forward(actor, sum_pi_squared="sum_pi_squared" in adv_tensors)
+                    batch.batch.update(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs)))
+                if ref is not None:
+                    batch.batch["ref_log_prob"], _ = forward(ref)
+
+            # ---- 4 advantages: of the batch of all ranks, for what compares rows or tokens
+            with timer("advantages"):
+                whole = batch.select([key for key in GATHERED if key in batch.batch], ["uid"]).all_gather()
+                tensors, uid = dict(whole.batch.items()), whole.non_tensor_batch["uid"]
+                mask = tensors["response_mask"].bool()  # (B, T)
+                keep = counted = mask  # tokens that the loss sums, and those that its means count
+                stages = {"aborted": mask}  # of keep: who loses which rows
+                if correct_rollout is not None:
+                    weights, keep, correction_metrics = correct_rollout(
+                        tensors["old_log_probs"], tensors["rollout_log_probs"], keep
+                    )
+                    stages["rollout_correction"] = keep
+                    metrics |= correction_metrics
+                    if weights is not None:
+                        tensors["rollout_is_weights"] = weights
+                live = mask & keep.any(1, keepdim=True)  # a rejected row is in no group
+                rewards = tensors["token_level_scores"]
+                if kl_in_reward:
+                    kl = kl_penalty(tensors["old_log_probs"], tensors["ref_log_prob"], args.kl_estimator, live)
+                    rewards, mean_kl = apply_kl_penalty(rewards, kl, live, kl_control.value)
+                    metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
+                    kl_control.update(mean_kl, len(whole))
+                tensors["token_level_rewards"] = rewards
+                tensors["advantages"], tensors["returns"] = estimate_advantages(
+                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors}
+                )
+                # REMAX: equal scores in a group are as good a signal as others
+                if token_masks:
+                    tensors |= compute_token_masks(token_masks, tensors, seed=args.seed * 2**20 + step)
+                    stages["token_masks"] = keep = keep & tensors.get("loss_mask", keep)
+                tensors["loss_mask"], tensors["counted_mask"] = keep, counted
+                mine = slice(world.rank * len(batch), (world.rank + 1) * len(batch))
+                batch.batch.update({key: tensor[mine] for key, tensor in tensors.items()})
+
+            # ---- 5 update
+            with timer("update"):
+                local = data_metrics(batch)
+                first_update, skipped_updates = True, 0
+                for _ in range(args.update_epochs):
+                    for mini_batch in batch.split(sizes.local_mini_batch_rows):
+                        counted = mini_batch.batch["counted_mask"]
+                        counts = [int(counted.sum()), int(counted.any(1).sum())]
+                        global_tokens, global_rows = all_reduce_sum(counts, world.device)
+                        micro_batches, _ = prepare_dynamic_batch(mini_batch, args.micro_batch_tokens)
+                        for i, micro in enumerate(micro_batches):
+                            set_gradient_sync(actor, i == len(micro_batches) - 1)
+                            tensors = micro.batch
+                            mask = tensors["response_mask"]  # (b, T)
+                            log_probs, entropy = response_log_probs(
+                                actor, micro, args.temperature, padding_free=args.padding_free
+                            )
+                            old_log_probs = tensors.get("old_log_probs", log_probs.detach())
+                            losses, token_metrics = policy_loss(
+                                old_log_probs,
+                                log_probs,
+                                tensors["advantages"],
+                                mask,
+                                **{key: tensors[key] for key in LOSS_TENSORS.get(args.loss, ())},
+                            )
+                            token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
+                            if "rollout_is_weights" in tensors:
+                                losses = losses * tensors["rollout_is_weights"]
+                            losses = losses - entropy_control.value * entropy
+                            if ref is not None and not kl_in_reward:
+                                kl = kl_penalty(
+                                    log_probs, tensors["ref_log_prob"], args.kl_estimator, mask, old_log_probs
+                                )
+                                losses = losses + args.kl_coef * kl
+                                token_metrics["actor/ref_kl"] = kl.detach()
+                            loss = agg_loss(
+                                losses * tensors["loss_mask"],
+                                mask,
+                                args.loss_agg_mode,
+                                global_tokens=global_tokens,
+                                global_rows=global_rows,
+                                loss_scale_factor=args.loss_scale_factor or args.max_response_length,
+                            )
+                            (loss * world.size).backward()  # FSDP averages over ranks what is to be added
+
+                            add_metrics(local, token_means(token_metrics, mask))
+                            add_metrics(local, {"actor/loss": Sum(loss.item() / sizes.updates_per_step)})
+                            if first_update:  # the weights are still those that sampled
+                                add_metrics(local, mismatch_metrics(log_probs, tensors["rollout_log_probs"], mask))
+                        grad_norm = clip_grad_norm(parameters, args.max_grad_norm)
+                        if math.isfinite(grad_norm):
+                            optimizer.step()
+                        else:
+                            skipped_updates += 1
+                        add_metrics(
+                            local,
+                            {"actor/grad_norm": Mean(grad_norm, 1), "actor/lr": Mean(scheduler.get_last_lr()[0], 1)},
+                        )
+                        scheduler.step()
+                        optimizer.zero_grad()
+                        first_update = False
+
+        # ---- 6 log
+        local |= timer.metrics() | extra_metrics(extras)
+        local |= {
+            "training/epoch": loader.position / len(train_data),
+            "training/skipped_updates": skipped_updates,
+            "training/rows_in": Sum(len(batch)),
+            "training/rows_trained": Sum(batch.batch["loss_mask"].any(1).sum().item()),
+            "training/trained_share": Mean(
+                batch.batch["loss_mask"].sum().item(), batch.batch["response_mask"].sum().item()
+            ),
+            # REMAX: the greedy responses are paid for too
+            "training/tokens": Sum((batch.batch["attention_mask"].sum() + greedy.batch["attention_mask"].sum()).item()),
+            "reward/baseline": Mean(baselines.sum().item(), len(baselines)),
+            "response_length/baseline": Mean(greedy.batch["response_mask"].sum().item(), len(greedy)),
+        }
+        metrics |= reduce_metrics(local | rows_dropped(stages))
+        metrics["actor/entropy_coef"] = entropy_control.value
+        if "actor/entropy" in metrics:  # not where no row has a token to train on
+            entropy_control.update(metrics["actor/entropy"])
+        dropped = sum(rows for name, rows in metrics.items() if name.startswith("training/rows_dropped/"))
+        assert metrics["training/rows_in"] == metrics["training/rows_trained"] + dropped, "rows were lost on the way"
+        metrics |= throughput_metrics(metrics, metrics["training/tokens"], world.size)
+        tracker.log(metrics, step)
+
+        # ---- 7 validate and save
+        last = step == args.total_steps
+        if args.val_every and (last or step % args.val_every == 0):
+            tracker.log(evaluate(step), step)
+        if args.save_every and (last or step % args.save_every == 0):
+            save_checkpoint(
+                run_dir / "checkpoints",
+                step,
+                models=models,
+                schedulers=schedulers,
+                trainer_state={
+                    "step": step,
+                    "loader": loader.state_dict(),
+                    "kl_control": kl_control.state_dict(),
+                    "entropy_control": entropy_control.state_dict(),
+                },
+                keep=args.keep_checkpoints,
+            )
+
+    if args.export_model:
+        export_hf(actor, tokenizer, run_dir / "model")
+    tracker.report()
+    tracker.close()
+    engine.close()
+
+
+if __name__ == "__main__":
+    run(main, tyro.cli(Args, console_outputs=is_first_on_node()))

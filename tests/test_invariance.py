@@ -1,0 +1,296 @@
+"""Every loss by every aggregation mode: value and gradient are those of the whole mini-batch in one piece, however it
+is cut, padded, ordered or packed, over however many ranks, whatever stands at masked positions. And every estimator,
+which sees the whole batch, for padding, row order and dead rows.
+
+Float64 and rtol 1e-8: sums in another order differ by some 1e-15, the smallest of the errors looked for (a mean over a
+micro-batch, a token too many) by 1e-3. That the numbers are the papers', the loops in test_core_algos.py,
+test_policy_losses.py and test_advantages.py say.
+"""
+
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from lib.advantages import ADV_ESTIMATORS, ADV_TENSORS, compute_value_loss, get_adv_estimator_fn
+from lib.batching import prepare_dynamic_batch
+from lib.core_algos import KL_PENALTIES, LOSS_AGG_MODES, agg_loss, kl_penalty
+from lib.data_proto import DataProto
+from lib.model import load_model, response_log_probs
+from lib.policy_losses import LOSS_TENSORS, POLICY_LOSSES, compute_token_masks, get_policy_loss_fn
+from tests.common import rollout_batch, run_ranks, save_tiny
+from tests.test_core_algos import SCALE, bits_equal, counts, poison, random_batch
+
+SETTINGS = {"dro": {"dro_beta": 0.3}, "gspo": {"cliprange_low": 0.2, "cliprange_high": 0.28}}
+MASKS = {"clip_cov": {"ratio": 0.2, "cov": [-0.5, 1.0]}, "kl_cov": {"ratio": 0.2}, "top_entropy": {"fraction": 0.7}}
+ROWS = 12
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process, for prepare_dynamic_batch."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def policy_losses(name, b, leaf):
+    loss = get_policy_loss_fn(name, SETTINGS.get(name, {}))
+    tensors = {key: b[key] for key in LOSS_TENSORS.get(name, ())}
+    losses, _ = loss(b["old_log_probs"], leaf, b["advantages"], b["response_mask"], **tensors)
+    return torch.where(b["loss_mask"], losses, 0)
+
+
+def kl_losses(name, b, leaf):
+    return kl_penalty(leaf, b["ref_log_prob"], name, b["response_mask"], b["old_log_probs"])
+
+
+def value_losses(b, leaf):
+    return compute_value_loss(leaf, b["returns"], b["values"], b["response_mask"])[0]
+
+
+# name: batch, log-probs or values (B, T) -> losses (B, T)
+LOSSES = {name: partial(policy_losses, name) for name in POLICY_LOSSES}
+LOSSES |= {f"kl {k}{form}": partial(kl_losses, k + form) for k in KL_PENALTIES for form in ("", "+", "_unbiased")}
+LOSSES["value"] = value_losses
+
+
+def with_masks(b, seed=3):
+    return b | compute_token_masks(MASKS, b, seed)
+
+
+def mini_batch(seed, dead_rows=()):
+    """The batch keys of a step, (B, T) each, before the masks over the whole step; and the leaf, the new log-probs."""
+    old, new, advantages, mask = random_batch(seed, rows=ROWS, width=7)
+    mask[list(dead_rows)] = 0
+    g = torch.Generator().manual_seed(seed)
+    randn = lambda: torch.randn(mask.shape, generator=g, dtype=torch.float64)  # noqa: E731
+    b = {"old_log_probs": old, "advantages": advantages, "response_mask": mask, "attention_mask": mask}
+    b |= {"rollout_log_probs": old + 0.4 * randn(), "ref_log_prob": old + 0.5 * randn(), "entropys": randn().abs()}
+    b |= {"values": new + 0.5 * randn(), "returns": randn()}
+    return b, new
+
+
+def share(name, mode, b, leaf, total):
+    """The micro-batch's share of the loss; `total` are the counts of the mini-batch."""
+    return agg_loss(LOSSES[name](b, leaf), b["response_mask"], mode, loss_scale_factor=SCALE, **total)
+
+
+def in_parts(name, mode, parts, leaf, total):
+    """-> loss, d loss / d leaf; parts: (micro-batch, its rows in the leaf)."""
+    leaf = leaf.detach().clone().requires_grad_()
+    loss = leaf.new_zeros(())
+    for part, rows in parts:
+        here = leaf[rows]
+        loss = loss + share(name, mode, part, pad(here, (0, part["response_mask"].shape[1] - here.shape[1])), total)
+    loss.backward()
+    return loss.detach(), leaf.grad
+
+
+def all_equal(results, expected, where):
+    for got, wanted in zip(results, expected):
+        # atol: a gradient may be the 0 between two numbers of size 1
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-13, msg=lambda m: f"{where}: {m}")
+
+
+def rows_of(b, rows, extra_columns=0):
+    return {key: pad(x[rows], (0, extra_columns)) for key, x in b.items()}
+
+
+def poisoned(b, seed):
+    """NaN, infinities and ±1e9 at every masked position of all but the masks."""
+    return {
+        key: poison(x, b["response_mask"], seed + k) if x.is_floating_point() else x
+        for k, (key, x) in enumerate(b.items())
+    }
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_depends_on_the_layout_of_its_mini_batch(name, one_rank):
+    order = random.Random(1).sample(range(ROWS), ROWS)
+    splits = {
+        "permuted": [order],
+        "two": [order[:6], order[6:]],
+        "uneven": [order[:1], order[1:4], order[4:]],
+        "single rows": [[row] for row in order],
+    }
+    for seed in range(2):
+        b, new = mini_batch(seed)
+        b = with_masks(b)
+        dirty, total = poisoned(b, seed), counts(b["response_mask"])
+        new_dirty = poison(new, b["response_mask"], seed)
+        dynamic, rows = prepare_dynamic_batch(DataProto.from_dict(tensors=dirty), 10)
+        assert len(dynamic) > 2
+        for mode in LOSS_AGG_MODES:
+            expected = in_parts(name, mode, [(b, list(range(ROWS)))], new, total)
+            assert expected[1].any() and (expected[1][b["response_mask"] == 0] == 0).all()
+            parts = [(dict(micro.batch.items()), r) for micro, r in zip(dynamic, rows)]
+            all_equal(in_parts(name, mode, parts, new_dirty, total), expected, (mode, "dynamic"))
+            for layout, split in splits.items():
+                parts = [(rows_of(dirty, r, extra_columns=k), r) for k, r in enumerate(split)]
+                all_equal(in_parts(name, mode, parts, new_dirty, total), expected, (mode, layout))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_stands_at_masked_positions_changes_no_bit(name):
+    b, new = mini_batch(5)
+    b = with_masks(b)
+    mask, total = b["response_mask"], counts(b["response_mask"])
+    for mode in LOSS_AGG_MODES:
+        expected = in_parts(name, mode, [(b, list(range(ROWS)))], new, total)
+        for junk in (math.nan, 1e9, -1e9, math.inf, -math.inf):
+            dirty = {key: x.masked_fill(mask == 0, junk) if x.is_floating_point() else x for key, x in b.items()}
+            got = in_parts(name, mode, [(dirty, list(range(ROWS)))], new.masked_fill(mask == 0, junk), total)
+            assert all(bits_equal(x, y) for x, y in zip(got, expected)), (mode, junk)
+
+
+# ----------------------------------------------------------------------------------------- two ranks
+
+
+BATCHES = ({"seed": 0}, {"seed": 1}, {"seed": 2, "dead_rows": tuple(range(6, ROWS))})  # the last: rank 1 has nothing
+
+
+def losses_over_ranks(world):
+    """{(batch, name, mode): (loss, gradient)}, summed over the ranks, each with its half of the rows."""
+    results = {}
+    for n, arguments in enumerate(BATCHES):
+        b, new = mini_batch(**arguments)
+        half = slice(world.rank * ROWS // world.size, (world.rank + 1) * ROWS // world.size)
+        dirty, new = rows_of(poisoned(b, n), half), poison(new, b["response_mask"], n)
+        whole = with_masks(dict(DataProto.from_dict(tensors=dirty).all_gather().batch.items()))
+        mine = DataProto.from_dict(tensors=rows_of(whole, half))
+        total = torch.tensor(list(counts(mine.batch["response_mask"]).values()))
+        dist.all_reduce(total)
+        total = dict(zip(("global_tokens", "global_rows"), total.tolist()))
+        micro_batches, rows = prepare_dynamic_batch(mine, 10)
+        parts = [(dict(m.batch.items()), [half.start + row for row in r]) for m, r in zip(micro_batches, rows)]
+        for name in LOSSES:
+            for mode in LOSS_AGG_MODES:
+                results[n, name, mode] = in_parts(name, mode, parts, new, total)
+    for pair in results.values():
+        for x in pair:
+            dist.all_reduce(x)
+    return results
+
+
+def test_no_loss_depends_on_the_number_of_ranks():
+    """Two gloo ranks, token-budget micro-batches, masks drawn from the gathered batch; against one piece, no ranks."""
+    ranks = run_ranks(2, losses_over_ranks)
+    for n, arguments in enumerate(BATCHES):
+        b, new = mini_batch(**arguments)
+        b = with_masks(b)
+        for name in LOSSES:
+            for mode in LOSS_AGG_MODES:
+                total = counts(b["response_mask"])
+                expected = in_parts(name, mode, [(b, list(range(ROWS)))], new, total)
+                for results in ranks:
+                    all_equal(results[n, name, mode], expected, (n, name, mode))
+
+
+# --------------------------------------------------------------------- padded or packed, through a model
+
+
+def float64_norms(model):
+    """transformers' RMSNorm computes in float32, whose rounding (6e-8) would hide what rtol 1e-8 looks for."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model
+
+
+def wider(batch, left, right):
+    """More padding on both sides, with other tokens in it."""
+    b, P = dict(batch.batch.items()), batch.batch["prompts"].shape[1]
+    wide = {key: pad(b[key], (left, right)) for key in ("input_ids", "attention_mask", "position_ids")}
+    wide["input_ids"] = torch.where(wide["attention_mask"].bool(), wide["input_ids"], 77)
+    wide |= {"prompts": wide["input_ids"][:, : left + P], "responses": wide["input_ids"][:, left + P :]}
+    others = {key: pad(x, (0, right)) for key, x in b.items() if key not in wide}
+    return DataProto.from_dict(tensors=wide | others)
+
+
+def test_no_loss_depends_on_padding_or_packing_of_the_model(tmp_path, one_rank):
+    """The gradient of every parameter, with the entropy bonus."""
+    model = float64_norms(load_model(save_tiny(tmp_path), dtype=torch.float64))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    batch = rollout_batch([5, 2, 3, 4, 2, 6], [6, 2, 7, 5, 1, 4])
+    mask = batch.batch["response_mask"]
+    mask[0, 2:4] = mask[3, 1] = 0  # tool output
+    mask[4] = 0
+    total, g = counts(mask), torch.Generator().manual_seed(0)
+    randn = lambda: torch.randn(mask.shape, generator=g, dtype=torch.float64)  # noqa: E731
+    with torch.no_grad():
+        old, entropys = response_log_probs(model, batch, 0.8)[:2]
+    b = {"old_log_probs": old + 0.3 * randn(), "advantages": randn(), "response_mask": mask, "entropys": entropys}
+    b |= {"rollout_log_probs": old + 0.4 * randn(), "ref_log_prob": old + 0.5 * randn()}
+    batch.batch.update(poisoned(with_masks(b | {"values": old, "returns": randn()}), 0))
+    dynamic, _ = prepare_dynamic_batch(batch, 30)
+    assert len(dynamic) == 2
+    layouts = {
+        "packed": ([batch], True),
+        "padded": ([batch], False),
+        "dynamic, wider, packed": ([wider(part, 2, 3) for part in dynamic], True),
+        "uneven, wider, padded": ([wider(batch[[5, 0, 2, 4]], 2, 3), batch[[1, 3]]], False),
+    }
+
+    def results(micro_batches, padding_free):
+        sums = {}
+        for part in micro_batches:
+            log_probs, entropy = response_log_probs(model, part, 0.8, padding_free=padding_free)[:2]
+            tensors = dict(part.batch.items())
+            for name in POLICY_LOSSES:  # the others are functions of the same log-probs, token by token
+                for mode in LOSS_AGG_MODES:
+                    loss = share(name, mode, tensors, log_probs, total)
+                    loss = loss - 0.01 * agg_loss(entropy, tensors["response_mask"], "token-mean", **total)
+                    gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+                    new = torch.cat([loss.detach()[None], *(x.flatten() for x in gradients)])
+                    sums[name, mode] = sums.get((name, mode), 0) + new
+        return sums
+
+    expected = results(*layouts.pop("packed"))
+    for layout, arguments in layouts.items():
+        for key, got in results(*arguments).items():
+            assert abs(got[0] / expected[key][0] - 1) < 1e-8, (layout, key)
+            assert (got - expected[key])[1:].norm() < 1e-8 * expected[key][1:].norm(), (layout, key)
+
+
+# --------------------------------------------------------------------------------------- estimators
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_no_row_of_an_estimator_depends_on_dead_rows_row_order_or_padding(name):
+    """Dead rows and row order change no bit. Padding may change the order in which a row is summed: rtol 1e-12."""
+    estimate = get_adv_estimator_fn(name, {"singleton": "zero"})
+    for seed in range(10):
+        b, _ = mini_batch(seed)
+        g = torch.Generator().manual_seed(seed)
+        b |= {"token_level_rewards": b["returns"].round(), "sum_pi_squared": b["entropys"] / 9}
+        b |= {"reward_baselines": torch.randn(ROWS, generator=g).double()}
+        b |= {"reward_components": torch.randn(ROWS, 2, generator=g).round().double()}
+        index = torch.randint(0, 5, (ROWS,), generator=g)  # groups of one too
+
+        def call(rows, dead=0, columns=0, b=b, index=index, seed=seed):
+            keys = ("token_level_rewards", "response_mask", *ADV_TENSORS.get(name, ()))
+            x = {key: b[key][rows + rows[:dead]] for key in keys}
+            x = {key: pad(v, (0, columns)) if v.shape[1:] == (7,) else v for key, v in x.items()}
+            x["response_mask"][ROWS:] = 0
+            mask = x["response_mask"]
+            for k, (key, v) in enumerate(x.items()):
+                if key != "response_mask":
+                    live = mask if v.shape == mask.shape else mask.any(1).view(-1, *[1] * (v.dim() - 1)).expand(v.shape)
+                    x[key] = poison(v, live, seed + k)
+            ids = index[rows + rows[:dead]].numpy()
+            return estimate(x.pop("token_level_rewards"), x.pop("response_mask"), ids, **x)
+
+        order = random.Random(seed).sample(range(ROWS), ROWS)
+        back = torch.tensor(order).argsort()
+        for got, expected in zip(call(order, dead=4), call(list(range(ROWS)))):
+            assert bits_equal(got[:ROWS][back], expected) and (got[ROWS:] == 0).all()
+        for got, expected in zip(call(order, dead=4, columns=3), call(list(range(ROWS)))):
+            torch.testing.assert_close(got[:ROWS][back], pad(expected, (0, 3)), rtol=1e-12, atol=1e-12)
