@@ -451,6 +451,8 @@ def main(args: Args) -> None:
         )
     if (args.adv_estimator == "gdpo") != bool(args.reward_keys):
         raise InputError("--adv_estimator gdpo and --reward_keys, the rewards that it weighs, go together")
+    if args.adv_estimator == "gdpo" and args.kl_placement == "reward":
+        raise InputError("--adv_estimator gdpo weighs --reward_keys only: --kl_placement loss")
     loss_settings = parse_json(args.loss_kwargs, "loss_kwargs")
     if args.loss == "vanilla":
         loss_settings |= {"cliprange_low": args.clip_ratio_low, "cliprange_high": args.clip_ratio_high}
@@ -694,7 +696,9 @@ def main(args: Args) -> None:
                     if args.zero_variance in ("drop_from_denominator", "refill"):  # DAPO: what filled the step up
                         counted = counted & ~without_signal[:, None]
                 if token_masks:
-                    tensors |= compute_token_masks(token_masks, tensors, seed=args.seed * 2**20 + step)
+                    tensors |= compute_token_masks(
+                        token_masks, tensors | {"response_mask": keep}, seed=args.seed * 2**20 + step
+                    )
                     stages["token_masks"] = keep = keep & tensors.get("loss_mask", keep)
                 tensors["loss_mask"], tensors["counted_mask"] = keep, counted
                 mine = slice(world.rank * len(batch), (world.rank + 1) * len(batch))

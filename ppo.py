@@ -637,7 +637,9 @@ def main(args: Args) -> None:
                 # PPO: no groups, so none of zero variance
                 metrics["critic/explained_variance"] = explained_variance(tensors["values"], tensors["returns"], live)
                 if token_masks:
-                    tensors |= compute_token_masks(token_masks, tensors, seed=args.seed * 2**20 + step)
+                    tensors |= compute_token_masks(
+                        token_masks, tensors | {"response_mask": keep}, seed=args.seed * 2**20 + step
+                    )
                     stages["token_masks"] = keep = keep & tensors.get("loss_mask", keep)
                 tensors["loss_mask"], tensors["counted_mask"] = keep, counted
                 mine = slice(world.rank * len(batch), (world.rank + 1) * len(batch))

@@ -597,7 +597,9 @@ def main(args: Args) -> None:
                 )
                 # REMAX: equal scores in a group are as good a signal as others
                 if token_masks:
-                    tensors |= compute_token_masks(token_masks, tensors, seed=args.seed * 2**20 + step)
+                    tensors |= compute_token_masks(
+                        token_masks, tensors | {"response_mask": keep}, seed=args.seed * 2**20 + step
+                    )
                     stages["token_masks"] = keep = keep & tensors.get("loss_mask", keep)
                 tensors["loss_mask"], tensors["counted_mask"] = keep, counted
                 mine = slice(world.rank * len(batch), (world.rank + 1) * len(batch))
