@@ -84,7 +84,7 @@ from lib.model import (
     reward_model_scores,
 )
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
-from lib.reward import load_reward, score_responses
+from lib.reward import RewardManager, load_scorers
 from lib.rollout import Sampling, check_engine, make_engine, request_seeds, sync_weights
 from lib.rollout_correction import get_rollout_correction_fn
 from lib.tracking import Tracker, sample_rows
@@ -161,8 +161,20 @@ class Args:
     """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
 
     # ---- reward
-    reward: str = ""
-    """path/to/file.py:function of your own scorer; empty: by each row's data_source, see rewards/"""
+    reward: tuple[str, ...] = ("data_source",)
+    """scorers, whose scores are added: data_source (each row's, from rewards/), path/to/file.py:function (your own)"""
+    reward_weights: tuple[float, ...] = ()
+    """a weight for each of them; empty: 1"""
+    reward_kwargs: str = "{}"
+    """JSON of keywords for every scorer"""
+    reward_workers: int = 2
+    """processes of each rank that score; 0: score in the training process, for breakpoint()"""
+    reward_timeout: float = 30.0
+    """seconds that a scorer has for a response"""
+    reward_memory: int = 2048
+    """MiB that a scorer may take"""
+    reward_failure_score: float = 0.0
+    """score of a response whose scorer hangs, crashes or raises"""
     reward_model: str = ""
     """Hugging Face id or folder of a sequence classifier with one output, whose score is added to the scorer's"""
     reward_model_coef: float = 1.0
@@ -272,6 +284,7 @@ class Args:
 
 MAY_CHANGE_ON_RESUME = {
     *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
+    *("reward_workers", "reward_timeout", "reward_memory"),
     *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p", "val_files"),
     *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
 }
@@ -367,7 +380,7 @@ def validate(args: Args, engine, dataset, tokenizer, score, world, sizes: Sizes,
         batch = prompts.to(world.device).repeat(args.val_samples, interleave=True)
         numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
         batch = engine.generate(batch, sampling, request_seeds(args.seed, -1, numbers))
-        batch.batch["token_level_scores"], extras = score(batch)
+        batch.batch["token_level_scores"], extras, _ = score(batch)
         preds = extras.get("pred", [None] * len(batch))
         batch = batch[: sum(row < len(dataset) for row in rows) * args.val_samples]
         scores = batch.batch["token_level_scores"].sum(1).tolist()
@@ -448,7 +461,10 @@ def main(args: Args) -> None:
         )
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     train_data, val_data = load_datasets(args, tokenizer)
-    compute_score = load_reward(args.reward, [data for data in (train_data, val_data) if data is not None])
+    datasets = [data for data in (train_data, val_data) if data is not None]
+    scorers = load_scorers(args.reward, datasets, parse_json(args.reward_kwargs, "reward_kwargs"), args.reward_weights)
+    if not (scorers or args.reward_model):
+        raise InputError("--reward without a scorer: name one, or a --reward_model")
     if args.total_epochs is not None:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
     if args.resume == "auto" and not args.run_name:
@@ -512,6 +528,14 @@ def main(args: Args) -> None:
         shuffle=args.shuffle,
         num_workers=args.loader_workers,
     )
+    reward_manager = RewardManager(
+        scorers,
+        tokenizer,
+        workers=args.reward_workers,
+        timeout_s=args.reward_timeout,
+        memory_mb=args.reward_memory,
+        failure_score=args.reward_failure_score,
+    )
     start_step = 0
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, models=models, schedulers=schedulers)
@@ -531,14 +555,17 @@ def main(args: Args) -> None:
     )
     prompts_of_steps = iter(loader)
 
-    def score(batch: DataProto) -> tuple[torch.Tensor, dict[str, list]]:
-        """Scores (B, T) on each row's last token, and what else the scorer said of each row. A collective."""
-        scores, extras = score_responses(batch, tokenizer, compute_score)
+    def collect_scores(pending, batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
+        """Scores (B, T) on each row's last token, what else is known of each row, failures. A collective."""
+        scores, extras, failures = pending.get()
         if reward_model is not None:
             judged = reward_model_scores(reward_model, reward_tokenizer, batch, tokenizer, args.micro_batch_tokens)
             scores = scores + args.reward_model_coef * at_last_token(judged, batch.batch["response_mask"])
             extras["reward_model"] = judged.tolist()
-        return scores, extras
+        return scores, extras, failures
+
+    def score(batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
+        return collect_scores(reward_manager.submit(batch), batch)
 
     def evaluate(step: int) -> dict[str, float]:
         sync = sync_weights(engine, actor, step, tolerance=sync_tolerance)
@@ -548,6 +575,7 @@ def main(args: Args) -> None:
         tracker.log(evaluate(start_step), start_step)
     if args.val_only:
         tracker.close()
+        reward_manager.close()
         return
 
     for step in range(start_step + 1, args.total_steps + 1):
@@ -567,10 +595,7 @@ def main(args: Args) -> None:
 
             # ---- 2 reward
             with timer("reward"):
-                scores, extras = score(batch)  # (B, T)
-                if args.reward_keys:
-                    batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores.device)
-                batch.batch["token_level_scores"] = scores
+                pending = reward_manager.submit(batch)  # scored in other processes while this one computes log-probs
 
             # ---- 3 log-probs
             with timer("log_probs"):
@@ -588,6 +613,12 @@ def main(args: Args) -> None:
                     batch.batch.update(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs)))
                 if ref is not None:
                     batch.batch["ref_log_prob"], _ = forward(ref)
+
+            with timer("reward"):
+                scores, extras, failures = collect_scores(pending, batch)  # (B, T)
+                if args.reward_keys:
+                    batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores.device)
+                batch.batch["token_level_scores"] = scores
 
             # ---- 4 advantages: of the batch of all ranks, for what compares rows or tokens
             with timer("advantages"):
@@ -692,7 +723,7 @@ def main(args: Args) -> None:
                         first_update = False
 
         # ---- 6 log
-        local |= timer.metrics() | extra_metrics(extras)
+        local |= timer.metrics() | extra_metrics(extras) | failures
         local |= {
             "training/epoch": loader.position / len(train_data),
             "training/skipped_updates": skipped_updates,
@@ -735,6 +766,7 @@ def main(args: Args) -> None:
         export_hf(actor, tokenizer, run_dir / "model")
     tracker.report()
     tracker.close()
+    reward_manager.close()
     engine.close()
 
 

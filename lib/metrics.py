@@ -186,18 +186,14 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 
 
 def reward_components(extras: Mapping[str, list], keys: Sequence[str], device: torch.device) -> torch.Tensor:
-    """(B, K): the K rewards of each row that a scorer gave beside its score; 0 in a row that was not scored (aborted).
+    """(B, K): the K rewards of each row that a scorer gave beside its score; 0 where it gave none (aborted, failed).
 
-    Raises InputError for a key that it gave to no row, or to some rows only, or not as a number.
+    Raises InputError for a key that no row has, or that is not a number.
     """
-    columns = [extras.get(key) for key in keys]
-    scored = [
-        any(values[i] is not None for values in extras.values()) for i in range(len(next(iter(extras.values()), [])))
-    ]
-    for key, values in zip(keys, columns):
-        if values is None or any(s and not isinstance(v, int | float) for v, s in zip(values, scored)):
-            raise InputError(f"--reward_keys {key}: the scorer gives no number of that name to every response")
-    return torch.tensor([[float(v or 0) for v in values] for values in columns], device=device).T
+    for key in keys:
+        if key not in extras or not all(isinstance(value, int | float | None) for value in extras[key]):
+            raise InputError(f"--reward_keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
+    return torch.tensor([[float(value or 0) for value in extras[key]] for key in keys], device=device).T
 
 
 @torch.no_grad()

@@ -1,73 +1,240 @@
-"""From responses to scores: a response is decoded, scored by a plain function, and the score put on its last token."""
+"""From responses to scores: a response is decoded, scored by plain functions, and the score put on its last token.
 
-import importlib.util
-from collections import defaultdict
-from collections.abc import Callable
+A scorer is the user's own code and runs millions of times, so it runs in processes of its own (lib/reward_pool.py),
+with a time and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets
+failure_score; that is counted, the first of each kind is shown, and the run goes on. Without workers scorers run in
+this process, one response after the other, and an exception stops the run: for breakpoint().
+
+verl's managers are cases of this one: naive is workers=0, prime is workers of 1 or more, batch is a batched scorer.
+"""
+
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 import rewards
 from lib import InputError
+from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
+from lib.metrics import Sum
+from lib.reward_pool import Pool, call, checked, load_function, load_scorer
+
+BY_DATA_SOURCE = "data_source"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+ALWAYS = 16  # responses: a scorer that has failed on so many and done nothing else stops the run
+
+# ---- the scorers of a run ------------------------------------------------------------------------
 
 
-def load_reward(spec: str, datasets: list) -> Callable:
-    """The scorer: "" picks by each row's data_source (rewards/), "path/to/file.py:function" is the user's own."""
-    if not spec:
-        data_sources = set().union(*(dataset.data_sources for dataset in datasets))  # reads every row
-        unknown = sorted(s for s in data_sources if rewards.scorer_module(s) is None)
-        if unknown:
+@dataclass
+class Scorer:
+    name: str  # in metrics, where there are several
+    spec: str  # path:function, or "data_source"
+    modules: list[str]  # of rewards/, for the data sources at hand
+    kwargs: dict
+    weight: float
+    batched: bool
+
+
+def load_scorers(
+    specs: Sequence[str], datasets: list, kwargs: dict | None = None, weights: Sequence[float] = ()
+) -> list[Scorer]:
+    """The scorers of --reward, checked before anything else is loaded.
+
+    A spec is "path/to/file.py:function" or "data_source", which picks from rewards/ by each row's data_source. The
+    function is called for each response as compute_score(data_source=, solution_str=, ground_truth=, extra_info=,
+    **kwargs); one with a parameter solution_strs is batched: called for all as compute_score_batch(data_sources=,
+    solution_strs=, ground_truths=, extra_infos=, **kwargs). Either may be async. It returns a number, or a dict with
+    "score" and whatever is to be logged; batched, a list of them. A row's score is the sum of weight x score; without
+    weights, 1 each.
+
+    Raises InputError: no such file or function, one that cannot be called so, a data_source that rewards/ lacks.
+    """
+    kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
+    if len(weights) != len(specs):
+        raise InputError(f"--reward_weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
+    scorers = []
+    for spec, weight in zip(specs, weights):
+        if spec == BY_DATA_SOURCE:
+            scorers.append(Scorer(spec, spec, _modules_for(datasets), kwargs, weight, batched=False))
+        else:
+            scorers.append(_from_file(spec, kwargs, weight))
+    for name, count in Counter(scorer.name for scorer in scorers).items():
+        if count > 1:
+            raise InputError(f"--reward: {count} scorers are called {name}; rename a file or a function")
+    return scorers
+
+
+def _modules_for(datasets: list) -> list[str]:
+    modules = set()
+    for data_source in sorted(set().union(*(dataset.data_sources for dataset in datasets))):  # reads every row
+        module = rewards.scorer_module(data_source)
+        if module is None:
             raise InputError(
-                f"no scorer for data_source {unknown[0]!r}: add it to rewards/__init__.py (known: "
+                f"no scorer for data_source {data_source!r}: add it to rewards/__init__.py (known: "
                 f"{', '.join(rewards.SCORERS)}) or give --reward path/to/file.py:function"
             )
-        return rewards.compute_score
-    path, _, name = spec.partition(":")
-    if not Path(path).is_file() or not name:
+        modules.add(f"rewards.{module}")
+    return sorted(modules)
+
+
+def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file() or not name:
         raise InputError(f"--reward {spec}: give an existing file and a function in it, as path/to/file.py:function")
-    module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
+    function = load_function(f"{path}:{name}")
+    if not callable(function):
         raise InputError(f"--reward {spec}: {path} has no function {name!r}")
-    return getattr(module, name)
+    signature = inspect.signature(function)
+    batched = "solution_strs" in signature.parameters
+    arguments = [f"{key}s" if batched else key for key in ARGUMENTS]
+    try:
+        signature.bind(**dict.fromkeys(arguments), **kwargs)
+    except TypeError as error:
+        called = ", ".join(f"{key}=" for key in [*arguments, *kwargs])
+        raise InputError(f"--reward {spec}: it cannot be called as {name}({called}): {error}") from error
+    return Scorer(f"{path.stem}.{name}", f"{path}:{name}", [], kwargs, weight, batched)
 
 
-def score_responses(
-    batch: DataProto, tokenizer: PreTrainedTokenizerBase, compute_score: Callable
-) -> tuple[torch.Tensor, dict[str, list]]:
-    """Scores every response; a truncated one is scored as it stands, an aborted one (no trained token) gets 0.
+# ---- scoring -------------------------------------------------------------------------------------
 
-    Returns:
-        token_level_scores (B, T), zero but for each row's last trained token, and the scorer's other keys, a list of B
-        values each (None where the scorer did not give it): "pred", and whatever it wants logged.
+
+class RewardManager:
+    """Scores batches by the scorers of load_scorers while the caller does something else.
+
+    workers: processes, started when there is work; 0: in this process. timeout_s: of one response; a batched scorer has
+    it times the number of responses. memory_mb: MiB that a worker may take beyond what the scorers' imports took.
+    failure_score: of a response whose scorer failed.
+
+    A truncated or empty response is scored as it stands. An aborted one (no trained token) is not scored and gets 0.
     """
-    device = batch.batch["response_mask"].device
-    responses, mask, attention = (batch.batch[key].cpu() for key in ("responses", "response_mask", "attention_mask"))
-    attended = attention[:, -mask.shape[1] :].bool()
-    scores = torch.zeros(mask.shape)
-    extras: dict[str, list] = defaultdict(lambda: [None] * len(batch))
-    for i, row in enumerate(batch.non_tensor_batch["reward_model"]):
-        if not mask[i].any():
-            continue
-        source = batch.non_tensor_batch["data_source"][i]
-        text = tokenizer.decode(responses[i][attended[i]], skip_special_tokens=True)
-        result = compute_score(
-            data_source=source,
-            solution_str=text,
-            ground_truth=row["ground_truth"],
-            extra_info=batch.non_tensor_batch["extra_info"][i],
-        )
-        if not isinstance(result, dict):
-            result = {"score": result}
-        score = float(result["score"])
-        if not np.isfinite(score):
-            raise ValueError(f"the scorer gave {score} to a {source} response: {text[:200]!r}")
-        scores[i, mask[i].nonzero()[-1]] = score
-        for key, value in result.items():
-            if key != "score":
-                extras[key][i] = value
-    return scores.to(device), dict(extras)
+
+    def __init__(
+        self,
+        scorers: list[Scorer],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        workers: int = 2,
+        timeout_s: float = 30.0,
+        memory_mb: int = 2048,
+        failure_score: float = 0.0,
+    ):
+        self.scorers, self.tokenizer, self.timeout_s, self.failure_score = scorers, tokenizer, timeout_s, failure_score
+        if workers:
+            self._pool = Pool([asdict(scorer) for scorer in scorers], workers, memory_mb)
+        else:
+            self._pool = None
+            self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in scorers]
+        self._scored: set[str] = set()  # names of scorers that have given a score
+        self._failures: Counter = Counter()  # by (name, kind)
+
+    def submit(self, batch: DataProto) -> "PendingScores":
+        """Decodes the responses and hands them to the workers. Without workers it scores them."""
+        mask = batch.batch["response_mask"].cpu()
+        responses, attention = batch.batch["responses"].cpu(), batch.batch["attention_mask"].cpu()
+        attended, columns = attention[:, -mask.shape[1] :].bool(), batch.non_tensor_batch
+        rows = mask.any(1).nonzero().flatten().tolist()
+        texts = self.tokenizer.batch_decode([responses[i][attended[i]] for i in rows], skip_special_tokens=True)
+        samples = {
+            i: {
+                "data_source": columns["data_source"][i],
+                "solution_str": text,
+                "ground_truth": columns["reward_model"][i]["ground_truth"],
+                "extra_info": columns["extra_info"][i],
+            }
+            for i, text in zip(rows, texts)
+        }
+        calls = []  # (scorer, rows)
+        for k, scorer in enumerate(self.scorers):
+            calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
+        tasks = [(k, self.timeout_s * len(part), [samples[i] for i in part]) for k, part in calls]
+        if self._pool is None:
+            answers = enumerate([self._score_here(k, part) for k, _, part in tasks])
+        else:
+            answers = self._pool.collect(self._pool.submit(tasks))  # lazy: get() waits for them
+        return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def _score_here(self, k: int, samples: list[dict]) -> list:
+        try:
+            return [["ok", checked(result)] for result in call(self._functions[k], self.scorers[k].batched, samples)]
+        except Exception as error:
+            error.add_note(f"in scorer {self.scorers[k].name}, {_describe(samples[0])}")
+            raise
+
+    def _failed(self, name: str, kind: str, sample: dict, text: str) -> None:
+        if not self._failures[name, kind]:
+            print(
+                f"reward: {kind} in scorer {name}, {_describe(sample)}; the next are only counted\n{text}", flush=True
+            )
+        self._failures[name, kind] += 1
+        failures = sum(count for (of, _), count in self._failures.items() if of == name)
+        if name not in self._scored and failures >= ALWAYS:
+            raise InputError(f"scorer {name} failed on all of its first {failures} responses, at last with\n{text}")
+
+
+def _describe(sample: dict) -> str:
+    return f"data_source {sample['data_source']!r}, response {sample['solution_str'][:200]!r}"
+
+
+@dataclass
+class PendingScores:
+    """The scores of a batch that was submitted. Not a DataProtoFuture: what comes is no DataProto to be merged with the
+    batch; part of it are metrics, and a scorer's keys may be the batch's own."""
+
+    manager: RewardManager
+    mask: torch.Tensor  # (B, T), on the CPU
+    device: torch.device
+    samples: dict[int, dict]  # by row; no aborted ones
+    calls: list[tuple[int, list[int]]]  # (scorer, rows)
+    answers: Iterable[tuple[int, list]]  # (call, [kind, value] of each of its rows)
+
+    def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
+        """Waits for the scores; to be called once.
+
+        Returns:
+            token_level_scores (B, T), zero but for each row's last trained token; the scorer's other keys, a list of B
+            values each, None where it did not give one; reward/timeout_count, crash_count and error_count. Of several
+            scorers each has its own score as <name>, failed or not, and its keys as <name>/<key>; only "pred" keeps its
+            name and is the first scorer's that gives one.
+
+        Raises:
+            InputError: a scorer failed on all of its first 16 responses or more; the traceback follows the line.
+            RuntimeError: the pool is gone.
+        """
+        manager, failed = self.manager, Counter(timeout=0, crash=0, error=0)
+        results: dict[tuple[int, int], dict] = {}  # by scorer and row
+        for number, answers in self.answers:
+            k, rows = self.calls[number]
+            name = manager.scorers[k].name
+            for row, (kind, value) in zip(rows, answers):
+                if kind == "ok":
+                    manager._scored.add(name)
+                    results[k, row] = value
+                else:
+                    failed[kind] += 1
+                    results[k, row] = {"score": manager.failure_score}
+                    manager._failed(name, kind, self.samples[row], value)
+        scores = torch.zeros(len(self.mask))
+        extras: dict[str, list] = defaultdict(lambda: [None] * len(self.mask))
+        several = len(manager.scorers) > 1
+        for k, scorer in enumerate(manager.scorers):
+            for row in self.samples:
+                score = results[k, row].pop("score")
+                scores[row] += scorer.weight * score
+                if several:
+                    extras[scorer.name][row] = score
+                for key, value in results[k, row].items():
+                    column = extras[f"{scorer.name}/{key}" if several and key != "pred" else key]
+                    column[row] = value if column[row] is None else column[row]
+        counts = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
+        return at_last_token(scores, self.mask).to(self.device), dict(extras), counts

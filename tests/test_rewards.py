@@ -11,17 +11,12 @@ from pathlib import Path
 import datasets
 import pytest
 import reasoning_gym
-import torch
 from reasoning_gym.factory import DATASETS
 
 from lib import InputError
-from lib.data_proto import DataProto
-from lib.model import load_tokenizer
-from lib.reward import score_responses
 from rewards import gsm8k, scorer_module
 from rewards import math as math_reward
 from rewards import reasoning_gym as gym_reward
-from tests.common import TOY_MODEL
 
 ROOT = Path(__file__).parent.parent
 
@@ -314,39 +309,3 @@ def test_script_errors(tmp_path, script, flags, message):
     with pytest.raises(InputError, match=message) as caught:
         importlib.import_module(f"data.{script}").main(out=tmp_path / "made", **flags)
     assert "\n" not in str(caught.value)
-
-
-# ---- lib/reward.py: from responses to token_level_scores ----
-
-
-def responses_of(texts: list[str | None]) -> DataProto:
-    """None is an aborted response: tokens, but none that is trained."""
-    tokenizer = load_tokenizer(TOY_MODEL)
-    ids = [[*tokenizer.encode(text or "9"), tokenizer.eos_token_id] for text in texts]
-    T = max(map(len, ids)) + 1
-    mask = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in ids])
-    responses = torch.tensor([row + [0] * (T - len(row)) for row in ids])
-    tensors = {"responses": responses, "attention_mask": torch.cat([torch.ones(len(ids), 3).long(), mask], 1)}
-    tensors["response_mask"] = mask * torch.tensor([text is not None for text in texts])[:, None]
-    rows = {"data_source": ["mine"] * len(ids), "reward_model": [{"ground_truth": "7"}] * len(ids)}
-    return DataProto.from_dict(tensors, rows | {"extra_info": [{"row": i} for i in range(len(ids))]})
-
-
-def test_the_score_stands_on_the_last_token_and_an_aborted_response_gets_none():
-    seen = []
-
-    def score(data_source, solution_str, ground_truth, extra_info=None):
-        seen.append((data_source, solution_str, ground_truth, extra_info["row"]))
-        return {"score": 2.5, "pred": solution_str} if solution_str == "3+4=7" else 0.5
-
-    batch = responses_of(["3+4=7", None, "1"])
-    scores, extras = score_responses(batch, load_tokenizer(TOY_MODEL), score)
-    assert seen == [("mine", "3+4=7", "7", 0), ("mine", "1", "7", 2)]
-    expected = torch.zeros(3, 7)
-    expected[0, 5], expected[2, 1] = 2.5, 0.5  # the end token
-    assert torch.equal(scores, expected) and extras == {"pred": ["3+4=7", None, None]}
-
-
-def test_a_score_that_is_no_number_names_the_response():
-    with pytest.raises(ValueError, match="nan to a mine response: '12'"):
-        score_responses(responses_of(["12"]), load_tokenizer(TOY_MODEL), lambda **_: float("nan"))

@@ -1,0 +1,388 @@
+"""Processes that run scorers away from the training process. Standard library only: a worker starts without torch.
+
+    trainer --socket--> supervisor --fork, a socket each--> workers
+
+The supervisor is a new interpreter, never a fork of the trainer with its threads and its GPU. It imports the scorers
+and forks the workers, so a lost one is replaced in milliseconds. A worker has one task at a time. At the task's time
+limit it is killed with its process group, and then every orphan of it (a daemon, another session). Scorers that start
+threads or touch a GPU must do so when called, not when imported: a fork keeps neither.
+
+When the trainer ends, also by kill -9, the supervisor sees it within a second and takes the workers along. Their
+stdout and stderr go nowhere. Tasks go out as pickles, answers come back as JSON. Workers are reused: what a scorer
+changes in its process (folder, environment, globals), later samples of that worker see, nobody else.
+
+The memory limit, and the killing of processes that left the worker's group, need Linux.
+"""
+
+import ctypes
+import faulthandler
+import functools
+import importlib.util
+import json
+import math
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+LINUX = sys.platform == "linux"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+GRACE_S = 0.1  # after the time limit, for faulthandler to say where the scorer hangs
+LONGEST_RESULT = 2**20  # bytes, as JSON
+LONGEST_TRACEBACK = 4000  # characters, of the end
+
+# ---- a scorer: loaded, called, its result checked --------------------------------------------------
+
+
+def load_function(spec: str) -> Callable:
+    """What "path/to/file.py:function" names; None where the file lacks it. Raises what the file raises."""
+    path, _, name = spec.rpartition(":")
+    module_name = f"reward_{Path(path).stem}"  # math.py must not become the math that others import
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module  # dataclasses look there
+    module_spec.loader.exec_module(module)
+    return getattr(module, name, None)
+
+
+def load_scorer(spec: str, modules: list[str], kwargs: dict) -> Callable:
+    """The function of a spec, or with "data_source" that of rewards/, whose `modules` are imported now."""
+    for module in modules:
+        importlib.import_module(module)
+    function = importlib.import_module("rewards").compute_score if spec == "data_source" else load_function(spec)
+    return functools.partial(function, **kwargs)
+
+
+@functools.cache
+def _event_loop():
+    import asyncio  # takes as long as all the imports above, and few scorers need it
+
+    return asyncio.new_event_loop()
+
+
+def call(function: Callable, batched: bool, samples: list[dict]) -> list:
+    """The scorer's results, one a sample; an async scorer is awaited. A scorer that is not batched takes one sample."""
+    if batched:  # data_sources, solution_strs, ground_truths, extra_infos
+        results = function(**{f"{key}s": [sample[key] for sample in samples] for key in samples[0]})
+    else:
+        results = function(**samples[0])
+    if hasattr(results, "__await__"):
+        results = _event_loop().run_until_complete(results)
+    results = list(results) if batched else [results]
+    if len(results) != len(samples):
+        raise ValueError(f"the scorer gave {len(results)} results for {len(samples)} samples")
+    return results
+
+
+def checked(result) -> dict:
+    """A scorer's result as {"score": a finite float, other keys} of JSON's types. Raises TypeError, ValueError."""
+    result = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in result:
+        raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
+    score = result["score"]
+    if hasattr(score, "tolist"):  # numpy, torch
+        score = score.tolist()
+    if not isinstance(score, int | float):
+        raise TypeError(f"the scorer gave a {type(score).__name__} as score, not a number")
+    if not abs(score) < 3e38:  # what float32 holds
+        raise ValueError(f"the scorer gave {score}")
+    text = json.dumps(result | {"score": float(score)}, default=_plain)
+    if len(text) > LONGEST_RESULT:
+        raise ValueError(f"the scorer gave a result of {len(text)} bytes; at most {LONGEST_RESULT} are taken")
+    return json.loads(text)
+
+
+def _plain(value):
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"the scorer gave a {type(value).__name__} beside its score; numbers, text and lists are taken")
+
+
+# ---- in a worker -----------------------------------------------------------------------------------
+
+
+def _failure(error: BaseException) -> list[str]:
+    traceback.clear_frames(error.__traceback__)  # the memory that the scorer held is needed now
+    text = "".join(traceback.format_exception(error))
+    return ["error" if isinstance(error, Exception) else "crash", text[-LONGEST_TRACEBACK:]]
+
+
+def _attempt(function: Callable, batched: bool, samples: list[dict]) -> tuple[list[list], bool]:
+    """([kind, result or traceback] of each sample, whether this worker is to go on)."""
+    try:
+        results = call(function, batched, samples)
+    except BaseException as error:  # noqa: BLE001 also sys.exit(): the worker must answer
+        return [_failure(error)] * len(samples), isinstance(error, Exception) and not isinstance(error, MemoryError)
+    answers = []
+    for result in results:
+        try:
+            answers.append(["ok", checked(result)])
+        except Exception as error:  # noqa: BLE001 a result's own methods may raise anything
+            answers.append(_failure(error))
+    return answers, True
+
+
+def _work(connection: Connection, notes: int, scorers: list[tuple[Callable, bool]], memory_mb: int) -> None:
+    """Answers tasks until the supervisor closes the socket."""
+    if LINUX:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        data_pages = int(Path("/proc/self/statm").read_text().split()[5])
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = data_pages * resource.getpagesize() + memory_mb * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(1, 2)  # the supervisor's stdout is /dev/null
+    faulthandler.enable(notes)
+    os.register_at_fork(after_in_child=connection.close)  # a scorer's child must not answer in its place
+    while True:
+        scorer, _, samples = connection.recv()
+        answers, going_on = _attempt(*scorers[scorer], samples)
+        connection.send_bytes((b"+" if going_on else b"-") + json.dumps(answers).encode())
+
+
+# ---- in the supervisor -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Task:
+    id: int
+    samples: int
+    limit_s: float
+    pickled: bytes
+
+
+@dataclass(eq=False)
+class _Worker:
+    pid: int
+    connection: Connection
+    notes: int  # a pipe's end: where faulthandler wrote
+    task: _Task | None = None
+    deadline: float = math.inf
+    overdue: bool = False
+
+
+class _Supervisor:
+    def __init__(self, trainer: Connection, scorers: list[tuple[Callable, bool]], workers: int, memory_mb: int):
+        self.trainer, self.scorers, self.max_workers, self.memory_mb = trainer, scorers, workers, memory_mb
+        self.workers: list[_Worker] = []
+        self.queue: deque[_Task] = deque()
+        self.answers: dict[int, bytes] = {}  # not asked for yet
+        self.wanted: set[int] = set()
+        self.own_children = _children()  # what the scorers' imports started
+
+    def serve(self, trainer_pid: int) -> None:
+        try:
+            while os.getppid() == trainer_pid:  # its end of the socket may live on in a child of it
+                self._hand_out()
+                now = time.monotonic()
+                next_deadline = min((worker.deadline for worker in self.workers), default=math.inf)
+                sources = [self.trainer, *(worker.connection for worker in self.workers)]
+                ready = wait(sources, max(0.0, min(1.0, next_deadline - now)))
+                if self.trainer in ready:
+                    self._listen()
+                for worker in [worker for worker in self.workers if worker.connection in ready]:
+                    self._collect(worker)
+                now = time.monotonic()
+                for worker in [worker for worker in self.workers if worker.deadline <= now]:
+                    if worker.overdue:
+                        self._lose(worker)
+                    else:
+                        os.kill(worker.pid, signal.SIGABRT)
+                        worker.overdue, worker.deadline = True, now + GRACE_S
+        finally:
+            self.own_children = set()
+            for worker in list(self.workers):
+                self._kill(worker)
+            self._kill_orphans()
+
+    def _listen(self) -> None:
+        verb, message = self.trainer.recv()
+        if verb == "score":
+            self.queue.extend(_Task(*task) for task in message)
+        else:  # "collect": from here to the last of these answers the trainer does nothing but read
+            self.wanted = set(message)
+            for task_id in self.wanted & self.answers.keys():
+                self._answer(task_id, self.answers.pop(task_id))
+
+    def _answer(self, task_id: int, answer: bytes) -> None:
+        if task_id in self.wanted:
+            self.trainer.send_bytes(b"%d %s" % (task_id, answer))
+        else:
+            self.answers[task_id] = answer
+
+    def _hand_out(self) -> None:
+        while self.queue:
+            worker = next((worker for worker in self.workers if worker.task is None), None)
+            if worker is None:
+                if len(self.workers) == self.max_workers:
+                    return
+                worker = self._fork()
+            worker.task = self.queue.popleft()
+            worker.deadline = time.monotonic() + worker.task.limit_s
+            try:
+                worker.connection.send_bytes(worker.task.pickled)
+            except OSError:  # it died after its last answer
+                self._lose(worker)
+
+    def _fork(self) -> _Worker:
+        connection, theirs = Pipe()
+        notes, their_notes = os.pipe()
+        os.set_blocking(notes, False), os.set_blocking(their_notes, False)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for other in (self.trainer, connection, *(worker.connection for worker in self.workers)):
+                    other.close()
+                _work(theirs, their_notes, self.scorers, self.memory_mb)
+            finally:
+                os._exit(1)
+        os.setpgid(pid, pid)  # before it gets a task
+        theirs.close()
+        os.close(their_notes)
+        self.workers.append(_Worker(pid, connection, notes))
+        return self.workers[-1]
+
+    def _collect(self, worker: _Worker) -> None:
+        try:
+            answer = worker.connection.recv_bytes()
+        except (EOFError, OSError):
+            answer = b""
+        if not answer or worker.overdue:
+            self._lose(worker)
+            return
+        self._answer(worker.task.id, answer[1:])
+        worker.task, worker.deadline = None, math.inf
+        if answer[:1] == b"-":
+            self._kill(worker)
+
+    def _lose(self, worker: _Worker) -> None:
+        """The worker's task, if it has one, is answered with the failure and where Python was."""
+        code, where = self._kill(worker)
+        if worker.task is None:
+            return
+        if worker.overdue:
+            failure = ["timeout", f"stopped after {worker.task.limit_s:g} s\n{where}"]
+        else:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            failure = ["crash", f"the process died: {how}\n{where}"]
+        self._answer(worker.task.id, json.dumps([failure] * worker.task.samples).encode())
+
+    def _kill(self, worker: _Worker) -> tuple[int, str]:
+        """Ends a worker, its process group and all orphans. Returns its exit code and what faulthandler wrote."""
+        with suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        os.kill(worker.pid, signal.SIGKILL)  # it may have left the group
+        _, status = os.waitpid(worker.pid, 0)
+        self.workers.remove(worker)
+        worker.connection.close()
+        where = b""
+        with suppress(BlockingIOError), open(worker.notes, "rb", buffering=0) as notes:
+            where = notes.read(2**16) or b""
+        self._kill_orphans()
+        return os.waitstatus_to_exitcode(status), where.decode(errors="replace")[-LONGEST_TRACEBACK:]
+
+    def _kill_orphans(self) -> None:
+        known = self.own_children | {worker.pid for worker in self.workers}
+        while orphans := _children() - known:  # as they die, their own children come here
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    """This process's; without Linux's list of them, none."""
+    try:
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    except FileNotFoundError:
+        return set()
+
+
+def _main(fd: int, trainer_pid: int) -> None:
+    trainer = Connection(fd)
+    with suppress(EOFError, ConnectionError):  # the trainer is gone
+        setup = trainer.recv()
+        sys.path[:] = setup["path"]
+        scorers = []
+        for scorer in setup["scorers"]:
+            try:
+                function = load_scorer(scorer["spec"], scorer["modules"], scorer["kwargs"])
+            except BaseException as error:  # noqa: BLE001 whatever the user's file raises, each sample then shows it
+                function = functools.partial(_raise, error)
+            scorers.append((function, scorer["batched"]))
+        if LINUX:
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        _Supervisor(trainer, scorers, setup["workers"], setup["memory_mb"]).serve(trainer_pid)
+
+
+def _raise(error: BaseException, **_):
+    raise error
+
+
+# ---- in the trainer --------------------------------------------------------------------------------
+
+
+class Pool:
+    """Runs scorers in `workers` processes.
+
+    scorers: dicts of spec, modules, kwargs (load_scorer), batched. memory_mb: MiB that a worker may take beyond what
+    the imports took. Tasks are (scorer's index, time limit in s, samples); a sample is a dict of compute_score's
+    arguments, and only a batched scorer gets several.
+    """
+
+    def __init__(self, scorers: list[dict], workers: int, memory_mb: int):
+        self._connection, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the trainer's
+        )
+        theirs.close()
+        self._next_id = 0
+        self._connection.send({"path": sys.path, "scorers": scorers, "workers": workers, "memory_mb": memory_mb})
+
+    def submit(self, tasks: list[tuple[int, float, list[dict]]]) -> range:
+        """Queues tasks and returns at once, with their ids for collect()."""
+        ids = range(self._next_id, self._next_id + len(tasks))
+        self._next_id += len(tasks)
+        queued = [(i, len(task[2]), task[1], pickle.dumps(task)) for i, task in zip(ids, tasks)]
+        self._talk(self._connection.send, ("score", queued))
+        return ids
+
+    def collect(self, ids: range) -> Iterator[tuple[int, list]]:
+        """(number of the task, [kind, value] of each sample) as they come.
+
+        kind: ok (value: a dict), error, crash or timeout (a text)."""
+        self._talk(self._connection.send, ("collect", ids))
+        for _ in ids:
+            task_id, _, answers = self._talk(self._connection.recv_bytes).partition(b" ")
+            yield int(task_id) - ids.start, json.loads(answers)
+
+    def _talk(self, function: Callable, *args):
+        try:
+            return function(*args)
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"the reward pool is gone: its process ended with {self._process.wait()}") from error
+
+    def close(self) -> None:
+        """Ends all its processes."""
+        self._process.terminate()
+        self._process.wait()
+        self._connection.close()
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), int(sys.argv[2]))

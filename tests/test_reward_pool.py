@@ -1,0 +1,707 @@
+"""lib/reward.py's managers and lib/reward_pool.py, with real processes and scorers that misbehave on purpose."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from lib import InputError
+from lib.data_proto import DataProto
+from lib.metrics import Sum
+from lib.model import load_tokenizer
+from lib.reward import RewardManager, load_scorers
+from tests.common import TOY_MODEL
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 0.4  # of the hostile scorers; the others take well under a millisecond
+TOKENIZER = load_tokenizer(TOY_MODEL)
+
+
+def batch_of(texts: list[str | None], data_sources: list[str] | None = None, **extra_info) -> DataProto:
+    """None is an aborted response: tokens, but none that is trained."""
+    ids = [[*TOKENIZER.encode("9" if text is None else text), TOKENIZER.eos_token_id] for text in texts]
+    T = max(map(len, ids)) + 1
+    mask = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in ids])
+    tensors = {
+        "responses": torch.tensor([row + [0] * (T - len(row)) for row in ids]),
+        "attention_mask": torch.cat([torch.ones(len(ids), 3).long(), mask], 1),
+        "response_mask": mask * torch.tensor([text is not None for text in texts])[:, None],
+    }
+    rows = {
+        "data_source": data_sources or ["calm"] * len(ids),
+        "reward_model": [{"ground_truth": "7"}] * len(ids),
+        "extra_info": [{"row": i, **extra_info} for i in range(len(ids))],
+    }
+    return DataProto.from_dict(tensors, rows)
+
+
+def counts(timeout=0, crash=0, error=0) -> dict[str, Sum]:
+    return {"reward/timeout_count": Sum(timeout), "reward/crash_count": Sum(crash), "reward/error_count": Sum(error)}
+
+
+def wait_until_gone(pids, seconds=20.0) -> set[int]:
+    """The processes that are still there in the end; a zombie is gone."""
+
+    def alive(pid):
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + seconds
+    while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture
+def manager_of(tmp_path):
+    """manager_of(source, *functions, ...) of a scorer file with this source; closed after the test."""
+    managers = []
+
+    def make(source: str, *functions: str, scorer_kwargs=None, weights=(), workers=2, **settings) -> RewardManager:
+        file = tmp_path / "mine.py"
+        file.write_text(source)
+        scorers = load_scorers([f"{file}:{name}" for name in functions or ["score"]], [], scorer_kwargs, weights)
+        managers.append(RewardManager(scorers, TOKENIZER, workers=workers, **settings))
+        return managers[-1]
+
+    yield make
+    for manager in managers:
+        pids = processes_of(manager)
+        manager.close()
+        assert not wait_until_gone(pids)
+
+
+def processes_of(manager: RewardManager) -> list[int]:
+    if manager._pool is None or not psutil.pid_exists(manager._pool._process.pid):
+        return []
+    supervisor = psutil.Process(manager._pool._process.pid)
+    return [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
+
+
+# ---- hostile scorers -------------------------------------------------------------------------------
+
+HOSTILE = """
+import ctypes, fractions, os, re, signal, subprocess, sys, threading, time
+
+here = os.path.dirname(__file__)
+
+def leave_pid(pid):
+    with open(os.path.join(here, "child.pid"), "w") as file:
+        file.write(str(pid))
+
+def hang():
+    time.sleep(100)
+
+def hang_ignoring_signals():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        pass
+
+def hang_catching_everything():
+    while True:
+        try:
+            time.sleep(100)
+        except BaseException:
+            pass
+
+def hang_in_c():
+    re.match("(a+)+$", "a" * 50 + "b")  # holds the GIL
+
+def stop_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def print_endlessly():
+    while True:
+        print("x" * 10000)
+        os.write(2, b"y" * 10000)
+
+def wait_for_input():
+    threading.Event().wait()
+
+def exit_at_once():
+    os._exit(3)
+
+def exit_as_if_well():
+    os._exit(0)
+
+def segfault():
+    ctypes.string_at(0)
+
+def abort():
+    os.abort()
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def kill_its_group():
+    os.killpg(0, signal.SIGKILL)
+
+def close_all_files():
+    os.closerange(0, 1000)
+
+def sys_exit():
+    sys.exit(0)
+
+def interrupt():
+    raise KeyboardInterrupt
+
+def raise_base():
+    class Odd(BaseException):
+        pass
+    raise Odd("odd")
+
+def raise_error():
+    raise ValueError("on purpose")
+
+def raise_huge_error():
+    raise ValueError("x" * 10**6)
+
+def recurse():
+    recurse()
+
+def take_memory():
+    hoard = []
+    while True:
+        hoard.append(bytearray(2**20))
+
+def take_memory_at_once():
+    return bytearray(2**40)
+
+def give_nan():
+    return float("nan")
+
+def give_inf():
+    return {"score": -float("inf")}
+
+def give_none():
+    return None
+
+def give_text():
+    return "1.0"
+
+def give_list():
+    return [1.0]
+
+def give_no_score():
+    return {"acc": 1.0}
+
+def give_lock():
+    return {"score": 1.0, "lock": threading.Lock()}
+
+def give_module():
+    return sys
+
+def give_fraction():
+    return fractions.Fraction(1, 3)
+
+def give_huge_number():
+    return 10**400
+
+def give_more_than_float32():
+    return 1e300
+
+def give_huge_text():
+    return {"score": 1.0, "pred": "x" * 2**22}
+
+def give_odd_object():
+    class Odd:
+        def tolist(self):
+            raise RuntimeError("no list")
+    return {"score": 1.0, "pred": Odd()}
+
+def give_itself():
+    result = {"score": 1.0}
+    result["me"] = result
+    return result
+
+def leave_child_and_hang():
+    leave_pid(subprocess.Popen(["sleep", "1000"]).pid)
+    hang()
+
+def leave_daemon_and_crash():
+    leave_pid(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    os._exit(1)
+
+def fork_and_hang_twice():
+    pid = os.fork()
+    if pid:
+        leave_pid(pid)
+    hang()
+
+def leave_child():
+    if not os.fork():
+        hang()
+    return 0.5
+
+def fork_and_return_twice():
+    os.fork()
+    return 0.5
+
+def fork_and_return_in_the_child():
+    if os.fork():
+        hang()
+    return 0.5
+
+def change_process():
+    os.chdir("/")
+    os.environ.clear()
+    os.umask(0o777)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGSEGV, signal.SIG_IGN)
+    sys.path.clear()
+    return 0.5
+
+def close_stdout():
+    sys.stdout.close()
+    os.close(1)
+    return 0.5
+
+def move_to_another_group():
+    os.setpgid(0, os.getpgid(os.getppid()))
+    return 0.5
+
+def start_thread():
+    threading.Thread(target=hang).start()
+    return 0.5
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source != "calm":
+        return globals()[data_source]()
+    return {"score": extra_info["row"] + 1, "pred": solution_str}
+"""
+
+# what misbehaves -> how it is counted, and what is shown of it
+KINDS = {
+    "hang": ("timeout", "in hang"),
+    "hang_ignoring_signals": ("timeout", "stopped after 0.4 s"),
+    "hang_catching_everything": ("timeout", "in hang_catching_everything"),
+    "hang_in_c": ("timeout", "in hang_in_c"),
+    "stop_itself": ("timeout", "stopped after 0.4 s"),
+    "print_endlessly": ("timeout", "in print_endlessly"),
+    "wait_for_input": ("timeout", "in wait_for_input"),
+    "leave_child_and_hang": ("timeout", "in leave_child_and_hang"),
+    "fork_and_hang_twice": ("timeout", "in fork_and_hang_twice"),
+    "fork_and_return_in_the_child": ("timeout", "in fork_and_return_in_the_child"),
+    "exit_at_once": ("crash", "exit code 3"),
+    "exit_as_if_well": ("crash", "exit code 0"),
+    "segfault": ("crash", "SIGSEGV"),
+    "abort": ("crash", "SIGABRT"),
+    "kill_itself": ("crash", "SIGKILL"),
+    "kill_its_group": ("crash", "SIGKILL"),
+    "close_all_files": ("crash", "the process died"),
+    "leave_daemon_and_crash": ("crash", "exit code 1"),
+    "sys_exit": ("crash", "SystemExit: 0"),
+    "interrupt": ("crash", "KeyboardInterrupt"),
+    "raise_base": ("crash", "Odd: odd"),
+    "raise_error": ("error", "ValueError: on purpose"),
+    "raise_huge_error": ("error", "xxx"),
+    "recurse": ("error", "RecursionError"),
+    "take_memory": ("error", "MemoryError"),
+    "take_memory_at_once": ("error", "MemoryError"),
+    "give_nan": ("error", "the scorer gave nan"),
+    "give_inf": ("error", "the scorer gave -inf"),
+    "give_none": ("error", "gave a NoneType as score"),
+    "give_text": ("error", "gave a str as score"),
+    "give_list": ("error", "gave a list as score"),
+    "give_no_score": ("error", "a dict without \"score\": ['acc']"),
+    "give_lock": ("error", "gave a lock beside its score"),
+    "give_module": ("error", "gave a module as score"),
+    "give_fraction": ("error", "gave a Fraction as score"),
+    "give_huge_number": ("error", "the scorer gave 10000"),
+    "give_more_than_float32": ("error", "the scorer gave 1e+300"),
+    "give_huge_text": ("error", "at most 1048576 are taken"),
+    "give_odd_object": ("error", "RuntimeError: no list"),
+    "give_itself": ("error", "Circular reference"),
+}
+HARMLESS = [
+    *(
+        "leave_child",
+        "fork_and_return_twice",
+        "change_process",
+        "close_stdout",
+        "move_to_another_group",
+        "start_thread",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """One pool for all hostile scorers: each finds it healed."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "hostile.py").write_text(HOSTILE)
+    scorers = load_scorers([f"{folder / 'hostile.py'}:score"], [])
+    settings = {"timeout_s": LIMIT_S, "memory_mb": 16, "failure_score": -2.0}
+    manager = RewardManager(scorers, TOKENIZER, workers=2, **settings)
+    assert manager.submit(batch_of(["1"])).get()[2] == counts()
+    manager.folder = folder
+    yield manager
+    pids = processes_of(manager)
+    manager.close()
+    assert not wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hostile_scorer_costs_its_sample_and_no_other(kind, hostile, capfd):
+    counted, shown = KINDS[kind]
+    hostile._failures.clear()
+    here, environment = Path.cwd(), dict(os.environ)
+    batch = batch_of(["1", "2", "3", "4=4", "5", "6", "7"], ["calm", "calm", "calm", kind, "calm", "calm", "calm"])
+    scores, extras, metrics = hostile.submit(batch).get()
+    assert scores.sum(1).tolist() == [1, 2, 3, -2, 5, 6, 7]
+    assert scores[3].nonzero().tolist() == [[3]]  # "4", "=", "4", end
+    assert extras == {"pred": ["1", "2", "3", None, "5", "6", "7"]}
+    assert metrics == counts(**{counted: 1})
+    out, err = capfd.readouterr()
+    assert f"reward: {counted} in scorer hostile.score, data_source {kind!r}, response '4=4'" in out
+    assert shown in out and len(out) < 6000 and not err
+    child = hostile.folder / "child.pid"
+    if child.exists():  # with its worker, whatever session it is in
+        assert not wait_until_gone([int(child.read_text())])
+        child.unlink()
+    assert (Path.cwd(), dict(os.environ)) == (here, environment)
+    calm = hostile.submit(batch_of(["1"] * 20)).get()
+    assert calm[0].sum(1).tolist() == list(range(1, 21)) and calm[2] == counts()
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_a_scorer_does_to_its_process_stays_there(kind, hostile):
+    here, environment = Path.cwd(), dict(os.environ)
+    batch = batch_of(["1"] * 7, ["calm", "calm", "calm", kind, "calm", "calm", "calm"])
+    scores, _, metrics = hostile.submit(batch).get()
+    assert scores.sum(1).tolist() == [1, 2, 3, 0.5, 5, 6, 7] and metrics == counts()
+    assert (Path.cwd(), dict(os.environ)) == (here, environment)
+
+
+def test_one_in_ten_samples_misbehaves(hostile, capsys):
+    """5 % hang, 5 % crash, in an order of their own; the first of each kind is shown, the others are counted."""
+    hostile._failures.clear()
+    kinds = {3: "hang", 13: "segfault", 23: "hang_in_c", 33: "exit_at_once"}
+    sources = [kinds.get(row % 40, "calm") for row in range(240)]
+    scores, extras, metrics = hostile.submit(batch_of(["7"] * 240, sources)).get()
+    assert scores.sum(1).tolist() == [row + 1 if source == "calm" else -2 for row, source in enumerate(sources)]
+    assert extras["pred"] == ["7" if source == "calm" else None for source in sources]
+    assert metrics == counts(timeout=12, crash=12)
+    out = capsys.readouterr().out
+    assert out.count("reward: timeout in") == out.count("reward: crash in") == 1 and out.count("reward: ") == 2
+
+
+# ---- the pool and the trainer ----------------------------------------------------------------------
+
+TRAINER = """
+import os, sys, time
+from lib.reward_pool import Pool
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
+pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})])
+             for kind in ("fork_and_hang_twice", "hang_ignoring_signals")])
+if os.fork() == 0:  # as a loader's process would: it keeps the pool's socket open
+    time.sleep(1000)
+print(pool._process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def hanging_trainer(tmp_path) -> tuple[subprocess.Popen, psutil.Process, list[psutil.Process]]:
+    """(trainer, its pool's supervisor, the supervisor's descendants): two workers hang, one of them with a child."""
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    command = [sys.executable, "-c", TRAINER, f"{tmp_path / 'hostile.py'}:score"]
+    trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    supervisor = psutil.Process(int(trainer.stdout.readline()))
+    deadline = time.monotonic() + 20
+    while len(supervisor.children(recursive=True)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return trainer, supervisor, supervisor.children(recursive=True)
+
+
+@pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_trainer(tmp_path, dies_by):
+    trainer, supervisor, workers = hanging_trainer(tmp_path)
+    loader = next(child for child in psutil.Process(trainer.pid).children() if child != supervisor)
+    assert len(workers) == 3
+    trainer.send_signal(dies_by)
+    trainer.wait(20)
+    try:
+        assert not wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
+    finally:
+        loader.kill()
+        trainer.stdout.close()
+
+
+def test_no_worker_outlives_the_supervisor(tmp_path):
+    trainer, supervisor, workers = hanging_trainer(tmp_path)
+    direct = [worker.pid for worker in supervisor.children()]
+    supervisor.kill()
+    try:
+        assert len(direct) == 2 and not wait_until_gone(direct)
+    finally:
+        for process in [*workers, *psutil.Process(trainer.pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        trainer.kill(), trainer.wait(), trainer.stdout.close()
+
+
+CALM = """
+import os, sys
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": extra_info["row"] + 1, "heavy": sorted({"torch", "transformers", "numpy"} & set(sys.modules)),
+            "pid": os.getpid(), "argument": sorted(extra_info.keys() - {"row"}), "source": data_source,
+            "text": solution_str, "truth": ground_truth}
+"""
+
+
+def test_a_run_whose_pool_is_gone_ends_with_a_line(manager_of):
+    manager = manager_of(CALM)
+    pending = manager.submit(batch_of(["1"]))
+    os.kill(manager._pool._process.pid, signal.SIGKILL)
+    manager._pool._process.wait()
+    with pytest.raises(RuntimeError, match="the reward pool is gone: its process ended with -9"):
+        pending.get()
+
+
+def test_workers_are_other_light_processes_and_get_the_arguments(manager_of):
+    scores, extras, _ = manager_of(CALM).submit(batch_of(["1", "2=2", None, ""], mine=object)).get()
+    assert scores.sum(1).tolist() == [1, 2, 0, 4]
+    assert extras["heavy"] == [[], [], None, []] and extras["argument"] == [["mine"], ["mine"], None, ["mine"]]
+    assert extras["text"] == ["1", "2=2", None, ""]  # an empty response is scored, an aborted one is not
+    assert extras["truth"] == ["7", "7", None, "7"] and extras["source"] == ["calm", "calm", None, "calm"]
+    assert os.getpid() not in extras["pid"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_score_stands_on_the_last_trained_token(manager_of, workers):
+    batch = batch_of(["12=12", "3", None])
+    batch.batch["response_mask"][0, 2:4] = 0  # a tool's output between
+    batch.batch["response_mask"][1, 1] = 0  # and at the end
+    scores, _, _ = manager_of(CALM, workers=workers).submit(batch).get()
+    expected = torch.zeros(3, 7)
+    expected[0, 5], expected[1, 0] = 1, 2
+    assert torch.equal(scores, expected)
+    nothing = manager_of(CALM, workers=workers).submit(batch_of([None, None])).get()
+    assert torch.equal(nothing[0], torch.zeros(2, 3)) and nothing[1:] == ({}, counts())
+
+
+def test_scores_of_numpy_and_other_number_types(manager_of):
+    source = """
+import numpy as np
+GIVEN = [np.float32(0.5), np.int64(2), np.bool_(True), True, {"score": np.array(3.0), "list": np.arange(2)}, 4]
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return GIVEN[extra_info["row"]]
+"""
+    scores, extras, metrics = manager_of(source).submit(batch_of(["1"] * 6)).get()
+    assert scores.sum(1).tolist() == [0.5, 2, 1, 1, 3, 4] and metrics == counts()
+    assert extras == {"list": [None, None, None, None, [0, 1], None]}
+
+
+def test_submit_does_not_wait_and_batches_do_not_mix(manager_of, tmp_path):
+    source = """
+import os, time
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    while not os.path.exists(extra_info["gate"]):
+        time.sleep(0.01)
+    return {"score": extra_info["row"] + float(data_source), "pred": "x" * 500_000}
+"""
+    manager = manager_of(source)
+    load = "y" * 500_000  # more than the sockets hold, in both directions
+    gate = tmp_path / "gate"
+    pending = [manager.submit(batch_of(["1"] * 9, [str(100 * n)] * 9, gate=str(gate), load=load)) for n in range(3)]
+    gate.touch()
+    for n in (1, 0, 2):
+        scores, extras, metrics = pending[n].get()
+        assert scores.sum(1).tolist() == [100 * n + row for row in range(9)] and metrics == counts()
+        assert all(len(pred) == 500_000 for pred in extras["pred"])
+
+
+def test_importing_a_scorer_has_no_time_limit_and_happens_once(manager_of, tmp_path):
+    source = f"""
+import os, time
+time.sleep(0.6)
+with open({str(tmp_path / "imports")!r}, "a") as file:
+    file.write("x")
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["row"] % 3 == 1:
+        os._exit(1)
+    return 1
+"""
+    scores, _, metrics = manager_of(source, timeout_s=LIMIT_S).submit(batch_of(["1"] * 9)).get()
+    assert scores.sum(1).tolist() == [1, 0, 1] * 3 and metrics == counts(crash=3)
+    assert (tmp_path / "imports").read_text() == "xx"  # load_scorers, the supervisor
+
+
+# ---- a scorer that always fails --------------------------------------------------------------------
+
+FAILS = """
+import os
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "hang":
+        while True: pass
+    if data_source == "exit":
+        os._exit(1)
+    if data_source == "raise":
+        raise ValueError("the key is missing")
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("raise", "the key is missing"), ("exit", "code 1"), ("hang", "in score")])
+def test_a_scorer_that_always_fails_stops_the_run(manager_of, kind, shown):
+    manager = manager_of(FAILS, timeout_s=0.05 if kind == "hang" else 30.0, workers=4)
+    assert manager.submit(batch_of(["1"] * 15, [kind] * 15)).get()[0].sum() == 0  # too few to tell
+    with pytest.raises(InputError, match=r"scorer mine\.score failed on all of its first 16 responses") as caught:
+        manager.submit(batch_of(["1"] * 200, [kind] * 200)).get()
+    assert shown in str(caught.value)
+
+
+def test_a_scorer_that_succeeded_once_does_not_stop_the_run(manager_of):
+    manager = manager_of(FAILS)
+    manager.submit(batch_of(["1"])).get()
+    scores, _, metrics = manager.submit(batch_of(["1"] * 40, ["raise"] * 40)).get()
+    assert scores.sum() == 0 and metrics == counts(error=40)
+
+
+def test_a_scorer_that_cannot_be_imported_in_the_pool_stops_the_run(manager_of, tmp_path):
+    source = f"""
+import os
+if os.path.exists({str(tmp_path / "flag")!r}):
+    raise SystemExit("not here")
+open({str(tmp_path / "flag")!r}, "w").close()
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+"""
+    with pytest.raises(InputError, match=r"(?s)failed on all of its first 16 .*SystemExit: not here"):
+        manager_of(source).submit(batch_of(["1"] * 16)).get()
+
+
+# ---- forms of scorers ------------------------------------------------------------------------------
+
+FORMS = """
+import asyncio
+number = 1
+async def slowly(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return {"score": float(solution_str), "pred": solution_str}
+
+def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    if "raise" in data_sources:
+        raise ValueError("a bad batch")
+    results = [{"score": float(text), "rows": len(solution_strs), "row": extra_info["row"]}
+               for text, extra_info in zip(solution_strs, extra_infos)]
+    if "short" in data_sources:
+        return results[:-1]
+    return ["bad" if source == "bad" else result for source, result in zip(data_sources, results)]
+
+async def together(data_sources, solution_strs, ground_truths, extra_infos):
+    here = []
+    async def one(text):
+        here.append(text)
+        while len(here) < len(solution_strs):  # only all at once get through
+            await asyncio.sleep(0)
+        return float(text)
+    return await asyncio.gather(*map(one, solution_strs))
+
+def scaled(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
+    if data_source == "bad":
+        raise ValueError("bad")
+    return {"score": factor * float(solution_str), "pred": "second", "digits": len(solution_str)}
+
+def again(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
+    return factor
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_async_and_batched_scorers(manager_of, workers):
+    manager = manager_of(FORMS, "slowly", workers=workers)
+    for _ in range(2):
+        scores, extras, _ = manager.submit(batch_of(["1", None, "3"])).get()
+        assert scores.sum(1).tolist() == [1, 0, 3] and extras == {"pred": ["1", None, "3"]}
+    manager = manager_of(FORMS, "compute_score_batch", workers=workers)
+    scores, extras, _ = manager.submit(batch_of(["1", None, "3"])).get()
+    assert scores.sum(1).tolist() == [1, 0, 3] and extras == {"rows": [2, None, 2], "row": [0, None, 2]}
+    assert manager.submit(batch_of([None])).get()[1:] == ({}, counts())
+    scores, _, _ = manager_of(FORMS, "together", workers=workers).submit(batch_of(["1", "2", "3"])).get()
+    assert scores.sum(1).tolist() == [1, 2, 3]
+
+
+def test_a_batched_scorer_fails_by_row_or_by_call(manager_of):
+    manager = manager_of(FORMS, "compute_score_batch", failure_score=-1.0)
+    for source, expected, failed in (("bad", [1, -1, 3], 1), ("raise", [-1, -1, -1], 3), ("short", [-1, -1, -1], 3)):
+        scores, _, metrics = manager.submit(batch_of(["1", "2", "3"], ["calm", source, "calm"])).get()
+        assert scores.sum(1).tolist() == expected and metrics == counts(error=failed), source
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_several_scorers_are_weighted_and_logged_by_name(manager_of, workers):
+    settings = {"scorer_kwargs": {"factor": 10}, "weights": (1.0, 0.5), "workers": workers}
+    scores, extras, metrics = manager_of(FORMS, "again", "scaled", **settings).submit(batch_of(["1", None, "23"])).get()
+    assert scores.sum(1).tolist() == [10 + 5, 0, 10 + 115] and metrics == counts()
+    assert extras == {
+        "mine.again": [10, None, 10],
+        "mine.scaled": [10, None, 230],
+        "pred": ["second", None, "second"],
+        "mine.scaled/digits": [1, None, 2],
+    }
+
+
+def test_of_several_scorers_one_fails(manager_of):
+    manager = manager_of(FORMS, "slowly", "scaled", weights=(1.0, 0.5), failure_score=-4.0)
+    scores, extras, metrics = manager.submit(batch_of(["1", "2"], ["calm", "bad"])).get()
+    assert scores.sum(1).tolist() == [1.5, 0.0] and metrics == counts(error=1)  # 2 + 0.5 * -4
+    assert extras["mine.scaled"] == [1, -4] and extras["mine.scaled/digits"] == [1, None]
+    assert extras["pred"] == ["1", "2"]  # the first scorer's
+
+
+def test_without_workers_an_exception_stops_the_run_and_names_the_response(manager_of):
+    with pytest.raises(ValueError, match="the key is missing") as caught:
+        manager_of(FAILS, workers=0).submit(batch_of(["1", "4=4"], ["calm", "raise"]))
+    assert caught.value.__notes__ == ["in scorer mine.score, data_source 'raise', response '4=4'"]
+    extras = manager_of(CALM, workers=0).submit(batch_of(["1"])).get()[1]
+    assert extras["pid"] == [os.getpid()]
+
+
+class Rows:
+    def __init__(self, *data_sources):
+        self.data_sources = set(data_sources)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_scorers_of_this_project_by_data_source(workers):
+    [scorer] = load_scorers(["data_source"], [Rows("toy/arithmetic"), Rows("openai/gsm8k")])
+    assert scorer.modules == ["rewards.arithmetic", "rewards.gsm8k"]
+    manager = RewardManager([scorer], TOKENIZER, workers=workers)
+    sources = ["toy/arithmetic", "toy/arithmetic", "openai/gsm8k"]
+    scores, extras, metrics = manager.submit(batch_of(["3+4=7", "=8", "=7"], sources)).get()
+    manager.close()
+    assert scores.sum(1).tolist() == [1, 0, 0] and metrics == counts()
+    assert extras == {"pred": ["7", "8", ""]}
+
+
+@pytest.mark.parametrize(
+    ("specs", "settings", "message"),
+    [
+        (["none.py:f"], {}, "--reward none.py:f: give an existing file and a function in it"),
+        (["{file}"], {}, "give an existing file and a function in it"),
+        (["{file}:absent"], {}, "has no function 'absent'"),
+        (["{file}:number"], {}, "has no function 'number'"),
+        (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
+        (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
+        (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
+        (["{file}:slowly"], {"weights": (1, 2)}, "--reward_weights has 2 numbers for the 1 scorers of --reward"),
+        (["data_source"], {}, "no scorer for data_source 'unheard/of': add it to rewards/__init__.py"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(tmp_path, specs, settings, message):
+    (tmp_path / "mine.py").write_text(FORMS)
+    specs = [spec.format(file=tmp_path / "mine.py") for spec in specs]
+    with pytest.raises(InputError) as caught:
+        load_scorers(specs, [Rows("toy/arithmetic", "unheard/of")], **settings)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
