@@ -1,0 +1,555 @@
+"""The far side of rewards/code.py, run as a script: programs are run here, behind a kernel's walls. Linux only.
+
+    scorer -- zygote -- supervisor -- init [-- program]     one supervisor a sample; `|` below is the wall
+                            |          |         |
+         waits for the end, kills   runs the tests, holds what is expected | holds no test, no expected value
+
+The zygote, one a scorer's process, forks a supervisor for every socket it is sent. At level "namespaces" the supervisor
+makes namespaces (mount, pid, network, ipc, uts, user) with an empty root that holds the interpreter's libraries, read
+only, and a /tmp of its own; init is their process 1, so that everything dies with it. Levels "landlock" and "rlimits"
+are for machines that refuse namespaces, as most containers do: no process but the program itself, no signals to others,
+and with landlock the same view of the files. At every level seccomp closes the network.
+
+Tests never meet the program's objects: a test sees Remote, which sends plain values (JSON) to the program's process and
+gets plain values back. So no __eq__, no patched builtin, frame or exit code of the program's can touch a verdict.
+"""
+
+import builtins
+import contextlib
+import ctypes
+import gc
+import json
+import math
+import operator
+import os
+import platform
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+MAX_FRAME = 1 << 26  # bytes of one message
+PRELUDE = """import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+"""  # what LeetCode has imported
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+NOBODY = 65534
+NEW_USER, NEW_OTHERS, NEW_ANY = 0x10000000, 0x6C020000, 0x7E020000  # CLONE_NEW*; mount, pid, net, ipc, uts
+BIND, PRIVATE, DETACH = 0x1000 | 0x4000, 0x40000 | 0x4000, 2  # MS_*, recursive; MNT_DETACH
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# System calls refused to a program, with their numbers on x86_64 and aarch64: network, other processes, namespaces,
+# memory that no limit counts; and without a pid namespace, processes and signals.
+REFUSED = """socket 41 198 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271 unshare 272 97 setns 308
+268 mount 165 40 bpf 321 280 perf_event_open 298 241 userfaultfd 323 282 io_uring_setup 425 425 add_key
+248 217 request_key 249 218 keyctl 250 219 memfd_create 319 279 shmget 29 194 msgget 68 186 semget 64
+190 mq_open 240 180"""
+REFUSED_ALONE = """fork 57 - vfork 58 - kill 62 129 tkill 200 130 tgkill 234 131 rt_sigqueueinfo 129 138
+rt_tgsigqueueinfo 297 240 pidfd_send_signal 424 424 setsid 112 157 setpgid 109 154"""
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+# ---- messages: four bytes of length, then JSON ----
+
+
+def send(sock, message) -> None:
+    data = json.dumps(message).encode()
+    sock.sendall(struct.pack("!I", len(data)) + data)
+
+
+def receive(sock, deadline: float | None = None):
+    """The next message. Raises TimeoutError after `deadline` (time.monotonic), EOFError where there is none."""
+
+    def exactly(size):
+        data = bytearray()
+        while len(data) < size:
+            sock.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+            part = sock.recv(min(size - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    (size,) = struct.unpack("!I", exactly(4))
+    if size > MAX_FRAME:
+        raise ValueError(f"a message of {size} bytes")
+    return json.loads(exactly(size))
+
+
+def pack(value, ref):
+    """JSON for a value of the builtin types, to any depth; `ref(value)` names an object of another type."""
+    if value is None or isinstance(value, bool):
+        return value
+    for plain, exact in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
+        if isinstance(value, plain):
+            return exact(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes):
+        return {"bytes": value.decode("latin-1")}
+    if isinstance(value, list):
+        return [pack(item, ref) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[pack(key, ref), pack(item, ref)] for key, item in value.items()]}
+    for plain in (tuple, set, frozenset):
+        if isinstance(value, plain):
+            return {plain.__name__: [pack(item, ref) for item in value]}
+    if hasattr(value, "__index__"):  # numpy's integers
+        return operator.index(value)
+    return {"object": ref(value)}
+
+
+def unpack(value, deref):
+    """The inverse of pack."""
+    if isinstance(value, list):
+        return [unpack(item, deref) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, item),) = value.items()
+    if kind == "object":
+        return deref(item)
+    if kind == "complex":
+        return complex(*item)
+    if kind == "bytes":
+        return item.encode("latin-1")
+    if kind == "dict":
+        return {unpack(key, deref): unpack(entry, deref) for key, entry in item}
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](unpack(entry, deref) for entry in item)
+
+
+# ---- the program's side ----
+
+
+def load(program: str, name: str, prelude: str = "") -> dict:
+    """Runs the program as module `name`; its namespace."""
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(prelude, module.__dict__)
+    exec(compile(program, f"<{name}>", "exec"), module.__dict__)
+    return module.__dict__
+
+
+class Program:
+    """Answers what a Remote asks. An object without a plain value stays here, and goes by its number."""
+
+    def __init__(self, program: str, prelude: str):
+        self.objects = []
+        self.namespace = load(program, "solution", prelude)
+
+    def names(self) -> list[str]:
+        return [name for name in self.namespace if not name.startswith("__")]
+
+    def ref(self, value) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    def find(self, ref):
+        if isinstance(ref, int):
+            return self.objects[ref]
+        if ref not in self.namespace and "Solution" in self.namespace:  # LeetCode
+            return getattr(self.namespace["Solution"](), ref)
+        return self.namespace[ref]
+
+    def answer(self, request: list) -> dict:
+        operation, ref, args = request
+        try:
+            target = self.find(ref)
+            args, kwargs = ([unpack(part, self.find) for part in args]) if operation == "call" else (args, None)
+            if operation == "call":
+                value = target(*args, **kwargs)
+            elif operation == "list":
+                value = list(target)
+            elif operation == "get":
+                value = getattr(target, args)
+            else:
+                value = setattr(target, args[0], unpack(args[1], self.find))
+            return {"value": pack(value, self.ref)}
+        except BaseException as error:  # noqa: BLE001 the program's, whatever it is
+            return {"error": [type(error).__name__, str(error)[:500]]}
+
+
+def serve(channel, program: str, prelude: str) -> None:
+    solution = Program(program, prelude)
+    send(channel, solution.names())
+    while True:
+        send(channel, solution.answer(receive(channel)))
+
+
+def answer_once(program: str, prelude: str) -> None:
+    """The same over standard input and output, for a server that runs scripts (SandboxFusion). One line, the last."""
+    out = os.fdopen(os.dup(1), "w")
+    request = json.loads(sys.stdin.readline())
+    out.write("\n" + json.dumps(Program(program, prelude).answer(request)) + "\n")
+    out.close()
+    os._exit(0)
+
+
+# ---- the judge's side ----
+
+
+class Died(BaseException):
+    """The program's process is gone or talks nonsense. No Exception: a test's own `except` must not swallow it."""
+
+
+class Remote:
+    """A name or an object of the program's, in the tests. Only plain values come back."""
+
+    def __init__(self, ask, ref):
+        vars(self).update(_ask=ask, _ref=ref)
+
+    def __call__(self, *args, **kwargs):
+        return self._ask("call", self._ref, [pack(list(args), _remote_ref), pack(kwargs, _remote_ref)])
+
+    def __getattr__(self, name):
+        return self._ask("get", self._ref, name)
+
+    def __setattr__(self, name, value):
+        self._ask("set", self._ref, [name, pack(value, _remote_ref)])
+
+    def __iter__(self):
+        return iter(self._ask("list", self._ref, None))
+
+
+def _remote_ref(value):
+    if isinstance(value, Remote):
+        return vars(value)["_ref"]
+    raise TypeError(f"a test gives the program a {type(value).__name__}: only plain values reach another process")
+
+
+def asker(channel):
+    def ask(operation, ref, args):
+        try:
+            send(channel, [operation, ref, args])
+            reply = receive(channel)
+            if "error" not in reply:
+                return unpack(reply["value"], lambda number: Remote(ask, int(number)))
+            name, text = map(str, reply["error"])
+        except (EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise Died(str(error)) from None
+        cls = getattr(builtins, name, None)  # for tests of the form: try ... except ValueError
+        raise (cls if isinstance(cls, type) and issubclass(cls, Exception) else RuntimeError)(text)
+
+    return ask
+
+
+def same(got, expected) -> bool:
+    """Equality of JSON values: a tuple is a list, keys are text, a float is right to 1e-6, True is not 1."""
+    if isinstance(got, list | tuple) and isinstance(expected, list):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        got = {str(key): value for key, value in got.items()}
+        return got.keys() == expected.keys() and all(same(got[key], expected[key]) for key in expected)
+    if {type(got), type(expected)} == {int, float} or type(got) is type(expected) is float:
+        return got == expected or math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-6)
+    return type(got) is type(expected) and got == expected
+
+
+def right(got, expected) -> bool:
+    """Whether a call gave what the row expects; APPS writes some answers as [answer]."""
+    wrapped = isinstance(expected, list) and len(expected) == 1
+    return same(got, expected) or (wrapped and same(got, expected[0]))
+
+
+def run_tests(conn, channel, names: list[str]) -> None:
+    """Runs the tests of the next message against the program behind `channel`: setup's verdict, then each case's."""
+    tests = receive(conn)
+    ask = asker(channel)
+    trusted = vars(builtins).keys() | sys.stdlib_module_names  # a program may not supply the tests' own tools
+    namespace = {name: Remote(ask, name) for name in names if name not in trusted} | {"__name__": "tests"}
+    entries = {name: Remote(ask, name) for name in tests["entries"]}
+    for case in [tests["setup"], *tests["cases"]]:
+        try:
+            exec(compile(case, "<test>", "exec"), namespace)
+            namespace |= entries | {"_right": right, "_loads": json.loads}
+            verdict = "passed"
+        except AssertionError:
+            verdict = "wrong"
+        except Died:
+            verdict = "crash"
+        except Exception:  # noqa: BLE001 the program's, or a test's on what the program returned
+            verdict = "error"
+        send(conn, {"verdict": verdict})
+        if verdict == "crash":
+            return
+
+
+# ---- walls ----
+
+
+def enter_namespaces(spec: dict) -> None:
+    if os.geteuid() != 0:
+        ids = os.geteuid(), os.getegid()
+        check(libc.unshare(NEW_USER | NEW_OTHERS), "unshare")
+        for file, line in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{ids[0]} {ids[0]} 1"),
+            ("gid_map", f"{ids[1]} {ids[1]} 1"),
+        ):
+            with open(f"/proc/self/{file}", "w") as f:
+                f.write(line)
+    else:
+        check(libc.unshare(NEW_OTHERS), "unshare")
+
+    def mount(source, target, kind, flags, options=None):
+        args = [x.encode() if x else None for x in (source, target, kind)]
+        check(libc.mount(*args, ctypes.c_ulong(flags), options and options.encode()), f"mount {target}")
+
+    root = "/sys"  # the new root is put together where no library lies
+    mount(None, "/", None, PRIVATE)
+    mount("tmpfs", root, "tmpfs", 0, "size=1m,mode=755")
+    Path(f"{root}/dev").mkdir()
+    for path in DEVICES:
+        Path(root + path).touch()
+        mount(path, root + path, None, BIND)
+    for link in map(Path, ("/lib", "/lib64")):
+        if link.is_symlink():
+            Path(f"{root}{link}").symlink_to(link.readlink())
+    for path in [*spec["readable"], *spec["hidden"], *spec["packages"]]:  # in this order
+        Path(root + path).mkdir(parents=True, exist_ok=True)
+        if path in spec["hidden"]:
+            mount("tmpfs", root + path, "tmpfs", 0, "size=1m,mode=755")
+        else:
+            mount(path, root + path, None, BIND)
+    Path(f"{root}/tmp").mkdir()
+    read_only = (ctypes.c_uint64 * 4)(1 | 2)  # MOUNT_ATTR_RDONLY | NOSUID
+    check(libc.syscall(442, -100, root.encode(), 0x8000, read_only, 32), "mount_setattr")
+    mount("tmpfs", root + "/tmp", "tmpfs", 2 | 4, f"size={spec['folder_mb']}m,nr_inodes=10000,mode=777")
+    os.chdir(root)
+    check(libc.pivot_root(b".", b"."), "pivot_root")
+    check(libc.umount2(b".", DETACH), "umount")
+
+
+def drop_privileges(level: str) -> None:
+    if level == "namespaces" and os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        check(libc.unshare(NEW_USER), "unshare user")  # so that RLIMIT_NPROC counts this sandbox alone
+    check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    check(libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()), "capset")
+    check(libc.prctl(4, 0, 0, 0, 0), "dumpable")  # nothing may trace init, or read its memory
+
+
+def limit(**limits: int) -> None:
+    for name, value in limits.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def landlock(spec: dict, folder: str) -> None:
+    """Files: `folder` is free, the libraries can be read, nothing else; no signals out (where the kernel is 6.12)."""
+    version = check(libc.syscall(444, None, 0, 1), "landlock")
+    handled = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14
+    attributes = (ctypes.c_uint64 * 3)(handled, 0, 2 if version >= 6 else 0)
+    ruleset = check(libc.syscall(444, attributes, 24 if version >= 6 else 8, 0), "landlock")
+
+    def allow(path, access):
+        fd = os.open(path, os.O_PATH)
+        check(libc.syscall(445, ruleset, 1, struct.pack("=Qi", access, fd), 0), f"landlock {path}")
+        os.close(fd)
+
+    def allow_but_hidden(path):
+        inside = [hidden for hidden in spec["hidden"] if f"{hidden}/".startswith(f"{path}/")]
+        if not inside:
+            allow(path, 13 if Path(path).is_dir() else 4)  # execute, read file, read folder
+        elif path not in inside:
+            allow(path, 8)
+            for entry in os.scandir(path):
+                if not entry.is_symlink():
+                    allow_but_hidden(entry.path)
+
+    for path in spec["readable"]:
+        allow_but_hidden(path)
+    for path in spec["packages"]:
+        allow(Path(path).parent, 8)
+        allow(path, 13)
+    for path in DEVICES:
+        allow(path, 2 | 4)
+    allow(folder, handled)
+    check(libc.syscall(446, ruleset, 0), "landlock")
+    os.close(ruleset)
+
+
+def seccomp(level: str) -> None:
+    """Refuses the calls above with EPERM, and clone() of a namespace; without a pid namespace, of all but a thread."""
+    machine = list(AUDIT).index(platform.machine())
+    names = (REFUSED if level == "namespaces" else REFUSED + " " + REFUSED_ALONE).split()
+    refuse, allow = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
+    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, AUDIT[platform.machine()]), refuse]  # another machine's calls (i386)
+    rules += [(0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), refuse]  # x32's
+    for number in names[1 + machine :: 3]:
+        rules += [(0x15, 0, 1, int(number)), refuse] if number != "-" else []
+    rules += [(0x15, 0, 1, 435), (0x06, 0, 0, 0x50026)]  # clone3: ENOSYS, as its flags lie in memory; libc falls back
+    rules += [(0x15, 1, 0, (56, 220)[machine]), allow, (0x20, 0, 0, 16)]  # clone: its flags
+    rules += [(0x45, 0, 1, NEW_ANY) if level == "namespaces" else (0x45, 1, 0, 0x10000), refuse, allow]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+    check(libc.prctl(22, 2, struct.pack("HP", len(rules), ctypes.addressof(code)), 0, 0), "seccomp")
+
+
+def become_program(spec: dict, folder: str, files: list[int]) -> None:
+    """In a fresh child of init: `files` become descriptors 0, 1, 2 and so on, others are closed, the walls go up."""
+    for i, fd in enumerate([os.dup(fd) for fd in files]):
+        os.dup2(fd, i)
+    os.closerange(len(files), 1 << 20)
+    os.chdir(folder)
+    limit(CPU=int(spec["total_timeout"]) + 1, FSIZE=spec["output_mb"] << 20, NOFILE=64, CORE=0)
+    if spec["level"] == "namespaces":
+        limit(NPROC=spec["processes"] + 2)
+    if spec["level"] == "landlock":
+        landlock(spec, folder)
+    seccomp(spec["level"])
+    sys.path[:] = [path for path in sys.path if path not in spec["hidden"]] + spec["sys_path"]
+
+
+# ---- the processes ----
+
+
+def run_program(spec: dict, folder: str, files: list[int], body) -> int:
+    """Forks the program's process, which runs body() and leaves; its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        become_program(spec, folder, files)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode, errors="replace") for fd, mode in enumerate("rww"))
+        body()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    finally:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()  # a program may do its work in a thread that it does not join
+        sys.stdout.flush()
+        os._exit(code & 255)
+
+
+def end_program(pid: int) -> int:
+    """Kills what the program left behind and returns its exit code, negative for a signal."""
+    _, status = os.waitpid(pid, 0)
+    if os.getpid() == 1:  # of a pid namespace; elsewhere a program has no children
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(-1, signal.SIGKILL)
+            while True:
+                os.wait()
+    return os.waitstatus_to_exitcode(status)
+
+
+def run_scripts(conn, spec: dict, folder: str, null: int) -> None:
+    """Runs the program once for every message (its standard input); answers with exit code and output."""
+    while True:
+        files = [os.memfd_create("stdin"), os.memfd_create("stdout"), null]
+        with open(files[0], "wb", closefd=False) as f:
+            f.write(receive(conn).encode(errors="replace"))
+        os.lseek(files[0], 0, os.SEEK_SET)
+        pid = run_program(spec, folder, files, lambda: load(spec["program"], "__main__"))
+        code = end_program(pid)
+        with open(files[1], "rb") as f:
+            f.seek(0)
+            send(conn, {"exit": code, "stdout": f.read(spec["output_mb"] << 20).decode(errors="replace")})
+        os.close(files[0])
+
+
+def run_calls(conn, spec: dict, folder: str, null: int) -> None:
+    """Tests against functions. The program's process is forked before the tests are read from `conn`."""
+    channel, theirs = socket.socketpair()
+    body = lambda: serve(socket.socket(fileno=3), spec["program"], spec["prelude"])  # noqa: E731
+    pid = run_program(spec, folder, [null, null, null, theirs.fileno()], body)
+    theirs.close()
+    try:
+        names = list(map(str, receive(channel)))
+    except (EOFError, OSError, ValueError, TypeError):
+        send(conn, {"verdict": "error" if end_program(pid) > 0 else "crash"})
+    else:
+        run_tests(conn, channel, names)
+
+
+def init(conn, spec: dict, folder: str) -> None:
+    os.setpgid(0, 0)
+    drop_privileges(spec["level"])
+    limit(AS=spec["memory_mb"] << 20)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    send(conn, "ready")
+    with contextlib.suppress(Exception):  # the scorer has hung up, or the program made this process fail: a crash
+        if spec["form"] == "stdin":
+            run_scripts(conn, spec, folder, null)
+        elif spec["form"] == "calls":
+            run_calls(conn, spec, folder, null)
+        else:  # "remote": the program is elsewhere, and the scorer passes the calls on
+            run_tests(conn, conn, spec["names"])
+
+
+def supervise(conn) -> None:
+    """One sample: until init ends or the scorer hangs up. When this process ends, nothing of the sample is left."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    spec = receive(conn)
+    alone = spec["level"] != "namespaces"
+    folder = tempfile.mkdtemp(prefix="plainrl-") if alone else "/tmp"
+    try:
+        if not alone:
+            enter_namespaces(spec)
+        check(libc.prctl(36, 1, 0, 0, 0), "subreaper")  # an orphaned program is waited for here
+        pid = os.fork()
+        if pid == 0:
+            try:
+                init(conn, spec, folder)
+            except OSError as error:
+                send(conn, str(error))
+            os._exit(0)
+        end = select.poll()
+        end.register(conn, select.POLLRDHUP)
+        end.register(os.pidfd_open(pid), select.POLLIN)
+        end.poll()
+        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        while True:
+            os.wait()
+    except ChildProcessError:
+        pass
+    except Exception as error:  # noqa: BLE001 the scorer raises it
+        send(conn, f"{type(error).__name__}: {error}")
+    if alone:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def zygote() -> None:
+    control = socket.socket(fileno=os.dup(0))
+    sys.set_int_max_str_digits(0)
+    exec(PRELUDE, {})  # warm
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        _, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not fds:
+            return
+        if os.fork() == 0:
+            control.close()
+            supervise(socket.socket(fileno=fds[0]))
+            os._exit(0)
+        os.close(fds[0])
+
+
+if __name__ == "__main__":
+    zygote()

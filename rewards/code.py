@@ -1,0 +1,384 @@
+r"""Scorer for programs: the response's Python is run against tests, in a sandbox (rewards/_sandbox.py).
+
+The ground truth is a dict, a list or its JSON text, of one of the forms
+    {"prompt", "test", "entry_point"}                        HumanEval: test defines check(candidate)
+    ["assert f(1) == 2", ...], or {"test_list": [...]}       MBPP; test_setup_code, test_imports; verl's assert_case
+    {"fn_name", "inputs": [[1, 2]], "outputs": [3]}          calls, of a function or of class Solution's method; inputs
+                                                             may be text, one JSON value a line, as in verl's prime_code
+    {"inputs": ["1 2\n"], "outputs": ["3\n"]}                standard input and output (APPS, TACO)
+
+The program never meets the tests. Calls go to its process as plain values and come back as plain values; the tests, the
+expected values and the comparison are in another process. What a program prints, patches or exits with cannot make a
+test pass; nor can it see a test but by the arguments it is given. The price: a test cannot see an argument changed in
+place, nor give the program a function, and an object that is no plain value stays where it is (its attributes and
+methods can be used). What remains possible: a program may answer by the arguments alone (a table of known inputs), and
+in MBPP's form a test may call helpers of the program's own.
+
+sandbox_level() says what holds: "namespaces" (no network, no process but its own, no file but the interpreter's
+libraries and an own /tmp); "landlock" where the kernel refuses namespaces: the same, but a program has no child
+processes; "rlimits" where it has neither: no network and no child processes, but what the user can read and write, a
+program can, the scorer's memory with it. Both are said once, as a warning. Memory is limited a process, so at most
+memory_mb * processes.
+"""
+
+import ast
+import builtins
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import urllib.request
+import warnings
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from lib import InputError
+from rewards import _sandbox
+
+FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+GRACE = 10  # seconds for the sandbox to start, and to end
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+_zygote: socket.socket | None = None
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))  # a thread may have held it
+
+
+class Tests(NamedTuple):
+    form: str  # "stdin": cases are (input, output); "calls": cases are statements that raise where the program fails
+    cases: list
+    head: str = ""  # put before the program
+    prelude: str = ""  # imports run in the program's module first
+    setup: str = ""  # the tests' own definitions
+    entries: tuple = ()  # names that are the program's even where a builtin has them
+
+
+def extract_program(response: str) -> str:
+    """The last ```python block, closed or not; else the last plain block; else the whole text."""
+    blocks = FENCE.findall(response)
+    named = [code for label, code in blocks if label.lower() in ("python", "python3", "py")]
+    plain = [code for label, code in blocks if not label]
+    return (named or plain or [response])[-1]
+
+
+def parse_tests(ground_truth) -> Tests:
+    """Raises InputError on a form that is not in the head of this file."""
+    try:
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        truth = {"test_list": truth} if isinstance(truth, list) else truth
+        if "entry_point" in truth:
+            prompt, entry = truth.get("prompt", ""), truth["entry_point"]
+            tests = Tests("calls", [f"check({entry})"], prompt + "\n", "", f"{prompt}\n{truth['test']}\n", (entry,))
+        elif "test_list" in truth or "assert_case" in truth:
+            cases = truth.get("test_list") or truth["assert_case"]
+            setup = "\n".join([*truth.get("test_imports", ()), truth.get("test_setup_code", "")])
+            nodes = [node for case in cases for node in ast.walk(ast.parse(case))]
+            called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+            entries = called if called <= vars(builtins).keys() else ()  # MBPP asks for a function named sum
+            tests = Tests("calls", cases, setup=setup, entries=tuple(entries))
+        elif truth.get("fn_name"):
+            name = truth["fn_name"]
+            cases = [_call(name, *case) for case in zip(truth["inputs"], truth["outputs"], strict=True)]
+            tests = Tests("calls", cases, prelude=_sandbox.PRELUDE, entries=(name,))
+        else:
+            cases = [tuple(map(_text, case)) for case in zip(truth["inputs"], truth["outputs"], strict=True)]
+            tests = Tests("stdin", cases)
+        ast.parse(tests.setup)
+    except (KeyError, TypeError, ValueError, AttributeError, SyntaxError) as error:
+        raise InputError(
+            f"rewards/code.py: ground truth not understood ({type(error).__name__}: {error}); the forms are in the "
+            f"head of that file: {str(ground_truth)[:200]!r}"
+        ) from None
+    if not tests.cases:
+        raise InputError(f"rewards/code.py: a ground truth without a test: {str(ground_truth)[:200]!r}")
+    return tests
+
+
+def _text(value) -> str:
+    return "\n".join(value) if isinstance(value, list) else str(value)
+
+
+def _call(name: str, inputs, expected) -> str:
+    if isinstance(inputs, str):
+        inputs, expected = [json.loads(line) for line in inputs.splitlines()], json.loads(expected)
+    return f"assert _right({name}(*_loads({json.dumps(inputs)!r})), _loads({json.dumps(expected)!r}))"
+
+
+def same_output(got: str, expected: str) -> bool:
+    """Line by line, and within a line word by word; what is written as a float is right to 1e-6."""
+
+    def same_word(word, truth):
+        try:
+            close = "." in truth and math.isclose(float(word), float(truth), rel_tol=1e-6, abs_tol=1e-6)
+        except ValueError:
+            close = False
+        return close or word == truth
+
+    def same_line(line, truth):
+        words, truths = line.split(), truth.split()
+        return words == truths or (len(words) == len(truths) and all(map(same_word, words, truths)))
+
+    lines, truths = ([line.strip() for line in text.strip().splitlines()] for text in (got, expected))
+    return len(lines) == len(truths) and all(map(same_line, lines, truths))
+
+
+# ---- the sandbox ----
+
+
+@lru_cache
+def _folders() -> dict:
+    """The libraries that a program can read, and within them what it cannot: installed packages may hold the tests."""
+    stdlib = sysconfig.get_path("stdlib")
+    shared = [str(Path(sys.base_prefix) / "lib"), stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
+    real = sorted({os.path.realpath(path) for path in shared if Path(path).exists()})
+    readable = [path for path in real if not any(path.startswith(other + "/") for other in real)]
+    hidden = [f"{stdlib}/site-packages", f"{stdlib}/dist-packages", "/usr/lib/python3/dist-packages"]
+    return {"readable": readable, "hidden": [path for path in map(os.path.realpath, hidden) if Path(path).exists()]}
+
+
+def _start_zygote() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-S", "-s", "-P", "-B", _sandbox.__file__]
+        subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/", process_group=0)
+    return ours
+
+
+def _connect(spec: dict) -> socket.socket:
+    """A sandbox that is ready for its first message. Starts the zygote where it is not there, or not there any more."""
+    global _zygote
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, _lock:
+            try:
+                _zygote = _zygote or _start_zygote()
+                socket.send_fds(_zygote, [b"+"], [theirs.fileno()])
+            except ConnectionError:
+                _zygote = _start_zygote()
+                socket.send_fds(_zygote, [b"+"], [theirs.fileno()])
+        _sandbox.send(ours, spec)
+        answer = _sandbox.receive(ours, time.monotonic() + GRACE)
+    except (EOFError, OSError) as error:
+        answer = f"it does not start ({type(error).__name__})"
+    if answer != "ready":
+        ours.close()
+        raise RuntimeError(f"rewards/code.py: the {spec['level']} sandbox failed: {answer}")
+    return ours
+
+
+def _hang_up(conn: socket.socket) -> None:
+    """Ends the sample, and waits until no process of it is left: then nobody holds the other end."""
+    with conn:
+        conn.shutdown(socket.SHUT_WR)
+        conn.settimeout(GRACE)
+        try:
+            while conn.recv(1 << 20):
+                pass
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            raise RuntimeError(f"rewards/code.py: a sandbox has not ended in {GRACE} s") from None
+
+
+@lru_cache
+def sandbox_level() -> str:
+    """ "namespaces", "landlock" or "rlimits": the strongest that works here. Raises InputError where none does."""
+    errors = []
+    for level in ("namespaces", "landlock", "rlimits"):
+        spec = make_spec(level=level, form="stdin", program="print(input())")
+        try:
+            if _attempt(spec, Tests("stdin", [("1", "1")]), set(), time.monotonic() + GRACE) == ["passed"]:
+                break
+            errors.append(f"{level}: a program that prints fails")
+        except RuntimeError as error:
+            errors.append(str(error))
+    else:
+        raise InputError(f"rewards/code.py: no sandbox works here, use sandbox_url ({'; '.join(errors)})")
+    if level != "namespaces":
+        lost = {"landlock": "without child processes", "rlimits": "they can read and write all that you can"}[level]
+        warnings.warn(f"rewards/code.py: programs run in a {level} sandbox: {lost} ({errors[0]})", stacklevel=2)
+    return level
+
+
+def make_spec(packages: tuple = ("numpy",), **options) -> dict:
+    """What a sandbox is told first; `options` are level, form, program, and those that differ from these defaults."""
+    site = sysconfig.get_path("purelib")
+    paths = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
+    paths = {"packages": [path for path in paths if Path(path).is_dir()], "sys_path": [site], **_folders()}
+    limits = {
+        "timeout": 10.0,
+        "total_timeout": 60.0,
+        "memory_mb": 1024,
+        "processes": 16,
+        "folder_mb": 64,
+        "output_mb": 8,
+    }
+    return {**paths, **limits, "prelude": "", **options}
+
+
+def _attempt(spec: dict, tests: Tests, final: set, end: float, pass_call=None) -> list[str]:
+    """The verdicts of one sandbox: of all cases, or to the first in `final`."""
+    verdicts: list[str] = []
+    conn = _connect(spec)
+    try:
+        if tests.form == "calls":
+            _sandbox.send(conn, {"setup": tests.setup, "entries": tests.entries, "cases": tests.cases})
+            setup = _verdict(conn, min(time.monotonic() + spec["timeout"], end), pass_call)
+            if setup != "passed":
+                return [setup] * len(tests.cases)
+        for case in tests.cases:
+            deadline = min(time.monotonic() + spec["timeout"], end)
+            if tests.form == "stdin":
+                _sandbox.send(conn, case[0])
+                reply = _sandbox.receive(conn, deadline)
+                right = "passed" if same_output(reply["stdout"], case[1]) else "wrong"
+                verdicts.append(right if reply["exit"] == 0 else "error" if reply["exit"] > 0 else "crash")
+            else:
+                verdicts.append(_verdict(conn, deadline, pass_call))
+            if verdicts[-1] in final:
+                break
+    except TimeoutError:
+        verdicts.append("timeout")
+    except (EOFError, ConnectionError):
+        verdicts.append("crash")
+    finally:
+        _hang_up(conn)
+    return verdicts
+
+
+def _verdict(conn: socket.socket, deadline: float, pass_call) -> str:
+    while isinstance(
+        message := _sandbox.receive(conn, deadline), list
+    ):  # a call that the program elsewhere is to answer
+        _sandbox.send(conn, pass_call(message))
+    return message["verdict"]
+
+
+# ---- SandboxFusion ----
+
+
+def _post(url: str, code: str, stdin: str, timeout: float) -> tuple[str, str]:
+    """Runs a script on a SandboxFusion server (github.com/bytedance/SandboxFusion): its verdict and its output.
+
+    Raises RuntimeError where the server does not answer, or reports a fault of its own: that is no wrong program.
+    """
+    body = {"code": code, "language": "python", "stdin": stdin, "compile_timeout": timeout, "run_timeout": timeout}
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    for attempt in range(3):
+        try:
+            with urllib.request.urlopen(request, timeout=2 * timeout + GRACE) as response:
+                answer = json.load(response)
+            if answer["status"] != "SandboxError":
+                run = answer["run_result"]
+                break
+            fault = answer["message"]
+        except (OSError, KeyError, ValueError) as error:
+            fault = error
+        time.sleep(attempt)
+    else:
+        raise RuntimeError(f"rewards/code.py: {url} failed three times: {fault}")
+    if run["status"] == "TimeLimitExceeded":
+        return "timeout", ""
+    return "passed" if run["return_code"] == 0 else "error", run["stdout"] or ""
+
+
+def _attempt_remote(url: str, spec: dict, tests: Tests, final: set, end: float) -> list[str]:
+    """As _attempt; tests against functions run in the sandbox here, and each call they make is one request."""
+    program, timeout = spec["program"], spec["timeout"]
+    if tests.form == "stdin":
+        text, expected = tests.cases[0]
+        verdict, out = _post(url, program, text, timeout)
+        return ["wrong" if verdict == "passed" and not same_output(out, expected) else verdict]
+
+    def pass_call(request: list) -> dict:
+        code = f"{Path(_sandbox.__file__).read_text().partition(chr(10) + 'if __name__')[0]}\n"
+        code += f"answer_once({program!r}, {spec['prelude']!r})\n"
+        verdict, out = _post(url, code, json.dumps(request) + "\n", timeout)
+        try:
+            return json.loads(out.splitlines()[-1]) if verdict == "passed" else {"error": [verdict, ""]}
+        except (ValueError, IndexError):
+            return {"error": ["RuntimeError", "no answer"]}
+
+    try:
+        tree = ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ["error"] * len(tests.cases)
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    patient = {**spec, "form": "remote", "names": names, "timeout": 10 * timeout}  # a case makes several requests
+    return _attempt(patient, tests, final, end, pass_call)
+
+
+# ---- the scorer ----
+
+
+def compute_score(
+    data_source,
+    solution_str,
+    ground_truth,
+    extra_info=None,
+    *,
+    partial: bool = False,
+    timeout: float = 6.0,
+    total_timeout: float = 60.0,
+    memory_mb: int = 1024,
+    packages: tuple = ("numpy",),
+    sandbox_url: str = "",
+    **kwargs,
+) -> dict:
+    """Runs the program of `solution_str` against `ground_truth`.
+
+    Args:
+        partial: The score is the share of passed cases; without it, 1.0 for all passed and otherwise 0.0, and cases
+            after the first failure are not run.
+        timeout: Seconds for one case (HumanEval: for the problem's one check).
+        total_timeout: Seconds for all cases, those that are left count as "timeout"; and of processor time a process.
+        packages: Installed packages, beside the standard library, that a program can import.
+        sandbox_url: A SandboxFusion server's /run_code that runs the program, in place of this machine.
+
+    Returns:
+        {"score", "pred": the program, "passed", "total", and how many cases ended as "wrong" (output, or a failed
+        assert), "error" (an exception or exit code), "crash" (a signal, or the process gone), "timeout"}
+
+    Raises:
+        InputError: the ground truth cannot be read, or no sandbox works here. RuntimeError: the sandbox failed.
+    """
+    tests = parse_tests(ground_truth)
+    program = extract_program(solution_str)
+    spec = make_spec(
+        level="" if sandbox_url and tests.form == "stdin" else sandbox_level(),
+        form=tests.form,
+        program=tests.head + program,
+        prelude=tests.prelude,
+        timeout=timeout,
+        total_timeout=total_timeout,
+        memory_mb=memory_mb,
+        packages=packages,
+    )
+    end = time.monotonic() + total_timeout
+    final = {"crash", "timeout"} | (set() if partial else {"wrong", "error"})
+    verdicts: list[str] = []
+    while len(verdicts) < len(tests.cases) and (partial or not final & set(verdicts)):
+        rest = tests._replace(cases=tests.cases[len(verdicts) :])
+        if time.monotonic() > end:
+            verdicts += ["timeout"] * len(rest.cases)
+        elif sandbox_url:
+            verdicts += _attempt_remote(sandbox_url, spec, rest, final, end)
+        else:
+            verdicts += _attempt(spec, rest, final, end)
+    counts = Counter(verdicts)
+    share = counts["passed"] / len(tests.cases)
+    return {
+        "score": share if partial else float(share == 1.0),
+        "pred": program,
+        "passed": counts["passed"],
+        "total": len(tests.cases),
+        **{reason: counts[reason] for reason in ("wrong", "error", "crash", "timeout")},
+    }

