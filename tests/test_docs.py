@@ -1,18 +1,26 @@
-"""The documents: each linked line says what the text says of it, each metric and flag that is named exists.
+"""The documents: each linked line says what the text says of it; each file, flag and name in it exists.
 
 `python tests/test_docs.py` writes the present line numbers into the documents.
 """
 
+import ast
 import dataclasses
-import inspect
+import importlib
+import json
 import re
+import shlex
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+import tyro
 
 ROOT = Path(__file__).parent.parent
 DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)")
+SCRIPTS = ("grpo", "ppo", "remax", "dapo")
+SCRIPT_OF = {"README.md": "grpo", "algorithms.md": "grpo"} | {f"{name}.md": name for name in SCRIPTS}
+SNIPPET = re.compile(r"`(?:(\w+)\.py )?(--[^`]+)`")  # in a sentence or a table, flags with or without values
 
 
 def line_of(doc: Path, file: str, code: str) -> int:
@@ -34,31 +42,104 @@ def test_linked_files_exist(doc):
         assert (doc.parent / target).exists(), target
 
 
-def test_flags_in_the_documents_exist():
-    from grpo import Args
-
-    flags = {field.name for field in dataclasses.fields(Args)}
-    for doc in [ROOT / "README.md", ROOT / "docs/grpo.md"]:
-        text = doc.read_text()
-        named = re.findall(r"`--([a-z-]+)", text)  # in a sentence or a table
-        for line in re.findall(r"(?:grpo\.py|^    )(.* --.*)$", text, flags=re.M):  # in a command
-            named += re.findall(r"(?<!\S)--([a-z-]+)", line)
-        assert len(named) > 5
-        for flag in named:
-            assert flag.replace("-", "_").removeprefix("no_") in flags | {"help"}, (doc.name, flag)
+# ---- flags ---------------------------------------------------------------------------------------
 
 
-def test_every_estimator_and_loss_stands_in_the_table_and_in_the_help():
-    from grpo import Args
+def text_of(doc: str) -> str:
+    return (ROOT / doc if doc == "README.md" else ROOT / "docs" / doc).read_text()
+
+
+def args_of(script: str) -> type:
+    return importlib.import_module(script).Args
+
+
+def flag_docstring(script: str, field: str) -> str:
+    tree = ast.parse((ROOT / f"{script}.py").read_text())
+    [args] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+    [place] = [i for i, node in enumerate(args.body) if isinstance(node, ast.AnnAssign) and node.target.id == field]
+    return args.body[place + 1].value.value
+
+
+@pytest.mark.parametrize("doc", SCRIPT_OF)
+def test_flags_and_their_values_are_taken(doc):
+    """A flag alone is one of the script's; flags with values parse, and their JSON fits what it is for."""
+    from lib.advantages import get_adv_estimator_fn
+    from lib.policy_losses import check_token_masks, get_policy_loss_fn
+    from lib.rollout_correction import get_rollout_correction_fn
+
+    snippets = SNIPPET.findall(text_of(doc))
+    assert len(snippets) > 5
+    for script, code in dict.fromkeys(snippets):
+        script, words = script or SCRIPT_OF[doc], shlex.split(code)
+        fields = {field.name for field in dataclasses.fields(args_of(script))}
+        if len(words) == 1:
+            assert code[2:].replace("-", "_").removeprefix("no_") in fields | {"help"}, (script, code)
+            continue
+        try:
+            args = tyro.cli(args_of(script), args=words, console_outputs=False)
+        except SystemExit:
+            pytest.fail(f"{doc}: {script}.py does not take {code}", pytrace=False)
+        if script in ("grpo", "dapo"):
+            get_adv_estimator_fn(args.adv_estimator, json.loads(args.adv_kwargs))
+        if args.loss != "dro" or args.loss_kwargs != "{}":  # dro has no default
+            get_policy_loss_fn(args.loss, json.loads(args.loss_kwargs))
+        check_token_masks(json.loads(args.token_masks))
+        get_rollout_correction_fn(json.loads(args.rollout_correction))
+
+
+@pytest.mark.parametrize("doc", SCRIPT_OF)
+def test_flags_of_commands_exist(doc):
+    script = SCRIPT_OF[doc]
+    flags = {field.name for field in dataclasses.fields(args_of(script))}
+    for block in re.findall(r"^```bash\n(.*?)^```", text_of(doc), flags=re.M | re.S):
+        for command in re.findall(rf"\b{script}\.py(.*)$", block.replace("\\\n", ""), flags=re.M):
+            for flag in re.findall(r"(?<!\S)--([a-z-]+)", command):
+                assert flag.replace("-", "_").removeprefix("no_") in flags, (doc, flag)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def test_tables_of_algorithms_are_complete():
     from lib.advantages import ADV_ESTIMATORS
-    from lib.policy_losses import POLICY_LOSSES
+    from lib.core_algos import LOSS_AGG_MODES
+    from lib.policy_losses import POLICY_LOSSES, TOKEN_MASKS
+    from lib.rollout_correction import CRITERIA
 
-    advantages, losses, _ = re.split(r"^## (?=Policy|Tested)", (ROOT / "docs/algorithms.md").read_text(), flags=re.M)
-    source = Path(inspect.getsourcefile(Args)).read_text()
-    for text, table, field in ((advantages, ADV_ESTIMATORS, "adv_estimator"), (losses, POLICY_LOSSES, "loss")):
-        assert set(re.findall(r"^\| `(\w+)`", text, flags=re.M)) == set(table)
-        docstring = re.search(rf'^    {field}: str[^\n]*\n    """(.*?)"""', source, flags=re.M | re.S)[1]
-        assert [name for name in table if not re.search(rf"\b{name}\b", docstring)] == []
+    def choices(script: str, field: str) -> tuple:
+        return get_args(get_type_hints(args_of(script))[field])
+
+    tables = {
+        "Advantages": ADV_ESTIMATORS,
+        "Policy losses": POLICY_LOSSES,
+        "Aggregation": LOSS_AGG_MODES,
+        "KL to the start model": choices("grpo", "kl_estimator"),
+        "Which tokens": TOKEN_MASKS,
+        "Groups with equal scores": choices("dapo", "zero_variance"),
+        "Rollout correction": CRITERIA,
+    }
+    assert choices("grpo", "loss_agg_mode") == LOSS_AGG_MODES
+    sections = re.split(r"^## ", text_of("algorithms.md"), flags=re.M)
+    for title, names in tables.items():
+        [section] = [section for section in sections if section.startswith(title)]
+        rows = re.findall(r"^\| (`[^|]+`) \|", section, flags=re.M)
+        listed = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+        assert sorted(listed) == sorted(names), title
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_help_lists_every_estimator_loss_and_mask(script):
+    from lib.advantages import ADV_ESTIMATORS
+    from lib.policy_losses import POLICY_LOSSES, TOKEN_MASKS
+
+    wanted = {"loss": set(POLICY_LOSSES), "token_masks": set(TOKEN_MASKS)}
+    if script in ("grpo", "dapo"):
+        wanted["adv_estimator"] = set(ADV_ESTIMATORS) - {"gae", "remax"}  # ppo.py and remax.py are theirs
+    for field, names in wanted.items():
+        help_text = flag_docstring(script, field)
+        assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", help_text)] == [], field
+    if "adv_estimator" in wanted:
+        assert not re.search(r"\b(gae|remax)\b", flag_docstring(script, "adv_estimator"))
 
 
 if __name__ == "__main__":
