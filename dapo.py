@@ -173,7 +173,7 @@ class Args:
     reward_timeout: float = 30.0
     """seconds that a scorer has for a response"""
     reward_memory: int = 2048
-    """MiB that a scorer may take"""
+    """MiB that a scorer may take beyond what its imports took"""
     reward_failure_score: float = 0.0
     """score of a response whose scorer hangs, crashes or raises"""
     reward_model: str = ""
@@ -181,7 +181,8 @@ class Args:
     reward_model_coef: float = 1.0
     """weight of the reward model's score"""
     reward_keys: tuple[str, ...] = ()
-    """keys of the scorer's result that are rewards of their own, for --adv_estimator gdpo"""
+    """keys of the scorer's result that are rewards of their own, for --adv_estimator gdpo, which weighs them by
+    --adv_kwargs '{"reward_weights": [...]}'"""
 
     # ---- algorithm
     adv_estimator: str = "grpo"
@@ -625,8 +626,9 @@ def main(args: Args) -> None:
             with timer("weight_sync"):
                 metrics = sync_weights(engine, actor, step - 1, tolerance=sync_tolerance)
             # DAPO: rollout and reward are repeated until prompts_per_step groups have a signal
-            local, gen_batches, old_rows, needed = {}, 0, len(pool), args.prompts_per_step * args.group_size
-            rejected = DataProto()
+            needed, old_rows = args.prompts_per_step * args.group_size, len(pool)
+            local, gen_batches, dull_rows = {}, 0, 0
+            rejected = DataProto()  # as many as could be needed
             while len(pool) < needed and gen_batches < args.max_gen_batches:
                 with timer("rollout"):
                     prompts = DataProto.from_single_dict(next(prompts_of_steps)).to(world.device)
@@ -656,7 +658,8 @@ def main(args: Args) -> None:
                 batch = batch.all_gather()
                 by_number = np.arange(needed).reshape(world.size, -1, args.group_size).swapaxes(0, 1).ravel()
                 batch, dull = split_by_signal(args, batch[by_number])
-                pool, rejected = concat([pool, batch]), concat([rejected, dull])
+                pool, rejected = concat([pool, batch]), concat([rejected, dull])[:needed]
+                dull_rows += len(dull)
             engine.sleep()
             filled = max(needed - len(pool), 0)
             pool = concat([pool, rejected[:filled]])
@@ -804,7 +807,7 @@ def main(args: Args) -> None:
             "training/skipped_updates": skipped_updates,
             # DAPO: rows that were left over come in, and what is left over goes out
             "training/rows_in": gen_batches * needed + old_rows,
-            "training/rows_dropped/refilled": len(rejected) - filled,
+            "training/rows_dropped/refilled": dull_rows - filled,
             "training/rows_left_over": len(pool),
             "training/gen_batches": gen_batches,
             "training/rows_trained": Sum(batch.batch["loss_mask"].any(1).sum().item()),

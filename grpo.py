@@ -172,7 +172,7 @@ class Args:
     reward_timeout: float = 30.0
     """seconds that a scorer has for a response"""
     reward_memory: int = 2048
-    """MiB that a scorer may take"""
+    """MiB that a scorer may take beyond what its imports took"""
     reward_failure_score: float = 0.0
     """score of a response whose scorer hangs, crashes or raises"""
     reward_model: str = ""
@@ -180,7 +180,8 @@ class Args:
     reward_model_coef: float = 1.0
     """weight of the reward model's score"""
     reward_keys: tuple[str, ...] = ()
-    """keys of the scorer's result that are rewards of their own, for --adv_estimator gdpo"""
+    """keys of the scorer's result that are rewards of their own, for --adv_estimator gdpo, which weighs them by
+    --adv_kwargs '{"reward_weights": [...]}'"""
 
     # ---- algorithm
     adv_estimator: str = "grpo"

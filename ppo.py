@@ -21,7 +21,7 @@ Every rank runs this file from top to bottom. Details, metrics and results: docs
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -174,7 +174,7 @@ class Args:
     reward_timeout: float = 30.0
     """seconds that a scorer has for a response"""
     reward_memory: int = 2048
-    """MiB that a scorer may take"""
+    """MiB that a scorer may take beyond what its imports took"""
     reward_failure_score: float = 0.0
     """score of a response whose scorer hangs, crashes or raises"""
     reward_model: str = ""
@@ -435,6 +435,8 @@ def main(args: Args) -> None:
         check_model_path(args.critic_model, "--critic_model")
     check_flags(args)
     # PPO: the one estimator that needs a critic
+    if args.lam_policy is not None and args.length_adaptive_alpha is not None:
+        raise InputError("--lam_policy and --length_adaptive_alpha both say what lambda the policy has: drop one")
     adv_settings = {name: getattr(args, name) for name in ("gamma", "lam", "lam_policy", "length_adaptive_alpha")}
     estimate_advantages = get_adv_estimator_fn("gae", adv_settings)
     adv_tensors = ADV_TENSORS["gae"]
@@ -501,7 +503,9 @@ def main(args: Args) -> None:
         reward_model = shard_model(reward_model.to(world.device), mesh, compute_dtype)
     parameters = trainable_parameters(actor)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
+    # PPO: the policy's schedule begins after the critic's warm-up
+    own_steps = replace(args, total_steps=args.total_steps - args.critic_warmup_steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, own_steps, sizes))
     models, schedulers = {"actor": (actor, optimizer)}, {"actor": scheduler}
     # PPO: a second model, a second optimizer
     critic = load_critic(
@@ -698,7 +702,7 @@ def main(args: Args) -> None:
                                 vpreds, tensors["returns"], tensors["values"], mask, args.cliprange_value
                             )
                             value_loss = agg_loss(
-                                value_losses * tensors["loss_mask"],
+                                value_losses,
                                 mask,
                                 args.loss_agg_mode,
                                 global_tokens=global_tokens,

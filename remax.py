@@ -168,7 +168,7 @@ class Args:
     reward_timeout: float = 30.0
     """seconds that a scorer has for a response"""
     reward_memory: int = 2048
-    """MiB that a scorer may take"""
+    """MiB that a scorer may take beyond what its imports took"""
     reward_failure_score: float = 0.0
     """score of a response whose scorer hangs, crashes or raises"""
     reward_model: str = ""
@@ -595,9 +595,11 @@ def main(args: Args) -> None:
 
             with timer("reward"):
                 # REMAX: the greedy response's reward is the baseline (B,) of all responses to the prompt
-                baselines = collect_scores(pending_greedy, greedy)[0].sum(1)
+                greedy_scores, _, greedy_failures = collect_scores(pending_greedy, greedy)
+                baselines = greedy_scores.sum(1)
                 batch.batch["reward_baselines"] = baselines.repeat_interleave(args.group_size)
                 scores, extras, failures = collect_scores(pending, batch)  # (B, T)
+                add_metrics(failures, greedy_failures)  # REMAX:
                 # REMAX: no reward_keys, which only group estimators weigh
                 batch.batch["token_level_scores"] = scores
 
