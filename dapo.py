@@ -491,11 +491,10 @@ def main(args: Args) -> None:
             "--old_log_probs rollout spares the forward pass that top_entropy, optimal_token_baseline need"
         )
     # DAPO: its own flags
-    if args.zero_variance == "refill" and (args.group_size < 2 or args.max_gen_batches < 1):
-        raise InputError(
-            "--zero_variance refill needs --group_size 2 or more and --max_gen_batches 1 or more, not "
-            f"{args.group_size} and {args.max_gen_batches}"
-        )
+    if args.zero_variance == "refill" and args.group_size < 2:
+        raise InputError(f"--zero_variance refill compares the scores of a group, not of {args.group_size} response")
+    if args.max_gen_batches < 1:
+        raise InputError(f"--max_gen_batches {args.max_gen_batches}: must be at least 1")
     if not 0 <= args.overlong_buffer <= args.max_response_length:
         raise InputError(f"--overlong_buffer {args.overlong_buffer}: must be in 0..{args.max_response_length}")
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)

@@ -435,6 +435,10 @@ def main(args: Args) -> None:
         check_model_path(args.critic_model, "--critic_model")
     check_flags(args)
     # PPO: the one estimator that needs a critic
+    if not (args.cliprange_value > 0 and args.critic_warmup_steps >= 0 and 0 <= args.gamma <= 1):
+        raise InputError("--cliprange_value must be > 0, --critic_warmup_steps >= 0, --gamma in 0..1")
+    if args.length_adaptive_alpha is not None and not args.length_adaptive_alpha > 0:
+        raise InputError(f"--length_adaptive_alpha {args.length_adaptive_alpha}: must be > 0")
     if args.lam_policy is not None and args.length_adaptive_alpha is not None:
         raise InputError("--lam_policy and --length_adaptive_alpha both say what lambda the policy has: drop one")
     adv_settings = {name: getattr(args, name) for name in ("gamma", "lam", "lam_policy", "length_adaptive_alpha")}

@@ -1,23 +1,56 @@
 """One scorer a file, chosen by a row's data_source.
 
 A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)` and returns a number, or
-a dict with "score"; of its other keys, "pred" is the extracted answer (for maj@k) and numbers are logged by name.
+a dict with "score"; of its other keys, "pred" is the extracted answer (for maj@k) and numbers are logged by name. What
+each takes and gives is in its docstring. format.py and judge.py belong to no data source: give them as --reward
+rewards/format.py:compute_score. Nothing is imported before it is needed.
 """
 
 from importlib import import_module
 
-# data_source, or its part before the last slash -> module in this folder
+# data_source, or its part before the last slash, or its beginning where the name ends in * -> module in this folder
 SCORERS = {
     "toy": "arithmetic",
     "reasoning_gym": "reasoning_gym",
     "openai/gsm8k": "gsm8k",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
+    "lighteval/MATH": "math",
+    "numina_*": "math",
+    "math_dapo": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "aime*": "math_dapo",
+    "countdown": "countdown",
+    "hiyouga/geometry3k": "geometry3k",
+    "cais/mmlu": "multiple_choice",
+    "TIGER-Lab/MMLU-Pro": "multiple_choice",
+    "Idavidrein/gpqa": "multiple_choice",
+    "allenai/ai2_arc": "multiple_choice",
+    "searchR1_*": "search_qa",
+    "nq": "search_qa",
+    "triviaqa": "search_qa",
+    "popqa": "search_qa",
+    "hotpotqa": "search_qa",
+    "2wikimultihopqa": "search_qa",
+    "musique": "search_qa",
+    "bamboogle": "search_qa",
+    "code": "code",
+    "openai_humaneval": "code",
+    "mbpp": "code",
+    "apps": "code",
+    "taco": "code",
+    "codecontests": "code",
+    "codeforces": "code",
+    "livecodebench": "code",
 }
 
 
 def scorer_module(data_source: str) -> str | None:
-    return SCORERS.get(data_source) or SCORERS.get(data_source.rpartition("/")[0])
+    for name in (data_source, data_source.rpartition("/")[0]):
+        if name in SCORERS:
+            return SCORERS[name]
+    families = (name for name in SCORERS if name.endswith("*") and data_source.startswith(name[:-1]))
+    return next((SCORERS[name] for name in families), None)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):

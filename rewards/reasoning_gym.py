@@ -4,8 +4,9 @@ The ground truth is a JSON text {"task", "task_kwargs", "entry"}: what the task 
 keys but strings, and some scorers compare with ==, so dump_entry() marks both and load_entry() restores them.
 The answer is what stands in the last <answer>...</answer>; without one, the last line that is not empty.
 Some tasks give partial credit between 0 and 1. The scorers of EVALUATED call eval(), or sympy's parse_expr, which is
-eval(), on what the model wrote: an answer that looks like code scores 0 and is not passed on. That is a fence, not a
-wall, and 9**9**9**9 is no code: score these tasks in a process of their own, under a time limit.
+eval(), on what the model wrote: an answer that looks like code or has more than 10000 characters scores 0 and is not
+passed on. That is a fence, not a wall, and 9**9**9**9 is no code: score these tasks in a process of their own, under a
+time limit.
 """
 
 import builtins
@@ -17,9 +18,11 @@ from functools import lru_cache
 import numpy as np
 import reasoning_gym
 
+from rewards.answers import last_tagged
+
 EVALUATED = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}  # eval(answer)
 EVALUATED |= {"countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"}
-ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+LONGEST = 10_000  # characters
 
 
 def dump_entry(value):
@@ -61,9 +64,9 @@ def _task(name: str, kwargs_json: str):
 
 
 def extract_answer(response: str) -> str:
-    found = ANSWER.findall(response)
-    if found:
-        return found[-1].strip()
+    tagged = last_tagged(response)
+    if tagged is not None:
+        return tagged
     lines = response.strip().splitlines()
     return lines[-1].strip() if lines else ""
 
@@ -86,7 +89,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     task = _task(truth["task"], json.dumps(truth["task_kwargs"], sort_keys=True))
     pred = extract_answer(solution_str)
     entry = load_entry(truth["entry"])
-    if truth["task"] in EVALUATED and looks_like_code(pred):
+    if truth["task"] in EVALUATED and (len(pred) > LONGEST or looks_like_code(pred)):
         return {"score": 0.0, "pred": pred, "scorer_error": 0.0}
     try:
         return {"score": float(task.score_answer(pred, entry)), "pred": pred, "scorer_error": 0.0}

@@ -1,5 +1,12 @@
-"""What several test files need: ranks, tiny models, batches."""
+"""What several test files need: ranks, tiny models, batches, runs of the scripts."""
 
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lib.data_proto import DataProto
@@ -75,3 +83,94 @@ def rollout_batch(prompt_lengths, response_lengths, seed: int = 0) -> DataProto:
         "response_mask": mask[:, P:].clone(),
     }
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array([str(i // 2) for i in range(B)], object)})
+
+
+# ---- runs of the scripts -------------------------------------------------------------------------
+
+BIN = Path(sys.executable).parent
+PYTHON = [sys.executable]
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+ACCELERATE = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+SMALL = [
+    *("--prompts-per-step", "8", "--group-size", "4", "--lr", "3e-4", "--save-every", "0", "--no-export-model"),
+    *("--val-every", "0", "--no-val-before-train"),
+    *("--train-files", str(ROOT / "data/toy/val.jsonl")),  # 256 prompts, not 4096
+]
+SEVERAL_UPDATES = [  # of several micro-batches
+    *("--num-mini-batches", "2", "--update-epochs", "2", "--micro-batch-tokens", "200", "--total-steps", "2"),
+    *("--kl-coef", "0.01", "--entropy-coef", "0.001"),
+]
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    ["grpo", "matplotlib.backends.backend_agg", "tests.common", "transformers.models.llama.modeling_llama"]
+)
+
+
+def command(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON) -> list[str]:
+    return [*launcher, str(ROOT / f"{script}.py"), "--output-dir", str(folder), *args]
+
+
+def environment() -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    return env | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "COLUMNS": "120"}
+
+
+def launch(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON) -> subprocess.CompletedProcess:
+    """The script as a user starts it."""
+    return subprocess.run(
+        command(script, folder, *args, launcher=launcher),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+def fork(script: str, folder: Path, *args: str) -> subprocess.CompletedProcess:
+    """The same script in a process of its own, one rank, forked from one that has imported everything: the seconds of
+    that are spent once for all tests."""
+    with tempfile.TemporaryDirectory() as captured:
+        outputs = [Path(captured, name) for name in ("stdout", "stderr")]
+        arguments = command(script, folder, *args, launcher=[])
+        process = FORKSERVER.Process(target=_run_as_main, args=(arguments, outputs))
+        process.start()
+        process.join(400)
+        process.kill()
+        process.join()
+        return subprocess.CompletedProcess(arguments, process.exitcode, *[path.read_text() for path in outputs])
+
+
+def _run_as_main(arguments: list[str], outputs: list[Path]) -> None:
+    for stream, path in zip((sys.stdout, sys.stderr), outputs):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
+    os.environ.update(environment())
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def ran(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done
+
+
+def metrics(run: Path, timings: bool = False) -> list[dict]:
+    """The lines of metrics.jsonl, less what a clock says."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if timings or not k.startswith(("timing_s/", "perf/"))} for row in rows]
+
+
+def unexplained_metrics(run: Path, *docs: str) -> list[str]:
+    """Metrics of the run that no table of these documents has."""
+    lines = [line for doc in docs for line in (ROOT / "docs" / doc).read_text().splitlines()]
+    names = [name for line in lines if line.startswith("| `") for name in re.findall(r"`(.+?)`", line.split("|")[1])]
+    patterns = [re.sub(r"@[nk]", r"@\\d+", re.sub(r"<\w+>", "[a-z/_]+", name)) for name in names]
+    logged = {key for row in metrics(run, timings=True) for key in row} - {"step"}
+    return [key for key in sorted(logged) if not any(re.fullmatch(pattern, key) for pattern in patterns)]
+
+
+def checkpoint_state(checkpoint: Path) -> dict:
+    """{name: {"model": {parameter: whole tensor}, "optim": ...}} of the models in a checkpoint."""
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        dcp_to_torch_save(checkpoint, file.name)
+        return torch.load(file.name, weights_only=True)

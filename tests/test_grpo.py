@@ -1,68 +1,29 @@
-"""grpo.py as a user runs it: processes, launchers, both engines, exact resume, and every kind of bad input."""
+"""grpo.py as a user runs it: processes, both engines, its flags, and every kind of bad input."""
 
 import json
-import os
-import re
+import math
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.common import ROOT, TOY_MODEL
-
-BIN = Path(sys.executable).parent
-TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-ACCELERATE = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-SMALL = [
-    "--prompts-per-step",
-    "8",
-    "--group-size",
-    "4",
-    "--val-every",
-    "0",
-    "--no-val-before-train",
-    "--save-every",
-    "0",
-]
-SMALL += ["--no-export-model", "--lr", "3e-4"]
-
-
-def command(*args: str, launcher=(sys.executable,)) -> list[str]:
-    return [*launcher, str(ROOT / "grpo.py"), *args]
-
-
-def environment() -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    return env | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "COLUMNS": "120"}
-
-
-def grpo(folder: Path, *args: str, launcher=(sys.executable,)) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command("--output-dir", str(folder), *args, launcher=launcher),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-
-
-def ran(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return done
-
-
-def metrics(run: Path, timings: bool = False) -> list[dict]:
-    """The lines of metrics.jsonl, less what a clock says."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if timings or not k.startswith(("timing_s/", "perf/"))} for row in rows]
-
+from tests.common import (
+    ROOT,
+    SEVERAL_UPDATES,
+    SMALL,
+    TORCHRUN,
+    TOY_MODEL,
+    environment,
+    fork,
+    launch,
+    metrics,
+    ran,
+    unexplained_metrics,
+)
 
 # ---- it learns -----------------------------------------------------------------------------------
 
@@ -71,7 +32,7 @@ def metrics(run: Path, timings: bool = False) -> list[dict]:
 def default_run(tmp_path_factory):
     """The default, cut to 30 of its 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
-    done = ran(grpo(folder, "--run-name", "default", "--total-steps", "30", "--save-every", "15"))
+    done = ran(launch("grpo", folder, "--run-name", "default", "--total-steps", "30", "--save-every", "15"))
     return folder / "default", done.stdout
 
 
@@ -116,14 +77,7 @@ def test_vllm_loads_the_exported_model(default_run):
 
 
 def test_every_metric_is_explained(default_run):
-    rows = [line.split("|")[1] for line in (ROOT / "docs/grpo.md").read_text().splitlines() if line.startswith("| `")]
-    patterns = [
-        re.sub(r"@[nk]", r"@\\d+", re.sub(r"<\w+>", "[a-z/_]+", name))
-        for row in rows
-        for name in re.findall(r"`(.+?)`", row)
-    ]
-    logged = {key for row in metrics(default_run[0], timings=True) for key in row} - {"step"}
-    assert [key for key in sorted(logged) if not any(re.fullmatch(pattern, key) for pattern in patterns)] == []
+    assert unexplained_metrics(default_run[0], "grpo.md") == []
 
 
 def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_run):
@@ -137,44 +91,30 @@ def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_ru
 
 
 def test_a_run_repeats_itself(tmp_path):
-    for name in ("a", "b"):
-        ran(grpo(tmp_path, *SMALL, "--run-name", name, "--total-steps", "3"))
+    ran(launch("grpo", tmp_path, *SMALL, "--run-name", "a", "--total-steps", "3"))
+    ran(fork("grpo", tmp_path, *SMALL, "--run-name", "b", "--total-steps", "3"))
     assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
-    ran(grpo(tmp_path, *SMALL, "--run-name", "c", "--total-steps", "3", "--seed", "2"))
+    ran(fork("grpo", tmp_path, *SMALL, "--run-name", "c", "--total-steps", "3", "--seed", "2"))
     assert metrics(tmp_path / "c") != metrics(tmp_path / "a")
 
 
-# ---- ranks and engines ---------------------------------------------------------------------------
-
-MORE = ["--num-mini-batches", "2", "--update-epochs", "2", "--kl-coef", "0.01", "--entropy-coef", "0.001"]
-MORE += ["--micro-batch-tokens", "200", "--total-steps", "2", "--adv-estimator", "grpo_batch_std"]
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """Two steps of four updates each, with reference model, several micro-batches, recomputed old log-probs, and
-    advantages that divide by the standard deviation over all ranks."""
-    folder = tmp_path_factory.mktemp("one")
-    ran(grpo(folder, *SMALL, *MORE, "--run-name", "run"))
-    return metrics(folder / "run")
-
-
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
-def test_two_ranks_train_as_one(tmp_path, one_process, launcher):
-    """The same prompts, seeds and global mini-batches. 1e-3: eight updates of fp32 sums in another order."""
-    ran(grpo(tmp_path, *SMALL, *MORE, "--run-name", "run", launcher=launcher))
-    for ours, theirs in zip(metrics(tmp_path / "run"), one_process):
-        assert ours.keys() == theirs.keys()
-        for key in ("reward/mean", "response_length/mean", "prompt_length/mean", "training/epoch"):
-            assert ours[key] == theirs[key]
-        for key in ("actor/loss", "actor/entropy", "actor/ref_kl", "actor/grad_norm", "advantages/mean"):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
+# ---- vLLM ----------------------------------------------------------------------------------------
 
 
 def test_vllm_trains_as_hf_does(tmp_path):
     pytest.importorskip("vllm")
     done = ran(
-        grpo(tmp_path, "--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "10", "--no-export-model")
+        launch(
+            "grpo",
+            tmp_path,
+            "--run-name",
+            "run",
+            "--rollout-engine",
+            "vllm",
+            "--total-steps",
+            "10",
+            "--no-export-model",
+        )
     )
     rows = metrics(tmp_path / "run")
     accuracy = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
@@ -185,7 +125,19 @@ def test_vllm_trains_as_hf_does(tmp_path):
 
 def test_vllm_on_two_ranks(tmp_path):
     pytest.importorskip("vllm")
-    ran(grpo(tmp_path, *SMALL, *MORE, "--run-name", "run", "--rollout-engine", "vllm", launcher=TORCHRUN))
+    ran(
+        launch(
+            "grpo",
+            tmp_path,
+            *SMALL,
+            *SEVERAL_UPDATES,
+            "--run-name",
+            "run",
+            "--rollout-engine",
+            "vllm",
+            launcher=TORCHRUN,
+        )
+    )
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
 
 
@@ -223,52 +175,112 @@ def test_a_sync_that_is_skipped_stops_the_run_at_that_step(tmp_path):
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
 
 
-# ---- exact resume --------------------------------------------------------------------------------
-
-# 12 prompts a pass: an epoch ends within a step (12 / 8) and at a step's end (24 / 8)
-RESUME = [*SMALL, "--save-every", "1", "--num-mini-batches", "2", "--warmup-steps", "3", "--export-model"]
+# ---- flags ---------------------------------------------------------------------------------------
 
 
-def few_prompts(folder: Path) -> list[str]:
-    lines = (ROOT / "data/toy/train.jsonl").read_text().splitlines()[:12]
-    (folder / "few.jsonl").write_text("\n".join(lines) + "\n")
-    return ["--train-files", str(folder / "few.jsonl")]
+@pytest.mark.parametrize("zero_variance", ["mask", "drop_from_denominator"])
+def test_groups_without_signal_move_nothing(tmp_path, zero_variance):
+    """All get the same reward: neither the entropy bonus nor the KL may act on them."""
+    (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
+    args = ["--reward", f"{tmp_path / 'same.py'}:score", "--zero-variance", zero_variance, "--total-steps", "2"]
+    args += ["--entropy-coef", "0.1", "--kl-coef", "0.1", "--export-model", "--run-name", "run"]
+    ran(fork("grpo", tmp_path, *SMALL, *args))
+    for row in metrics(tmp_path / "run"):
+        assert row["training/rows_dropped/zero_variance"] == 32 and row["training/rows_trained"] == 0
+        assert row["actor/grad_norm"] == 0 and row["actor/loss"] == 0
+    after, start = (load_file(Path(path, "model.safetensors")) for path in (tmp_path / "run/model", TOY_MODEL))
+    assert all(after[key].equal(start[key]) for key in start)
 
 
-@pytest.mark.parametrize("launcher", [(sys.executable,), TORCHRUN], ids=["1 rank", "2 ranks"])
-def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, launcher):
-    args = [*RESUME, *few_prompts(tmp_path), "--total-steps", "6"]
-    ran(grpo(tmp_path, *args, "--run-name", "whole", launcher=launcher))
-
-    process = subprocess.Popen(
-        command("--output-dir", str(tmp_path), *args, "--run-name", "killed", launcher=launcher),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+def two_rewards(folder: Path) -> str:
+    (folder / "two.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    right = float(solution_str.endswith('=' + ground_truth))\n"
+        "    return {'score': right, 'right': right, 'short': -len(solution_str) / 16}\n"
     )
-    target = tmp_path / "killed/checkpoints/step_000003"
-    deadline = time.monotonic() + 200
-    while not target.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    family = [process, *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:  # launcher and ranks, in the middle of a later step
-        member.send_signal(signal.SIGKILL)
-    for member in family:
-        member.wait()
-    assert target.exists()
-    for later in sorted((tmp_path / "killed/checkpoints").glob("step_*"))[1:]:
-        if later.name > target.name:
-            shutil.rmtree(later)
-    # what is left is torn: the newest folder lacks its manifest and must not be taken
-    torn = tmp_path / "killed/checkpoints/step_000099"
-    torn.mkdir()
-    (torn / "trainer.json").write_text("{}")
+    return f"{folder / 'two.py'}:score"
 
-    done = ran(grpo(tmp_path, *args, "--run-name", "killed", "--resume", "auto", launcher=launcher))
-    assert "step 3/6" not in done.stdout and "step 4/6" in done.stdout and "torn" in done.stdout
-    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("killed", "whole"))
-    assert ours.keys() == theirs.keys() and all(ours[k].equal(theirs[k]) for k in ours)
+
+# nucleus sampling is another policy than the trainer's: there is something to correct and to reject
+OFF_POLICY = ["--temperature", "1.5", "--top-p", "0.9", "--num-mini-batches", "2"]
+FLAGS = {
+    "gdpo, decoupled, sequence mask, entropy target": (
+        lambda t: [
+            *("--adv-estimator", "gdpo", "--reward", two_rewards(t), "--reward-keys", "right", "short"),
+            *("--loss", "decoupled", *OFF_POLICY, "--token-masks", '{"off_policy_sequence": {"delta": 0.01}}'),
+            *("--entropy-coef", "0.01", "--entropy-target", "9"),
+        ],
+        {
+            "reward/right": lambda x: 0 < x < 1,
+            "reward/short": lambda x: -1 <= x < 0,
+            "advantages/mean": lambda x: abs(x) < 1e-6,  # whitened over all tokens, in fp32
+            "advantages/max": lambda x: x > 0.5,
+            "actor/behave_ratio": lambda x: 0.5 < x < 1,
+            "training/trained_share": lambda x: 0 < x < 1,
+            "actor/entropy_coef": lambda x: x in (0.01, 0.01 + 0.005),
+        },
+    ),
+    "optimal token baseline, clip_cov, KL in the reward": (
+        lambda t: [
+            *("--adv-estimator", "optimal_token_baseline", "--loss", "clip_cov", "--num-mini-batches", "2"),
+            *("--token-masks", '{"clip_cov": {"ratio": 0.1, "cov": [-9, 9]}}'),
+            *("--kl-placement", "reward", "--kl-coef", "0.1", "--kl-estimator", "k1", "--kl-target", "0.001"),
+        ],
+        {
+            "actor/cov_clipfrac": lambda x: x == pytest.approx(0.1, abs=0.005),  # rounded down to whole tokens
+            "actor/reward_kl": lambda x: abs(x) < 1,
+            "actor/kl_coef": lambda x: 0.09 < x <= 0.1,
+            "advantages/max": lambda x: x > 0.1,
+        },
+    ),
+    "kl_cov, top entropy": (
+        lambda t: [
+            *("--loss", "kl_cov", "--token-masks", '{"kl_cov": {"ratio": 0.1}, "top_entropy": {"fraction": 0.2}}'),
+        ],
+        {
+            "actor/cov_klfrac": lambda x: 0 < x < 0.2,
+            "training/trained_share": lambda x: x == pytest.approx(0.2, abs=0.02),
+        },
+    ),
+    "correction: token weights and rejected rows": (
+        lambda t: [
+            *OFF_POLICY,
+            *("--rollout-correction", '{"level": "token", "bounds": [0, 2], "reject": {"seq_mean_k1": [0.95, 1.05]}}'),
+            *("--token-masks", '{"m2po": {"threshold": 0.001}}'),
+        ],
+        {
+            "rollout/is_weight": lambda x: 0.5 < x <= 1,
+            "rollout/rejected_rows": lambda x: 0 < x < 1,
+            "training/rows_dropped/rollout_correction": lambda x: 0 < x < 32,
+            "training/rows_trained": lambda x: 0 < x < 32,
+            "training/trained_share": lambda x: 0 < x < 1,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_flags_do_what_they_say(tmp_path, case):
+    make, expected = FLAGS[case]
+    ran(fork("grpo", tmp_path, *SMALL, *make(tmp_path), "--total-steps", "2", "--run-name", "run"))
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values())
+        assert {key: row[key] for key, holds in expected.items() if not holds(row[key])} == {}
+        assert row["actor/grad_norm"] > 0
+
+
+def test_the_reward_model_is_added_to_the_scorer(tmp_path):
+    (tmp_path / "two.py").write_text("def score(**kwargs):\n    return 2.0\n")
+    judge = tmp_path / "judge"  # the toy policy with a random head of one output
+    AutoModelForSequenceClassification.from_pretrained(TOY_MODEL, num_labels=1).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(TOY_MODEL).save_pretrained(judge)
+    args = ["--reward", f"{tmp_path / 'two.py'}:score", "--reward-model", str(judge), "--reward-model-coef", "0.5"]
+    ran(fork("grpo", tmp_path, *SMALL, *args, "--total-steps", "1", "--run-name", "run"))
+    [row] = metrics(tmp_path / "run")
+    assert row["reward/mean"] == pytest.approx(2 + 0.5 * row["reward/reward_model"])
+    assert row["reward/min"] < row["reward/max"] and row["actor/grad_norm"] > 0
 
 
 # ---- bad input: one line, exit code 2, nothing written -------------------------------------------
@@ -321,6 +333,33 @@ BAD_INPUT = {
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
     "no model": (lambda t: ["--model", str(t / "absent")], "no such folder"),
     "unknown estimator": (lambda t: ["--adv-estimator", "magic"], "choose one of grpo"),
+    "the critic's estimator": (lambda t: ["--adv-estimator", "gae"], "needs values: not made by this script"),
+    "estimator without the parameter": (lambda t: ["--adv-kwargs", '{"gama": 1}'], "gama"),
+    "no JSON object": (lambda t: ["--adv-kwargs", "[1]"], "--adv_kwargs [1]: give a JSON object"),
+    "gdpo without keys": (lambda t: ["--adv-estimator", "gdpo"], "--reward_keys"),
+    "keys without gdpo": (lambda t: ["--reward-keys", "right"], "--adv_estimator gdpo"),
+    "gdpo and KL in the reward": (
+        lambda t: ["--adv-estimator", "gdpo", "--reward-keys", "right", "--kl-placement", "reward"],
+        "--kl_placement loss",
+    ),
+    "KL target without KL": (lambda t: ["--kl-target", "0.1"], "it needs --kl_placement reward and a --kl_coef"),
+    "KL horizon": (
+        lambda t: ["--kl-coef", "0.1", "--kl-placement", "reward", "--kl-target", "0.1", "--kl-horizon", "51"],
+        "--kl_horizon 51",
+    ),
+    "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "2"], "coef in 0..1"),
+    "unknown token mask": (lambda t: ["--token-masks", '{"magic": {}}'], "unknown token mask 'magic'"),
+    "token mask's value": (lambda t: ["--token-masks", '{"top_entropy": {"fraction": 2}}'], "(0, 1]"),
+    "unknown correction": (lambda t: ["--rollout-correction", '{"sigma": 1}'], "rollout correction with {'sigma': 1}"),
+    "two corrections": (
+        lambda t: ["--old-log-probs", "rollout", "--rollout-correction", '{"level": "token"}'],
+        "drop it or --rollout_correction",
+    ),
+    "no entropies": (
+        lambda t: ["--old-log-probs", "rollout", "--token-masks", '{"top_entropy": {}}'],
+        "--old_log_probs rollout spares the forward pass",
+    ),
+    "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward_model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
     "unknown loss mode": (lambda t: ["--loss-agg-mode", "mean"], "invalid choice 'mean'"),
     "unknown flag": (lambda t: ["--learning-rate", "1"], "--learning-rate"),
@@ -334,7 +373,7 @@ BAD_INPUT = {
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, case):
     make, message = BAD_INPUT[case]
-    done = grpo(tmp_path / "runs", *make(tmp_path))
+    done = fork("grpo", tmp_path / "runs", *make(tmp_path))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
     lines = [line for line in done.stderr.splitlines() if "rror" in line or message in line]
@@ -345,11 +384,11 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, case):
 
 def test_a_run_is_neither_overwritten_nor_continued_as_another(tmp_path):
     args = [*SMALL, "--save-every", "1", "--total-steps", "1", "--run-name", "run"]
-    ran(grpo(tmp_path, *args))
+    ran(fork("grpo", tmp_path, *args))
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    again = grpo(tmp_path, *args)
+    again = launch("grpo", tmp_path, *args)
     assert again.returncode == 2 and "holds a run already" in again.stderr
-    other = grpo(tmp_path, *args, "--resume", "auto", "--clip-ratio-low", "0.3")
+    other = fork("grpo", tmp_path, *args, "--resume", "auto", "--clip-ratio-low", "0.3")
     assert other.returncode == 2 and "--clip_ratio_low was 0.2, is 0.3" in other.stderr
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
@@ -367,12 +406,16 @@ def test_your_own_reward_dataset_and_validation_by_sampling(tmp_path):
     val = write(tmp_path / "val.jsonl", *[json.loads(x) for x in (ROOT / "data/toy/val.jsonl").open().readlines()[:10]])
     args = ["--run-name", "run", "--reward", f"{tmp_path / 'mine.py'}:score", "--val-files", val]
     args += ["--dataset-class", f"{tmp_path / 'mine.py'}:Mine", "--val-samples", "4", "--val-temperature", "1"]
-    ran(grpo(tmp_path, *args, *SMALL, "--total-steps", "1", "--track", "tensorboard", "wandb", "--val-every", "1"))
+    ran(
+        launch(
+            "grpo", tmp_path, *args, *SMALL, "--total-steps", "1", "--track", "tensorboard", "wandb", "--val-every", "1"
+        )
+    )
     train, val_row = metrics(tmp_path / "run")
     assert train["reward/chars"] > 0
     assert {
         f"val/toy/arithmetic/{m}" for m in ("mean@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4")
     } <= val_row.keys()
     assert list((tmp_path / "run/tensorboard").iterdir()) and list((tmp_path / "run").glob("wandb*"))
-    ran(grpo(tmp_path, "--run-name", "only", "--val-only", "--val-files", val))
+    ran(fork("grpo", tmp_path, "--run-name", "only", "--val-only", "--val-files", val))
     assert [row["step"] for row in metrics(tmp_path / "only/val_only")] == [0]

@@ -1,0 +1,57 @@
+"""Scorer for Countdown (Jiayi-Pan/Countdown-Tasks-3to4): reach a target with + - * / and each number exactly once.
+
+The ground truth is {"target": 24, "numbers": [4, 6, 1]} or its JSON text. The equation is what stands in the last
+<answer>...</answer>, without "= 24". It is parsed, not run, and computed in fractions. As in TinyZero, any answer at
+all earns format_score; unlike there ** and // are no operators and 1.5 does not use up 1 and 5.
+"""
+
+import ast
+import json
+import operator
+import re
+from collections import Counter
+from fractions import Fraction
+
+from rewards.answers import last_tagged
+
+LONGEST = 300  # characters; bounds the depth of the parsed tree
+EQUATION = re.compile(r"[0-9+\-*/() \t\n]+")
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def evaluate(equation: str) -> tuple[Fraction, list[int]]:
+    """An equation's value and its numbers, in order. Raises ValueError where it is none, ZeroDivisionError."""
+    if len(equation) > LONGEST or not EQUATION.fullmatch(equation):
+        raise ValueError("not an equation of numbers, + - * / and parentheses")
+    numbers = []
+
+    def value(node) -> Fraction:
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
+            return SIGNS[type(node.op)](value(node.operand))
+        if isinstance(node, ast.Constant):
+            numbers.append(node.value)
+            return Fraction(node.value)
+        raise ValueError("an operator other than + - * /")
+
+    try:
+        tree = ast.parse(equation.strip(), mode="eval")
+    except (SyntaxError, MemoryError) as error:  # MemoryError: nested too deeply for the parser
+        raise ValueError(str(error)) from error
+    return value(tree.body), numbers
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_score=0.1, **kwargs) -> dict:
+    """Returns {"score": 1.0, format_score for a wrong answer or 0.0 for none, "acc": 1.0 or 0.0, "pred": equation}."""
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    equation = last_tagged(solution_str)
+    if equation is None:
+        return {"score": 0.0, "acc": 0.0, "pred": ""}
+    try:
+        value, numbers = evaluate(equation)
+        right = value == truth["target"] and Counter(numbers) == Counter(map(int, truth["numbers"]))
+    except (ValueError, ZeroDivisionError):
+        right = False
+    return {"score": 1.0 if right else format_score, "acc": float(right), "pred": equation}

@@ -1,0 +1,21 @@
+r"""Scorer for Geometry3K (arXiv:2105.04165) in verl's form: <think>...</think>, then the answer in \boxed{}.
+
+The answer counts 1 - format_score, whatever is around it, and the form format_score. math-verify decides as in
+rewards/math.py, but only a boxed answer is one.
+"""
+
+from rewards.answers import last_boxed
+from rewards.math import equal
+
+
+def has_form(response: str) -> bool:
+    r"""Whether it starts with <think>, and later has </think> and then \boxed{...}."""
+    thought, closed, rest = response.partition("</think>")
+    return bool(closed) and thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_score=0.1, **kwargs) -> dict:
+    """Returns {"score": in [0, 1], "acc": 1.0 or 0.0, "format": 1.0 or 0.0, "pred": the boxed answer or ""}."""
+    pred = last_boxed(solution_str) or ""
+    acc, form = float(equal(pred, str(ground_truth).strip())), float(has_form(solution_str))
+    return {"score": (1 - format_score) * acc + format_score * form, "acc": acc, "format": form, "pred": pred}

@@ -1,0 +1,44 @@
+"""Scorer for questions answered with a few words (Natural Questions, TriviaQA, HotpotQA; Search-R1's rows).
+
+The ground truth is one answer or a list of them, as it is or as {"target": ...}. The prediction is what stands in the
+last <answer>...</answer>. Both are normalised as in SQuAD (arXiv:1606.05250): lower case, without ASCII punctuation, a,
+an and the. metric="em": 1 if the prediction equals an answer. metric="f1": the best F1 of its words with an answer's.
+"""
+
+import re
+import string
+from collections import Counter
+
+from lib import InputError
+from rewards.answers import last_tagged
+
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """ "The Beatles!" -> "beatles"; what would vanish ("A", "?!") stays as it is."""
+    words = re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split()
+    return " ".join(words) or text.strip().lower()
+
+
+def f1(prediction: str, answer: str) -> float:
+    """F1 of two normalised texts as bags of words."""
+    ours, theirs = Counter(prediction.split()), Counter(answer.split())
+    common = (ours & theirs).total()
+    return 2 * common / (ours.total() + theirs.total()) if common else 0.0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, metric="em", **kwargs) -> dict:
+    """Returns {"score": the metric in [0, 1], "pred": the normalised prediction, "" if there is none}.
+
+    Raises InputError: an unknown metric, a row without an answer.
+    """
+    if metric not in ("em", "f1"):
+        raise InputError(f"rewards/search_qa.py: metric={metric!r}; use em or f1")
+    answers = ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth
+    answers = [normalise(str(answer)) for answer in ([answers] if isinstance(answers, str) else answers)]
+    if not any(answers):
+        raise InputError(f"rewards/search_qa.py: a row of {data_source} has no answer: {ground_truth!r}")
+    pred = normalise(last_tagged(solution_str) or "")
+    score = max(float(pred == answer) if metric == "em" else f1(pred, answer) for answer in answers if answer)
+    return {"score": score, "pred": pred}

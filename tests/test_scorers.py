@@ -1,0 +1,877 @@
+"""The scorers in rewards/ on real cases, against slow references, and on texts that are meant to break them.
+
+test_rewards.py has gsm8k, reasoning_gym and the scripts that make their rows; test_code.py has code."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import reasoning_gym
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from math_verify import parse, verify
+
+import rewards
+from lib import InputError
+from lib.reward_pool import Pool
+from rewards import countdown, geometry3k, gsm8k, judge, math_dapo, multiple_choice, search_qa
+from rewards import format as form
+from rewards import math as math_reward
+from rewards.answers import last_boxed, last_tagged
+from rewards.reasoning_gym import dump_entry
+
+ROOT = Path(__file__).parent.parent
+no_deadline = settings(deadline=None)
+
+# ---- which scorer ----
+
+
+@pytest.mark.parametrize(
+    ("data_source", "module"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("lighteval/MATH", "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("HuggingFaceH4/MATH-500", "math"),
+        ("numina_olympiads", "math"),
+        ("math_dapo", "math_dapo"),
+        ("aime2024", "math_dapo"),
+        ("aime_2025", "math_dapo"),
+        ("countdown", "countdown"),
+        ("hiyouga/geometry3k", "geometry3k"),
+        ("searchR1_nq", "search_qa"),
+        ("searchR1_hotpotqa", "search_qa"),
+        ("hotpotqa", "search_qa"),
+        ("cais/mmlu", "multiple_choice"),
+        ("cais/mmlu/anatomy", "multiple_choice"),
+        ("reasoning_gym/gcd", "reasoning_gym"),
+        ("toy/arithmetic", "arithmetic"),
+        ("livecodebench", "code"),
+        ("math", None),  # verl's is math_dapo, but a row of this name is as likely MATH's
+        ("searchR1", None),
+        ("*", None),
+        ("", None),
+    ],
+)
+def test_data_sources(data_source, module):
+    assert rewards.scorer_module(data_source) == module
+
+
+@pytest.mark.parametrize("module", sorted({*rewards.SCORERS.values(), "format", "judge"}))
+def test_imports_are_light(module):
+    """Each in a new interpreter: what a worker of the reward pool would load."""
+    heavy = {"torch", "transformers", "datasets", "math_verify", "sympy", "numpy", "openai", "reasoning_gym"}
+    own = {"math": {"math_verify", "sympy"}, "geometry3k": {"math_verify", "sympy"}, "judge": {"openai", "numpy"}}
+    own["reasoning_gym"] = heavy - {"torch", "transformers", "datasets", "openai"}
+    code = "import sys, importlib, rewards; first = set(sys.modules); "
+    code += f"print(*first); print(*sys.modules, importlib.import_module('rewards.{module}').compute_score.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    package, scorer = (set(line.split()) for line in done.stdout.splitlines())
+    assert not package & heavy
+    assert scorer & heavy <= own.get(module, set()) and "compute_score" in scorer
+
+
+# ---- answers ----
+
+TOKENS = ["\\boxed{", "\\boxed{", "{", "}", "}", "\\{", "\\}", "\\", "a"]
+TEXTS = st.lists(st.sampled_from(TOKENS), max_size=14).map("".join)
+
+
+def slow_last_boxed(text):
+    """From each \boxed{, the last first, to the brace that closes it."""
+    for start in reversed([found.end() for found in re.finditer(r"\\boxed\{", text)]):
+        depth, i = 1, start
+        while i < len(text):
+            if text[i] == "\\":
+                i += 2
+                continue
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                return text[start:i].strip()
+            i += 1
+    return None
+
+
+@settings(deadline=None, max_examples=500)
+@given(TEXTS)
+def test_last_boxed_is_the_slow_search(text):
+    assume("\\\\boxed" not in text)  # a line break before it, or the end of its own command: the slow search cannot say
+    assert last_boxed(text) == slow_last_boxed(text)
+
+
+def test_last_boxed_after_a_line_break():
+    assert last_boxed(r"x = 1 \\\boxed{a \\ b}") == r"a \\ b"
+    assert last_boxed(r"in JSON \\boxed{a}") == "a"
+
+
+@no_deadline
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "a", " ", "\n"]), max_size=10).map("".join))
+def test_last_tagged_is_the_last_match(text):
+    found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
+    assert last_tagged(text) == (found[-1].strip() if found else None)
+
+
+# ---- numbers ----
+
+
+@no_deadline
+@given(st.from_regex(r"-?[0-9]{0,9}(\.[0-9]{0,9})?", fullmatch=True).filter(lambda text: re.search("[0-9]", text)))
+def test_canonical_numbers_are_equal_as_texts_where_they_are_equal_as_decimals(text):
+    value, canonical = Decimal(text), gsm8k.canonical(text)
+    assert Decimal(canonical) == value
+    assert canonical == (f"{value.normalize():f}" if value else "0")  # so there is one text for each value
+    whole, _, fraction = text.partition(".")
+    if whole.strip("-"):
+        assert gsm8k.canonical(f"${int(whole):,}.{fraction}") == gsm8k.canonical(f"{int(whole)}.{fraction}")
+
+
+# ---- math: what math-verify's description promises, and what the scorer makes of it ----
+
+MATH = [  # ground truth, response, right
+    # sets
+    (r"\{1,2,3,4\}", r"$\{1,3\} \cup \{2,4\}$", True),
+    (r"\{1,2\}", r"\boxed{\{2,1\}}", True),
+    (r"\{1,2\}", r"\boxed{\{1,2,3\}}", False),
+    (r"\{1,2,3\}", r"\boxed{1,2,3}", True),
+    ("1,2,3", r"\boxed{3,2,1}", True),
+    ("1,2", r"\boxed{1\text{ and }2}", True),
+    ("2,-2", r"\boxed{\pm 2}", True),
+    (r"\emptyset", r"\boxed{\emptyset}", True),
+    # intervals and inequalities; an interval may answer an inequality, not the other way round
+    ("[0,1)", r"\boxed{[0,1)}", True),
+    ("[0,1)", r"\boxed{[0,1]}", False),
+    (r"[0,\infty)", r"\boxed{[0, +\infty)}", True),
+    (r"(-\infty,1)\cup(2,\infty)", r"\boxed{(2,\infty)\cup(-\infty,1)}", True),
+    ("1<x<2", r"\boxed{(1,2)}", True),
+    ("(1,2)", r"\boxed{1<x<2}", False),
+    (r"x\ge 1", r"\boxed{[1,\infty)}", True),
+    ("x>1", r"\boxed{1<x}", True),
+    (r"x\ge 1", r"\boxed{x>1}", False),
+    # tuples
+    ("(1,2)", r"\boxed{(2,1)}", False),
+    (r"(3, \frac{\pi}{2})", r"\boxed{\left(3, \frac{\pi}{2}\right)}", True),
+    # LaTeX that is not quite LaTeX, and its environments
+    (r"\frac{1}{3}", r"$\frac13$", True),
+    (r"\frac{1}{2}", r"\boxed{\tfrac12}", True),
+    (r"\frac{1}{2}", r"\boxed{\dfrac{1}{2}}", True),
+    (r"\sqrt{3}", r"\boxed{\sqrt3}", True),
+    (r"1\frac{1}{2}", r"\boxed{\frac32}", True),
+    (r"\beta", r"\boxed{β}", True),
+    (r"2\pi", r"\boxed{2π}", True),
+    ("9", r"Answer \[ 9 \]", True),
+    ("9", "Answer $$ 9 $$", True),
+    ("9", r"Answer \( 9 \)", True),
+    ("7", "I tried $5$ but the final answer is $7$. I hope it is correct.", True),
+    # plain numbers, separators, percent, units
+    ("1/2", "The answer is 1/2", True),
+    ("1/2", "the result is 0.5", True),
+    ("1000", "it is 1,000", True),
+    ("1000.99", r"\boxed{\$1,000.99}", True),
+    (r"28\%", "28 percent", True),
+    (r"10\%", r"\boxed{0.1}", True),
+    (r"10\%", r"\boxed{10}", True),
+    ("10", r"\boxed{10\text{ cm}}", True),
+    ("10", r"\boxed{10\,\mathrm{cm}}", True),
+    ("10", r"\boxed{10 \text{ m}^2}", True),
+    (r"10\text{ cm}", r"\boxed{10}", True),
+    ("10", "10 cm", True),
+    (r"90^\circ", r"\boxed{90}", True),
+    ("90", r"\boxed{90 \text{ degrees}}", True),
+    # equations
+    ("1", r"\boxed{x = 1}", True),
+    ("x=1", r"\boxed{1}", True),
+    ("3", "$x = 1+2 = 3$", True),
+    ("y=2x+1", r"\boxed{2x+1=y}", True),
+    ("2x+1", r"\boxed{y=2x+1}", True),
+    # equality of expressions, to six digits where one is a decimal
+    ("x^2+2x+1", r"\boxed{(x+1)^2}", True),
+    ("x^2+2x+1", r"\boxed{(x+1)^3}", False),
+    (r"\sin^2 x+\cos^2 x", r"\boxed{1}", True),
+    (r"\frac{\sqrt2}{2}", r"\boxed{\frac{1}{\sqrt2}}", True),
+    (r"\log_2 8", r"\boxed{3}", True),
+    (r"\binom{5}{2}", r"\boxed{10}", True),
+    (r"1.5\times 10^3", r"\boxed{1500}", True),
+    (r"\frac{1}{3}", r"\boxed{0.333333}", True),
+    (r"\frac{1}{3}", r"\boxed{0.33}", False),
+    (r"\pi", r"\boxed{3.14}", False),
+    ("-5", r"\boxed{5}", False),
+    # complex numbers, matrices, words
+    ("1+2i", r"\boxed{2i+1}", True),
+    ("1+2i", r"\boxed{1-2i}", False),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{bmatrix}1&2\\3&4\end{bmatrix}}", True),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\3&5\end{pmatrix}}", False),
+    (r"\begin{pmatrix}1/2\\0\end{pmatrix}", r"\boxed{\begin{pmatrix}0.5\\0\end{pmatrix}}", True),
+    (r"\text{Evelyn}", r"\boxed{Evelyn}", True),
+    (r"\text{east}", r"\boxed{\text{West}}", False),
+    # what one might expect of it, and it does not do
+    ("1<x<2", r"\boxed{2>x>1}", False),
+    (r"\infty", r"\boxed{∞}", False),
+    ("i", r"\boxed{\sqrt{-1}}", False),
+    ("11_2", r"\boxed{11}", True),
+]
+
+
+@pytest.mark.parametrize(("truth", "response", "right"), MATH)
+def test_math_agrees_with_math_verify(truth, response, right):
+    assert math_reward.compute_score("", response, truth)["score"] == float(right)
+    assert verify(parse(f"${truth}$"), parse(response)) == right
+
+
+def test_a_long_answer_is_compared_as_text():
+    long = "1+" * math_reward.LONGEST + "1"
+    assert math_reward.compute_score("", f"\\boxed{{{long}}}", long)["score"] == 1.0
+    assert math_reward.compute_score("", f"\\boxed{{{long}}}", f"{long}+0")["score"] == 0.0
+
+
+def test_a_response_without_a_box_is_searched_at_its_end():
+    response = "I try $5$ and go on. " * (math_reward.TAIL // 10) + "So it is $7$."
+    assert math_reward.compute_score("", response, "7")["score"] == 1.0
+    assert math_reward.compute_score("", "The final answer is $7$." + " " * math_reward.TAIL, "7")["score"] == 0.0
+
+
+# ---- math_dapo ----
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "pred"),
+    [
+        ("So.\nAnswer: 34", "34", "34"),
+        ("Answer: $34$.", "34", "34"),
+        (r"Answer: $\boxed{34}$", "34", "34"),
+        (r"Answer: m + n = \boxed{34}.", "34", "34"),
+        (r"Answer: \(34\)", "34", "34"),
+        ("**Answer:** 34", "34", "34"),
+        ("**Answer**: **34**", "34", "34"),
+        ("answer :\n-7", "-7", "-7"),
+        ("Answer: 34.", "34", "34"),
+        ("Answer: 025", "25", "25"),
+        ("Answer: 25.0", "25", "25"),
+        ("Answer: 25", "025", "25"),
+        ("Answer: 1,234", "1234", "1234"),
+        (r"Answer: 1{,}234", "1234", "1234"),
+        (r"Answer: 1,\!234", "1234", "1234"),
+        (r"Answer: \$34", "34", "34"),
+        ("Answer: about $5$ cm", "5", "5"),
+        ("Answer: p = 3, q = 4", "4", "4"),
+        ("Answer: 34 degrees", "34", "34"),
+        (r"Answer: 34^\circ", "34", "34"),
+        (r"Answer: 34\text{ cm}", "34", "34"),
+        (r"Answer: 5\text{ m}", "5", "5"),
+        (r"Answer: 5 \text{ cm}^2", "5", "5"),
+        ("Answer: 5 square units", "5", "5"),
+        (r"Answer: 33\mathrm{th}", "33", "33"),
+        ("Answer: 17 students", "17", "17"),
+        (r"Answer: \frac12", r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"Answer: 2\sqrt3", r"2\sqrt{3}", r"2\sqrt{3}"),
+        ("Answer: (1, 2)", "(1,2)", "(1,2)"),
+        ("Answer: an apple", "apple", "apple"),
+        ("Answer: A", "A", "A"),
+        ("Answer: 3\nAnswer: 4", "4", "4"),
+    ],
+)
+def test_math_dapo_right(response, truth, pred):
+    assert math_dapo.compute_score("math_dapo", response, truth) == {"score": 1.0, "acc": 1.0, "pred": pred}
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "pred"),
+    [
+        ("Answer: 35", "34", "35"),
+        ("Answer: 3\nAnswer: 4", "3", "4"),
+        ("34", "34", ""),
+        (r"\boxed{34}", "34", ""),  # strict_box_verify is for this
+        ("Answer: 34" + " and more" * 40, "34", ""),  # not in the last 300 characters
+        ("Answer: 1,2", "12", "1,2"),
+        ("Answer: (12)", "(1,2)", "(12)"),
+        (r"Answer: (1,\ 2)", "(12)", "(1,2)"),
+        ("Answer: the answer is 34", "34", "theansweris34"),
+        ("Answer: ٣٤", "34", "٣٤"),
+        ("Answer: $", "34", ""),
+        ("Answer:", "34", ""),
+        ("", "34", ""),
+    ],
+)
+def test_math_dapo_wrong(response, truth, pred):
+    assert math_dapo.compute_score("math_dapo", response, truth) == {"score": -1.0, "acc": 0.0, "pred": pred}
+    assert math_dapo.compute_score("math_dapo", response, truth, wrong_score=0.0)["score"] == 0.0
+
+
+def test_math_dapo_boxed():
+    strict = partial(math_dapo.compute_score, "math_dapo", strict_box_verify=True)
+    assert strict(r"so \boxed{34}. Answer: 35", "34")["score"] == 1.0
+    assert strict("Answer: 34", "34")["score"] == -1.0
+    assert strict(r"\boxed{34}" + " and more" * 40, "34")["score"] == -1.0
+
+
+@no_deadline
+@given(
+    st.integers(-(10**20), 10**20), st.sampled_from(["{}", "{:,}", "${}$", "\\boxed{{{}}}", "{}.", "{}.0", "x = {}"])
+)
+def test_math_dapo_integers(number, shape):
+    scored = math_dapo.compute_score("aime", f"Answer: {shape.format(number)}", str(number))
+    assert scored == {"score": 1.0, "acc": 1.0, "pred": str(number)}
+    assert math_dapo.compute_score("aime", f"Answer: {shape.format(number)}", str(number + 1))["score"] == -1.0
+
+
+# ---- countdown ----
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("(4 + 2) * 3 + 6", 1.0),
+        ("6 + 3 * (4 + 2)", 1.0),
+        ("-(6 - 2*3) + 6*4", 0.1),  # 6 twice
+        ("4 * 6", 0.1),  # 2 and 3 are left
+        ("4 * 6 * 3 / 2", 0.1),  # 36
+        ("4 * 6 * 2 / 3 + 8", 0.1),
+        ("(4 + 2) * 3 + 6 = 24", 0.1),
+        ("24", 0.1),
+        ("3 ** 2 + 4 + 6 + 5", 0.1),
+        ("36 // 4 + 2", 0.1),
+        ("4 * 6 / (3 - 2 - 1)", 0.1),
+        ("6 / (4 - 2 - 3 + 1)", 0.1),
+        ("2 * 3 * (6 - 4) / 0", 0.1),
+        ("4.6 * 2 / 3", 0.1),
+        ("(4 + 2) * 3 + ٦", 0.1),
+        ("(4 + 2) * 3 + 6_", 0.1),
+        ("(4 + 2) * 3 + 0x6", 0.1),
+        ("(4 + 2) * 3 + 06", 0.1),
+        ("abs(4 + 2) * 3 + 6", 0.1),
+        ("(4 + 2) * 3 + 6, 1", 0.1),
+        ("4 2 3 6", 0.1),
+        ("(4 + 2) (3 + 6)", 0.1),
+        ("(4 + 2) * 3 + 6 #", 0.1),
+        ("", 0.1),
+        ("no way", 0.1),
+    ],
+)
+def test_countdown(answer, score):
+    truth = {"target": 24, "numbers": [2, 3, 4, 6]}
+    expected = {"score": score, "acc": float(score == 1.0), "pred": answer}
+    for form_of in (truth, json.dumps(truth), {"target": np.int64(24), "numbers": np.array([6, 4, 3, 2])}):
+        assert (
+            countdown.compute_score("countdown", f"<think>hm</think> <answer> {answer} </answer>", form_of) == expected
+        )
+    assert countdown.compute_score("countdown", answer, truth) == {"score": 0.0, "acc": 0.0, "pred": ""}
+
+
+def test_countdown_options():
+    truth = {"target": 3, "numbers": [1, 2]}
+    assert countdown.compute_score("", "<answer>1-2</answer>", truth, format_score=0.0)["score"] == 0.0
+    assert countdown.compute_score("", "<answer>1-2</answer> no, <answer>1+2</answer>", truth)["score"] == 1.0
+    third = {"target": 1, "numbers": [1, 3, 3]}  # 1/3 is no float here
+    assert countdown.compute_score("", "<answer>1/3*3</answer>", third)["score"] == 1.0
+
+
+EQUATIONS = st.recursive(
+    st.integers(0, 99).map(lambda n: (str(n), Fraction(n), [n])),
+    lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda parts: joined(*parts)),
+    max_leaves=6,
+)
+
+
+def joined(left, sign, right):
+    """(text, value or None after a division by zero, numbers) of two equations joined."""
+    a, b = left[1], right[1]
+    if a is None or b is None or (sign == "/" and b == 0):
+        value = None
+    else:
+        value = {"+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "/": lambda: a / b}[sign]()
+    return f"({left[0]} {sign} {right[0]})", value, left[2] + right[2]
+
+
+@no_deadline
+@given(EQUATIONS, st.integers(1, 99))
+def test_countdown_takes_exactly_the_equations_that_reach_the_target_with_the_numbers(equation, other):
+    text, value, numbers = equation
+    assume(value is None or value.denominator == 1)
+    target = 1 if value is None else int(value)
+    score = partial(countdown.compute_score, "countdown", f"<answer>{text}</answer>")
+    assert score({"target": target, "numbers": numbers[::-1]})["acc"] == float(value is not None)
+    assert score({"target": target + other, "numbers": numbers})["acc"] == 0.0
+    assert score({"target": target, "numbers": [*numbers, other]})["acc"] == 0.0
+    assert score({"target": target, "numbers": [numbers[0] + other, *numbers[1:]]})["acc"] == 0.0
+
+
+# ---- geometry3k ----
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "acc", "form"),
+    [
+        (r"<think>45-45-90</think> \boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0, 1.0),
+        (r"<think>a</think> The area is \boxed{48 \text{ cm}^2}.", "48", 1.0, 1.0),
+        (r"<think>a</think> \boxed{x = 10.5}", "10.5", 1.0, 1.0),
+        (r"<think>a</think> \boxed{51^\circ}", "51", 1.0, 1.0),
+        (r"<think>a</think> \boxed{50}", "51", 0.0, 1.0),
+        (r"so \boxed{51}", "51", 1.0, 0.0),
+        (r"Well, <think>a</think> \boxed{51}", "51", 1.0, 0.0),
+        (r"<think>it is \boxed{51}</think>", "51", 1.0, 0.0),
+        (r"<think>it is \boxed{51}", "51", 1.0, 0.0),
+        (r"<think>a</think> \boxed{51", "51", 0.0, 0.0),
+        ("<think>a</think> The answer is 51", "51", 0.0, 0.0),
+        (r"<think>a</think> \boxed{}", "51", 0.0, 1.0),
+        ("", "51", 0.0, 0.0),
+    ],
+)
+def test_geometry3k(response, truth, acc, form):
+    scored = geometry3k.compute_score("hiyouga/geometry3k", response, truth)
+    assert (scored["acc"], scored["format"]) == (acc, form)
+    assert scored["score"] == pytest.approx(0.9 * acc + 0.1 * form)
+    assert geometry3k.compute_score("", response, truth, format_score=0.0)["score"] == acc
+
+
+# ---- multiple_choice ----
+
+
+@pytest.mark.parametrize(
+    ("response", "pred"),
+    [
+        (r"... so \boxed{B}", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        (r"\boxed{\textbf{(B)}}", "B"),
+        (r"\boxed{(b)}", "B"),
+        (r"\boxed{B. Paris}", "B"),
+        (r"\boxed{Paris}", ""),
+        (r"\boxed{a cat}", ""),
+        (r"\boxed{A, B}", ""),
+        (r"\boxed{A \text{ and } B}", ""),
+        (r"\boxed{B A}", ""),
+        (r"\boxed{AB}", ""),
+        (r"Answer: C, no: \boxed{B}", "B"),
+        ("<think>A?</think> <answer>D</answer>", "D"),
+        ("<answer> (d) because the rest is wrong </answer>", "D"),
+        ("<answer>A or B</answer>", ""),
+        ("Answer: B", "B"),
+        ("Answer: (B)", "B"),
+        ("**Answer:** B", "B"),
+        ("**Answer: B**", "B"),
+        ("Answer:\n\n(B) 12 metres", "B"),
+        ("First A.\nThe answer is B", "B"),
+        ("The answer is (b).", "B"),
+        ("The correct answer is: option C", "C"),
+        ("the answer is **C**.", "C"),
+        ("Answer: $C$", "C"),
+        ("Answer: Paris, (C)", ""),
+        ("The answer is (A) since (B) is false", "A"),
+        ("The answer is A because B is false", "A"),
+        ("The answer is B, not A", "B"),
+        ("Answer: B. A is wrong", "B"),
+        ("Answer: A or B", ""),
+        ("Answer: (A) and (C)", ""),
+        ("Answer: A, B and C", ""),
+        ("Answer: B/C", ""),
+        ("The answer is not B", ""),
+        ("The answer is a good one", ""),
+        ("The answer is A good one", ""),
+        ("The answer is I think B", ""),
+        ("the answer is (I)", "I"),
+        ("Answer: K", ""),
+        ("Answer: Ｂ", ""),
+        ("Answer: A\nOn reflection:\nAnswer: C", "C"),
+        ("Answer: A\nOn reflection:\nAnswer: B or C", ""),
+        ("B", "B"),
+        ("(b)", "B"),
+        ("B) Paris", "B"),
+        ("A cat sat here", ""),
+        ("I do not know", ""),
+        ("B\nbecause", ""),
+        ("", ""),
+    ],
+)
+def test_multiple_choice(response, pred):
+    for truth in "ABCDI":
+        scored = multiple_choice.compute_score("cais/mmlu", response, truth)
+        assert scored == {"score": float(pred == truth), "pred": pred}
+
+
+@no_deadline
+@given(
+    st.sampled_from("ABCDEFGHIJ"),
+    st.sampled_from("ABCDEFGHIJ"),
+    st.sampled_from(["\\boxed{{{}}}", "Answer: {}", "the answer is {}.", "<answer>{}</answer>", "{}"]),
+    st.sampled_from([" or ", " and ", ", ", "/", ", or ", " & "]),
+)
+def test_two_letters_are_no_answer(first, second, shape, between):
+    assert multiple_choice.extract_letter(shape.format(first)) == first
+    assert multiple_choice.extract_letter(shape.format(f"({first})")) == first
+    for pair in (f"{first}{between}{second}", f"({first}){between}({second})"):
+        assert multiple_choice.extract_letter(shape.format(pair)) == ""
+
+
+def test_multiple_choice_truths():
+    assert multiple_choice.compute_score("", "Answer: B", "(b)")["score"] == 1.0
+    for truth in ("Paris", "AB", 1, ""):
+        with pytest.raises(InputError, match="give a letter A to J"):
+            multiple_choice.compute_score("cais/mmlu", "Answer: B", truth)
+
+
+# ---- search_qa ----
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "em", "f1"),
+    [
+        ("The Beatles!", "beatles", 1.0, 1.0),
+        ("  new\n york ", ["NYC", "New York"], 1.0, 1.0),
+        ("New York City", ["NYC", "New York"], 0.0, 0.8),
+        ("U.S.A.", {"target": ["USA"]}, 1.0, 1.0),
+        ("the an apple", {"target": "a apple"}, 1.0, 1.0),
+        ("14 December 1972", {"target": np.array(["December 14, 1972"], dtype=object)}, 0.0, 1.0),
+        ("Barack Obama", ["Obama", "Barack H. Obama"], 0.0, 0.8),
+        ("no no no", ["no"], 0.0, 0.5),
+        ("yes", ["no"], 0.0, 0.0),
+        ("an", ["the"], 0.0, 0.0),  # articles and nothing else
+        ("The The", ["the the"], 1.0, 1.0),
+        ("", ["the"], 0.0, 0.0),
+        ("Zürich", ["zürich"], 1.0, 1.0),
+        ("42", [42], 1.0, 1.0),
+    ],
+)
+def test_search_qa(answer, truth, em, f1):
+    response = f"<think>so</think><answer>wrong</answer> <answer>{answer}</answer>"
+    assert search_qa.compute_score("nq", response, truth)["score"] == em
+    assert search_qa.compute_score("nq", response, truth, metric="em")["score"] == em
+    assert search_qa.compute_score("nq", response, truth, metric="f1")["score"] == pytest.approx(f1)
+    assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": ""}  # without the tags
+
+
+WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat", "Cat.", "?"]), max_size=6).map(" ".join)
+
+
+@no_deadline
+@given(WORDS, WORDS)
+def test_f1_is_that_of_the_words(ours, theirs):
+    a, b = search_qa.normalise(ours), search_qa.normalise(theirs)
+    assert search_qa.normalise(a) == a
+    left, common = b.split(), 0
+    for word in a.split():  # each word of theirs is used up
+        if word in left:
+            left.remove(word)
+            common += 1
+    expected = 0.0
+    if common:
+        precision, recall = common / len(a.split()), common / len(b.split())
+        expected = 2 * precision * recall / (precision + recall)
+    assert search_qa.f1(a, b) == pytest.approx(expected) == pytest.approx(search_qa.f1(b, a))
+    assert (search_qa.f1(a, b) == 1.0) == (Counter(a.split()) == Counter(b.split()) != Counter())
+
+
+def test_search_qa_errors():
+    with pytest.raises(InputError, match="use em or f1"):
+        search_qa.compute_score("nq", "<answer>a</answer>", ["a"], metric="rouge")
+    for truth in ([], [""], {"target": []}):
+        with pytest.raises(InputError, match="a row of nq has no answer"):
+            search_qa.compute_score("nq", "<answer>a</answer>", truth)
+
+
+# ---- format ----
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na\nb\n</think>\n\n<answer>b</answer>\n", 1.0),
+        ("<think>1 < 2 <b>\\boxed{</think><answer>b</answer>", 1.0),
+        ("<think>a</think>", 0.0),
+        ("<answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a<answer>b</answer></think>", 0.0),
+        ("<think>a</think>b<answer>b</answer>", 0.0),
+        ("So: <think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> Right?", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("<think><think>a</think><answer>b</answer>", 0.0),
+        ("<think>a<answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b", 0.0),
+        ("<think></think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer> \n</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_tags(response, score):
+    assert form.compute_score("any", response, None) == {"score": score}
+
+
+def test_format_options():
+    assert form.compute_score("", "<r>a</r>", None, tags=["r"])["score"] == 1.0
+    assert form.compute_score("", "<r.>a</r.>", None, tags=["r."])["score"] == 1.0
+    assert form.compute_score("", "<rx>a</rx>", None, tags=["r."])["score"] == 0.0
+    assert form.compute_score("", "a\nAnswer: 5", None, pattern=r".*Answer: \d+")["score"] == 1.0
+    assert form.compute_score("", "Answer: 5 or so", None, pattern=r".*Answer: \d+")["score"] == 0.0
+    with pytest.raises(InputError, match="is no regular expression: "):
+        form.compute_score("", "a", None, pattern="(")
+
+
+# ---- hostile texts ----
+
+GYM_TASKS = ["chain_sum", "countdown", "n_queens", "polynomial_multiplication"]  # three of them parse with eval()
+HOSTILE = [
+    "{" * 50_000 + "}" * 50_000,
+    "(" * 50_000 + ")" * 50_000,
+    "\\boxed{" * 14_000,
+    "\\boxed{" * 7_000 + "}" * 50_000,
+    "<answer>" * 12_000,
+    "<answer>" + "</answer>" * 11_000,
+    "<think>" + "</think>" * 12_000 + "\\boxed{" * 2_000,
+    "\\frac{1}{" * 10_000 + "1" + "}" * 10_000,
+    "\\text{" * 16_000,
+    "\\text" * 20_000,
+    "answer is" + " " * 100_000 + "x",
+    "answer:" * 14_000,
+    "answer " * 14_000,
+    "answer**" * 12_000,
+    "A or " * 20_000,
+    "####" + " " * 100_000,
+    "#" * 100_000,
+    "1+" * 50_000 + "1",
+    "1," * 50_000,
+    "1,111," * 16_000 + "1111",
+    "1" * 100_000,
+    "-" * 100_000 + "1",
+    "x=" * 50_000,
+    "\u0663\u0664" * 50_000,
+    "\ud800\x00" * 1_000,
+    " " * 100_000,
+    "$" * 100_000,
+    "\\" * 99_999,
+    "a an the " * 11_000,
+]
+POWERS = ["9**9**9**9", "9^{9^{9^{9}}}", "9999999999!"]
+CODE = ["__import__('os').mkdir('ran')", "1 if __import__('os').mkdir('ran') else 2", "(lambda: open('ran', 'w'))()"]
+PROBE = """
+import importlib, json, sys
+module, texts, truth, shapes = json.load(sys.stdin)
+scorer = importlib.import_module("rewards." + module)
+for text in texts:
+    for shape in shapes:
+        score = scorer.compute_score("", shape % text, truth)["score"]
+        assert score in (-1.0, 0.0) or score < 0.5, (shape, text[:20], score)
+print("done")
+"""
+TRUTHS = {
+    "arithmetic": "7",
+    "gsm8k": "7",
+    "math": "7",
+    "math_dapo": "7",
+    "countdown": {"target": 7, "numbers": [3, 4]},
+    "geometry3k": "7",
+    "multiple_choice": "E",
+    "search_qa": ["seven"],
+    "format": None,
+}
+
+
+def probe(module, texts, truth, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</answer>", "Answer: %s", "#### %s")):
+    """20 s are many times what linear time takes, and far less than what quadratic does."""
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        input=json.dumps([module, texts, truth, shapes]),
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.stdout.endswith("done\n"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("module", sorted(TRUTHS))
+def test_hostile_texts_score_nothing_and_end(module, tmp_path):
+    probe(module, HOSTILE + CODE, TRUTHS[module], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("task", GYM_TASKS)
+def test_hostile_texts_and_reasoning_gym(task, tmp_path):
+    entry = reasoning_gym.create_dataset(task, seed=1, size=1)[0]
+    truth = json.dumps({"task": task, "task_kwargs": {}, "entry": dump_entry(entry)})
+    probe("reasoning_gym", HOSTILE + CODE, truth, tmp_path, shapes=["<answer>%s</answer>"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", sorted(TRUTHS.keys() - {"math", "geometry3k"}))
+def test_huge_powers_are_not_computed(module, tmp_path):
+    probe(module, POWERS, TRUTHS[module], tmp_path)
+
+
+def test_huge_powers_end_with_math_verifys_limit():
+    code = f"from rewards.math import compute_score; print(compute_score('', {POWERS[1]!r}.join(['$', '$']), '7'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert "'score': 0.0" in done.stdout, done.stderr
+
+
+# ---- judge ----
+
+
+@contextmanager
+def judge_server(reply):
+    """A chat endpoint; reply(prompt, number of the request) gives a text, or a status code to fail with."""
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            answer = reply(body["messages"][0]["content"], len(requests))
+            if isinstance(answer, str):
+                choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
+                answer, text = 200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
+                text["choices"] = [choice]
+            else:
+                text = {"error": {"message": "not now"}}
+            self.send_response(answer)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Retry-After-Ms", "10")
+            self.end_headers()
+            self.wfile.write(json.dumps(text).encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", requests
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def judged(reply, response="It is 4.", truth="4", info={"question": "2+2?"}, function=judge.compute_score, **kwargs):  # noqa: B006
+    with judge_server(reply) as (url, requests):
+        result = asyncio.run(function("any", response, truth, info, base_url=url, model="m", **kwargs))
+    return result, requests
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Right.\nScore: 10", 1.0),
+        ("Score: 0", 0.0),
+        ("**Score: 7**", 0.7),
+        ("**Score:** 7.5", 0.75),
+        ("score = 7/10.", 0.7),
+        ("Score: 3\nNo:\nScore: 4", 0.4),
+        ("<think>Score: 2</think>\nScore: 9", 0.9),
+    ],
+)
+def test_judge_scores(reply, score):
+    assert judged(lambda *_: reply)[0] == {"score": pytest.approx(score)}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "",
+        "Good.",
+        "Score: 11",
+        "Score: -1",
+        "Score: ten",
+        "Score: ٧",
+        "The score: 7 of 10 points",
+        "9",
+        "<think>\nScore: 9",
+    ],
+)
+def test_a_reply_without_a_score_is_an_error(reply):
+    with pytest.raises(ValueError, match="the judge"):
+        judged(lambda *_: reply)
+
+
+def test_the_judge_sees_question_reference_and_rubric(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    response = "{reference} {rubric} {question}"  # not replaced
+    kwargs = {"rubric": "brevity", "api_key_env": "MY_KEY", "max_tokens": 5, "pattern": "another scorer's"}
+    _, [request] = judged(lambda *_: "Score: 1", response, "four", **kwargs)
+    prompt = request["messages"][0]["content"]
+    for text in ("2+2?", "four", "Criteria: brevity", response):
+        assert text in prompt
+    assert request["path"] == "/v1/chat/completions" and request["key"] == "Bearer secret"
+    assert (request["model"], request["max_tokens"], request["temperature"]) == ("m", 5, 0.0)
+    _, [request] = judged(lambda *_: "Score: 1", info=None, prompt_template='{"r": "{response}"}')
+    assert request["messages"][0]["content"] == '{"r": "It is 4."}'
+    with pytest.raises(InputError, match=r'extra_info\["question"\]'):
+        judged(lambda *_: "Score: 1", info={})
+
+
+def test_a_busy_judge_is_asked_again():
+    result, requests = judged(lambda prompt, number: "Score: 8" if number > 4 else [503, 429, 500, 408][number - 1])
+    assert result == {"score": 0.8} and len(requests) == 5
+
+
+def test_the_judges_deadline_and_refusals():
+    with pytest.raises(TimeoutError, match=r"m at http://127.*gave no reply in 0.5 s"):
+        judged(lambda *_: 503, deadline_s=0.5)
+    release = threading.Event()
+    try:
+        with judge_server(lambda *_: f"Score: {int(release.wait(20))}") as (url, _):
+            call = judge.compute_score("", "a", "b", {"question": "c"}, base_url=url, model="m", deadline_s=0.5)
+            with pytest.raises(TimeoutError):
+                asyncio.run(call)
+            release.set()
+    finally:
+        release.set()
+    with pytest.raises(openai.AuthenticationError):  # at once, not at the deadline
+        judged(lambda *_: 401, deadline_s=600.0)
+
+
+def by_content(prompt, _):
+    """Prefers the response with more exclamation marks."""
+    a, b = prompt.partition("</response_A>")[0].count("!"), prompt.partition("</response_A>")[2].count("!")
+    return f"Verdict: {'A' if a > b else 'B' if b > a else 'tie'}"
+
+
+@pytest.mark.parametrize(
+    ("reply", "response", "truth", "score", "agree"),
+    [
+        (by_content, "good!", "bad", 1.0, 1.0),
+        (by_content, "bad", "good!", 0.0, 1.0),
+        (by_content, "same", "same", 0.5, 1.0),
+        (lambda *_: "**Verdict: A**", "good!", "bad", 0.5, 0.0),  # whoever is first
+        (lambda *_: "Verdict: B", "good!", "bad", 0.5, 0.0),
+        (lambda prompt, _: "Verdict: tie" if "A>\nbad" in prompt else "verdict: a", "good!", "bad", 0.75, 0.0),
+    ],
+)
+def test_judge_pairwise(reply, response, truth, score, agree):
+    result, requests = judged(reply, response, truth, function=judge.compute_score_pairwise)
+    assert result == {"score": score, "agree": agree} and len(requests) == 2
+
+
+def test_a_pair_without_a_verdict_is_an_error():
+    with pytest.raises(ValueError, match="no line as asked for"):
+        judged(lambda prompt, number: "Verdict: A" if number == 1 else "Both.", function=judge.compute_score_pairwise)
+
+
+def test_the_pool_counts_a_judge_that_says_nothing():
+    with judge_server(lambda prompt, _: "Score: 6" if "good" in prompt else "Hm.") as (url, _):
+        kwargs = {"base_url": url, "model": "m"}
+        spec = f"{ROOT / 'rewards' / 'judge.py'}:compute_score"
+        pool = Pool([{"spec": spec, "modules": [], "kwargs": kwargs, "batched": False}], workers=2, memory_mb=512)
+        try:
+            sample = {"data_source": "", "ground_truth": "", "extra_info": {"question": "Is it?"}}
+            tasks = [(0, 30.0, [sample | {"solution_str": text}]) for text in ("good", "bad", "good")]
+            answers = {number: answer for number, [answer] in pool.collect(pool.submit(tasks))}
+        finally:
+            pool.close()
+    assert answers[0] == answers[2] == ["ok", {"score": 0.6}]
+    kind, text = answers[1]
+    assert kind == "error" and "ValueError: the judge's reply has no line as asked for" in text

@@ -1,0 +1,354 @@
+"""What all scripts promise, one rank or two and after a kill -9, and what ppo.py, remax.py, dapo.py change in grpo.py:
+run as a user runs them. What they share with grpo.py, its tests show."""
+
+import functools
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lib.checkpoint import load_batches
+from tests.common import (
+    ACCELERATE,
+    PYTHON,
+    ROOT,
+    SEVERAL_UPDATES,
+    SMALL,
+    TORCHRUN,
+    TOY_MODEL,
+    checkpoint_state,
+    command,
+    environment,
+    fork,
+    launch,
+    metrics,
+    ran,
+    unexplained_metrics,
+)
+
+SIBLINGS = ["ppo", "remax", "dapo"]
+
+
+def small(script: str, folder: Path, *args: str) -> list[dict]:
+    """The metrics of a small run, which writes to folder/run."""
+    ran(fork(script, folder, *SMALL, "--run-name", "run", *args))
+    return metrics(folder / "run")
+
+
+def constant_reward(folder: Path) -> list[str]:
+    (folder / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
+    return ["--reward", f"{folder / 'same.py'}:score"]
+
+
+# ---- each learns ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory):
+    """default_run(script): the folder of its default run, cut to 10 of its 60 steps."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @functools.cache
+    def run(script: str) -> Path:
+        ran(launch(script, folder, "--run-name", script, "--total-steps", "10"))
+        return folder / script
+
+    return run
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_accuracy_rises_on_held_out_prompts(default_run, script):
+    """10 steps take greedy accuracy from 0.31 to 0.98 and more where it was measured; 0.8: other roundings."""
+    rows = metrics(default_run(script))
+    accuracy = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
+    assert len(accuracy) == 3 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.8
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_a_run_leaves_what_it_promises(default_run, script):
+    files = {path.name for path in default_run(script).iterdir()}
+    assert files == {"checkpoints", "config.json", "curve.png", "metrics.jsonl", "model", "samples.jsonl"}
+    assert AutoModelForCausalLM.from_pretrained(default_run(script) / "model").num_parameters() > 0
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_every_metric_is_explained(default_run, script):
+    assert unexplained_metrics(default_run(script), f"{script}.md", "grpo.md") == []
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_every_row_is_accounted_for(default_run, script):
+    left_over = 0
+    for row in metrics(default_run(script)):
+        if "reward/mean" in row:
+            dropped = sum(v for k, v in row.items() if k.startswith("training/rows_dropped/"))
+            assert row["training/rows_in"] == 256 * row.get("training/gen_batches", 1) + left_over
+            left_over = row.get("training/rows_left_over", 0)
+            assert row["training/rows_in"] == row["training/rows_trained"] + dropped + left_over
+
+
+# ---- 1 rank and 2 --------------------------------------------------------------------------------
+
+IN_THE_REWARD = ["--kl-placement", "reward", "--kl-estimator", "k1", "--kl-target", "0.01", "--kl-horizon", "100"]
+ON_TWO_RANKS = {
+    "grpo, torchrun": ("grpo", TORCHRUN, ["--adv-estimator", "grpo_batch_std"]),  # a deviation over all ranks
+    "grpo, accelerate": ("grpo", ACCELERATE, ["--adv-estimator", "grpo_batch_std"]),
+    "ppo, accelerate": ("ppo", ACCELERATE, IN_THE_REWARD),
+    "remax, torchrun": ("remax", TORCHRUN, IN_THE_REWARD),
+    "dapo, torchrun": ("dapo", TORCHRUN, ["--overlong-filtering", "--max-response-length", "10"]),
+}
+
+
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
+def test_two_ranks_train_as_one(tmp_path, case):
+    """The same prompts, seeds and global mini-batches. 1e-3: eight updates of fp32 sums in another order; a token that
+    stands on the border of a clip may fall to its other side."""
+    script, launcher, args = ON_TWO_RANKS[case]
+    args = [*SMALL, *SEVERAL_UPDATES, *args]
+    ran(fork(script, tmp_path, *args, "--run-name", "one"))
+    ran(launch(script, tmp_path, *args, "--run-name", "two", launcher=launcher))
+    ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [1, 2]
+    for two, one in zip(ours, theirs):
+        assert two.keys() == one.keys()
+        for key in one:
+            if key.startswith(("reward/", "response_length/", "prompt_length/", "training/")):
+                assert two[key] == one[key], key
+            elif key.startswith(("actor/", "critic/", "advantages/")) and "clipfrac" not in key:
+                assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
+
+
+# ---- exact resume --------------------------------------------------------------------------------
+
+# two controllers and, in step 1, a critic that learns alone
+ADAPTIVE = [*IN_THE_REWARD, "--kl-coef", "0.1", "--entropy-coef", "0.01", "--entropy-target", "0.2"]
+KILLED = {
+    "grpo": ("grpo", PYTHON, []),
+    "grpo on 2 ranks": ("grpo", TORCHRUN, []),
+    "ppo": ("ppo", PYTHON, [*ADAPTIVE, "--critic-warmup-steps", "1"]),
+    "remax": ("remax", PYTHON, []),
+    "dapo": ("dapo", PYTHON, ["--group-size", "8"]),  # leaves groups over in every step
+    "dapo on 2 ranks": ("dapo", TORCHRUN, ["--group-size", "8"]),
+}
+
+
+def few_prompts(folder: Path) -> list[str]:
+    """12 of them, so that with 8 a step an epoch ends within a step (12 / 8) and at a step's end (24 / 8)."""
+    lines = (ROOT / "data/toy/train.jsonl").read_text().splitlines()[:12]
+    (folder / "few.jsonl").write_text("\n".join(lines) + "\n")
+    return ["--train-files", str(folder / "few.jsonl")]
+
+
+def saved(checkpoint: Path) -> dict[str, bytes]:
+    """What must be equal in two checkpoints. Left aside: a pickle that names tensors in the order of a hash, its size,
+    and random states, of which Python's and numpy's are those of the process (no script draws from them)."""
+    files = [path for pattern in ("*.distcp", "trainer.json", "*.safetensors") for path in checkpoint.glob(pattern)]
+    return {path.name: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("case", KILLED)
+def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case):
+    """Metrics, and in the last checkpoint the weights, optimizers, schedules, controllers and leftovers."""
+    script, launcher, args = KILLED[case]
+    args = [*SMALL, *few_prompts(tmp_path), "--save-every", "1", "--total-steps", "6", *args]
+    args += ["--num-mini-batches", "2", "--warmup-steps", "3"]
+    run = fork if launcher == PYTHON else functools.partial(launch, launcher=launcher)
+    ran(run(script, tmp_path, *args, "--run-name", "whole"))
+
+    process = subprocess.Popen(
+        command(script, tmp_path, *args, "--run-name", "killed", launcher=launcher),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    target = tmp_path / "killed/checkpoints/step_000003"
+    deadline = time.monotonic() + 200
+    while not target.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:  # launcher and ranks, in the middle of a later step
+        member.send_signal(signal.SIGKILL)
+    for member in family:
+        member.wait()
+    assert target.exists()
+    if script == "dapo":
+        assert len(load_batches(target)["pool"]) > 0
+    for later in sorted((tmp_path / "killed/checkpoints").glob("step_*"))[1:]:
+        if later.name > target.name:
+            shutil.rmtree(later)
+    # what is left is torn: the newest folder lacks its manifest and must not be taken
+    torn = tmp_path / "killed/checkpoints/step_000099"
+    torn.mkdir()
+    (torn / "trainer.json").write_text("{}")
+
+    done = ran(run(script, tmp_path, *args, "--run-name", "killed", "--resume", "auto"))
+    assert "step 3/6" not in done.stdout and "step 4/6" in done.stdout and "torn" in done.stdout
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    ours, theirs = (saved(tmp_path / name / "checkpoints/step_000006") for name in ("killed", "whole"))
+    assert ours.keys() == theirs.keys() and [name for name in ours if ours[name] != theirs[name]] == []
+
+
+# ---- PPO -----------------------------------------------------------------------------------------
+
+
+def test_ppo_values_start_at_0_and_the_kl_coefficient_adapts(tmp_path):
+    """With a critic of another shape than the policy's. beta as in arXiv 1909.08593, section 2.2, from the KLs."""
+    config = AutoConfig.from_pretrained(TOY_MODEL, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "critic")
+    args = ["--critic-model", str(tmp_path / "critic"), "--num-mini-batches", "1", "--total-steps", "5"]
+    args += ["--kl-coef", "0.1", "--kl-target", "0.01", "--kl-horizon", "100", "--lr", "3e-3", "--save-every", "5"]
+    rows = small("ppo", tmp_path, *args)
+    assert rows[0]["critic/value"] == 0 and rows[0]["critic/explained_variance"] == 0
+    assert all(row["critic/value"] != 0 for row in rows[1:])
+
+    beta, errors = 0.1, []
+    for row in rows:
+        assert row["actor/kl_coef"] == pytest.approx(beta, rel=1e-12)
+        errors.append(min(max(row["actor/reward_kl"] / 0.01 - 1, -0.2), 0.2))
+        beta *= 1 + errors[-1] * 32 / 100
+    assert min(errors) < 0 < max(errors)  # both ways
+
+    critic = checkpoint_state(tmp_path / "run/checkpoints/step_000005")["critic"]["model"]
+    assert critic["model.embed_tokens.weight"].shape[1] == 64 and critic["score.weight"].shape == (1, 64)
+
+
+@pytest.fixture(scope="module")
+def critic_first(tmp_path_factory):
+    """Two of four steps with the critic alone, one update each, the learning rates rising over the first four."""
+    folder = tmp_path_factory.mktemp("critic_first")
+    args = ["--critic-warmup-steps", "2", "--num-mini-batches", "1", "--warmup-steps", "4", "--critic-lr", "3e-3"]
+    args += ["--total-steps", "4", "--save-every", "1", "--keep-checkpoints", "0"]
+    return folder, args, small("ppo", folder, *args)
+
+
+def test_ppo_critic_warmup_leaves_the_policy_as_it_was(critic_first):
+    folder, _, rows = critic_first
+    start = load_file(Path(TOY_MODEL, "model.safetensors"))
+    states = [checkpoint_state(folder / f"run/checkpoints/step_{step:06d}") for step in (1, 2, 3)]
+    unmoved = [all(state["actor"]["model"][name].equal(start[name]) for name in start) for state in states]
+    assert unmoved == [True, True, False]
+    values = [state["critic"]["model"]["score.weight"] for state in states]
+    assert values[0].any() and not values[1].equal(values[0])
+    assert [any(key.startswith("actor/grad") for key in row) for row in rows] == [False, False, True, True]
+    assert rows[1]["critic/vf_loss"] < rows[0]["critic/vf_loss"]
+    # each schedule counts its own updates
+    assert [row["critic/lr"] / 3e-3 for row in rows] == pytest.approx([0.25, 0.5, 0.75, 1])
+    assert [row["actor/lr"] / 3e-4 for row in rows[2:]] == pytest.approx([0.25, 0.5])
+
+
+def test_ppo_resumes_from_a_policy_that_has_not_moved_yet(critic_first, tmp_path):
+    """Its optimizer has no state there."""
+    folder, args, rows = critic_first
+    resumed = small("ppo", tmp_path, *args, "--resume", str(folder / "run/checkpoints/step_000002"))
+    assert resumed == rows[2:]
+    ours, theirs = (saved(path / "run/checkpoints/step_000004") for path in (tmp_path, folder))
+    assert ours == theirs
+
+
+# ---- ReMax ---------------------------------------------------------------------------------------
+
+
+def test_remax_baseline_is_the_greedy_reward_of_the_same_prompt(tmp_path):
+    """A step over all prompts: its mean baseline is the greedy accuracy on them. Sampled among the one most likely
+    token, responses are greedy too, and then every advantage is 0 if and only if each row has its own prompt's."""
+    prompts = (ROOT / "data/toy/val.jsonl").read_text().splitlines(keepends=True)[:16]
+    (tmp_path / "few.jsonl").write_text("".join(prompts))
+    files = [flag for name in ("--train-files", "--val-files") for flag in (name, str(tmp_path / "few.jsonl"))]
+    args = ["--prompts-per-step", "16", "--group-size", "2", "--total-steps", "1", "--val-before-train", *files]
+    for name, more, bounds in ("sampled", [], (-1, 1)), ("greedy", ["--top-k", "1"], (0, 0)):
+        start, row = small("remax", tmp_path / name, *args, *more)
+        assert row["reward/baseline"] == start["val/toy/arithmetic/mean@1"] and 0 < row["reward/baseline"] < 1
+        assert (row["advantages/min"], row["advantages/max"]) == bounds
+        tokens = 32 * (row["prompt_length/mean"] + row["response_length/mean"])
+        greedy_tokens = 16 * (row["prompt_length/mean"] + row["response_length/baseline"])
+        assert row["training/tokens"] == pytest.approx(tokens + greedy_tokens)
+    assert row["reward/mean"] == row["reward/baseline"]
+    assert row["response_length/mean"] == row["response_length/baseline"]
+
+
+# ---- DAPO ----------------------------------------------------------------------------------------
+
+
+def test_dapo_trains_on_groups_with_a_signal_only(default_run):
+    rows = [row for row in metrics(default_run("dapo")) if "reward/mean" in row]
+    for row in rows:
+        assert row["training/rows_trained"] == 256 and row["training/rows_dropped/zero_variance"] == 0
+        sampled = 256 * row["training/gen_batches"]
+        assert row["training/rows_dropped/refilled"] == pytest.approx(row["reward/zero_variance"] * sampled)
+    assert max(row["training/gen_batches"] for row in rows) > 1
+    assert max(row["training/rows_left_over"] for row in rows) > 0
+    assert max(row["training/rows_dropped/refilled"] for row in rows) > 0
+
+
+def test_dapo_fills_a_step_up_when_no_batch_has_a_signal(tmp_path):
+    """The start model is what is left, in spite of entropy bonus and KL."""
+    args = [*constant_reward(tmp_path), "--max-gen-batches", "2", "--total-steps", "2", "--export-model"]
+    for row in small("dapo", tmp_path, *args, "--entropy-coef", "0.1", "--kl-coef", "0.1"):
+        assert row["training/gen_batches"] == 2 and row["training/rows_in"] == 64
+        assert row["training/rows_dropped/refilled"] == row["training/rows_dropped/zero_variance"] == 32
+        assert row["training/rows_trained"] == row["training/rows_left_over"] == row["actor/grad_norm"] == 0
+    after, start = (load_file(Path(path, "model.safetensors")) for path in (tmp_path / "run/model", TOY_MODEL))
+    assert all(after[name].equal(start[name]) for name in start)
+
+
+def test_dapo_takes_the_samplers_log_probs_as_pi_old_of_leftovers(tmp_path):
+    """With one update a step rho is 1 exactly, but for rows that older weights sampled."""
+    rows = small("dapo", tmp_path, "--num-mini-batches", "1", "--total-steps", "4", "--lr", "1e-3")
+    old_rows = [0, *[row["training/rows_left_over"] for row in rows[:-1]]]
+    assert max(old_rows) > 0
+    for row, old in zip(rows, old_rows):
+        assert (abs(row["actor/ppo_kl"]) > 1e-4) if old else (row["actor/ppo_kl"] == 0)
+        assert row["rollout/logp_diff_max"] < 1e-4  # of new rows only
+
+
+def test_dapo_overlong_filtering_leaves_truncated_rows_out(tmp_path):
+    args = ["--overlong-filtering", "--zero-variance", "keep", "--max-response-length", "6", "--total-steps", "2"]
+    for row in small("dapo", tmp_path, *args):
+        truncated = 32 * row["response_length/clip_ratio"]
+        assert 0 < truncated < 32
+        assert row["training/rows_dropped/overlong"] == truncated == 32 - row["training/rows_trained"]
+
+
+def test_dapo_overlong_buffer_takes_reward_from_long_responses(tmp_path):
+    """One group of equal scores, a buffer of the whole response: A_i = (mean length - length_i) / 16."""
+    args = [*constant_reward(tmp_path), "--prompts-per-step", "1", "--group-size", "16", "--num-mini-batches", "1"]
+    args += ["--zero-variance", "keep", "--adv-estimator", "dr_grpo", "--overlong-buffer", "16", "--total-steps", "1"]
+    [row] = small("dapo", tmp_path, *args, "--temperature", "1.5")
+    mean, longest, shortest = (row[f"response_length/{name}"] for name in ("mean", "max", "min"))
+    assert shortest < mean < longest and row["reward/mean"] == 1
+    assert row["advantages/max"] == pytest.approx((mean - shortest) / 16)
+    assert row["advantages/min"] == pytest.approx((mean - longest) / 16)
+
+
+def test_dapo_with_vllm(tmp_path):
+    """Several generations between two weight syncs."""
+    pytest.importorskip("vllm")
+    ran(launch("dapo", tmp_path, *SMALL, "--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "2"))
+    for row in metrics(tmp_path / "run"):
+        assert row["training/rows_trained"] == 32 and row["rollout/canary_logp_diff"] < 1e-4
+        assert row["rollout/logp_diff_max"] < 1e-3
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+BAD_INPUT = {
+    "no such critic": ("ppo", ["--critic-model", "./absent"], "--critic_model ./absent"),
+    "group of one": ("dapo", ["--group-size", "1"], "--zero_variance refill compares"),
+    "no batch": ("dapo", ["--max-gen-batches", "0"], "--max_gen_batches 0: must be at least 1"),
+    "buffer too long": ("dapo", ["--overlong-buffer", "17"], "--overlong_buffer 17: must be in 0..16"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, case):
+    script, args, message = BAD_INPUT[case]
+    done = fork(script, tmp_path / "runs", *args)
+    assert done.returncode == 2 and not (tmp_path / "runs").exists()
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
