@@ -273,6 +273,8 @@ class Args:
     """validate every n steps and after the last; 0: never"""
     val_only: bool = False
     """validate (with resume: that checkpoint) and stop; writes to <run>/val_only"""
+    val_reward: tuple[str, ...] = ()
+    """scorers of validation, as --reward; empty: those of training"""
     val_samples: int = 1
     """responses per validation prompt: n in mean@n, pass@k, maj@k"""
     val_temperature: float = 0.0
@@ -296,7 +298,8 @@ class Args:
 MAY_CHANGE_ON_RESUME = {
     *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
     *("reward_workers", "reward_timeout", "reward_memory"),
-    *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p", "val_files"),
+    *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p"),
+    *("val_files", "val_reward"),
     *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
 }
 
@@ -500,7 +503,9 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     train_data, val_data = load_datasets(args, tokenizer)
     datasets = [data for data in (train_data, val_data) if data is not None]
-    scorers = load_scorers(args.reward, datasets, parse_json(args.reward_kwargs, "reward_kwargs"), args.reward_weights)
+    reward_kwargs = parse_json(args.reward_kwargs, "reward_kwargs")
+    scorers = load_scorers(args.reward, datasets, reward_kwargs, args.reward_weights)
+    val_scorers = load_scorers(args.val_reward, datasets, reward_kwargs)
     if not (scorers or args.reward_model):
         raise InputError("--reward without a scorer: name one, or a --reward_model")
     if args.total_epochs is not None:
@@ -566,14 +571,16 @@ def main(args: Args) -> None:
         shuffle=args.shuffle,
         num_workers=args.loader_workers,
     )
-    reward_manager = RewardManager(
-        scorers,
-        tokenizer,
+    make_reward_manager = partial(
+        RewardManager,
+        tokenizer=tokenizer,
         workers=args.reward_workers,
         timeout_s=args.reward_timeout,
         memory_mb=args.reward_memory,
         failure_score=args.reward_failure_score,
     )
+    reward_manager = make_reward_manager(scorers)
+    val_reward_manager = make_reward_manager(val_scorers) if val_scorers else reward_manager
     start_step = 0
     pool = DataProto()  # DAPO: whole groups for the next step, the same on all ranks
     if checkpoint is not None:
@@ -605,7 +612,7 @@ def main(args: Args) -> None:
         return scores, extras, failures
 
     def score(batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
-        return collect_scores(reward_manager.submit(batch), batch)
+        return collect_scores(val_reward_manager.submit(batch), batch)
 
     def evaluate(step: int) -> dict[str, float]:
         sync = sync_weights(engine, actor, step, tolerance=sync_tolerance)
@@ -616,6 +623,7 @@ def main(args: Args) -> None:
     if args.val_only:
         tracker.close()
         reward_manager.close()
+        val_reward_manager.close()
         return
 
     for step in range(start_step + 1, args.total_steps + 1):
@@ -642,7 +650,7 @@ def main(args: Args) -> None:
 
                 # ---- 2 reward
                 with timer("reward"):
-                    scores, extras, failures = score(batch)  # (B, T)
+                    scores, extras, failures = collect_scores(reward_manager.submit(batch), batch)  # (B, T)
                     if args.reward_keys:
                         batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores.device)
                     batch.batch["token_level_scores"] = scores
@@ -850,6 +858,7 @@ def main(args: Args) -> None:
     tracker.report()
     tracker.close()
     reward_manager.close()
+    val_reward_manager.close()
     engine.close()
 
 

@@ -269,6 +269,8 @@ class Args:
     """validate every n steps and after the last; 0: never"""
     val_only: bool = False
     """validate (with resume: that checkpoint) and stop; writes to <run>/val_only"""
+    val_reward: tuple[str, ...] = ()
+    """scorers of validation, as --reward; empty: those of training"""
     val_samples: int = 1
     """responses per validation prompt: n in mean@n, pass@k, maj@k"""
     val_temperature: float = 0.0
@@ -292,7 +294,8 @@ class Args:
 MAY_CHANGE_ON_RESUME = {
     *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
     *("reward_workers", "reward_timeout", "reward_memory"),
-    *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p", "val_files"),
+    *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p"),
+    *("val_files", "val_reward"),
     *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
 }
 
@@ -470,7 +473,9 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     train_data, val_data = load_datasets(args, tokenizer)
     datasets = [data for data in (train_data, val_data) if data is not None]
-    scorers = load_scorers(args.reward, datasets, parse_json(args.reward_kwargs, "reward_kwargs"), args.reward_weights)
+    reward_kwargs = parse_json(args.reward_kwargs, "reward_kwargs")
+    scorers = load_scorers(args.reward, datasets, reward_kwargs, args.reward_weights)
+    val_scorers = load_scorers(args.val_reward, datasets, reward_kwargs)
     if not (scorers or args.reward_model):
         raise InputError("--reward without a scorer: name one, or a --reward_model")
     if args.total_epochs is not None:
@@ -552,14 +557,16 @@ def main(args: Args) -> None:
         shuffle=args.shuffle,
         num_workers=args.loader_workers,
     )
-    reward_manager = RewardManager(
-        scorers,
-        tokenizer,
+    make_reward_manager = partial(
+        RewardManager,
+        tokenizer=tokenizer,
         workers=args.reward_workers,
         timeout_s=args.reward_timeout,
         memory_mb=args.reward_memory,
         failure_score=args.reward_failure_score,
     )
+    reward_manager = make_reward_manager(scorers)
+    val_reward_manager = make_reward_manager(val_scorers) if val_scorers else reward_manager
     start_step = 0
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, models=models, schedulers=schedulers)
@@ -589,7 +596,7 @@ def main(args: Args) -> None:
         return scores, extras, failures
 
     def score(batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
-        return collect_scores(reward_manager.submit(batch), batch)
+        return collect_scores(val_reward_manager.submit(batch), batch)
 
     def evaluate(step: int) -> dict[str, float]:
         sync = sync_weights(engine, actor, step, tolerance=sync_tolerance)
@@ -600,6 +607,7 @@ def main(args: Args) -> None:
     if args.val_only:
         tracker.close()
         reward_manager.close()
+        val_reward_manager.close()
         return
 
     for step in range(start_step + 1, args.total_steps + 1):
@@ -829,6 +837,7 @@ def main(args: Args) -> None:
     tracker.report()
     tracker.close()
     reward_manager.close()
+    val_reward_manager.close()
     engine.close()
 
 

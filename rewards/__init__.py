@@ -36,6 +36,8 @@ SCORERS = {
     "bamboogle": "search_qa",
     "code": "code",
     "openai_humaneval": "code",
+    "openai/openai_humaneval": "code",
+    "google-research-datasets/mbpp": "code",
     "mbpp": "code",
     "apps": "code",
     "taco": "code",
