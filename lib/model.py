@@ -333,10 +333,10 @@ def response_log_probs(
     Returns:
         (log_probs, entropy) or (log_probs, entropy, sum_pi_squared), each (B, T), zero where response_mask is.
     """
-    inputs, select, trained, order = _response_inputs(model, batch, padding_free)
-    y = batch.batch["responses"][order][trained]
-    results = model.token_log_probs(inputs, select, y, temperature, sum_pi_squared)
-    return tuple(_to_rows(x, trained, order) for x in results)
+    inputs, select, target = _response_inputs(model, batch, padding_free)
+    responses = batch.batch["responses"]
+    results = model.token_log_probs(inputs, select, responses.flatten()[target], temperature, sum_pi_squared)
+    return tuple(_to_rows(x, target, responses) for x in results)
 
 
 @torch.no_grad()
@@ -379,8 +379,8 @@ def response_values(model: PreTrainedModel, batch: DataProto, *, padding_free: b
 
     V_t is read where token t of the response is predicted: it is the value of the state before that token.
     """
-    inputs, select, trained, order = _response_inputs(model, batch, padding_free)
-    return _to_rows(model.token_values(inputs, select), trained, order)
+    inputs, select, target = _response_inputs(model, batch, padding_free)
+    return _to_rows(model.token_values(inputs, select), target, batch.batch["responses"])
 
 
 @torch.no_grad()
@@ -447,33 +447,47 @@ def _conversation_batch(conversations: list[list[int]], device: torch.device) ->
 
 def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool
-) -> tuple[dict, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(inputs, select, trained, order): what the decoder takes; the positions, in its layout, that predict the trained
-    tokens; the response mask (B, T) of the rows in `order`, by length so that equal ones stand side by side."""
-    order = batch.batch["attention_mask"].sum(1).argsort(stable=True)
+) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """(inputs, select, target): what the decoder takes; the positions, in its layout, that predict the trained tokens;
+    for each of these the place (n,) of its token in the flattened response_mask.
+
+    A row may hold several sequences end to end (lib/agent_loop.py): one begins wherever position_ids is 0.
+    """
     fields = ("input_ids", "attention_mask", "position_ids", "response_mask")
-    ids, attention, positions, trained = (batch.batch[name][order] for name in fields)
+    ids, attention, positions, trained = (batch.batch[name] for name in fields)
     attention, trained = attention.bool(), trained.bool()
     L, T = ids.shape[1], trained.shape[1]
     # token t of the response is predicted one place to its left
     select = torch.zeros_like(attention)
     select[:, L - T - 1 : L - 1] = trained
+    first = attention & (positions == 0)
     if not padding_free:
-        return {"input_ids": ids, "attention_mask": attention, "position_ids": positions}, select, trained, order
+        if (first.sum(1) > 1).any():
+            raise InputError("an episode whose history was rewritten is several sequences: drop --no-padding-free")
+        inputs = {"input_ids": ids, "attention_mask": attention, "position_ids": positions}
+        return inputs, select, trained.flatten().nonzero()[:, 0]
 
-    inputs = {"input_ids": ids[attention][None], "position_ids": positions[attention][None]}  # (1, N)
-    lengths, counts = attention.sum(1).unique_consecutive(return_counts=True)
+    sequence = first[attention].cumsum(0) - 1  # (N,)
+    lengths = sequence.bincount()  # (S,)
+    by_length = lengths.argsort(stable=True)  # sequences of equal length stand side by side
+    place = attention.flatten().nonzero()[:, 0][by_length.argsort()[sequence].argsort(stable=True)]  # (N,)
+    inputs = {"input_ids": ids.flatten()[place][None], "position_ids": positions.flatten()[place][None]}  # (1, N)
+    lengths = lengths[by_length]
     if model.config._attn_implementation == "packed_sdpa":
-        inputs["packed_runs"] = list(zip(lengths.tolist(), counts.tolist()))
+        inputs["packed_runs"] = [
+            (int(n), int(count)) for n, count in zip(*lengths.unique_consecutive(return_counts=True))
+        ]
         # transformers passes a 4-D mask on untouched; without one it would build a dense (N, N) mask
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
     else:  # flash attention
-        cu_seqlens = F.pad(attention.sum(1).cumsum(0), (1, 0)).int()
+        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).int()
         inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         inputs |= {"max_length_q": int(lengths[-1]), "max_length_k": int(lengths[-1])}
-    return inputs, select[attention][None], trained, order
+    select = select.flatten()[place]  # (N,)
+    place = place[select]
+    return inputs, select[None], place // L * T + place % L - (L - T - 1)
 
 
-def _to_rows(x: torch.Tensor, trained: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """(B, T) in the batch's own order from the values at the trained tokens (n,); zero elsewhere."""
-    return x.new_zeros(trained.shape).masked_scatter(trained, x)[order.argsort()]
+def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(B, T), shaped as `like`, from the values at the trained tokens (n,); zero elsewhere."""
+    return x.new_zeros(like.numel()).index_copy(0, target, x).view_as(like)

@@ -35,6 +35,7 @@ from transformers import (
 
 from lib import InputError
 from lib.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.data_proto import DataProto
 from lib.distributed import clip_grad_norm, make_mesh, shard_model, trainable_parameters
 from lib.model import (
     LinearLogProbs,
@@ -138,6 +139,37 @@ def test_rows_do_not_depend_on_each_other_or_on_padding(tmp_path):
     for i in range(len(batch)):
         alone, _ = response_log_probs(model, batch[[i]], 1.0)
         torch.testing.assert_close(alone[0], together[i], rtol=1e-10, atol=1e-11)
+
+
+def test_the_segments_of_an_episode_do_not_see_each_other(tmp_path):
+    """A row whose history was rewritten holds several sequences; each is as if it stood in a row of its own."""
+    model = load_model(save_tiny(tmp_path), dtype=torch.float64)
+    alone = rollout_batch([6, 6, 6, 6], [5, 5, 5, 5])  # rows 1 and 2 are to follow row 0 in one row
+    B, L, T = 2, 6 + 5 + 2 * 11, 5 + 2 * 11
+    row, other = alone.batch["input_ids"][:3].flatten(), alone.batch["input_ids"][3]
+    tensors = {
+        "input_ids": torch.zeros(B, L, dtype=torch.long),
+        "attention_mask": torch.ones(B, L, dtype=torch.long),
+        "position_ids": torch.arange(11).repeat(B, 3),
+        "response_mask": torch.zeros(B, T, dtype=torch.long),
+    }
+    tensors["input_ids"][0], tensors["input_ids"][1, :11] = row, other
+    tensors["attention_mask"][1, 11:] = 0
+    tensors["responses"] = tensors["input_ids"][:, 6:]
+    sampled = [slice(0, 5), slice(11, 16), slice(22, 27)]
+    for s in sampled:
+        tensors["response_mask"][0, s] = 1
+    tensors["response_mask"][1, :5] = 1
+    batch = DataProto.from_dict(tensors=tensors)
+
+    expected, _ = response_log_probs(model, alone, 1.0)
+    log_probs, _ = response_log_probs(model, batch, 1.0)
+    for i, s in enumerate(sampled):
+        torch.testing.assert_close(log_probs[0, s], expected[i], rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(log_probs[1, :5], expected[3], rtol=1e-10, atol=1e-11)
+    assert not log_probs[batch.batch["response_mask"] == 0].any()
+    with pytest.raises(InputError, match="no-padding-free"):
+        response_log_probs(model, batch, 1.0, padding_free=False)
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):
