@@ -44,6 +44,7 @@ def main(out: Path, local_dir: Path | None = None) -> None:
                 continue
             subject = row.get("subject") or row.get("type") or ""
             info = {"split": split, "index": i, "level": str(row.get("level", "")), "subject": subject}
+            info["question"] = row["problem"]
             rows.append(make_row(hub_id, f"{row['problem']}\n\n{INSTRUCTION}", answer, info))
         if not rows:
             raise InputError(f"{local_dir or hub_id} {split}: none of {n_read} rows has an answer; is this MATH?")

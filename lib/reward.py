@@ -137,10 +137,10 @@ class RewardManager:
     def submit(self, batch: DataProto) -> "PendingScores":
         """Decodes the responses and hands them to the workers. Without workers it scores them."""
         mask = batch.batch["response_mask"].cpu()
-        responses, attention = batch.batch["responses"].cpu(), batch.batch["attention_mask"].cpu()
-        attended, columns = attention[:, -mask.shape[1] :].bool(), batch.non_tensor_batch
+        responses, columns = batch.batch["responses"].cpu(), batch.non_tensor_batch
         rows = mask.any(1).nonzero().flatten().tolist()
-        texts = self.tokenizer.batch_decode([responses[i][attended[i]] for i in rows], skip_special_tokens=True)
+        # what the policy sampled: an answer that a tool or an environment gave is not the policy's
+        texts = self.tokenizer.batch_decode([responses[i][mask[i].bool()] for i in rows], skip_special_tokens=True)
         samples = {
             i: {
                 "data_source": columns["data_source"][i],

@@ -1,0 +1,202 @@
+"""The embedded multi-turn task: products too large for a small model's head, and a calculator it mostly does not use.
+
+    python data/toy_tools.py     rewrites data/toy_tools/: train.jsonl, val.jsonl and model/ (two minutes on one core)
+
+    user       137*28
+    assistant  <tool_call>\\n{"name": "calculator", "arguments": {"expression": "137*28"}}\\n</tool_call>
+    tool       3836
+    assistant  =3836             scored by rewards/arithmetic.py; or at once =3816, in the head
+
+The start is data/toy.py's Llama after imitating pupils of mixed quality (`demonstration`): most answer in the head, with
+the right product, which a model of this size cannot learn; the others call the calculator, but slip: a wrong digit in
+the expression, a call that is not closed, a result that is ignored. So its greedy answer comes from the head, and some
+of its samples call. RL has to find out that the call pays, and then to make it reliable. A quarter of the
+demonstrations have no tools in their prompt, and answer in the head: what a run without tools starts from. The held-out
+products occur neither in train.jsonl nor in the warm-up.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # this folder holds math.py, which would hide Python's own
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+
+import json
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from data import toy
+
+FOLDER = Path(__file__).parent / "toy_tools"
+CALL = ["<tool_call>", '{"name": "calculator", "arguments": {"expression": "', '"}}', "</tool_call>"]  # one token each
+# Of the tools only the names are rendered: the calculator's JSON schema would be some 300 of this tokenizer's tokens.
+# {% generation %} marks what the assistant writes, for the labels of the warm-up.
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\\ntools:' }}
+{%- for tool in tools %}{{ ' ' + tool['function']['name'] }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}
+{%- for call in message['tool_calls'] or [] %}{{ '\\n' if message['content'] or not loop.first }}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# As much of the calculator's schema as the template reads.
+TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
+SHARE_WITHOUT_TOOLS = 0.25  # of the demonstrations
+SHARE_CALLS = 0.22  # of those with tools
+SHARE_WRONG_DIGIT = 0.15  # of the calls; each slip
+SHARE_UNCLOSED = 0.15
+SHARE_IGNORED = 0.15
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """data/toy.py's, with one token more for the tool's name and each fixed piece of a call."""
+    words = toy.SPECIAL + toy.ROLES + ["calculator", *CALL, "\n"] + [chr(c) for c in range(32, 127)]
+    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(word, normalized=False) for word in toy.SPECIAL])
+    core.add_tokens([AddedToken(word, normalized=False) for word in [*toy.ROLES, "calculator", *CALL]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def make_rows(n_train: int = 4096, n_val: int = 256, seed: int = 0) -> tuple[list[dict], list[dict]]:
+    """Distinct products of a three-digit and a two-digit number as rows of verl's form, (train, val)."""
+    rng = random.Random(seed)
+    factors: dict[tuple[int, int], None] = {}  # in order of their first draw
+    while len(factors) < n_train + n_val:
+        factors[rng.randint(100, 999), rng.randint(10, 99)] = None
+
+    def row(split: str, index: int, a: int, b: int) -> dict:
+        return {
+            "data_source": "toy/arithmetic",
+            "prompt": [{"role": "user", "content": f"{a}*{b}"}],
+            "reward_model": {"style": "rule", "ground_truth": str(a * b)},
+            "extra_info": {"split": split, "index": index},
+        }
+
+    pairs = list(factors)
+    val = [row("val", i, a, b) for i, (a, b) in enumerate(pairs[:n_val])]
+    train = [row("train", i, a, b) for i, (a, b) in enumerate(pairs[n_val:])]
+    return train, val
+
+
+def tool_call(expression: str) -> str:
+    return f"{CALL[0]}\n{CALL[1]}{expression}{CALL[2]}\n{CALL[3]}"
+
+
+def demonstration(a: int, b: int, with_tools: bool, rng: random.Random) -> list[dict]:
+    """The conversation after the user's message."""
+    in_the_head = {"role": "assistant", "content": f"={a * b}"}
+    if not with_tools or rng.random() >= SHARE_CALLS:
+        return [in_the_head]
+    expression = f"{a}*{b}"
+    if rng.random() < SHARE_WRONG_DIGIT:
+        place = rng.choice([0, 1, 2, 4, 5])
+        expression = expression[:place] + rng.choice("123456789") + expression[place + 1 :]
+    call = tool_call(expression)
+    if rng.random() < SHARE_UNCLOSED:
+        return [{"role": "assistant", "content": call.removesuffix("\n</tool_call>")}]
+    left, right = expression.split("*")
+    result = int(left) * int(right)
+    answer = {"role": "assistant", "content": f"={result}"}
+    if rng.random() < SHARE_IGNORED:
+        answer = {"role": "assistant", "content": f"={rng.randint(1000, 98901)}"}
+    return [{"role": "assistant", "content": call}, {"role": "tool", "content": str(result)}, answer]
+
+
+def warm_up(
+    tokenizer: PreTrainedTokenizerFast,
+    held_out: set[str],
+    *,
+    steps: int = 600,
+    batch_size: int = 64,
+    lr: float = 3e-3,
+    seed: int = 0,
+    hidden_size: int = 128,
+) -> tuple[LlamaForCausalLM, list[float]]:
+    """Imitates `steps` fresh batches of demonstrations; returns the model and the loss of each step in nats per token.
+
+    `held_out`: prompts "a*b" that are skipped.
+    """
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(  # data/toy.py's, with more tokens
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=hidden_size // 32,
+            num_key_value_heads=hidden_size // 32,
+            max_position_embeddings=256,
+            attention_bias=True,
+            initializer_range=0.06,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01)
+    losses = []
+    for step in range(steps):
+        rows, masks = [], []
+        while len(rows) < batch_size:
+            a, b = rng.randint(100, 999), rng.randint(10, 99)
+            if f"{a}*{b}" in held_out:
+                continue
+            with_tools = rng.random() >= SHARE_WITHOUT_TOOLS
+            encoded = tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{a}*{b}"}, *demonstration(a, b, with_tools, rng)],
+                tools=TOOLS if with_tools else None,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            rows.append(encoded["input_ids"])
+            masks.append(encoded["assistant_masks"])
+        length = max(map(len, rows))
+        ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])  # (B, L)
+        by_assistant = torch.tensor([mask + [0] * (length - len(mask)) for mask in masks])
+        labels = ids.masked_fill(by_assistant == 0, -100)
+        logits = model(ids).logits[:, :-1]  # causal: the padding on the right is not seen
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return model.eval(), losses
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # the sums inside a matrix product depend on the number of threads
+    FOLDER.mkdir(exist_ok=True)
+    tokenizer = make_tokenizer()
+    train, val = make_rows()
+    for name, rows in (("train", train), ("val", val)):
+        (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model, losses = warm_up(tokenizer, {row["prompt"][0]["content"] for row in val})
+    toy.save_model(model, tokenizer, FOLDER / "model")
+    print(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}; wrote {FOLDER}")
+
+
+if __name__ == "__main__":
+    main()
