@@ -169,8 +169,8 @@ class Args:
     """seconds that a scorer has for a response"""
     reward_memory: int = 2048
     """MiB that a scorer may take beyond what its imports took"""
-    reward_failure_score: float = 0.0
-    """score of a response whose scorer hangs, crashes or raises"""
+    reward_failure_score: float | None = None
+    """score of a response whose scorer hangs, crashes or raises; empty: it is in no group and trains nothing"""
     reward_model: str = ""
     """Hugging Face id or folder of a sequence classifier with one output, whose score is added to the scorer's"""
     reward_model_coef: float = 1.0
@@ -541,6 +541,9 @@ def main(args: Args) -> None:
     def collect_scores(pending, batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
         """Scores (B, T) on each row's last token, what else is known of each row, failures. A collective."""
         scores, extras, failures = pending.get()
+        unscored = scores.isnan().any(1)
+        batch.batch["response_mask"][unscored] = 0
+        scores[unscored] = 0
         if reward_model is not None:
             judged = reward_model_scores(reward_model, reward_tokenizer, batch, tokenizer, args.micro_batch_tokens)
             scores = scores + args.reward_model_coef * at_last_token(judged, batch.batch["response_mask"])
@@ -607,7 +610,10 @@ def main(args: Args) -> None:
                 baselines = greedy_scores.sum(1)
                 batch.batch["reward_baselines"] = baselines.repeat_interleave(args.group_size)
                 scores, extras, failures = collect_scores(pending, batch)  # (B, T)
-                add_metrics(failures, greedy_failures)  # REMAX:
+                # REMAX: a prompt without a baseline trains nothing
+                has_baseline = greedy.batch["response_mask"].any(1).repeat_interleave(args.group_size)
+                batch.batch["response_mask"] *= has_baseline[:, None]
+                add_metrics(failures, greedy_failures)
                 # REMAX: no reward_keys, which only group estimators weigh
                 batch.batch["token_level_scores"] = scores
 
@@ -617,7 +623,7 @@ def main(args: Args) -> None:
                 tensors, uid = dict(whole.batch.items()), whole.non_tensor_batch["uid"]
                 mask = tensors["response_mask"].bool()  # (B, T)
                 keep = counted = mask  # tokens that the loss sums, and those that its means count
-                stages = {"aborted": mask}  # of keep: who loses which rows
+                stages = {"dead": mask}  # of keep: who loses which rows
                 if correct_rollout is not None:
                     weights, keep, correction_metrics = correct_rollout(
                         tensors["old_log_probs"], tensors["rollout_log_probs"], keep

@@ -2,13 +2,14 @@
 
 A scorer is the user's own code and runs millions of times, so it runs in processes of its own (lib/reward_pool.py),
 with a time and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets
-failure_score; that is counted, the first of each kind is shown, and the run goes on. Without workers scorers run in
-this process, one response after the other, and an exception stops the run: for breakpoint().
+failure_score, or NaN where that is None; it is counted, the first of each kind is shown, and the run goes on. Without
+workers scorers run in this process, one response after the other, and an exception stops the run: for breakpoint().
 
 verl's managers are cases of this one: naive is workers=0, prime is workers of 1 or more, batch is a batched scorer.
 """
 
 import inspect
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -110,7 +111,7 @@ class RewardManager:
 
     workers: processes, started when there is work; 0: in this process. timeout_s: of one response; a batched scorer has
     it times the number of responses. memory_mb: MiB that a worker may take beyond what the scorers' imports took.
-    failure_score: of a response whose scorer failed.
+    failure_score: of a response whose scorer failed; None: NaN.
 
     A truncated or empty response is scored as it stands. An aborted one (no trained token) is not scored and gets 0.
     """
@@ -123,7 +124,7 @@ class RewardManager:
         workers: int = 2,
         timeout_s: float = 30.0,
         memory_mb: int = 2048,
-        failure_score: float = 0.0,
+        failure_score: float | None = None,
     ):
         self.scorers, self.tokenizer, self.timeout_s, self.failure_score = scorers, tokenizer, timeout_s, failure_score
         if workers:
@@ -222,7 +223,7 @@ class PendingScores:
                     results[k, row] = value
                 else:
                     failed[kind] += 1
-                    results[k, row] = {"score": manager.failure_score}
+                    results[k, row] = {"score": math.nan if manager.failure_score is None else manager.failure_score}
                     manager._failed(name, kind, self.samples[row], value)
         scores = torch.zeros(len(self.mask))
         extras: dict[str, list] = defaultdict(lambda: [None] * len(self.mask))

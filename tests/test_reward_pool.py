@@ -66,11 +66,14 @@ def manager_of(tmp_path):
     """manager_of(source, *functions, ...) of a scorer file with this source; closed after the test."""
     managers = []
 
-    def make(source: str, *functions: str, scorer_kwargs=None, weights=(), workers=2, **settings) -> RewardManager:
+    def make(
+        source: str, *functions: str, scorer_kwargs=None, weights=(), workers=2, failure_score=0.0, **settings
+    ) -> RewardManager:
         file = tmp_path / "mine.py"
         file.write_text(source)
         scorers = load_scorers([f"{file}:{name}" for name in functions or ["score"]], [], scorer_kwargs, weights)
-        managers.append(RewardManager(scorers, TOKENIZER, workers=workers, **settings))
+        settings |= {"workers": workers, "failure_score": failure_score}
+        managers.append(RewardManager(scorers, TOKENIZER, **settings))
         return managers[-1]
 
     yield make
@@ -637,6 +640,12 @@ def test_a_batched_scorer_fails_by_row_or_by_call(manager_of):
     for source, expected, failed in (("bad", [1, -1, 3], 1), ("raise", [-1, -1, -1], 3), ("short", [-1, -1, -1], 3)):
         scores, _, metrics = manager.submit(batch_of(["1", "2", "3"], ["calm", source, "calm"])).get()
         assert scores.sum(1).tolist() == expected and metrics == counts(error=failed), source
+
+
+def test_without_a_failure_score_a_failed_row_is_nan_and_no_other(manager_of):
+    manager = manager_of(FORMS, "compute_score_batch", failure_score=None)
+    scores, _, metrics = manager.submit(batch_of(["1", "2"], ["calm", "bad"])).get()
+    assert scores[0].sum() == 1 and scores[1].isnan().any() and metrics == counts(error=1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

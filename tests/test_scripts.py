@@ -105,6 +105,29 @@ ON_TWO_RANKS = {
 }
 
 
+FAILS = """
+import zlib
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    fate = zlib.crc32((ground_truth + solution_str).encode())
+    if fate % 4 == 0:
+        raise ValueError("no score")
+    return fate % 2
+"""
+
+
+@pytest.mark.parametrize("script", ["grpo", *SIBLINGS])
+def test_a_response_without_a_score_trains_nothing_and_is_counted(tmp_path, script):
+    (tmp_path / "fails.py").write_text(FAILS)
+    [row] = small(script, tmp_path, "--reward", f"{tmp_path / 'fails.py'}:score", "--total-steps", "1")
+    assert row["reward/error_count"] > 0 and row["reward/min"] == 0  # not -inf, not NaN
+    if script != "remax":  # whose greedy responses fail too, and count as errors but are no rows
+        assert row["training/rows_dropped/dead"] > 0
+    if script in ("grpo", "ppo"):
+        assert row["training/rows_dropped/dead"] == row["reward/error_count"] == row["rollout/dead_rows"]
+    if script == "remax":
+        assert row["training/rows_dropped/dead"] >= row["rollout/dead_rows"] > 0
+
+
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_two_ranks_train_as_one(tmp_path, case):
     """The same prompts, seeds and global mini-batches. 1e-3: eight updates of fp32 sums in another order; a token that
