@@ -510,10 +510,10 @@ def test_hostile_script(name, level):
 
 
 def test_the_processor_time_of_a_case_is_no_limit_for_all():
-    spin = "import time\ndef f(x):\n    end = time.process_time() + 0.5\n"
+    spin = "import time\ndef f(x):\n    end = time.process_time() + 0.15\n"
     spin += "    while time.process_time() < end: pass\n    return x"
     # 3 s of processor; the limit of wall time is wide, for machines that do other work too
-    assert score(spin, ["assert f(1) == 1"] * 6, timeout=2.0, total_timeout=60.0)["score"] == 1.0
+    assert score(spin, ["assert f(1) == 1"] * 20, timeout=2.0, total_timeout=60.0)["score"] == 1.0
 
 
 def test_a_setup_that_the_program_fails():
