@@ -1,0 +1,890 @@
+"""lib/tools.py: tools that misbehave on purpose, the built-in ones, real MCP servers, and the parsers' round trips."""
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lib import InputError
+from lib.tools import (
+    ERROR_KINDS,
+    BaseInteraction,
+    BaseTool,
+    FunctionTool,
+    ToolCall,
+    attempt,
+    calculator,
+    get_tool_parser,
+    load_interaction,
+    load_tools,
+    run_tool_call,
+)
+from rewards.reasoning_gym import dump_entry
+from tests.common import ROOT
+
+LIMIT_S = 0.3  # of tools that hang; the others take milliseconds
+PATIENT_S = 60.0
+
+
+def answer(tool, arguments=None, *, timeout_s=PATIENT_S, max_output_chars=1000, truncate="middle", tools_kwargs=None):
+    """What run_tool_call makes of one call of a tool or function, on a loop of its own."""
+    tool = tool if isinstance(tool, BaseTool) else FunctionTool(tool)
+    name = tool.get_openai_tool_schema()["function"]["name"]
+    call = ToolCall(name, {} if arguments is None else arguments)
+    return asyncio.run(
+        run_tool_call({name: tool}, call, {name: "1"}, timeout_s, max_output_chars, truncate, tools_kwargs)
+    )
+
+
+def echo(text: str, times: int = 1, tail: str | None = None) -> str:
+    """Say it again.
+
+    Args:
+        text: What to say.
+        times: How often.
+        tail: What comes last.
+    """
+    return text * times + (tail or "")
+
+
+# ---- functions as tools --------------------------------------------------------------------------
+
+
+def test_a_function_is_a_tool():
+    schema = FunctionTool(echo).get_openai_tool_schema()
+    assert schema["function"]["name"] == "echo"
+    assert schema["function"]["parameters"]["required"] == ["text"]
+    assert "return" not in schema["function"]
+    assert answer(echo, {"text": "a", "times": 3, "tail": None}).text == "aaa"
+    assert answer(echo, {"text": "a"}, tools_kwargs={"echo": {"execute_kwargs": {"times": 2}}}).text == "aa"
+    assert (
+        answer(echo, {"text": "a"}, tools_kwargs={"echo": None, "other": {}}).text == "a"
+    )  # parquet fills up with None
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("value", "text", "reward", "metrics"),
+    [("x", "x", 0, {}), (3, "3", 0, {}), (0.5, "0.5", 0, {}), (("x", 1), "x", 1, {}),
+     ((2, 0.5, {"n": 3}), "2", 0.5, {"n": 3})],
+)  # fmt: skip
+def test_what_a_function_may_return(value, text, reward, metrics, is_async):
+    def plain():
+        """Plain."""
+        return value
+
+    async def later():
+        """Later."""
+        await asyncio.sleep(0)
+        return value
+
+    result = answer(later if is_async else plain)
+    assert (result.text, result.reward, result.metrics, result.error_kind) == (text, reward, metrics, None)
+
+
+@pytest.mark.parametrize(
+    "value", [None, b"x", {"a": 1}, ["x"], ("x",), ("x", "y"), ("x", math.nan), ("x", 1, [1]), ("x", 1, {"a": "b"}),
+              (1, 2, {}, 4)]
+)  # fmt: skip
+def test_a_wrong_return_value_is_an_exception(value):
+    def wrong():
+        """Wrong."""
+        return value
+
+    result = answer(wrong)
+    assert result.error_kind == "exception" and result.text.startswith("Error: ")
+    assert (result.reward, result.metrics) == (0.0, {})
+
+
+def no_docstring(a: int):
+    return a
+
+
+def no_type(a):
+    """F.
+
+    Args:
+        a: A.
+    """
+
+
+def no_description(a: int):
+    """F."""
+
+
+def star(*a: int):
+    """F.
+
+    Args:
+        a: A.
+    """
+
+
+@pytest.mark.parametrize("function", [no_docstring, no_type, no_description, star])
+def test_a_function_without_a_schema_is_refused(function):
+    with pytest.raises(InputError, match=f"tool {function.__name__}: .*(docstring|parameters)"):
+        FunctionTool(function)
+
+
+# ---- a call that is refused ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (ToolCall("", error="invalid JSON"), "malformed", "invalid JSON"),
+        (ToolCall("eco", {}), "unknown_tool", "'eco'; the tools are: echo"),
+        (ToolCall("echo", {}), "wrong_arguments", "'text' is a required property"),
+        (ToolCall("echo", {"text": 1}), "wrong_arguments", "text: 1 is not of type 'string'"),
+        (ToolCall("echo", {"text": None}), "wrong_arguments", "text: None is not"),
+        (ToolCall("echo", {"text": "a", "loud": True}), "wrong_arguments", "'loud' was unexpected"),
+        (ToolCall("\ud800", {}), "unknown_tool", "there is no tool"),
+    ],
+)
+def test_a_call_that_is_refused(call, kind, words):
+    result = asyncio.run(run_tool_call({"echo": FunctionTool(echo)}, call, {"echo": "1"}, PATIENT_S, 1000))
+    assert result.error_kind == kind and kind in ERROR_KINDS
+    assert result.text.startswith("Error: ") and words in result.text
+    result.text.encode()
+
+
+@pytest.mark.parametrize("depth", [100, 900, 20000])
+def test_arguments_nested_deeply_are_answered(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    result = asyncio.run(
+        run_tool_call({"echo": FunctionTool(echo)}, ToolCall("echo", {"text": value}), {"echo": "1"}, PATIENT_S, 100)
+    )
+    assert result.error_kind == "wrong_arguments"
+
+
+# ---- hostile tools -------------------------------------------------------------------------------
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise SystemExit("no")
+
+
+HOSTILE = {
+    "raises": (lambda: 1 / 0, "exception", "ZeroDivisionError"),
+    "exits": (lambda: sys.exit(3), "exception", "SystemExit: 3"),
+    "interrupts": (lambda: raise_(KeyboardInterrupt()), "exception", "KeyboardInterrupt"),
+    "base": (lambda: raise_(BaseException("b")), "exception", "BaseException: b"),
+    "stops": (lambda: raise_(StopIteration("s")), "exception", "StopIteration"),
+    "cancels": (lambda: raise_(asyncio.CancelledError()), "exception", "CancelledError"),
+    "unspeakable": (lambda: raise_(Unspeakable()), "exception", "Unspeakable"),
+    "recurses": (lambda: recurse(0), "exception", "RecursionError"),
+    "long error": (lambda: raise_(ValueError("x" * 10**7)), "exception", "characters left out"),
+    "times out": (lambda: raise_(TimeoutError("slow server")), "timeout", "slow server"),
+    "hangs": (lambda: time.sleep(20), "timeout", "no answer within 0.3 s"),
+    "spins": (lambda: spin(time.monotonic() + 2), "timeout", "no answer within 0.3 s"),
+    "nested loop": (lambda: asyncio.run(asyncio.sleep(0, "done")), None, "done"),
+    "long": (lambda: "é" * 10**7, None, "characters left out"),
+    "surrogates": (lambda: "a\ud800b\udfffc", None, "a\ufffdb\ufffdc"),
+    "pair": (lambda: "\ud83d\ude00", None, "\N{GRINNING FACE}"),
+    "control": (lambda: "\0\x1b[2J\u202e", None, "\0\x1b[2J\u202e"),
+}
+
+
+def raise_(error):
+    raise error
+
+
+def recurse(n):
+    return recurse(n + 1)
+
+
+def spin(end):
+    while time.monotonic() < end:
+        pass
+
+
+def as_tool(body, is_async):
+    def thread():
+        """Hostile."""
+        return body()
+
+    async def task():
+        """Hostile."""
+        return body()
+
+    return FunctionTool(task if is_async else thread)
+
+
+# An async function that blocks is the documented limit; in the main thread a tool's KeyboardInterrupt is Ctrl-C.
+CASES = [(name, False) for name in HOSTILE] + [
+    (name, True) for name in HOSTILE.keys() - {"hangs", "spins", "interrupts"}
+]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'sleep' was never awaited")
+@pytest.mark.parametrize(("name", "is_async"), sorted(CASES))
+def test_hostile_tools_are_answered(name, is_async):
+    body, kind, words = HOSTILE[name]
+    if is_async and name == "nested loop":
+        kind, words = "exception", "asyncio.run() cannot be called"
+    result = answer(as_tool(body, is_async), timeout_s=LIMIT_S if kind == "timeout" else PATIENT_S)
+    assert result.error_kind == kind and words in result.text
+    assert result.text.startswith("Error: ") == (kind is not None)
+    assert len(result.text) <= 1000 + len("[... 10000000 characters left out ...]")
+    result.text.encode()  # no surrogate is left
+
+
+def test_the_loop_runs_while_tools_hang_and_run():
+    """64 calls of a tool that waits for all 64 end: none waits for a place in a pool, nor for the hanging one."""
+    barrier = threading.Barrier(64)
+
+    def meet():
+        """Meet."""
+        barrier.wait(PATIENT_S)
+        return "met"
+
+    async def main():
+        tools = {"meet": FunctionTool(meet), "thread": as_tool(lambda: time.sleep(20), False)}
+        ids = dict.fromkeys(tools, "1")
+        hanging = asyncio.ensure_future(run_tool_call(tools, ToolCall("thread", {}), ids, PATIENT_S, 99))
+        met = await asyncio.gather(*(run_tool_call(tools, ToolCall("meet", {}), ids, PATIENT_S, 99) for _ in range(64)))
+        assert not hanging.done()
+        hanging.cancel()
+        return met
+
+    assert {result.text for result in asyncio.run(main())} == {"met"}
+
+
+def test_a_task_that_ignores_its_cancellation_is_left_behind():
+    cancelled = []
+
+    async def stubborn():
+        for _ in range(2):  # attempt cancels it, and asyncio.run at its end
+            try:
+                await asyncio.sleep(20)
+            except asyncio.CancelledError:
+                cancelled.append(1)
+
+    async def main():
+        outcome = await attempt(stubborn, timeout_s=LIMIT_S)
+        await asyncio.sleep(0)
+        return outcome, len(cancelled)
+
+    assert asyncio.run(main()) == ((None, "timeout", "no answer within 0.3 s"), 1)
+
+
+def test_attempt_gives_values_of_both_kinds_of_functions():
+    async def later(a, function):
+        return a, function
+
+    assert asyncio.run(attempt(later, 1, function=2, timeout_s=PATIENT_S)) == ((1, 2), None, "")
+    assert asyncio.run(attempt(divmod, 7, 2, timeout_s=PATIENT_S)) == ((3, 1), None, "")
+
+
+def test_the_end_of_the_run_passes():
+    """A cancelled run is cancelled, also while a tool swallows it; Ctrl-C in an async tool gets through."""
+
+    async def cancelled(function):
+        task = asyncio.ensure_future(attempt(function, timeout_s=PATIENT_S))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def sleeps():
+        await asyncio.sleep(20)
+
+    asyncio.run(cancelled(sleeps))
+    asyncio.run(cancelled(lambda: time.sleep(20)))
+
+    async def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(attempt(interrupted, timeout_s=PATIENT_S))
+
+
+def test_a_process_ends_though_a_tool_hangs():
+    program = """
+        import asyncio, sys, threading
+        sys.path.insert(0, sys.argv[1])
+        from lib.tools import attempt
+        print(asyncio.run(attempt(threading.Event().wait, timeout_s=0.1))[1])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "timeout\n", "")
+
+
+def test_a_tool_may_call_tools():
+    class Twice(BaseTool):
+        def get_openai_tool_schema(self):
+            return {"type": "function", "function": {"name": "twice", "description": "", "parameters": {}}}
+
+        async def execute(self, instance_id, parameters, **kwargs):
+            call = ToolCall("echo", {"text": parameters.pop("text"), "times": 2})
+            inner = await run_tool_call({"echo": FunctionTool(echo)}, call, {"echo": instance_id}, PATIENT_S, 99)
+            return inner.text, kwargs["reward"], {"calls": 1}
+
+    arguments = {"text": "ab"}
+    result = answer(Twice(), arguments, tools_kwargs={"twice": {"execute_kwargs": {"reward": 0.25}}})
+    assert (result.text, result.reward, result.metrics) == ("abab", 0.25, {"calls": 1})
+    assert arguments == {"text": "ab"}  # the call is part of the conversation
+
+
+@given(st.text(st.characters()), st.integers(0, 30), st.sampled_from(["left", "middle", "right"]))
+@example("\ud83d" * 20 + "\ude00" * 20, 20, "middle")
+def test_output_is_cut_where_asked(text, max_chars, truncate):
+    kept = answer(as_tool(lambda: text, True), max_output_chars=max_chars, truncate=truncate).text
+    kept.encode()
+    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if len(text) <= max_chars:
+        assert kept == clean
+        return
+    mark = f"[... {len(text) - max_chars} characters left out ...]"
+    head, _, tail = kept.partition(mark)
+    assert mark in kept and len(head) + len(tail) <= max_chars
+    if not any("\ud800" <= c <= "\udfff" for c in text):  # cutting a pair of surrogates in two changes it
+        assert text.startswith(head) and text.endswith(tail) and len(head) + len(tail) == max_chars
+        assert {"left": head == "", "right": tail == "", "middle": 0 <= len(tail) * 2 - max_chars + 1 <= 1}[truncate]
+
+
+# ---- calculator ----------------------------------------------------------------------------------
+
+NUMBERS = st.integers(0, 10**6).map(str) | st.floats(0, 1e6).map(lambda x: f"{x:.6f}")
+SIGNS = ["+", "-", "*", "/", "//", "%", "**"]
+EXPRESSIONS = st.recursive(
+    NUMBERS,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(SIGNS), inner).map("({0[0]}{0[1]}{0[2]})".format),
+        st.tuples(st.sampled_from(["-", "+", "abs", "round", "sqrt"]), inner).map("{0[0]}({0[1]})".format),
+        st.tuples(st.sampled_from(["min", "max"]), inner, inner).map("{0[0]}({0[1]}, {0[2]})".format),
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(EXPRESSIONS)
+@example("2**0.5**2 - -3")
+@example("9**9**9")
+@example("(-8)**0.5")
+@example("round(2.675, 2) + round(5, -1)")
+def test_calculator_is_pythons_arithmetic(expression):
+    """Python is asked only what the calculator answers: it has no bound of its own on 9**9**9."""
+    try:
+        text = calculator(expression)
+    except (ValueError, ArithmeticError):
+        return
+    expected = eval(expression, {"sqrt": math.sqrt})
+    if isinstance(expected, int):
+        assert text == str(expected)
+    else:
+        assert math.isclose(float(text), expected, rel_tol=1e-14)  # 15 digits
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [("123+456", "579"), (" 2 * (3 + 4)\n", "14"), ("10/4", "2.5"), ("4/2", "2"),
+     ("0.1+0.2", "0.3"), ("2**-1", "0.5"), ("2**4000 // 2**3990", "1024"),
+     ("7//2 - 7%4", "0"), ("2**3**2", "512"), ("-2**2", "-4"), ("max(1, 2.5, 2)", "2.5")],
+)  # fmt: skip
+def test_calculator(expression, text):
+    assert calculator(expression) == text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["", "1+", "a", "1 if 1 else 2", "[1]", "'a'*3", "True", "1<2", "1j", "().__class__", "__import__('os')",
+     "abs(-1, x=1)", "(lambda: 1)()", "open('x')", "sqrt(*[1])", "9**9**9", "10**10000", "2**4000*2**4000",
+     "(2**4000)**4000", "1e999",
+     "1/0", "0**-1", "(-1)**0.5", "round(5, -10**9)", "round(1, 2.5)", "sqrt(-1)", "2.0**99999", "(" * 999,
+     "-" * 999 + "1", "1+" * 500, "1" * 1001, "\ud800", "\0", "1;2", "x:=1", "min()", "min(1)", "1_0_", "0777"],
+)  # fmt: skip
+def test_calculator_refuses(expression):
+    result = answer(calculator, {"expression": expression})
+    assert result.error_kind == "exception" and result.text.startswith("Error: ")
+
+
+# ---- python, search ------------------------------------------------------------------------------
+
+
+def test_python():
+    (tool,) = load_tools(("python",)).values()
+    assert answer(tool, {"code": "import math\nprint(math.factorial(5), '\\u00e9')"}).text == "120 é\n"
+    assert answer(tool, {"code": "x = 1"}).text == "(the program printed nothing)"
+    failed = answer(tool, {"code": "print(1)\ndef f():\n    return [][0]\nf()"})
+    assert failed.error_kind is None  # the tool did its work
+    assert failed.text.startswith("1\nTraceback") and 'File "<program>", line 3, in f' in failed.text
+    assert failed.text.endswith("IndexError: list index out of range\n") and "<__main__>" not in failed.text
+    assert "SyntaxError" in answer(tool, {"code": "print("}).text
+    assert "UnicodeEncodeError" in answer(tool, {"code": "'\ud800'"}).text
+    assert "signal 11" in answer(tool, {"code": "import ctypes\nctypes.string_at(0)"}).text
+    refused = answer(tool, {"code": "import socket\nsocket.create_connection(('127.0.0.1', 9))"}).text
+    assert "PermissionError" in refused or "Errno" in refused
+
+
+def test_python_is_stopped(monkeypatch):
+    monkeypatch.setattr("lib.tools.PYTHON_S", 0.5)
+    (tool,) = load_tools(("python",)).values()
+    result = answer(tool, {"code": "while True: pass"})
+    assert result.error_kind == "timeout" and "stopped after 0.5 s" in result.text
+
+
+def test_search_in_a_corpus(tmp_path):
+    passages = [
+        "Paris is the capital of France.",
+        "Berlin is the capital of Germany.",
+        "Cats sleep.",
+        "Dogs bark.",
+    ]
+    (tmp_path / "c.jsonl").write_text(
+        "\n".join([json.dumps({"contents": passages[0]}), json.dumps({"title": "Berlin", "text": passages[1]})])
+        + "\n\n"
+        + "\n".join(json.dumps({"text": text}) for text in passages[2:])
+    )
+    (tmp_path / "c.txt").write_text("\n".join(passages) + "\n")
+    for file, second in (("c.jsonl", f"Berlin\n{passages[1]}"), ("c.txt", passages[1])):
+        (tool,) = load_tools((f"search:{tmp_path / file}",)).values()
+        text = answer(tool, {"query": "What is Germany's capital?"}).text
+        assert text == f"Doc 1: {second}\n\nDoc 2: {passages[0]}"
+        for query in ("", "zebra", "the of", "\ud800"):
+            assert answer(tool, {"query": query}).text == "No passage was found."
+    (tmp_path / "one.txt").write_text("Only this.")
+    (tool,) = load_tools((f"search:{tmp_path / 'one.txt'}",)).values()
+    assert answer(tool, {"query": "only"}).text == "Doc 1: Only this."
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [("a.jsonl", '{"contents": "x"}\n{"id": 1}', "line 2 is no"), ("a.jsonl", "{", "line 1 is no"),
+     ("a.jsonl", "3", "line 1"), ("a.txt", "\n", "no passage"), ("b.txt", None, "no such file")],
+)  # fmt: skip
+def test_a_corpus_that_cannot_be_read(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=words):
+        load_tools((f"search:{tmp_path / name}",))
+
+
+class Retriever(BaseHTTPRequestHandler):
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(500 if request["queries"] == ["fail"] else 200)
+        self.end_headers()
+        hits = [{"document": {"id": 1, "contents": f'"{query}"\ntext'}, "score": 1.5} for query in request["queries"]]
+        self.wfile.write(json.dumps({"result": [hits * request["topk"]]}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def retriever():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Retriever)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/retrieve"
+    server.shutdown()
+    server.server_close()
+
+
+def test_search_by_http(retriever):
+    (tool,) = load_tools((f"search:{retriever}",)).values()
+    assert answer(tool, {"query": "cats"}).text == "\n\n".join(f'Doc {i}: "cats"\ntext' for i in (1, 2, 3))
+    assert answer(tool, {"query": "fail"}).error_kind == "exception"
+
+
+# ---- MCP -----------------------------------------------------------------------------------------
+
+SERVER = '''
+import os
+from mcp.server.mcpserver import MCPServer
+server = MCPServer("demo", log_level="CRITICAL")
+
+@server.tool()
+def add(a: int, b: int = 1) -> int:
+    """Add."""
+    if b == 13:
+        os._exit(1)
+    return a + b
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ValueError("no")
+
+server.run("stdio")
+'''
+
+
+@pytest.fixture(scope="module")
+def server_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mcp") / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+def check_mcp(tools):
+    assert list(tools) == ["add", "fail"]
+    assert tools["add"].get_openai_tool_schema()["function"]["description"] == "Add."
+    assert answer(tools["add"], {"a": 2}).text == "3"  # on a loop other than the one of load_tools, twice
+    assert answer(tools["add"], {"a": 2, "b": 40}).text == "42"
+    assert answer(tools["add"], {"a": "x"}).error_kind == "wrong_arguments"
+    failed = answer(tools["fail"])
+    assert failed.error_kind == "exception" and "fail" in failed.text
+
+
+def test_mcp_by_command(server_file):
+    tools = load_tools((f"mcp:{sys.executable} {server_file}",))
+    check_mcp(tools)
+    assert answer(tools["add"], {"a": 1, "b": 13}, timeout_s=5.0).error_kind in ("exception", "timeout")  # it is dead
+    assert answer(tools["add"], {"a": 1}, timeout_s=5.0).error_kind in ("exception", "timeout")
+
+
+@pytest.mark.parametrize("target", ["no-such-command", f"{sys.executable} -c 0", "http://127.0.0.1:9/mcp", "", "a 'b"])
+def test_no_mcp_server(target):
+    with pytest.raises(InputError, match="no MCP server answers there"):
+        load_tools((f"mcp:{target}",))
+
+
+def test_mcp_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(InputError, match=r"pip install 'mcp>=2\.3'"):
+        load_tools(("mcp:x",))
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+FILE = '''
+from lib.tools import BaseInteraction, BaseTool
+
+seen = []
+
+def remember(word: str) -> str:
+    """Remember a word.
+
+    Args:
+        word: The word.
+    """
+    seen.append(word)
+    return "ok"
+
+class Recall(BaseTool):
+    def get_openai_tool_schema(self):
+        return {"type": "function", "function": {"name": "recall", "description": "All words.", "parameters": {}}}
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return " ".join(seen), 1.0, {}
+
+class NoSchema(BaseTool):
+    pass
+
+class BadSchema(BaseTool):
+    def get_openai_tool_schema(self):
+        return {"function": {"name": "bad", "parameters": {"type": "text"}}}
+
+class User(BaseInteraction):
+    pass
+
+class Other:
+    pass
+
+number = 3
+'''
+
+
+@pytest.fixture
+def tool_file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_tools_of_a_file_share_it(tool_file):
+    tools = load_tools((f"{tool_file}:remember", f"{tool_file}:Recall", "calculator"))
+    assert list(tools) == ["remember", "recall", "calculator"]
+    answer(tools["remember"], {"word": "a"}), answer(tools["remember"], {"word": "b"})
+    assert answer(tools["recall"]).text == "a b"
+    assert issubclass(load_interaction(f"{tool_file}:User"), BaseInteraction)
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        (("calculator", "calculator"), "there is a tool 'calculator' already"),
+        (("calculater",), "use calculator, python"),
+        (("nowhere.py:f",), "no such file"),
+        (("{file}:nothing",), "no function or class 'nothing'"),
+        (("{file}:number",), "no function or class 'number'"),
+        (("{file}:Other",), "no subclass of lib.tools.BaseTool"),
+        (("{file}:NoSchema",), "NotImplementedError"),
+        (("{file}:BadSchema",), "'text' is not valid"),
+    ],
+)
+def test_tools_that_cannot_be_loaded(tool_file, specs, words):
+    with pytest.raises(InputError, match=words) as caught:
+        load_tools(tuple(spec.format(file=tool_file) for spec in specs))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"), [("{file}:Other", "no subclass"), ("gym", "no such file"), ("{file}:X", "'X'")]
+)
+def test_interactions_that_cannot_be_loaded(tool_file, spec, words):
+    with pytest.raises(InputError, match=words):
+        load_interaction(spec.format(file=tool_file))
+
+
+def test_reasoning_gym_gives_further_tries():
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset("chain_sum", seed=1, size=1)
+    truth = json.dumps({"task": "chain_sum", "task_kwargs": {}, "entry": dump_entry(dataset[0])})
+    right = dataset[0]["answer"]
+
+    async def episode(answers, **kwargs):
+        user = load_interaction("reasoning_gym")()
+        await user.start("1", ground_truth=truth, **kwargs)
+        messages, turns = [{"role": "user", "content": dataset[0]["question"]}], []
+        for text in answers:
+            messages.append({"role": "assistant", "content": f"<answer>{text}</answer>"})
+            turns.append(await user.respond(messages))
+            messages.append({"role": "user", "content": turns[-1][1]})
+        await user.stop()
+        return turns, await user.score()
+
+    turns, score = asyncio.run(episode(["no", right]))
+    assert [turn[0] for turn in turns] == [False, True] and score == 1.0
+    assert "'no' is not right" in turns[0][1] and right not in turns[0][1]
+    turns, score = asyncio.run(episode(["no", "no"], max_tries=2))
+    assert [turn[0] for turn in turns] == [False, True] and score < 1.0
+    with pytest.raises(InputError, match="countdown"):
+        evaluated = json.dumps({"task": "countdown", "task_kwargs": {}, "entry": {}})
+        asyncio.run(load_interaction("reasoning_gym")().start("1", ground_truth=evaluated))
+
+
+# ---- parsers -------------------------------------------------------------------------------------
+
+TRICKY = [
+    "</tool_call>",
+    "<tool_call>",
+    '{"name": "x"}',
+    "}",
+    ";",
+    "\n",
+    '"',
+    "\\",
+    "<|im_end|>",
+    "é漢\N{GRINNING FACE}",
+    "; {",
+]
+STRINGS = st.lists(st.sampled_from(TRICKY) | st.text(max_size=5), max_size=4).map("".join)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | STRINGS
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3), max_leaves=6
+)
+CALLS = st.lists(st.tuples(STRINGS, st.dictionaries(STRINGS, VALUES, max_size=3)), min_size=1, max_size=3)
+ASCII = st.booleans()  # of json.dumps
+AROUND = st.sampled_from(["", "\n", "Let me see.\n", "{so}; "])
+
+
+def parse(name, text, template="", **attributes):
+    return get_tool_parser(name, SimpleNamespace(chat_template=template, **attributes))(text)
+
+
+@settings(max_examples=60)
+@given(CALLS, ASCII, AROUND, st.sampled_from(["<|im_end|>", "", "\n<|im_end|>\n"]))
+def test_hermes_round_trip(calls, ascii_only, before, after):
+    dumped = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii_only) for name, arguments in calls]
+    text = before + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in dumped) + after
+    assert parse("hermes", text) == [ToolCall(*call) for call in calls]
+    assert parse("hermes", f"<think>\n<tool_call>{{}}</tool_call>\n</think>{text}") == [
+        ToolCall(*call) for call in calls
+    ]
+
+
+@settings(max_examples=60)
+@given(CALLS, ASCII, st.sampled_from(["", "<|python_tag|>", "\n"]), st.sampled_from(["<|eom_id|>", "<|eot_id|>", ""]))
+def test_llama_round_trip(calls, ascii_only, before, after):
+    dumped = [json.dumps({"name": name, "parameters": arguments}, ensure_ascii=ascii_only) for name, arguments in calls]
+    assert parse("llama3_json", before + "; ".join(dumped) + after) == [ToolCall(*call) for call in calls]
+
+
+TYPED = st.fixed_dictionaries(
+    {"s": STRINGS},
+    optional={
+        "i": st.integers(), "x": st.floats(allow_nan=False, allow_infinity=False), "b": st.booleans(),
+        "o": st.none() | st.just("y"), "l": st.lists(st.integers() | STRINGS, max_size=3),
+        "d": st.dictionaries(STRINGS, VALUES, max_size=2),
+    },
+)  # fmt: skip
+
+
+def typed(s: str, i: int = 0, x: float = 0.0, b: bool = False, o: str | None = None, l: list | None = None, d: dict | None = None) -> str:  # fmt: skip  # noqa: E501, E741
+    """All types.
+
+    Args:
+        s: S.
+        i: I.
+        x: X.
+        b: B.
+        o: O.
+        l: L.
+        d: D.
+    """
+    return ""
+
+
+def qwen_text(name, arguments, dump):
+    """As Qwen3-Coder's template renders a call: dicts (and by some versions lists) as JSON, all else by str()."""
+    values = {key: value if isinstance(value, str) else dump(value) for key, value in arguments.items()}
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+@settings(max_examples=60)
+@given(st.lists(TYPED, min_size=1, max_size=2), st.sampled_from([json.dumps, str]), AROUND)
+def test_qwen3_coder_round_trip(calls, dump, before):
+    parser = get_tool_parser("qwen3_coder", None, {"typed": FunctionTool(typed)})
+    text = before + "\n".join(qwen_text("typed", call, dump) for call in calls) + "<|im_end|>"
+    assert parser(text) == [ToolCall("typed", call) for call in calls]
+
+
+def test_qwen3_coder_values():
+    parser = get_tool_parser("qwen3_coder", None, {"typed": FunctionTool(typed)})
+    value = "a </function>\n<parameter=x> </parameter> b\n\n  c"
+    assert parser(qwen_text("typed", {"s": value}, str)) == [ToolCall("typed", {"s": value})]
+    assert parser(qwen_text("typed", {"s": '"1"', "i": "seven"}, str)) == [
+        ToolCall("typed", {"s": '"1"', "i": "seven"})
+    ]
+    assert parser(qwen_text("other", {"n": "1"}, str)) == [ToolCall("other", {"n": "1"})]
+    assert parser("<function=typed></function>") == [ToolCall("typed", {})]
+    (call,) = parser("<tool_call>\n<function=typed>\n<parameter=s>\nabc")
+    assert call.name == "typed" and call.error
+    assert [bool(call.error) for call in parser("<function=f>x</function><function=g></function>")] == [True, False]
+
+
+@given(st.text(), st.sampled_from(["hermes", "llama3_json", "qwen3_coder"]))
+@example("[" * 100000, "hermes")
+def test_parsers_take_any_text(text, name):
+    assert parse(name, text) == []  # random text has no call in it
+    marks = {"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "qwen3_coder": "<function=f>"}
+    for call in parse(name, marks[name] + text):
+        assert (call.arguments is None) == (call.error is not None)
+
+
+MALFORMED = ['{"name": "f", "arguments": {', '{"name": "f"', "", "f(x)", "{'name': 'f'}",
+             '{"name": "f", "arguments": [1]}', '{"name": 3, "arguments": {}}', '{"arguments": {}}', "[]",
+             '{"name": "f", "arguments": "{}"}', "[" * 100000, '{"name": "f", "arguments": {"a": NaN}}',
+             '{"name": "f", "arguments": {"a": "\\ud800"}}',
+             '{"name": "f", "arguments": {"a": %s}}' % ("9" * 5000)]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:40])
+def test_malformed_calls_have_an_error(text):
+    good = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    first, second = parse("hermes", f"<tool_call>\n{text}\n</tool_call>\n{good}")
+    assert first.error and first.arguments is None and second == ToolCall("g", {})
+    (call,) = parse("llama3_json", f"<|python_tag|>{text}")
+    assert call.error and call.arguments is None and len(call.error) < 300
+
+
+@pytest.mark.parametrize("text", ['{"name": "f", "arguments": {}}}', '{"name": "f"} {"name": "g"}', '{"name": "f"} so'])
+def test_hermes_wants_one_object_a_call(text):
+    (call,) = parse("hermes", f"<tool_call>{text}</tool_call>")
+    assert call.name == "f" and "</tool_call>" in call.error
+    assert parse("hermes", '<tool_call>{"name": "f"}<|im_end|>') == [ToolCall("f", {})]
+
+
+@pytest.mark.parametrize("text", ["", "{x | x > 0}", '{"answer": 3}', 'I call {"name": "f", "parameters": {}}', "a;b"])
+def test_llama_text_is_no_call(text):
+    assert parse("llama3_json", text) == []
+
+
+def test_thoughts_are_no_calls():
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert parse("hermes", f"<think>{call}") == []
+    assert parse("hermes", f"{call}</think>no") == []  # the template wrote <think>
+    assert parse("hermes", f"<think>{call}</think>{call}") == [ToolCall("f", {})]
+
+
+def test_auto_goes_by_the_template():
+    hermes = '<tool_call>{"name": "f"}</tool_call>'
+    assert parse("auto", hermes, 'within <tool_call></tool_call> XML tags: {"name": <function-name>}') == [
+        ToolCall("f", {})
+    ]
+    llama = 'Environment: ipython {"name": function name, "parameters": dictionary}'
+    assert parse("auto", '{"name": "f", "parameters": {"a": 1}}', llama) == [ToolCall("f", {"a": 1})]
+    coder = "<tool_call>\n<function=example><parameter=a>"
+    assert parse("auto", "<function=f>\n</function>", coder) == [ToolCall("f", {})]
+    for template in ("", "<tool_call>{name}<arg_key>{key}</arg_key>", None):
+        with pytest.raises(InputError, match="the chat template shows no format"):
+            parse("auto", "", template)
+    with pytest.raises(InputError, match="there is no parser 'hermess'; use hermes, llama3_json"):
+        parse("hermess", "")
+
+
+def test_auto_goes_by_the_response_template():
+    """transformers' own parser, where the tokenizer brings its format: here one that no parser of ours knows."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/toy/model")
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {"close": "<|im_end|>"},
+            "tool_calls": {
+                "open_pattern": r"\[call (?P<name>\w+)\]",
+                "close": "[/call]",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    }
+    parser = get_tool_parser("auto", tokenizer, {"echo": FunctionTool(echo)})
+    assert parser('Hm [call echo]{"text": "a", "times": "2"}[/call]<|im_end|>') == [
+        ToolCall("echo", {"text": "a", "times": 2})
+    ]
+    assert parser("Hm<|im_end|>") == []
+    (call,) = parser('[call echo]{"text": [/call]')
+    assert call.error
+
+
+def test_vllm_parsers():
+    pytest.importorskip("vllm")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/toy/model")
+    parser = get_tool_parser("vllm:hermes", tokenizer, {"echo": FunctionTool(echo)})
+    text = '<tool_call>{"name": "echo", "arguments": {"text": "é"}}</tool_call>'
+    assert parser(f"{text}\n{text}") == [ToolCall("echo", {"text": "é"})] * 2
+    assert parser("Hm") == []
+    with pytest.raises(InputError, match="does not fit the tokenizer"):  # it has no <|python_tag|>
+        get_tool_parser("vllm:llama3_json", tokenizer)
+    with pytest.raises(InputError, match=r"vLLM has no such parser; it has .*hermes"):
+        get_tool_parser("vllm:nothing", tokenizer)
+
+
+def test_literal_values_do_not_end_the_interpreter():
+    """Values of qwen3_coder's go through ast.literal_eval, which had crashes on deep nesting."""
+    parser = get_tool_parser("qwen3_coder", None, {"typed": FunctionTool(typed)})
+    for value in (
+        "-" * 100000 + "1",
+        "(" * 100000,
+        "1+" * 100000 + "1",
+        "not " * 100000,
+        "a." * 100000 + "a",
+        "{1:" * 100000,
+    ):
+        (call,) = parser(qwen_text("typed", {"i": value}, str))
+        assert call.arguments == {"i": value}
