@@ -1,18 +1,20 @@
-"""The embedded multi-turn task: products too large for a small model's head, and a calculator it mostly does not use.
+"""The embedded multi-turn task: products too large for a small model's head, and a calculator that it mostly ignores.
 
-    python data/toy_tools.py     rewrites data/toy_tools/: train.jsonl, val.jsonl and model/ (two minutes on one core)
+    python data/toy_tools.py     rewrites data/toy_tools/: train.jsonl, val.jsonl and model/ (three minutes on one core)
 
-    user       137*28
-    assistant  <tool_call>\\n{"name": "calculator", "arguments": {"expression": "137*28"}}\\n</tool_call>
-    tool       3836
-    assistant  =3836             scored by rewards/arithmetic.py; or at once =3816, in the head
+    user        630*52
+    assistant   <tool_call>\\n{"name": "calculator", "arguments": {"expression": "630*52"}}\\n</tool_call>
+    tool        32760
+    assistant   =32760          or this at once, in the head; scored by rewards/arithmetic.py
 
-The start is data/toy.py's Llama after imitating pupils of mixed quality (`demonstration`): most answer in the head, with
-the right product, which a model of this size cannot learn; the others call the calculator, but slip: a wrong digit in
-the expression, a call that is not closed, a result that is ignored. So its greedy answer comes from the head, and some
-of its samples call. RL has to find out that the call pays, and then to make it reliable. A quarter of the
-demonstrations have no tools in their prompt, and answer in the head: what a run without tools starts from. The held-out
-products occur neither in train.jsonl nor in the warm-up.
+The start is data/toy.py's Llama after it has imitated pupils of mixed quality (`demonstration`): most answer in the
+head, and rightly, but what they do there is beyond a model of this size, which learns to guess: rarely right. The
+others call the calculator, and slip: a wrong digit, a call that is no JSON, another answer than the result. So its
+greedy answer comes from the head, while among the samples of a prompt some call, and nearly half of these are right. RL
+has to find out that the call pays, then to make it reliable. Demonstrations whose prompt has no tools are all in the
+head: a run without tools starts from there, and stays there. The held-out products occur neither in train.jsonl nor in
+the warm-up. Every product has five digits, so a copied digit is always as far from its original; where it is not, a
+model of two layers mistakes repeated digits.
 """
 
 import os
@@ -34,8 +36,8 @@ from data import toy
 
 FOLDER = Path(__file__).parent / "toy_tools"
 CALL = ["<tool_call>", '{"name": "calculator", "arguments": {"expression": "', '"}}', "</tool_call>"]  # one token each
-# Of the tools only the names are rendered: the calculator's JSON schema would be some 300 of this tokenizer's tokens.
-# {% generation %} marks what the assistant writes, for the labels of the warm-up.
+# Of the tools only the names are shown: the calculator's JSON schema would be 300 tokens. {% generation %} marks what
+# the assistant writes, for the labels of the warm-up.
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\ntools:' }}
 {%- for tool in tools %}{{ ' ' + tool['function']['name'] }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
@@ -47,13 +49,12 @@ CHAT_TEMPLATE = """\
 {%- endfor %}{{ '<|im_end|>' }}{% endgeneration %}
 {%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-# As much of the calculator's schema as the template reads.
-TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
-SHARE_WITHOUT_TOOLS = 0.25  # of the demonstrations
-SHARE_CALLS = 0.22  # of those with tools
-SHARE_WRONG_DIGIT = 0.15  # of the calls; each slip
-SHARE_UNCLOSED = 0.15
-SHARE_IGNORED = 0.15
+TOOLS = [{"type": "function", "function": {"name": "calculator"}}]  # what the template reads of lib/tools.py's schema
+SHARE_WITHOUT_TOOLS = 0.15  # of the demonstrations
+SHARE_CALLS = 0.25  # of those with tools
+SHARE_WRONG_DIGIT = 0.15  # of the calls, as the next two
+SHARE_MALFORMED = 0.15
+SHARE_IGNORED = 0.1
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -76,11 +77,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_rows(n_train: int = 4096, n_val: int = 256, seed: int = 0) -> tuple[list[dict], list[dict]]:
-    """Distinct products of a three-digit and a two-digit number as rows of verl's form, (train, val)."""
+    """Distinct products of a three-digit and a two-digit factor as rows of verl's form, (train, val)."""
     rng = random.Random(seed)
     factors: dict[tuple[int, int], None] = {}  # in order of their first draw
     while len(factors) < n_train + n_val:
-        factors[rng.randint(100, 999), rng.randint(10, 99)] = None
+        factors[rng.randint(200, 999), rng.randint(50, 99)] = None
 
     def row(split: str, index: int, a: int, b: int) -> dict:
         return {
@@ -101,30 +102,31 @@ def tool_call(expression: str) -> str:
 
 
 def demonstration(a: int, b: int, with_tools: bool, rng: random.Random) -> list[dict]:
-    """The conversation after the user's message."""
-    in_the_head = {"role": "assistant", "content": f"={a * b}"}
+    """The messages after the user's: an answer in the head, or a call, its result and the answer."""
     if not with_tools or rng.random() >= SHARE_CALLS:
-        return [in_the_head]
+        return [{"role": "assistant", "content": f"={a * b}"}]
     expression = f"{a}*{b}"
     if rng.random() < SHARE_WRONG_DIGIT:
         place = rng.choice([0, 1, 2, 4, 5])
-        expression = expression[:place] + rng.choice("123456789") + expression[place + 1 :]
+        expression = expression[:place] + rng.choice("56789") + expression[place + 1 :]
     call = tool_call(expression)
-    if rng.random() < SHARE_UNCLOSED:
-        return [{"role": "assistant", "content": call.removesuffix("\n</tool_call>")}]
+    if rng.random() < SHARE_MALFORMED:
+        return [{"role": "assistant", "content": call.replace(CALL[2], "")}]
     left, right = expression.split("*")
     result = int(left) * int(right)
-    answer = {"role": "assistant", "content": f"={result}"}
-    if rng.random() < SHARE_IGNORED:
-        answer = {"role": "assistant", "content": f"={rng.randint(1000, 98901)}"}
-    return [{"role": "assistant", "content": call}, {"role": "tool", "content": str(result)}, answer]
+    answer = rng.randint(1000, 98901) if rng.random() < SHARE_IGNORED else result
+    return [
+        {"role": "assistant", "content": call},
+        {"role": "tool", "content": str(result)},
+        {"role": "assistant", "content": f"={answer}"},
+    ]
 
 
 def warm_up(
     tokenizer: PreTrainedTokenizerFast,
     held_out: set[str],
     *,
-    steps: int = 600,
+    steps: int = 700,
     batch_size: int = 64,
     lr: float = 3e-3,
     seed: int = 0,
@@ -158,7 +160,7 @@ def warm_up(
     for step in range(steps):
         rows, masks = [], []
         while len(rows) < batch_size:
-            a, b = rng.randint(100, 999), rng.randint(10, 99)
+            a, b = rng.randint(200, 999), rng.randint(50, 99)
             if f"{a}*{b}" in held_out:
                 continue
             with_tools = rng.random() >= SHARE_WITHOUT_TOOLS
