@@ -8,34 +8,58 @@ from lib.data_proto import DataProto
 from lib.distributed import all_reduce_max
 
 
-def prepare_dynamic_batch(batch: DataProto, max_tokens: int) -> tuple[list[DataProto], list[list[int]]]:
+def prompt_groups(batch: DataProto) -> torch.Tensor:
+    """(B,) numbers: equal where rows have the same prompt, the attended tokens of `input_ids` left of the response."""
+    prompts = batch.batch["input_ids"].where(batch.batch["attention_mask"].bool(), -1)
+    return prompts[:, : -batch.batch["response_mask"].shape[1]].unique(dim=0, return_inverse=True)[1]
+
+
+def prepare_dynamic_batch(
+    batch: DataProto, max_tokens: int, *, share_prompts: bool = False
+) -> tuple[list[DataProto], list[list[int]]]:
     """Splits rows into micro-batches of at most `max_tokens` tokens (padding not counted), equally many on every rank.
 
-    First-fit decreasing; then the ranks that need fewer split their fullest micro-batch until all have as many. A row
-    longer than `max_tokens` is alone. A collective: every rank calls it, with the same number of rows.
+    With `share_prompts` rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts
+    their prompt once. First-fit decreasing; then the ranks that need fewer split the micro-batch of most rows until all
+    have as many. A row longer than `max_tokens` is alone. The longest micro-batches come first, on every rank, so that
+    ranks wait little for each other. A collective: every rank calls it, with the same number of rows.
 
     Returns:
         (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
     """
-    lengths = batch.batch["attention_mask"].sum(1).tolist()
+    attention = batch.batch["attention_mask"]
+    own, prompt, group = attention.sum(1).tolist(), [0] * len(batch), list(range(len(batch)))
+    if share_prompts:
+        prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1).tolist()
+        own, group = [n - p for n, p in zip(own, prompt)], prompt_groups(batch).tolist()
+
+    def tokens(rows: list[int]) -> int:
+        return sum(own[r] for r in rows) + sum({group[r]: prompt[r] for r in rows}.values())
+
+    parts: list[list[int]] = []  # the rows of one prompt, or as many of them as fit
+    for row in sorted(range(len(batch)), key=lambda r: (group[r], -own[r])):
+        if parts and group[parts[-1][0]] == group[row] and tokens([*parts[-1], row]) <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
     bins: list[list[int]] = []
     room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
-        place = next((i for i, free in enumerate(room) if free >= lengths[row]), None)
+    for part in sorted(parts, key=lambda rows: -tokens(rows)):
+        place = next((i for i, free in enumerate(room) if free >= tokens(part)), None)
         if place is None:
             place = len(bins)
             bins.append([])
             room.append(max_tokens)
-        bins[place].append(row)
-        room[place] -= lengths[row]
-    wanted = all_reduce_max(len(bins), batch.batch["attention_mask"].device)
+        bins[place] += part
+        room[place] -= tokens(part)
+    wanted = all_reduce_max(len(bins), attention.device)
     heap = [(-len(rows), rows) for rows in bins]
     heapq.heapify(heap)
     while len(heap) < wanted:
         _, rows = heapq.heappop(heap)
-        for half in (rows[::2], rows[1::2]):
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             heapq.heappush(heap, (-len(half), half))
-    bins = sorted(sorted(rows) for _, rows in heap)
+    bins = sorted((sorted(rows) for _, rows in heap), key=lambda rows: (-tokens(rows), rows))
     return [batch[rows] for rows in bins], bins
 
 

@@ -8,7 +8,6 @@ without backward FSDP's root parameters are whole, and the optimizer's state dic
 which reshards). Every rank makes the same calls. Load only checkpoints that you trust: DCP's `.metadata` is a pickle.
 """
 
-import copy
 import json
 import os
 import random
@@ -28,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import broadcast
+from lib.distributed import broadcast, full_tensor, iter_full_params
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LRScheduler]
@@ -160,7 +159,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
     state: dict[str, Any] = {}
     saved_keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
     for name, (module, optimizer) in models.items():
-        state[name] = {"model": dcp_state.get_model_state_dict(module)}
+        state[name] = {"model": _model_state(module)}
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()  # with neither gradient nor state, DCP makes the full state: what to load into
@@ -172,11 +171,11 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
             }
             state[name]["optim"] = template
     dcp.load(state, checkpoint_id=path)
+    may_lack = dcp_state.StateDictOptions(strict=False)  # frozen weights; states of parameters without gradient
     for name, (module, optimizer) in models.items():
-        dcp_state.set_model_state_dict(module, state[name]["model"])
+        dcp_state.set_model_state_dict(module, state[name]["model"], options=may_lack)
         if optimizer is not None:
-            may_lack_state = dcp_state.StateDictOptions(strict=False)
-            dcp_state.set_optimizer_state_dict(module, optimizer, state[name]["optim"], options=may_lack_state)
+            dcp_state.set_optimizer_state_dict(module, optimizer, state[name]["optim"], options=may_lack)
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(trainer["schedulers"][name])
     if trainer["world_size"] == dist.get_world_size():
@@ -201,24 +200,25 @@ def export_hf(
 ) -> None:
     """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer.
 
-    Every rank calls it; rank 0 gathers into CPU memory and writes, aside and then renamed.
+    Of a model with LoRA adapters these are the merged weights, and `out_dir`/adapter is a folder for peft. Every rank
+    calls it; rank 0 gathers into CPU memory and writes, aside and then renamed.
     """
-    on_rank_0 = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(model, options=on_rank_0)
-    if dist.get_rank() == 0:
+    first = dist.get_rank() == 0
+    weights = {name: weight.cpu() for name, weight in iter_full_params(model, dtype) if first}
+    adapter = {name: full_tensor(p.detach()).cpu() for name, p in model.named_parameters() if ".lora_" in name}
+    if first:
         out_dir = Path(out_dir)
         tmp = out_dir.with_name(out_dir.name + ".tmp")
         shutil.rmtree(tmp, ignore_errors=True)
-        # gathered or cast one by one, tied weights share no memory and would be written twice: keep the named ones
-        names = dict(model.named_parameters()) | dict(model.named_buffers())
-        weights = {name: w for name, w in weights.items() if name in names}
-        if dtype is not None:
-            weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
-        model.save_pretrained(tmp, state_dict=weights)
-        if dtype is not None:  # save_pretrained writes the live parameters' dtype
-            config = copy.deepcopy(model.config)
-            config.dtype = dtype
-            config.save_pretrained(tmp)
+        buffers = dict(model.named_buffers())
+        weights |= {name: value.cpu() for name, value in model.state_dict().items() if name in buffers}
+        with torch.device("meta"):  # a model without adapters, whose save_pretrained writes the whole
+            whole = type(model)(model.config)
+        if model.can_generate():
+            whole.generation_config = model.generation_config
+        whole.to(next(iter(weights.values())).dtype).save_pretrained(tmp, state_dict=weights)
+        if adapter:
+            model.save_pretrained(tmp / "adapter", state_dict=adapter)
         tokenizer.save_pretrained(tmp)
         _publish(tmp, out_dir)
     dist.barrier()
@@ -232,10 +232,18 @@ def _names(models: Models, schedulers: Schedulers) -> dict[str, list[str]]:
     return {"models": sorted(models), "optimizers": sorted(optimizers), "schedules": sorted(schedulers)}
 
 
+def _model_state(module: Module) -> dict[str, Any]:
+    """Weights without the frozen ones, which a run reads again from where it started (LoRA)."""
+    state = dcp_state.get_model_state_dict(module)
+    named = module.named_parameters(remove_duplicate=False)  # tied weights by both names
+    frozen = {name for name, param in named if not param.requires_grad}
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
 def _state_to_save(models: Models) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, (module, optimizer) in models.items():
-        state[name] = {"model": dcp_state.get_model_state_dict(module)}
+        state[name] = {"model": _model_state(module)}
         if optimizer is not None:
             stepped = bool(optimizer.state)
             state[name]["optim"] = dcp_state.get_optimizer_state_dict(module, optimizer)
@@ -300,7 +308,7 @@ def _why_torn(folder: Path) -> str | None:
 
 def _publish(tmp: Path, final: Path) -> None:
     """Puts the finished folder `tmp` in the place of `final` by a rename, when its bytes are on the disk."""
-    for file in [*tmp.iterdir(), tmp]:
+    for file in [*tmp.rglob("*"), tmp]:
         _fsync(file)
     replaced = final.with_name(final.name + ".replaced.tmp")
     shutil.rmtree(replaced, ignore_errors=True)

@@ -15,9 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate
 
 from lib import InputError
 
@@ -81,38 +89,67 @@ def is_first_on_node() -> bool:
 # ---- sharding ------------------------------------------------------------------------------------
 
 
-def make_mesh(world: World) -> DeviceMesh:
-    """One dimension, "fsdp": parameters, gradients and optimizer state are split over all ranks."""
-    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("fsdp",))
+def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
+    """Parameters, gradients and optimizer state are split over the dimension "shard", which is all ranks.
+
+    More replicas (HSDP): each is split over size / replicas ranks that follow each other (a node, say), so that weights
+    are gathered within a replica and only gradients are added up between them. Raises InputError for unequal replicas.
+    """
+    if world.size % replicas:
+        raise InputError(f"--replicas {replicas}: the number of ranks, {world.size}, must be a multiple of it")
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    shape = (replicas, world.size // replicas)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard_model(model: torch.nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> torch.nn.Module:
+def shard_model(
+    model: torch.nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
+) -> torch.nn.Module:
     """FSDP2 of a transformers model, in place: one group a decoder layer, the rest in the root group.
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
-    gradients are reduced in the parameter's dtype. Move the model to the device first.
+    gradients are reduced in the trained parameters' dtype. The model may be on any device; what it left on the meta
+    device (`on_meta` in lib/model.py) is read from its files, by each rank its own shards.
+
+    cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer comes
+    to the device when it computes. `model.device` is then the CPU: see `compute_device`.
     """
-    param_dtype = next(model.parameters()).dtype
-    policy = MixedPrecisionPolicy()
-    if compute_dtype != param_dtype:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=param_dtype)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps the model
-    layer_classes = set(base._no_split_modules)
+    on_gpu = mesh.device_type != "cpu"
+    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()}
+    master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
+    options["mp_policy"] = MixedPrecisionPolicy()
+    if any(p.dtype != compute_dtype for p in model.parameters()):
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
+    layer_classes = set(model._no_split_modules)
     for module in [m for m in model.modules() if type(m).__name__ in layer_classes]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+        fully_shard(module, **options)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     if not tied:  # tied weights must stay in one group, the root: torch 2.11 silently unties them otherwise
-        fully_shard(embedding, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(embedding, **options)
+    fully_shard(model, **options)
     assert head is None or (head.weight is embedding.weight) == tied
     for name in getattr(model, "fsdp_forward_methods", ()):
         register_fsdp_forward_method(model, name)
+    if any(p.is_meta for p in model.parameters()):
+        device = "cpu" if cpu_offload else mesh.device_type
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        reader = dcp.HuggingFaceStorageReader(model.weights_folder)
+        files = reader.read_metadata().state_dict_metadata
+        weights = {name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items()}
+        dcp.load({name: weight for name, weight in weights.items() if name in files}, storage_reader=reader)
     return model
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def compute_device(model: torch.nn.Module) -> torch.device:
+    """Where the model computes, which with `cpu_offload` is not where its parameters are."""
+    param = next(model.parameters())
+    return torch.device(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -135,15 +172,38 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) one at a time, on every rank: a collective, so every rank must run through all of it.
+@torch.no_grad()
+def merged_shards(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, this rank's shard as a DTensor) of each weight of the model as it was before `add_lora`, with its LoRA
+    update added: W + alpha / rank x B A. The model stays as it is. A collective.
 
-    Extra memory: twice the largest parameter. Tied weights come once, under the name of the embedding.
+    Rows of W and of B are split alike, so a rank merges its own rows with the whole A.
     """
+    device = compute_device(model)
     for module in fsdp_modules(model):
         module.reshard()
     for name, param in model.named_parameters():
-        tensor = full_tensor(param.detach())
+        path, adapted, leaf = name.rpartition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        weight = param.detach().to(device)
+        if adapted and leaf == "weight":
+            layer = model.get_submodule(path)
+            A, B = layer.lora_A["default"].weight.to(device), layer.lora_B["default"].weight.to(device)
+            if isinstance(A, DTensor):
+                A = A.redistribute(placements=[Replicate()] * A.device_mesh.ndim)
+            weight = (weight + layer.scaling["default"] * (B @ A)).to(weight.dtype)
+        yield f"{path}.{leaf}" if adapted else name, weight
+
+
+def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of `merged_shards` one at a time, on every rank: a collective, so every rank must run
+    through all of it.
+
+    Extra memory: twice the largest parameter. Tied weights come once, under the name of the embedding.
+    """
+    for name, shard in merged_shards(model):
+        tensor = full_tensor(shard)
         yield name, tensor if dtype is None else tensor.to(dtype)
 
 

@@ -5,31 +5,43 @@ attention runs inside each row. Full fp32 logits never exist: the vocabulary pro
 its backward recomputes them. Both are exact. Log-probs are those at the sampling temperature; dropout is off.
 """
 
+import itertools
 import logging
+import re
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import torch
 import torch.nn.functional as F
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.nn.attention.bias import causal_lower_right
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from lib import InputError
-from lib.batching import prepare_dynamic_batch, restore_dynamic_batch
+from lib.batching import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data_proto import DataProto
+from lib.distributed import fsdp_modules, is_first_on_node, trainable_parameters
 
 disable_progress_bar()  # of loading: one bar a rank
 # a table of weights that are missing or too many, on each rank: `_from_pretrained` says in one line what is wrong
@@ -83,14 +95,18 @@ def load_model(
     attn_implementation: str = "packed_sdpa",
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """A causal LM from a Hugging Face id, a folder or a .gguf file, with weights in `dtype` and without dropout.
 
     `dtype` is explicit because transformers otherwise takes the checkpoint's, and AdamW on bf16 weights loses small
     updates. The model gets the method `token_log_probs`, which FSDP treats as a forward.
+
+    on_meta: read no weights yet; `shard_model` reads of the safetensors files what its rank holds, so that no process
+    ever holds the whole model. Where transformers has to convert the weights, they are all read now, as without it.
     """
     options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    model, missing = _from_pretrained(AutoModelForCausalLM, path, "--model", {}, **options)
+    model, missing = _from_pretrained(AutoModelForCausalLM, path, "--model", {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, "--model")
     return _prepare(model, token_log_probs, gradient_checkpointing)
 
@@ -102,11 +118,12 @@ def load_critic(
     attn_implementation: str = "packed_sdpa",
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
+    on_meta: bool = False,
 ) -> PreTrainedModel:
     """A token classifier of one label, the value, from what `load_model` takes, or from a critic or a reward model.
 
     Where there is no value head (a causal LM) it starts at zero, so that the first values are 0 on every rank: a random
-    head would differ from rank to rank. The model gets the method `token_values`.
+    head would differ from rank to rank. The model gets the method `token_values`. on_meta: as in `load_model`.
 
     Raises:
         InputError: the architecture has no token classification, or the head has another number of outputs.
@@ -114,25 +131,30 @@ def load_critic(
     options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     # without classifier_dropout, transformers drops 10 % of what the head sees
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
-    model, missing = _from_pretrained(AutoModelForTokenClassification, path, "--critic_model", settings, **options)
-    new = {name for name in missing if model.get_submodule(name.rpartition(".")[0]) is value_head(model)}
+    model, missing = _from_pretrained(
+        AutoModelForTokenClassification, path, "--critic_model", settings, on_meta=on_meta, **options
+    )
+    head = value_head(model)
+    new = {name for name in missing if model.get_submodule(name.rpartition(".")[0]) is head}
     for name in new:
-        torch.nn.init.zeros_(model.get_parameter(name))
+        zeros = torch.zeros(model.get_parameter(name).shape, dtype=dtype)  # also where the rest is on the meta device
+        setattr(head, name.rpartition(".")[2], torch.nn.Parameter(zeros))
     _refuse_missing(missing - new, model, path, "--critic_model")
     return _prepare(model, token_values, gradient_checkpointing)
 
 
 def load_reward_model(
-    path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+    path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A sequence classifier with one output, frozen, and its own tokenizer. The model gets the method `token_values`.
+    on_meta: as in `load_model`.
 
     Raises:
         InputError: it has another number of outputs (or no head, being a causal LM), or no chat template.
     """
     flag = "--reward_model"
     options = {"dtype": dtype, "attn_implementation": "packed_sdpa", "trust_remote_code": trust_remote_code}
-    model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, {}, **options)
+    model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, flag)
     if model.config.num_labels != 1:
         raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
@@ -151,6 +173,7 @@ def _from_pretrained(
     dtype: torch.dtype,
     attn_implementation: str,
     trust_remote_code: bool,
+    on_meta: bool,
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model, its config changed by `settings`, and the names of the parameters that `path` did not hold."""
     check_model_path(path, flag)
@@ -162,6 +185,13 @@ def _from_pretrained(
                 setattr(config, name, 0.0)
         for name, value in settings.items():
             setattr(config, name, value)
+        if on_meta and not gguf:
+            options = {"dtype": dtype, "attn_implementation": attn_implementation}
+            model, missing = _meta_model(auto_class, folder, config, trust_remote_code=trust_remote_code, **options)
+            if model is not None:
+                return model, missing
+            if is_first_on_node():
+                print(f"{flag} {path}: its weights have to be converted: every process reads all of them", flush=True)
         model, info = auto_class.from_pretrained(
             folder,
             config=config,
@@ -176,12 +206,50 @@ def _from_pretrained(
         raise InputError(f"{flag} {path}: cannot load it: {str(error).splitlines()[0]}") from error
     for name, theirs, ours in info["mismatched_keys"]:
         raise InputError(f"{flag} {path}: its {name} is of shape {tuple(theirs)}, the model needs {tuple(ours)}")
-    model = model.to(dtype)
+    for param in model.parameters():  # not buffers: rotary tables stay fp32
+        param.data = param.data.to(dtype)
     if gguf:  # its weights are plain now; vLLM and an export must not take them for quantized
         vars(model.config).pop("quantization_config", None)
         for name in ("hf_quantizer", "quantization_method"):
             vars(model).pop(name, None)
     return model, set(info["missing_keys"])
+
+
+def _meta_model(
+    auto_class: Any, path: str, config: PreTrainedConfig, **options: Any
+) -> tuple[PreTrainedModel | None, set[str]]:
+    """The model with its parameters on the meta device, and the names of those that the files of `path` do not hold; no
+    model where transformers would do more than to read each weight by its name."""
+    folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"])
+    if not any(Path(folder).glob("*.safetensors")) or hasattr(config, "quantization_config"):
+        return None, set()
+    with init_empty_weights(include_buffers=False):  # buffers, such as rotary tables, are computed and not read
+        model = auto_class.from_config(config, **options)
+    model.tie_weights()
+    files = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    tied, changes = model.all_tied_weights_keys, get_model_conversion_mapping(model)
+    shapes = {name: weight.shape for name, weight in model.state_dict().items() if name not in tied}
+    missing = shapes.keys() - files.keys()
+    held = shapes.keys() - missing
+    if (
+        any(name.startswith(f"{model.base_model_prefix}.") for name in missing)
+        or any(files[name].size != shapes[name] or len(files[name].chunks) > 1 for name in held)  # or in two files
+        or any(name in files for name in tied)  # which may differ from what they are tied to
+        or any(change.rename_source_key(name)[1] for change in changes for name in files)
+    ):
+        return None, set()
+    if (Path(folder) / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.weights_folder = folder
+    return model, missing
+
+
+def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:
+    """Freezes the parameters whose whole names the regular expression matches, in place. Before `shard_model`."""
+    frozen = [p.requires_grad_(False) for name, p in model.named_parameters() if re.fullmatch(pattern, name)]
+    if not (frozen and any(p.requires_grad for p in model.parameters())):
+        raise InputError(f"--freeze {pattern}: matches {'all' if frozen else 'none'} of the model's parameters")
+    return model
 
 
 def _refuse_missing(names: set[str], model: PreTrainedModel, path: str, flag: str) -> None:
@@ -199,35 +267,131 @@ def _prepare(model: PreTrainedModel, forward, gradient_checkpointing: bool) -> P
     return model
 
 
+# ---- LoRA ----------------------------------------------------------------------------------------
+
+
+def add_lora(
+    model: PreTrainedModel, *, rank: int, alpha: float, seed: int, target_modules: str = "all-linear"
+) -> PreTrainedModel:
+    """Freezes the model and adds LoRA adapters by peft, in place: W x becomes W x + alpha / rank x B A x
+    (arXiv 2106.09685). Before `shard_model`.
+
+    They start at B = 0 and an A that is the same on every rank. They are fp32 at least, though W may be bfloat16. A
+    critic's value head is trained as a whole. Dropout is off, as everywhere.
+
+    Args:
+        target_modules: "all-linear" (of the decoder, without the head), or a regular expression that names of linear
+            layers match as a whole.
+
+    Raises:
+        InputError: no layer matches, or one that is not linear (peft counts the experts of a mixture of experts in).
+    """
+    from peft import LoraConfig  # seconds of import
+    from peft.tuners.lora import LoraLayer
+
+    head = None if hasattr(model, "token_log_probs") else value_head(model)
+    heads = [name for name, module in model.named_modules() if module is head]
+    model.requires_grad_(False)
+    try:
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_modules, exclude_modules=heads))
+    except ValueError as error:
+        raise InputError(f"--lora_target_modules {target_modules}: {str(error).splitlines()[0]}") from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, layer in model.named_modules():
+            if isinstance(layer, LoraLayer):
+                if not isinstance(layer.get_base_layer(), torch.nn.Linear):
+                    raise InputError(
+                        f"--lora_target_modules {target_modules}: {name} is not a linear layer; name some that are, "
+                        "such as '.*[qkvo]_proj'"
+                    )
+                layer.lora_A.to_empty(device="cpu")  # from the meta device, where the layer's weight may be
+                layer.lora_B.to_empty(device="cpu")
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+    if head is not None:
+        head.requires_grad_(True)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.to(torch.promote_types(param.dtype, torch.float32))
+    return model
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """In the block the model is what it was before `add_lora`; a model without adapters is what it is."""
+    if not getattr(model, "peft_config", None):
+        yield
+        return
+    for module in fsdp_modules(model):
+        module.reshard()
+    trained = trainable_parameters(model)
+    model.disable_adapters()
+    for param in trained:  # peft has frozen them, and FSDP's first forward settles by that the dtype of gradients
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
 # ---- attention over packed rows ------------------------------------------------------------------
 
 
-def packed_sdpa(module, query, key, value, attention_mask, packed_runs=None, scaling=None, **kwargs):
-    """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed rows.
+class PackedRun(NamedTuple):
+    """Sequences that stand end to end in the packed row and are one batched SDPA call."""
 
-    `packed_runs` is [(length, count), ...]: the rows stand end to end in order of length, so that rows of equal length
-    form one batched SDPA call and cost is O(sum of length^2). Without it this is transformers' own SDPA attention.
+    tokens: int
+    count: int
+    length: int
+    """of each sequence; where `places` is given, of the longest"""
+    prompt_run: int | None
+    """the number of the run that holds their prompts, where they are responses to shared prompts"""
+    places: torch.Tensor | None
+    """each prompt and response (count, P + length), padded at the end: places in the prompts' run and then this one"""
+    real: torch.Tensor | None
+    """the tokens (tokens,) among the count * length with padding"""
+
+
+def packed_sdpa(module, query, key, value, attention_mask, packed_runs=None, scaling=None, **kwargs):
+    """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
+
+    `packed_runs` is a list of `PackedRun`. A whole sequence, or a prompt that rows share, attends to its own earlier
+    tokens; a response to a shared prompt attends to the prompt and to its own earlier tokens. Only such responses are
+    padded, and in the attention only. Without `packed_runs` this is transformers' own SDPA attention.
     """
     if packed_runs is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise InputError(f"{type(module).__name__}: packing knows no soft-capped or sink attention: --no-padding-free")
-    window = kwargs.get("sliding_window")
-    outputs, start = [], 0
-    for length, count in packed_runs:
-        rows = slice(start, start + length * count)
-        # (1, H, count * length, D) -> (count, H, length, D)
-        q, k, v = (x[0, :, rows].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
+    window, gqa = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
+    # split, whose backward is one cat; that of a slice fills a whole row with zeros
+    queries, keys, values = (
+        x[0].transpose(0, 1).split([run.tokens for run in packed_runs]) for x in (query, key, value)
+    )
+    outputs = []
+    for i, run in enumerate(packed_runs):
+        if run.prompt_run is None:
+            q, k, v = (x[i].unflatten(0, (run.count, run.length)) for x in (queries, keys, values))
+        else:
+            k, v = (_take(torch.cat([x[run.prompt_run], x[i]]), run.places) for x in (keys, values))
+            q = _take(queries[i], run.places[:, -run.length :] - len(queries[run.prompt_run]))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (count, H, length, D); keys (count, H_kv, P + length, D)
         mask = None
-        if window is not None and length > window:
-            position = torch.arange(length, device=query.device)
-            distance = position[:, None] - position[None, :]
+        if window is not None and k.shape[2] > window:
+            position = torch.arange(k.shape[2], device=q.device)
+            distance = position[-run.length :, None] - position[None, :]
             mask = (distance >= 0) & (distance < window)
-        gqa = q.shape[1] != k.shape[1]
+        elif run.prompt_run is not None:
+            mask = causal_lower_right(run.length, k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=gqa)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))  # (count * length, H, D)
-        start = rows.stop
+        out = out.transpose(1, 2).flatten(0, 1)  # (count * length, H, D)
+        outputs.append(out if run.real is None else _take(out, run.real))
     return torch.cat(outputs)[None], None  # (1, N, H, D)
+
+
+def _take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x[places] for x (n, H, D); the backward of an embedding is twice as fast on a CPU as that of an index."""
+    return F.embedding(places, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
 ALL_ATTENTION_FUNCTIONS.register("packed_sdpa", packed_sdpa)
@@ -299,16 +463,18 @@ def token_log_probs(
     temperature: float,
     sum_pi_squared: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Bound to a model by `load_model`: log-prob of token y[i] (n,) after the i-th selected position, entropy (n,), and
-    if asked for the sum of the squared probabilities (n,), which has no gradient.
+    """Bound to a model by `load_model`: log-prob of token y[i] (n,) after position select[i], entropy (n,), and if
+    asked for the sum of the squared probabilities (n,), which has no gradient.
 
-    inputs: what the decoder takes, over (b, l) positions; select (b, l) bool with n true places.
+    inputs: what the decoder takes, over (b, l) positions; select (n,): places among the b * l, some of them repeatedly.
     """
     if logits_are_a_plain_product(self):
-        h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state[select]  # (n, D)
+        h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
+        h = F.embedding(select, h.flatten(0, 1))  # (n, D); its backward is twice as fast on a CPU as that of an index
         weight = self.get_output_embeddings().weight
         return LinearLogProbs.apply(h, weight, y, 1 / temperature, 256, sum_pi_squared)
-    log_p = self(**inputs, use_cache=False).logits[select].float().div(temperature).log_softmax(-1)  # (n, V)
+    logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]  # (n, V)
+    log_p = logits.float().div(temperature).log_softmax(-1)
     p = log_p.exp()
     results = (log_p.gather(-1, y[:, None])[:, 0], -(p * log_p).sum(-1))
     return (*results, p.detach().square().sum(-1)) if sum_pi_squared else results
@@ -320,6 +486,7 @@ def response_log_probs(
     temperature: float,
     *,
     padding_free: bool = True,
+    share_prompts: bool = True,
     sum_pi_squared: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens at the sampling temperature.
@@ -327,13 +494,14 @@ def response_log_probs(
     Args:
         batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
         padding_free: pack the rows; otherwise run them padded (for models whose attention cannot be packed).
+        share_prompts: compute a prompt that rows have in common once (packed_sdpa only; otherwise it has no effect).
         sum_pi_squared: also the sum over the vocabulary of the squared probabilities, without gradient, for the
             optimal token baseline (arXiv 2602.07078).
 
     Returns:
         (log_probs, entropy) or (log_probs, entropy, sum_pi_squared), each (B, T), zero where response_mask is.
     """
-    inputs, select, target = _response_inputs(model, batch, padding_free)
+    inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
     responses = batch.batch["responses"]
     results = model.token_log_probs(inputs, select, responses.flatten()[target], temperature, sum_pi_squared)
     return tuple(_to_rows(x, target, responses) for x in results)
@@ -347,11 +515,13 @@ def batched_log_probs(
     micro_batch_tokens: int,
     *,
     padding_free: bool = True,
+    share_prompts: bool = True,
     sum_pi_squared: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """`response_log_probs` of a whole batch without gradients, in micro-batches. A collective."""
-    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens)
-    options = {"padding_free": padding_free, "sum_pi_squared": sum_pi_squared}
+    share_prompts = share_prompts and _can_share_prompts(model, padding_free)
+    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, share_prompts=share_prompts)
+    options = {"padding_free": padding_free, "share_prompts": share_prompts, "sum_pi_squared": sum_pi_squared}
     parts = [response_log_probs(model, micro, temperature, **options) for micro in micro_batches]
     return tuple(restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts))
 
@@ -367,29 +537,39 @@ def value_head(model: PreTrainedModel) -> torch.nn.Module:
 def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
     """Bound to a model by `load_critic` and `load_reward_model`: the head's output (n,) at the selected positions.
 
-    inputs: what the decoder takes, over (b, l) positions; select (b, l) bool with n true places.
+    inputs: what the decoder takes, over (b, l) positions; select (n,): places among the b * l, some of them repeatedly.
     """
-    h = self.base_model(**inputs, use_cache=False).last_hidden_state[select]  # (n, D)
+    h = self.base_model(**inputs, use_cache=False).last_hidden_state
+    h = F.embedding(select, h.flatten(0, 1))  # (n, D)
     values = value_head(self)(h).sum(1)  # one output; [:, 0] would be a view, which FSDP's hooks warn of
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def response_values(model: PreTrainedModel, batch: DataProto, *, padding_free: bool = True) -> torch.Tensor:
-    """The critic's values (B, T), zero where response_mask is; batch and `padding_free` as in `response_log_probs`.
+def response_values(
+    model: PreTrainedModel, batch: DataProto, *, padding_free: bool = True, share_prompts: bool = True
+) -> torch.Tensor:
+    """The critic's values (B, T), zero where response_mask is; batch and options as in `response_log_probs`.
 
     V_t is read where token t of the response is predicted: it is the value of the state before that token.
     """
-    inputs, select, target = _response_inputs(model, batch, padding_free)
+    inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
     return _to_rows(model.token_values(inputs, select), target, batch.batch["responses"])
 
 
 @torch.no_grad()
 def batched_values(
-    model: PreTrainedModel, batch: DataProto, micro_batch_tokens: int, *, padding_free: bool = True
+    model: PreTrainedModel,
+    batch: DataProto,
+    micro_batch_tokens: int,
+    *,
+    padding_free: bool = True,
+    share_prompts: bool = True,
 ) -> torch.Tensor:
     """`response_values` of a whole batch without gradients, in micro-batches. A collective."""
-    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens)
-    parts = [response_values(model, micro, padding_free=padding_free) for micro in micro_batches]
+    share_prompts = share_prompts and _can_share_prompts(model, padding_free)
+    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, share_prompts=share_prompts)
+    options = {"padding_free": padding_free, "share_prompts": share_prompts}
+    parts = [response_values(model, micro, **options) for micro in micro_batches]
     return restore_dynamic_batch(torch.cat(parts), rows)
 
 
@@ -445,11 +625,15 @@ def _conversation_batch(conversations: list[list[int]], device: torch.device) ->
 # ---- from a batch to a forward and back ----------------------------------------------------------
 
 
+def _can_share_prompts(model: PreTrainedModel, padding_free: bool) -> bool:
+    return padding_free and model.config._attn_implementation == "packed_sdpa"
+
+
 def _response_inputs(
-    model: PreTrainedModel, batch: DataProto, padding_free: bool
+    model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
 ) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """(inputs, select, target): what the decoder takes; the positions, in its layout, that predict the trained tokens;
-    for each of these the place (n,) of its token in the flattened response_mask.
+    """(inputs, select, target): what the decoder takes; for each trained token the place (n,), in the decoder's layout,
+    that predicts it; and its own place (n,) in the flattened response_mask.
 
     A row may hold several sequences end to end (lib/agent_loop.py): one begins wherever position_ids is 0.
     """
@@ -457,35 +641,92 @@ def _response_inputs(
     ids, attention, positions, trained = (batch.batch[name] for name in fields)
     attention, trained = attention.bool(), trained.bool()
     L, T = ids.shape[1], trained.shape[1]
-    # token t of the response is predicted one place to its left
-    select = torch.zeros_like(attention)
-    select[:, L - T - 1 : L - 1] = trained
+    target = trained.flatten().nonzero()[:, 0]  # (n,)
+    row, column = target // T, L - T - 1 + target % T  # token t of the response is predicted one place to its left
     first = attention & (positions == 0)
     if not padding_free:
         if (first.sum(1) > 1).any():
             raise InputError("an episode whose history was rewritten is several sequences: drop --no-padding-free")
-        inputs = {"input_ids": ids, "attention_mask": attention, "position_ids": positions}
-        return inputs, select, trained.flatten().nonzero()[:, 0]
+        return {"input_ids": ids, "attention_mask": attention, "position_ids": positions}, row * L + column, target
 
-    sequence = first[attention].cumsum(0) - 1  # (N,)
-    lengths = sequence.bincount()  # (S,)
-    by_length = lengths.argsort(stable=True)  # sequences of equal length stand side by side
-    place = attention.flatten().nonzero()[:, 0][by_length.argsort()[sequence].argsort(stable=True)]  # (N,)
-    inputs = {"input_ids": ids.flatten()[place][None], "position_ids": positions.flatten()[place][None]}  # (1, N)
-    lengths = lengths[by_length]
+    attention = attention.clone()
+    if len(target):  # nothing depends on what stands behind the last token of a row that predicts
+        predicts = torch.zeros_like(attention)
+        predicts[row, column] = True
+        attention &= predicts.flip(1).cumsum(1).flip(1) > 0
+    owner = own = torch.arange(len(ids), device=ids.device)  # (B,) the row whose prompt stands for this row's
+    if share_prompts and _can_share_prompts(model, padding_free):
+        owner = _prompt_owners(prompt_groups(batch), attention.any(1) & (positions[:, L - T] > 0))
+    shared = owner.bincount(minlength=len(ids))[owner] > 1  # (B,)
+    attention[:, : L - T] &= (owner == own)[:, None]
+    first = attention & (positions == 0)
+    first[:, L - T] |= attention[:, L - T] & shared  # a response to a shared prompt is a sequence of its own
+
+    token = attention.flatten().nonzero()[:, 0]  # (N,)
+    sequence = first.flatten()[token].cumsum(0) - 1  # (N,)
+    lengths = sequence.bincount().tolist()  # (S,)
+    prompt = _prompts_of_sequences(first.nonzero().tolist(), owner.tolist(), shared.tolist(), L - T)  # (S,)
+    # in one run: whole sequences of equal length; responses of about equal length to prompts of equal length
+    kinds = [(0, n) if p is None else (lengths[p], -(-n // 16)) for n, p in zip(lengths, prompt)]
+    order = sorted(range(len(kinds)), key=lambda i: kinds[i])
+    rank = torch.tensor(order, device=ids.device).argsort()
+    token = token[rank[sequence].argsort(stable=True)]
+    inputs = {"input_ids": ids.flatten()[token][None], "position_ids": positions.flatten()[token][None]}  # (1, N)
     if model.config._attn_implementation == "packed_sdpa":
-        inputs["packed_runs"] = [
-            (int(n), int(count)) for n, count in zip(*lengths.unique_consecutive(return_counts=True))
-        ]
+        inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt, ids.device)
         # transformers passes a 4-D mask on untouched; without one it would build a dense (N, N) mask
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
     else:  # flash attention
-        cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).int()
+        cu_seqlens = F.pad(torch.tensor([lengths[i] for i in order], device=ids.device).cumsum(0), (1, 0)).int()
         inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        inputs |= {"max_length_q": int(lengths[-1]), "max_length_k": int(lengths[-1])}
-    select = select.flatten()[place]  # (N,)
-    place = place[select]
-    return inputs, select[None], place // L * T + place % L - (L - T - 1)
+        inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    place = torch.zeros_like(ids).flatten()  # (B * L,)
+    place[token] = torch.arange(len(token), device=ids.device)
+    row = torch.where(column < L - T, owner[row], row)
+    return inputs, place[row * L + column], target
+
+
+def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """(B,): for each row that answers its prompt the first such row of its group; for the others the row itself."""
+    owner, first_of = list(range(len(group))), {}
+    for row, (number, answer) in enumerate(zip(group.tolist(), answers.tolist())):
+        if answer:
+            owner[row] = first_of.setdefault(number, row)
+    return torch.tensor(owner, device=group.device)
+
+
+def _prompts_of_sequences(
+    starts: list[list[int]], owner: list[int], shared: list[bool], column: int
+) -> list[int | None]:
+    """For each sequence, given as [row, column] of its first token, the number of the shared prompt it answers, if any;
+    `column` is where responses begin."""
+    prompt_of = {row: i for i, (row, start) in enumerate(starts) if start < column}
+    return [prompt_of[owner[row]] if start == column and shared[row] else None for row, start in starts]
+
+
+def _packed_runs(
+    order: list[int],
+    kinds: list[tuple[int, int]],
+    lengths: list[int],
+    prompt: list[int | None],
+    device: torch.device,
+) -> list[PackedRun]:
+    """The runs of sequences of one kind, which stand in this order; a kind is (tokens of the shared prompt, length)."""
+    runs, run_of, begin = [], {}, {}  # of each sequence: the number of its run, the place in its run
+    for (P, _), group in itertools.groupby(order, key=lambda i: kinds[i]):
+        members = list(group)
+        sizes = [lengths[i] for i in members]
+        begin |= dict(zip(members, itertools.accumulate(sizes, initial=0)))
+        run_of |= dict.fromkeys(members, len(runs))
+        prompt_run = places = real = None
+        if P:
+            prompt_run = run_of[prompt[members[0]]]
+            column, size = torch.arange(max(sizes)), torch.tensor(sizes)[:, None]
+            first = torch.tensor([[begin[prompt[i]], runs[prompt_run].tokens + begin[i]] for i in members])
+            places = torch.cat([first[:, :1] + torch.arange(P), first[:, 1:] + column.minimum(size - 1)], 1).to(device)
+            real = (column < size).flatten().nonzero()[:, 0].to(device)
+        runs.append(PackedRun(sum(sizes), len(members), max(sizes), prompt_run, places, real))
+    return runs
 
 
 def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,14 @@ def save_tiny(
     return str(folder)
 
 
+def randomize_lora_b(model, seed: int = 0) -> None:
+    """Adapters start at B = 0, where neither a merge nor the gradient of A shows."""
+    g = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if ".lora_B." in name:
+            p.data = (0.1 * torch.randn(p.shape, generator=g)).to(p.dtype)
+
+
 def rollout_batch(prompt_lengths, response_lengths, seed: int = 0) -> DataProto:
     """Random prompts (left-padded) and responses (right-padded) as an engine returns them."""
     g = torch.Generator().manual_seed(seed)

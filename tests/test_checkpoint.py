@@ -46,10 +46,11 @@ def tiny_model(seed: int, tied: bool, dropout: float = 0.0) -> Qwen2ForCausalLM:
 class Trainer:
     """An actor (tied embeddings) and a critic (untied), each with AdamW in two param groups and a warm-up."""
 
-    def __init__(self, world: World, seed: int = 0, lr: float = 1e-2, dropout: float = 0.1):
+    def __init__(self, world: World, seed: int = 0, lr: float = 1e-2, dropout: float = 0.1, replicas: int = 1):
         self.world, self.models, self.schedulers, self.params = world, {}, {}, {}
         for name, tied in (("actor", True), ("critic", False)):
-            model = shard_model(tiny_model(seed, tied, dropout), make_mesh(world), torch.float32).train()
+            mesh = make_mesh(world, replicas)
+            model = shard_model(tiny_model(seed, tied, dropout), mesh, torch.float32).train()
             params = self.params[name] = trainable_parameters(model)
             groups = [
                 {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
@@ -126,11 +127,11 @@ def same(a, b) -> bool:
 # ---- resume --------------------------------------------------------------------------------------
 
 
-def _straight_run(world: World, folder: Path) -> None:
+def _straight_run(world: World, folder: Path, replicas: int = 1) -> None:
     """5 steps without a save, then the same 5 with saves after 0 and 3 steps: saving must change nothing."""
-    plain = Trainer(world)
+    plain = Trainer(world, replicas=replicas)
     draws = plain.steps(0, 5)
-    saving = Trainer(world)
+    saving = Trainer(world, replicas=replicas)
     saving.save(folder, 0)
     assert same(saving.steps(0, 3), draws[:3])
     saving.save(folder, 3)
@@ -169,12 +170,13 @@ def test_ranks_have_their_own_random_states(tmp_path):
     assert not torch.equal(first["python"][1], second["python"][1])
 
 
-@pytest.mark.parametrize("saved_by, loaded_by", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("saved_by, loaded_by", [(2, 1), (1, 2), (4, 1), (1, 4)])
 def test_resharding_keeps_weights_and_optimizer(saved_by, loaded_by, tmp_path, capfd):
-    run_ranks(saved_by, _straight_run, tmp_path)
+    """4 ranks are two replicas of two shards."""
+    run_ranks(saved_by, _straight_run, tmp_path, max(1, saved_by // 2))
 
     def load(world, folder):
-        run = Trainer(world, seed=9, dropout=0.0)
+        run = Trainer(world, seed=9, dropout=0.0, replicas=max(1, loaded_by // 2))
         run.steps(90, 92)
         before = torch.get_rng_state()
         run.load(folder / "step_000003")

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+import lib.distributed
+from lib import InputError
 from lib.batching import prepare_dynamic_batch, restore_dynamic_batch
 from lib.core_algos import agg_loss
 from lib.distributed import (
+    World,
     clip_grad_norm,
     full_tensor,
     iter_full_params,
@@ -28,9 +30,9 @@ from lib.distributed import (
     trainable_parameters,
     unsharded,
 )
-from lib.model import batched_log_probs, load_model, response_log_probs
+from lib.model import add_lora, batched_log_probs, load_model, response_log_probs
 from lib.rollout import weight_checksum
-from tests.common import ROOT, rollout_batch, run_ranks, save_tiny
+from tests.common import ROOT, randomize_lora_b, rollout_batch, run_ranks, save_tiny
 
 BIN = Path(sys.executable).parent
 PROMPTS, RESPONSES = [9, 2, 3, 7, 5, 2, 4, 3], [17, 12, 1, 2, 16, 3, 2, 5]  # skewed on purpose
@@ -109,9 +111,11 @@ def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(
 # ---- one mini-batch, any number of ranks ---------------------------------------------------------
 
 
-def mini_batch_gradient(world, path, agg_mode, micro_batch_tokens, dtype, no_grad_pass=False):
+def mini_batch_gradient(
+    world, path, agg_mode, micro_batch_tokens, dtype, no_grad_pass=False, replicas=1, cpu_offload=False
+):
     """Loss, clipped-gradient norm and gradients of one mini-batch, spread over the ranks as the scripts spread it."""
-    model = shard_model(load_model(path, dtype=dtype), make_mesh(world), dtype)
+    model = shard_model(load_model(path, dtype=dtype), make_mesh(world, replicas), dtype, cpu_offload=cpu_offload)
     parameters = trainable_parameters(model)
     batch = rollout_batch(PROMPTS, RESPONSES)[list(range(world.rank, len(PROMPTS), world.size))]
     mask = batch.batch["response_mask"]
@@ -158,6 +162,60 @@ def test_loss_and_gradient_do_not_depend_on_ranks_or_micro_batches(tmp_path, agg
             assert error < 1e-9 * norm
 
 
+def test_loss_and_gradient_of_two_replicas_of_two_shards_are_those_of_one_rank(tmp_path):
+    """rtol as above: gradients of one replica only would be off by the other's share."""
+    path = save_tiny(tmp_path)
+    loss, norm, gradients, _ = run_ranks(1, mini_batch_gradient, path, "token-mean", 10**6, torch.float64)[0]
+    for other_loss, other_norm, other_gradients, n in run_ranks(
+        4, mini_batch_gradient, path, "token-mean", 30, torch.float64, True, 2
+    ):
+        assert n > 1
+        torch.testing.assert_close(other_loss, loss, rtol=1e-9, atol=0)
+        assert abs(other_norm / norm - 1) < 1e-9
+        assert sum((a - b).square().sum() for a, b in zip(gradients, other_gradients)).sqrt() < 1e-9 * norm
+
+
+def replica_layout(world, path):
+    model = shard_model(load_model(path), make_mesh(world, 2), torch.float32)
+    p = trainable_parameters(model)[0]
+    return p.to_local().clone(), dict(iter_full_params(model))
+
+
+def test_replicas_hold_equal_shards_and_give_whole_parameters(tmp_path):
+    path = save_tiny(tmp_path)
+    expected = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    a, b, c, d = run_ranks(4, replica_layout, path)
+    assert torch.equal(a[0], c[0]) and torch.equal(b[0], d[0]) and not torch.equal(a[0], b[0])
+    for _, params in (a, b, c, d):
+        assert params.keys() == expected.keys() and all(torch.equal(params[k], expected[k]) for k in params)
+
+
+def test_unequal_replicas_are_refused():
+    with pytest.raises(InputError, match="--replicas 3: the number of ranks, 4"):
+        make_mesh(World(0, 4, torch.device("cpu")), 3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_offloading_to_cpu_memory_changes_no_number(tmp_path, size, monkeypatch):
+    """On a CPU memory is all the same; the path through FSDP is the offloading one."""
+    policies, shard = set(), lib.distributed.fully_shard
+
+    def spy(module, *, offload_policy, **options):
+        policies.add(type(offload_policy))
+        return shard(module, offload_policy=offload_policy, **options)
+
+    path, args = save_tiny(tmp_path), ("token-mean", 30, torch.float64, True, 1)
+    monkeypatch.setattr(lib.distributed, "fully_shard", spy)
+    results = []
+    for offload, policy in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
+        ran = run_ranks(size, lambda *a: (mini_batch_gradient(*a), policies), path, *args, offload)[0]
+        assert ran[1] == {policy}
+        results.append(ran[0])
+    (loss, norm, gradients, _), (plain_loss, plain_norm, plain_gradients, _) = results
+    assert torch.equal(loss, plain_loss) and norm == plain_norm
+    assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
+
+
 def test_fp32_gradients_of_1_and_2_ranks_agree_to_rounding(tmp_path):
     """1e-6 of the norm: fp32 has 6e-8 a step, and sums of some hundred terms come in another order."""
     path = save_tiny(tmp_path)
@@ -198,13 +256,13 @@ def test_bf16_compute_keeps_fp32_masters_gradients_and_log_probs(tmp_path):
 def sharded_parameters(world, path, lora):
     model = load_model(path)
     if lora:
-        torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        torch.manual_seed(world.rank)
+        add_lora(model, rank=4, alpha=8, seed=3, target_modules=".*(q_proj|v_proj)")
+        randomize_lora_b(model)
     model = shard_model(model, make_mesh(world), torch.float32)
     ids = torch.randint(4, 100, (4, 9), generator=torch.Generator().manual_seed(1))[world.rank :: world.size]
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    base = model.get_base_model() if lora else model
-    tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     params = trainable_parameters(model)
     gradients = [full_tensor(p.grad) for p in params]
     return tied, all(isinstance(p, DTensor) for p in params), gradients, dict(iter_full_params(model))

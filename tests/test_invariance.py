@@ -14,13 +14,24 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import pad
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen2ForTokenClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from lib.advantages import ADV_ESTIMATORS, ADV_TENSORS, compute_value_loss, get_adv_estimator_fn
 from lib.batching import prepare_dynamic_batch
 from lib.core_algos import KL_PENALTIES, LOSS_AGG_MODES, agg_loss, kl_penalty
 from lib.data_proto import DataProto
-from lib.model import load_model, response_log_probs
+from lib.distributed import full_tensor, make_mesh, set_gradient_sync, shard_model, trainable_parameters
+from lib.model import batched_log_probs, load_critic, load_model, response_log_probs, response_values
 from lib.policy_losses import LOSS_TENSORS, POLICY_LOSSES, compute_token_masks, get_policy_loss_fn
 from tests.common import rollout_batch, run_ranks, save_tiny
 from tests.test_core_algos import SCALE, bits_equal, counts, poison, random_batch
@@ -258,6 +269,201 @@ def test_no_loss_depends_on_padding_or_packing_of_the_model(tmp_path, one_rank):
         for key, got in results(*arguments).items():
             assert abs(got[0] / expected[key][0] - 1) < 1e-8, (layout, key)
             assert (got - expected[key])[1:].norm() < 1e-8 * expected[key][1:].norm(), (layout, key)
+
+
+# ------------------------------------------------------------------- shared prompts, through a model
+
+
+def groups_batch(groups, order=None, seed=0):
+    """Rows of the groups (prompt length, response lengths), in this order; a group's rows have one prompt."""
+    batch = rollout_batch([p for p, rs in groups for _ in rs], [r for _, rs in groups for r in rs], seed)
+    P, first = batch.batch["prompts"].shape[1], 0
+    for _, responses in groups:
+        rows = slice(first, first + len(responses))
+        batch.batch["input_ids"][rows, :P] = batch.batch["input_ids"][first, :P].clone()
+        first = rows.stop
+    return batch if order is None else batch[order]
+
+
+def tokens_of(model, call):
+    """What `call` returns, and the number of tokens that went through the model's layers."""
+    numbers = []
+    hook = lambda module, args, kwargs: numbers.append(kwargs["input_ids"].numel())  # noqa: E731
+    handle = model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    result = call()
+    handle.remove()
+    return result, sum(numbers)
+
+
+def needed_tokens(batch, share):
+    """Row by row: the prompt, unless a row before had it, and the response up to the last token but one of the
+    trained."""
+    total, seen = 0, set()
+    ids, attention, trained = (batch.batch[key].tolist() for key in ("input_ids", "attention_mask", "response_mask"))
+    for row, mask, sampled in zip(ids, attention, trained):
+        P = len(row) - len(sampled)
+        if any(sampled):
+            prompt = tuple(token for token, m in zip(row[:P], mask) if m)
+            total += 0 if share and prompt in seen else len(prompt)
+            total += max(t for t, m in enumerate(sampled) if m)
+            seen.add(prompt)
+    return total
+
+
+def outputs_and_gradients(model, forward, weights):
+    """The outputs (B, T) and the gradient of their sum with these weights, which are not zero at masked places."""
+    model.zero_grad()
+    outputs = forward()
+    sum((w * x).sum() for w, x in zip(weights, outputs)).backward()
+    return [*(x.detach() for x in outputs), torch.cat([p.grad.flatten() for p in model.parameters()])]
+
+
+def assert_sharing_is_exact(model, batch, tolerance=1e-9, **options):
+    weights = torch.randn(3, *batch.batch["responses"].shape, dtype=torch.float64)
+    weights[2] = 0  # sum_pi_squared has no gradient
+    forward = partial(response_log_probs, model, batch, 0.8, sum_pi_squared=True)
+    expected = outputs_and_gradients(model, partial(forward, padding_free=False), weights)
+    for share in (False, True):
+        got, tokens = tokens_of(
+            model, lambda share=share: outputs_and_gradients(model, partial(forward, share_prompts=share), weights)
+        )
+        for x, wanted in zip(got, expected, strict=True):
+            assert (x - wanted).norm() <= tolerance * wanted.norm(), share
+        assert tokens == needed_tokens(batch, share)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """Two heads of queries, one of keys."""
+    return float64_norms(load_model(save_tiny(tmp_path_factory.mktemp("tiny")), dtype=torch.float64))
+
+
+RAGGED = [(5, [4, 1, 9, 6]), (7, [3]), (2, [8, 8, 2]), (11, [20, 1]), (5, [17, 16, 33])]
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_a_shared_prompt_changes_no_log_prob_entropy_or_gradient(tiny_model, data):
+    """Any groups, of one row too, in any order, with tool outputs and rows without a trained token among them."""
+    lengths = st.tuples(st.integers(1, 9), st.lists(st.integers(1, 20), min_size=1, max_size=4))
+    groups = data.draw(st.lists(lengths, min_size=1, max_size=4))
+    batch = groups_batch(groups, data.draw(st.permutations(range(sum(len(rs) for _, rs in groups)))))
+    mask = batch.batch["response_mask"]
+    for row in range(len(mask)):
+        start, end = sorted(data.draw(st.tuples(st.integers(0, 20), st.integers(0, 20))))
+        mask[row, start : data.draw(st.sampled_from([start, start, end]))] = 0
+    mask[data.draw(st.integers(0, len(mask) - 1)), 0] = 1
+    assert_sharing_is_exact(tiny_model, batch)
+
+
+@pytest.mark.parametrize(
+    ("more", "tolerance"),
+    [
+        ({}, 1e-9),  # with gradient checkpointing
+        # windows shorter and longer than the prompts
+        ({"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "sliding_window": 4}, 1e-9),
+        ({"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "sliding_window": 9}, 1e-9),
+        # the router's softmax is computed in float32
+        ({"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, "num_experts_per_tok": 2}, 1e-6),
+    ],
+)
+def test_shared_prompts_in_other_architectures_and_with_checkpointing(tmp_path, monkeypatch, more, tolerance):
+    if "sliding_window" in more:
+        more = {**more, "head_dim": 32, "sliding_window_pattern": 2}
+        norm = lambda self, x: x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)  # noqa: E731
+        monkeypatch.setattr(Gemma3RMSNorm, "forward", norm)
+    path = save_tiny(tmp_path, **more)
+    model = load_model(path, dtype=torch.float64, gradient_checkpointing=not more)
+    model.config._experts_implementation = "eager"  # the other ones know no float64
+    if "sliding_window" not in more:
+        float64_norms(model)
+    batch = groups_batch(RAGGED, random.Random(0).sample(range(13), 13))
+    batch.batch["response_mask"][2, 1:3] = 0
+    assert_sharing_is_exact(model, batch, tolerance)
+
+
+def test_a_shared_prompt_changes_no_value_of_the_critic(tmp_path):
+    path = save_tiny(tmp_path, cls=Qwen2ForTokenClassification, num_labels=1)
+    critic, batch = float64_norms(load_critic(path, dtype=torch.float64)), groups_batch(RAGGED)
+    weights = torch.randn(1, *batch.batch["responses"].shape, dtype=torch.float64)
+    padded, shared = [
+        outputs_and_gradients(critic, lambda options=options: [response_values(critic, batch, **options)], weights)
+        for options in ({"padding_free": False}, {"share_prompts": True})
+    ]
+    for got, wanted in zip(shared, padded, strict=True):
+        assert (got - wanted).norm() <= 1e-9 * wanted.norm()
+    _, tokens = tokens_of(critic, lambda: response_values(critic, batch))
+    assert tokens == needed_tokens(batch, share=True) < needed_tokens(batch, share=False)
+
+
+def test_prompts_that_differ_in_one_token_or_in_padding_are_not_shared(tiny_model):
+    batch = groups_batch([(5, [4, 4, 4]), (3, [4])])
+    ids, P = batch.batch["input_ids"], 5
+    ids[1, 2] += 1
+    ids[3, :P] = ids[0, :P]  # its first two places are padding
+    _, tokens = tokens_of(tiny_model, lambda: response_log_probs(tiny_model, batch, 1.0))
+    assert tokens == 5 + 3 + 3 + 5 + 3 + 3 + 3
+    assert_sharing_is_exact(tiny_model, batch)
+
+
+@pytest.mark.parametrize(("start", "tokens"), [(8, 6 + 8 + 19 + 6 + 6), (0, 6 + 8 + 6 + 19 + 6 + 6)])
+def test_a_row_of_two_sequences_shares_its_first_prompt_and_nothing_else(tiny_model, start, tokens):
+    """Rows 0 and 1 have one prompt. In row 1 another sequence starts, with a prompt of its own of 5 tokens: after 8
+    tokens of the response, or in place of it."""
+    batch = groups_batch([(6, [9, 20]), (6, [7])])
+    together = response_log_probs(tiny_model, batch, 1.0)[0]
+    batch.batch["position_ids"][1, 6 + start :] = torch.arange(20 - start)
+    batch.batch["response_mask"][1, start : start + 5] = 0
+    apart, computed = tokens_of(tiny_model, lambda: response_log_probs(tiny_model, batch, 1.0)[0])
+    assert computed == tokens
+    for row in range(3):
+        alone = response_log_probs(tiny_model, batch[[row]], 1.0)[0][0]
+        torch.testing.assert_close(apart[row], alone, rtol=1e-9, atol=1e-12)
+    # it does not see the first sequence
+    assert (apart[1, start + 5 :] - together[1, start + 5 :]).abs().min() > 1e-3
+
+
+def test_a_micro_batch_without_a_trained_token_runs_and_has_no_gradient(tiny_model):
+    """FSDP's collectives need its forward and backward."""
+    batch = groups_batch([(5, [4, 4])])
+    batch.batch["response_mask"][:] = 0
+    tiny_model.zero_grad()
+    (log_probs, _), tokens = tokens_of(tiny_model, lambda: response_log_probs(tiny_model, batch, 1.0))
+    log_probs.sum().backward()
+    assert tokens > 0 and not any(p.grad.any() for p in tiny_model.parameters())
+
+
+def share_over_ranks(world, path, share, padding_free):
+    """Old log-probs of this rank's rows, and loss and gradient of a mini-batch as the scripts make them."""
+    model = float64_norms(load_model(path, dtype=torch.float64))
+    model = shard_model(model, make_mesh(world), torch.float64)
+    parameters = trainable_parameters(model)
+    batch = groups_batch([(5, [4, 1, 9, 6]), (7, [3, 3, 19, 2]), (2, [8, 8, 2, 1]), (11, [20, 1, 30, 7])])
+    batch = batch[list(range(16))[world.rank * 16 // world.size : (world.rank + 1) * 16 // world.size]]
+    options = {"padding_free": padding_free, "share_prompts": share}
+    old = batched_log_probs(model, batch, 0.8, 50, **options)[0]
+    micro_batches, _ = prepare_dynamic_batch(batch, 50, share_prompts=share)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, micro in enumerate(micro_batches):
+        set_gradient_sync(model, i == len(micro_batches) - 1)
+        log_probs, entropy = response_log_probs(model, micro, 0.8, **options)
+        loss = (log_probs * torch.arange(1, log_probs.shape[1] + 1) - 0.1 * entropy).sum()
+        (loss * world.size).backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    return old, total, torch.cat([full_tensor(p.grad).flatten() for p in parameters]), len(micro_batches)
+
+
+def test_sharing_is_exact_over_ranks_and_micro_batches(tmp_path):
+    path = save_tiny(tmp_path)
+    [(old, loss, gradient, unshared)] = run_ranks(1, share_over_ranks, path, False, False)
+    for size in (1, 2):
+        ranks = run_ranks(size, share_over_ranks, path, True, True)
+        torch.testing.assert_close(torch.cat([r[0] for r in ranks]), old, rtol=1e-9, atol=1e-12)
+        for _, other_loss, other_gradient, n in ranks:
+            assert 1 < n < unshared
+            torch.testing.assert_close(other_loss, loss, rtol=1e-9, atol=0)
+            assert (other_gradient - gradient).norm() < 1e-9 * gradient.norm()
 
 
 # --------------------------------------------------------------------------------------- estimators
