@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# From the repository: sbatch launch/slurm.sh grpo.py --model ...
+# One torchrun a node; they meet on the first. After a crash or a requeue the run goes on from its newest complete
+# checkpoint, on a disk that all nodes share.
+#SBATCH --job-name=plainrl
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export HEAD NODES="$SLURM_NNODES" PET_MAX_RESTARTS=3
+# Slurm runs a copy of this file from a folder of its own
+srun --kill-on-bad-exit=1 "$SLURM_SUBMIT_DIR/launch/torchrun_nodes.sh" \
+    "$@" --run-name "slurm-$SLURM_JOB_ID" --resume auto

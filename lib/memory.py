@@ -1,0 +1,420 @@
+"""What one GPU needs, part by part and moment by moment, from a model's config alone: no weights, no network.
+
+    python -m lib.memory --model benchmarks/shapes/qwen2.5-7b.json --ranks 8 --gradient-checkpointing
+
+A step passes through moments, and what it needs in one is free again in another: the peak is that of the worst moment.
+N ranks, P parameters (P_l of the largest layer, P_r of the root group: head and final norm, or the tied embedding), c
+bytes of the compute dtype (2 for bfloat16):
+
+    weights           4 P / N: fp32 masters, which FSDP2 splits along each tensor's first dimension, rounded up
+    Adam              8 P / N: two fp32 moments of what is trained
+    gradients         4 P / N: fp32, from the backward pass to the optimizer's step. Where only the last micro-batch of
+                      several reduces them (set_gradient_sync) they are whole until then, 4 P
+    gathered weights  forward c (P_r + 3 P_l): the root stays whole; a layer is whole in its parameters, in its
+                      all-gather buffer and in that of the layer before.
+                      backward c (P_r + 3 P_l) + 4 P_l: a layer's parameters and gradients, the next one's all-gather
+                      buffer, and the fp32 buffer that reduces the gradients of the one before.
+                      rollout (hf engine) c P. One rank needs no buffers
+    activations       what autograd keeps of one micro-batch; with gradient checkpointing, the inputs of the layers
+    work              what operators need beside that. log-probs: a layer's forward. loss: chunks of logits, and the
+                      head's gradient in fp32. backward: a layer, recomputed if it is checkpointed, and its gradients.
+                      rollout: four copies of (rows, vocabulary). optimizer: 4 P / N, AdamW's square roots of all
+                      parameters at once (foreach, on a GPU)
+    KV cache          rows x (prompt + response) x what a token keeps
+    vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
+
+Weights, Adam and gradients are exact. Activations and work are those of a forward and backward pass of this very model
+on the meta device, where tensors have a size and no memory; attention there keeps what a flash kernel keeps. HEADROOM
+is left for what is not counted: the CUDA context, NCCL's buffers, memory that the allocator cannot use again. With LoRA
+only adapters have gradients and Adam. What is offloaded is in the moment "host", the host's memory.
+"""
+
+import weakref
+from typing import Any, Literal, NamedTuple
+
+import torch
+import tyro
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lib import InputError
+from lib.distributed import trainable_parameters
+from lib.model import add_lora, token_log_probs, token_values
+
+GIB = 2**30
+HEADROOM = 0.1  # of the device
+
+Moments = dict[str, dict[str, int]]  # moment -> part -> bytes on one rank
+
+
+def estimate_memory(
+    model: str,
+    *,
+    ranks: int,
+    compute_dtype: torch.dtype,
+    micro_batch_tokens: int,
+    rows: int,
+    max_prompt_length: int,
+    max_response_length: int,
+    accumulation: Literal["none", "whole", "sharded"] = "whole",
+    gradient_checkpointing: bool = False,
+    lora_rank: int = 0,
+    lora_target_modules: str = "all-linear",
+    frozen_dtype: torch.dtype = torch.float32,
+    reference: bool = False,
+    critic_model: str = "",
+    reward_model: str = "",
+    cpu_offload: bool = False,
+    engine_bytes: int = 0,
+    engine_ranks: int = 1,
+    trust_remote_code: bool = False,
+) -> Moments:
+    """Bytes on each of `ranks` ranks in each moment of a step. Models: Hugging Face ids, folders or config.json files.
+
+    Args:
+        micro_batch_tokens: of one forward and backward; the estimate takes all of them to be responses'.
+        rows: responses that one rank samples at once.
+        accumulation: of the gradients of a mini-batch: "none", it is one micro-batch; "whole", they are reduced after
+            the last micro-batch only; "sharded", after each.
+        frozen_dtype: of weights that are not trained: LoRA's base, reference, reward model.
+        reference: a frozen copy of the policy; with LoRA the base is the reference and there is no copy.
+        cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
+        engine_bytes: of a vLLM engine while it is awake; at least its weights and the KV cache of one row. 0: the hf
+            engine.
+        engine_ranks: over which vLLM splits the model (tensor parallel).
+
+    Raises:
+        InputError: no such config, or not one of a model of the kind that is wanted.
+    """
+    c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
+    tokens = min(micro_batch_tokens, rows * longest)
+
+    def build(auto_class, path: str, flag: str, lora_rank: int) -> PreTrainedModel:
+        network = meta_model(auto_class, path, flag, compute_dtype, trust_remote_code)
+        if lora_rank:
+            add_lora(network, rank=lora_rank, alpha=1, seed=0, target_modules=lora_target_modules)
+            network.to("meta", compute_dtype)  # FSDP casts the fp32 adapters for the forward
+        return network
+
+    actor = build(AutoModelForCausalLM, model, "--model", lora_rank)
+    critic = build(AutoModelForTokenClassification, critic_model, "--critic_model", lora_rank) if critic_model else None
+    judge = build(AutoModelForSequenceClassification, reward_model, "--reward_model", 0) if reward_model else None
+
+    # ---- held from the first step to the last
+    held, gradients, accumulated = {}, {}, {}
+    for name, network in {"": actor, "critic ": critic}.items():
+        if network is not None:
+            trained = trainable_parameters(network)
+            frozen = shard_numel([p for p in network.parameters() if not p.requires_grad], ranks)
+            held[f"{name}weights"] = 4 * shard_numel(trained, ranks) + frozen_dtype.itemsize * frozen
+            held[f"{name}Adam"] = 8 * shard_numel(trained, ranks)
+            gradients[f"{name}gradients"] = 4 * shard_numel(trained, ranks)
+            if accumulation != "none":
+                accumulated[f"{name}gradients"] = 4 * shard_numel(trained, 1 if accumulation == "whole" else ranks)
+    for name, network in {"reference": actor if reference and not lora_rank else None, "reward model": judge}.items():
+        if network is not None:
+            held[name] = frozen_dtype.itemsize * shard_numel(list(network.parameters()), ranks)
+
+    # ---- sampling, and forward passes without gradients
+    moments: Moments = {}
+    numel, kv = sum(p.numel() for p in actor.parameters()), kv_bytes_per_token(actor)
+    if engine_bytes:
+        largest = max(p.numel() for p in actor.parameters())
+        engine_needs = (c * numel + longest * kv) // engine_ranks
+        moments["rollout"] = {"vLLM": max(engine_bytes, engine_needs), "weight sync": (4 + c) * largest}
+    else:
+        vocabulary = actor.config.get_text_config().vocab_size
+        moments["prefill"] = {  # of validation, whose prompts are all different
+            "gathered weights": c * numel,
+            "KV cache": rows * max_prompt_length * kv,
+            "work": forward_peak(actor, rows * max_prompt_length, with_head=False),
+        }
+        moments["rollout"] = {
+            "gathered weights": c * numel,
+            "KV cache": rows * longest * kv,
+            "work": rows * vocabulary * (c + 12),  # logits, in fp32 by temperature, their CDF and log-softmax
+        }
+    for name, network in {"log-probs": actor, "reward model": judge}.items():
+        if network is not None:
+            gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
+            moments[name] = {"gathered weights": gathered, "work": forward_peak(network, tokens)}
+
+    # ---- update
+    groups, costs = FSDPGroups.of(actor), update_costs(actor, tokens, gradient_checkpointing)
+    in_backward = {"gathered weights": groups.whole_in_backward(c, ranks), "work": costs.backward}
+    begun = {"activations": costs.kept, **accumulated}
+    # the other layers' activations are gone and their gradients are there; those of the root come last
+    of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
+    done = {"activations": costs.kept // groups.layers, **accumulated, "gradients": 4 * shard_numel(of_layers, ranks)}
+    moments["loss"] = {"gathered weights": c * groups.root, "work": costs.loss, **begun}
+    moments["backward"] = in_backward | begun
+    moments["last layer"] = in_backward | done
+    if critic is not None:
+        groups, costs = FSDPGroups.of(critic), update_costs(critic, tokens, gradient_checkpointing)
+        moments["critic"] = {
+            "gathered weights": groups.whole_in_backward(c, ranks),
+            "work": max(costs.loss, costs.backward),
+            "activations": costs.kept,
+            **gradients,
+            "critic gradients": accumulated.get("critic gradients", gradients["critic gradients"]),
+        }
+    moments["optimizer"] = gradients | {"work": max(gradients.values())}
+
+    if not cpu_offload:
+        return {moment: held | parts for moment, parts in moments.items()}
+    del moments["optimizer"]
+    if accumulation != "whole":  # whole gradients add up where they are made
+        for parts in moments.values():
+            for name in gradients:
+                parts.pop(name, None)
+    return moments | {"host": held | gradients}
+
+
+# ---- exact: what is stored -----------------------------------------------------------------------
+
+
+def shard_numel(parameters: list[torch.Tensor], ranks: int) -> int:
+    """Numbers on the first rank, which has the most: FSDP2 splits the first dimension into chunks of equal size."""
+    return sum(-(-p.shape[0] // ranks) * p[0].numel() for p in parameters)
+
+
+class FSDPGroups(NamedTuple):
+    """Parameters of the groups that `shard_model` makes."""
+
+    layer: int
+    trained_layer: int
+    root: int
+    embedding: int  # 0 if tied: then it is in the root
+    layers: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "FSDPGroups":
+        layers = [list(layer.parameters()) for layer in decoder_layers(model)]
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        own_embedding = 0 if head is not None and head.weight is embedding.weight else embedding.weight.numel()
+        return cls(
+            layer=max(sum(p.numel() for p in layer) for layer in layers),
+            trained_layer=max(sum(p.numel() for p in layer if p.requires_grad) for layer in layers),
+            root=sum(p.numel() for p in model.parameters()) - sum(p.numel() for layer in layers for p in layer)
+            - own_embedding,
+            embedding=own_embedding,
+            layers=len(layers),
+        )  # fmt: skip
+
+    def whole_in_forward(self, c: int, ranks: int) -> int:
+        return c * (self.root + (1 if ranks == 1 else 3) * max(self.layer, self.embedding))
+
+    def whole_in_backward(self, c: int, ranks: int) -> int:
+        buffers = 0 if ranks == 1 else c * self.layer + 4 * self.trained_layer
+        return c * (self.root + self.layer + self.trained_layer) + buffers
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules)]
+
+
+# ---- modelled: passes on the meta device ---------------------------------------------------------
+
+
+def attention_on_meta(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """packed_sdpa, of which autograd keeps the inputs, the output and a number a row. query (1, H, N, D)."""
+    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
+    return torch.cat([out.transpose(1, 2)]), None  # rows are put together again in a copy
+
+
+ALL_ATTENTION_FUNCTIONS.register("attention_on_meta", attention_on_meta)
+
+
+def meta_model(
+    auto_class: Any, path: str, flag: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model of a config, on the meta device."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if auto_class is not AutoModelForCausalLM:
+            config.num_labels = 1
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation="attention_on_meta",
+                trust_remote_code=trust_remote_code,
+            )
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag} {path}: no model by its config: {str(error).splitlines()[0]}") from error
+    if auto_class is AutoModelForCausalLM:
+        model.token_log_probs = None  # what add_lora knows a policy by
+    return model
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operators made in the block and that are still referred to: `now`, and their `peak`."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._add, outputs)
+        return outputs
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+
+    def _remove(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def _forward(model: PreTrainedModel, tokens: int) -> torch.Tensor:
+    """One row of `tokens` through the model, as a micro-batch goes; a number to differentiate."""
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": torch.empty(1, 1, 1, 1)}
+    select = torch.arange(tokens)
+    if hasattr(model, "token_log_probs"):
+        log_probs, entropy = token_log_probs(model, inputs, select, ids[0], temperature=1.0)
+        return (log_probs + entropy).sum()
+    return token_values(model, inputs, select).sum()
+
+
+@torch.no_grad()
+def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) -> int:
+    """Bytes of a forward pass without gradients, its weights apart."""
+    with torch.device("meta"), LiveBytes(model) as live:
+        if with_head:
+            _forward(model, tokens)
+        else:
+            model.base_model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    return live.peak
+
+
+class UpdateCosts(NamedTuple):
+    """Bytes of a forward and backward pass, weights and what is in FSDP's groups apart."""
+
+    kept: int  # activations, from the end of the forward pass
+    loss: int  # beside them, until the gradient has come through the head
+    backward: int  # beside them, from then on
+
+
+def update_costs(model: PreTrainedModel, tokens: int, gradient_checkpointing: bool) -> UpdateCosts:
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    peaks, live = [], LiveBytes(model)
+
+    def next_moment(*_) -> None:
+        peaks.append(live.peak)
+        live.peak = live.now
+
+    def end_of_decoder(module, args, output) -> None:
+        next_moment()
+        output.last_hidden_state.register_hook(next_moment)
+
+    hooks = [model.base_model.register_forward_hook(end_of_decoder)]
+    for layer in decoder_layers(model):  # FSDP takes their gradients away; it counts them among the gathered
+        for p in trainable_parameters(layer):
+            hooks.append(p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+    with torch.device("meta"), live:
+        output = _forward(model, tokens)
+        kept = live.now
+        output.backward()
+        next_moment()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    model.gradient_checkpointing_disable()
+    _, loss, backward = peaks
+    return UpdateCosts(kept, loss - kept, max(backward - kept, 0))
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    cache = DynamicCache(config=model.config)
+    with torch.device("meta"), torch.no_grad():
+        model.eval().base_model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+    return sum(t.numel() * t.itemsize for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+# ---- shown ---------------------------------------------------------------------------------------
+
+
+def memory_table(moments: Moments, device_bytes: int) -> str:
+    """Lines of GiB a part and moment, the sum of each moment, and whether the worst one fits the device."""
+    names = list(moments)
+    parts = list(dict.fromkeys(part for sizes in moments.values() for part in sizes))
+    sums = {name: sum(sizes.values()) for name, sizes in moments.items()}
+    rows = [(part, [moments[name].get(part) for name in names]) for part in parts] + [("sum", list(sums.values()))]
+    lines = ["GiB a GPU".ljust(18) + "".join(f"{name:>12}" for name in names)]
+    for part, sizes in rows:
+        lines.append(part.ljust(18) + "".join(f"{'-' if n is None else f'{n / GIB:.2f}':>12}" for n in sizes))
+    worst = max((name for name in names if name != "host"), key=sums.get)
+    biggest = max(moments[worst], key=moments[worst].get)
+    room = (1 - HEADROOM) * device_bytes
+    lines.append(
+        f"{'fits' if sums[worst] <= room else 'DOES NOT FIT'}: {sums[worst] / GIB:.1f} GiB ({worst}) of "
+        f"{device_bytes / GIB:.0f}, of which {HEADROOM:.0%} are left free; its largest part: {biggest}"
+    )
+    return "\n".join(lines)
+
+
+def main(
+    model: str,
+    ranks: int = 8,
+    device_gib: float = 80,
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32",
+    micro_batch_tokens: int = 16384,
+    rows: int = 128,
+    max_prompt_length: int = 1024,
+    max_response_length: int = 4096,
+    accumulation: Literal["none", "whole", "sharded"] = "whole",
+    gradient_checkpointing: bool = False,
+    lora_rank: int = 0,
+    reference: bool = False,
+    critic_model: str = "",
+    reward_model: str = "",
+    cpu_offload: bool = False,
+    rollout_engine: Literal["hf", "vllm"] = "vllm",
+    gpu_memory: float = 0.4,
+    engine_ranks: int = 1,
+) -> None:
+    """Memory of one GPU, estimated from a config.json."""
+    moments = estimate_memory(
+        model,
+        ranks=ranks,
+        compute_dtype=getattr(torch, compute_dtype),
+        frozen_dtype=getattr(torch, frozen_dtype),
+        micro_batch_tokens=micro_batch_tokens,
+        rows=rows,
+        max_prompt_length=max_prompt_length,
+        max_response_length=max_response_length,
+        accumulation=accumulation,
+        gradient_checkpointing=gradient_checkpointing,
+        lora_rank=lora_rank,
+        reference=reference,
+        critic_model=critic_model,
+        reward_model=reward_model,
+        cpu_offload=cpu_offload,
+        engine_bytes=int(gpu_memory * device_gib * GIB) if rollout_engine == "vllm" else 0,
+        engine_ranks=engine_ranks,
+    )
+    print(memory_table(moments, int(device_gib * GIB)))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

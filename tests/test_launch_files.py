@@ -1,0 +1,184 @@
+"""launch/ and benchmarks/gpu_check.sh: read by the programs that they are for, and run as far as one CPU machine can.
+
+Two "nodes" are two network namespaces joined by a virtual cable, each with an interface and a loopback of its own.
+Where the kernel does not let a user make them, the nodes are two torchruns that meet on a port of this machine, and the
+test's output says so.
+"""
+
+import json
+import os
+import socket
+import subprocess
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+
+from benchmarks import gpu_check
+from tests.common import BIN, ROOT, SMALL, environment, fork, metrics, ran
+
+LAUNCH = ROOT / "launch"
+STEPS = [*SMALL, "--total-steps", "2", "--num-mini-batches", "2"]
+
+# node 0 lives in the new user namespace's network, node 1 in one of its own
+NAMESPACES = """
+set -euo pipefail
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
+unshare --net sleep 300 & node1=$!
+until [ "$(readlink /proc/$node1/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do sleep 0.05; done
+in_node1="nsenter --target $node1 --net"
+ip link add name cable0 type veth peer name cable1 netns $node1
+ip link set lo up && ip addr add 10.77.0.1/24 dev cable0 && ip link set cable0 up
+$in_node1 ip link set lo up
+$in_node1 ip addr add 10.77.0.2/24 dev cable1 && $in_node1 ip link set cable1 up
+export HEAD=10.77.0.1
+GLOO_SOCKET_IFNAME=cable1 PET_LOCAL_ADDR=10.77.0.2 PET_RDZV_CONF=is_host=0 $in_node1 "$@" & peer=$!
+GLOO_SOCKET_IFNAME=cable0 PET_LOCAL_ADDR=10.77.0.1 PET_RDZV_CONF=is_host=1 "$@"
+wait $peer
+"""
+ON_LOCALHOST = """
+set -euo pipefail
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
+export HEAD=127.0.0.1
+PET_RDZV_CONF=is_host=0 "$@" & peer=$!
+PET_RDZV_CONF=is_host=1 "$@"
+wait $peer
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def shell(arguments: list[str], **env: str) -> subprocess.CompletedProcess:
+    path = {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    return subprocess.run(
+        arguments, env=environment() | path | env, capture_output=True, text=True, timeout=200, cwd=ROOT
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    ran(fork("grpo", folder, *STEPS, "--run-name", "run"))
+    return metrics(folder / "run")
+
+
+def assert_trained_as_one(run, one_process):
+    """1e-3: fp32 sums in another order, over four updates (measured: 1.5e-6)."""
+    ours = metrics(run)
+    assert [row["step"] for row in ours] == [1, 2]
+    for row, expected in zip(ours, one_process):
+        for key in ("reward/mean", "response_length/mean", "training/tokens"):
+            assert row[key] == expected[key], key
+        for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
+
+
+# ---- accelerate ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, machines, processes", [("1", 1, 1), ("8", 1, 8), ("2x8", 2, 16)])
+def test_accelerate_reads_its_files_and_does_not_wrap(name, machines, processes):
+    config = load_config_from_file(str(LAUNCH / f"accelerate_{name}.yaml"))
+    assert (config.num_machines, config.num_processes) == (machines, processes)
+    assert config.distributed_type == ("NO" if processes == 1 else "MULTI_GPU")
+    assert config.mixed_precision == "no"
+    assert not (config.fsdp_config or config.deepspeed_config or config.megatron_lm_config)
+
+
+def test_the_file_of_one_node_trains_on_two_processes_as_on_one(tmp_path, one_process):
+    files = ["--config_file", str(LAUNCH / "accelerate_8.yaml"), "--num_processes", "2", "--main_process_port", "0"]
+    ran(shell(["accelerate", "launch", *files, "grpo.py", *STEPS, "--output-dir", str(tmp_path), "--run-name", "run"]))
+    assert_trained_as_one(tmp_path / "run", one_process)
+
+
+def test_the_file_of_two_nodes_trains_as_one_process(tmp_path, one_process):
+    """Two machines of one process, both of them this one."""
+    files = ["--config_file", str(LAUNCH / "accelerate_2x8.yaml"), "--num_processes", "2"]
+    files += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    script = 'accelerate launch --machine_rank 1 "$@" & peer=$!; accelerate launch --machine_rank 0 "$@"; wait $peer'
+    arguments = [*files, "grpo.py", *STEPS, "--output-dir", str(tmp_path), "--run-name", "run"]
+    ran(shell(["bash", "-euc", script, "bash", *arguments]))
+    assert_trained_as_one(tmp_path / "run", one_process)
+
+
+# ---- torchrun and Slurm --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torchrun_nodes.sh", "slurm.sh"])
+def test_the_scripts_are_bash(name):
+    ran(shell(["bash", "-n", str(LAUNCH / name)]))
+    assert os.access(LAUNCH / name, os.X_OK)
+
+
+def test_two_nodes_train_as_one_process(tmp_path, one_process):
+    nodes = [str(LAUNCH / "torchrun_nodes.sh"), "grpo.py", *STEPS, "--output-dir", str(tmp_path), "--run-name", "run"]
+    env = {"GPUS": "1", "PORT": str(free_port())}
+    user = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c"]
+    cable = subprocess.run([*user, "ip link add name cable0 type veth peer name cable1"], capture_output=True)
+    if cable.returncode == 0:
+        ran(shell([*user, NAMESPACES, "bash", *nodes], **env))
+    else:
+        print("no network namespaces here: two nodes on one machine's loopback")
+        ran(shell(["bash", "-c", ON_LOCALHOST, "bash", *nodes], **env))
+    assert_trained_as_one(tmp_path / "run", one_process)
+
+
+def test_slurm_starts_a_torchrun_on_each_node_that_resumes(tmp_path):
+    """Slurm's commands are stand-ins: srun starts the program once a node, scontrol names the nodes."""
+    stand_ins = {
+        "scontrol": 'test "$*" = "show hostnames node[7-8]" && printf "node7\\nnode8\\n"',
+        "srun": 'shift; for node in 7 8; do "$@"; done',
+        "torchrun": 'echo "$@" restarts "$PET_MAX_RESTARTS"',
+    }
+    for name, code in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "42"}
+    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = ran(shell([str(LAUNCH / "slurm.sh"), "grpo.py", "--lr", "1e-6"], **slurm))
+    line = (
+        "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id plainrl --rdzv-endpoint node7:29500 "
+        "grpo.py --lr 1e-6 --run-name slurm-42 --resume auto restarts 3"
+    )
+    assert done.stdout.splitlines() == [line, line]
+
+
+# ---- the check of a GPU machine ------------------------------------------------------------------
+
+
+def test_the_gpu_check_runs_all_its_parts(tmp_path):
+    """Small and on the CPU."""
+    script, output = str(ROOT / "benchmarks/gpu_check.sh"), tmp_path / "check.json"
+    ran(shell([script, "--device", "cpu", "--tiny", "--output", str(output)]))
+    results = json.loads(output.read_text())["results"]
+    assert {part: all(row["ok"] in (None, True) for row in rows) for part, rows in results.items()} == dict.fromkeys(
+        ("numerics", "scripts", "memory", "throughput"), True
+    )
+    assert [len(rows) for rows in results.values()] == [6, 4, 3, 3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_check_says_in_a_line_that_there_is_no_gpu(capsys):
+    assert gpu_check.main(gpu_check.Options()) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("no GPU here")
+
+
+def test_a_part_of_the_gpu_check_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    def breaks(options, device):
+        raise RuntimeError("broken kernel")
+
+    monkeypatch.setitem(gpu_check.PARTS, "numerics", breaks)
+    monkeypatch.setitem(gpu_check.PARTS, "scripts", lambda options, device: os._exit(139))
+    monkeypatch.setitem(gpu_check.PARTS, "memory", lambda options, device: [gpu_check.row("fine", 1, "", True)])
+    options = gpu_check.Options("cpu", True, ("numerics", "scripts", "memory"), tmp_path / "check.json")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # which main sets
+    assert gpu_check.main(options) == 1
+    printed = capsys.readouterr().out
+    assert "broken kernel" in printed and "scripts died with exit code 139" in printed
+    numerics, scripts, memory = json.loads(options.output.read_text())["results"].values()
+    assert [row["ok"] for row in (*numerics, *scripts, *memory)] == [False, False, True]

@@ -1,0 +1,245 @@
+"""The memory estimate against what is stored, and against the allocator's own record of the peak.
+
+The record is that of torch's profiler: every allocation and release on the CPU, whatever made it.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from lib import InputError
+from lib.distributed import make_mesh, set_gradient_sync, shard_model, trainable_parameters
+from lib.memory import GIB, estimate_memory, memory_table, meta_model, shard_numel
+from lib.model import (
+    add_lora,
+    batched_log_probs,
+    load_critic,
+    load_model,
+    load_tokenizer,
+    response_log_probs,
+    response_values,
+)
+from lib.rollout import HFEngine, Sampling
+from tests.common import ROOT, TOY_MODEL, rollout_batch, run_ranks, save_tiny
+
+SHAPES = ROOT / "benchmarks/shapes"
+MODELS = {
+    "qwen2 tied": {"tied": True},
+    "qwen2 untied": {"tied": False},
+    "llama": {"tied": False, "cls": LlamaForCausalLM, "config": LlamaConfig},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def path(request, tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model"), **MODELS[request.param])
+
+
+def sizes(rows: int) -> dict[str, int]:
+    """Rows of 12 prompt and 20 response tokens, all in one micro-batch."""
+    return {"micro_batch_tokens": 32 * rows, "rows": rows, "max_prompt_length": 12, "max_response_length": 20}
+
+
+# ---- exact: weights, gradients, Adam -------------------------------------------------------------
+
+
+def stored(world, path):
+    """{(critic, lora_rank): bytes of weights, gradients, Adam} on this rank after an update."""
+    result = {}
+    for critic, lora_rank in ((False, 0), (False, 4), (True, 0), (True, 4)):
+        model = load_critic(path) if critic else load_model(path)
+        if lora_rank:
+            add_lora(model, rank=lora_rank, alpha=1, seed=0)
+        model = shard_model(model, make_mesh(world), torch.float32)
+        parameters, trained = list(model.parameters()), trainable_parameters(model)
+        optimizer = torch.optim.AdamW(trained)
+        batch = rollout_batch([4, 3], [5, 6])
+        outputs = response_values(model, batch) if critic else response_log_probs(model, batch, 1.0)[0]
+        outputs.sum().backward()
+        optimizer.step()
+        adam = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        result[critic, lora_rank] = (
+            sum(p.to_local().untyped_storage().nbytes() for p in parameters),
+            sum(p.grad.to_local().nbytes for p in trained),
+            sum(t.to_local().nbytes for t in adam),
+        )
+    return result
+
+
+def test_weights_gradients_and_adam_are_exact(path):
+    """On the first of 3 ranks, which split 104 and 64 rows unevenly."""
+    measured = run_ranks(3, stored, path)[0]
+    for lora_rank in (0, 4):
+        moments = estimate_memory(
+            path, ranks=3, compute_dtype=torch.float32, lora_rank=lora_rank, critic_model=path, **sizes(4)
+        )
+        for name, critic in {"": False, "critic ": True}.items():
+            estimate = tuple(moments["optimizer"][f"{name}{part}"] for part in ("weights", "gradients", "Adam"))
+            assert measured[critic, lora_rank] == estimate
+
+
+KNOWN = {  # parameters of the public models
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
+    "llama-3-70b": 70_553_706_496,
+}
+
+
+def test_the_shapes_are_those_of_the_public_models():
+    assert {file.stem for file in SHAPES.glob("*.json")} == set(KNOWN)
+    for name, count in KNOWN.items():
+        model = meta_model(AutoModelForCausalLM, str(SHAPES / f"{name}.json"), "--model", torch.bfloat16)
+        assert shard_numel(list(model.parameters()), 1) == count, name
+
+
+# ---- modelled: peaks -----------------------------------------------------------------------------
+
+
+def allocated(fn) -> int:
+    """Bytes that `fn` had at most beyond what was there before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        fn()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert events
+    return int(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).max())
+
+
+UPDATES = {  # ranks: (rows, compute dtype, gradient checkpointing, LoRA's rank, micro-batches)
+    1: [(64, torch.float32, False, 0, 1), (64, torch.float32, True, 0, 1), (2, torch.float32, False, 0, 1)],
+    2: [
+        (64, torch.bfloat16, False, 0, 1),
+        (64, torch.bfloat16, True, 0, 1),
+        (64, torch.float32, True, 4, 1),
+        (2, torch.bfloat16, True, 0, 1),
+        (2, torch.float32, True, 4, 1),
+        (2, torch.float32, True, 0, 2),
+    ],
+}
+
+
+def measured_updates(world, path):
+    peaks = []
+    for rows, dtype, checkpointing, lora_rank, micro_batches in UPDATES[world.size]:
+        model = load_model(path, gradient_checkpointing=checkpointing)
+        if lora_rank:
+            add_lora(model, rank=lora_rank, alpha=1, seed=0)
+        model = shard_model(model, make_mesh(world), dtype)
+        batch = rollout_batch([12] * rows, [20] * rows)
+
+        def update(model=model, batch=batch, micro_batches=micro_batches):
+            for i in range(micro_batches):
+                set_gradient_sync(model, i == micro_batches - 1)
+                log_probs, entropy = response_log_probs(model, batch, 1.0, share_prompts=False)
+                (log_probs.sum() + entropy.sum()).backward()
+
+        peaks.append(allocated(update))
+    return peaks
+
+
+def beside_weights(moments, *names) -> int:
+    return max(sum(moments[name].values()) - moments[name]["weights"] - moments[name]["Adam"] for name in names)
+
+
+@pytest.mark.parametrize("ranks", UPDATES)
+def test_the_peak_of_an_update(path, ranks):
+    """64 rows, nine tenths of it activations: the estimate is 3 to 5 % too high where it was measured, for it takes the
+    prompts to be responses. 2 rows, most of it weights and gradients: 1 to 32 % too high, for in two layers it matters
+    that the largest buffers of a layer's backward do not meet. 10 % too low is room for other kernels."""
+    measured = run_ranks(ranks, measured_updates, path)[0]
+    for (rows, dtype, checkpointing, lora_rank, micro_batches), peak in zip(UPDATES[ranks], measured):
+        moments = estimate_memory(
+            path,
+            ranks=ranks,
+            compute_dtype=dtype,
+            gradient_checkpointing=checkpointing,
+            lora_rank=lora_rank,
+            accumulation="whole" if micro_batches > 1 else "none",
+            **sizes(rows),
+        )
+        ratio = beside_weights(moments, "loss", "backward", "last layer") / peak
+        assert 0.9 <= ratio <= (1.25 if rows == 64 else 1.5), (ratio, rows, dtype, checkpointing, lora_rank)
+
+
+def measured_passes(world, path):
+    """Peaks of a forward for log-probs, and of a rollout."""
+    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+    batch = rollout_batch([12] * 64, [20] * 64)
+    log_probs = allocated(partial(batched_log_probs, model, batch, 1.0, 64 * 32, share_prompts=False))
+    prompts = rollout_batch([12] * 64, [1] * 64)
+    prompts.batch["position_ids"] = prompts.batch["position_ids"][:, :12]
+    for name in ("input_ids", "attention_mask"):
+        prompts.batch[name] = prompts.batch[name][:, :12]
+    prompts.non_tensor_batch["raw_prompt_ids"] = np.array([ids.tolist() for ids in prompts.batch["input_ids"]], object)
+    engine = HFEngine(model, load_tokenizer(TOY_MODEL))
+    engine.stop_ids = torch.tensor([-1])  # no row ends early
+    rollout = allocated(partial(engine.generate, prompts, Sampling(20), list(range(64))))
+    return log_probs, rollout
+
+
+def test_the_peaks_of_log_probs_and_rollout(path):
+    """1 % too high where it was measured; 25 % is room for other attention kernels."""
+    log_probs, rollout = run_ranks(1, measured_passes, path)[0]
+    moments = estimate_memory(path, ranks=1, compute_dtype=torch.float32, **sizes(64))
+    assert abs(beside_weights(moments, "log-probs") - log_probs) < 0.25 * log_probs
+    assert abs(beside_weights(moments, "rollout", "prefill") - rollout) < 0.25 * rollout
+
+
+# ---- options and what is shown -------------------------------------------------------------------
+
+TOY = {"ranks": 2, "compute_dtype": torch.bfloat16, **sizes(8)}
+
+
+def test_each_option_adds_or_moves_its_parts():
+    plain = estimate_memory(TOY_MODEL, **TOY)
+    assert {"prefill", "rollout", "log-probs", "loss", "backward", "last layer", "optimizer"} == set(plain)
+    weights = plain["rollout"]["weights"]
+
+    vllm = estimate_memory(TOY_MODEL, engine_bytes=7 * GIB, **TOY)
+    assert vllm["rollout"]["vLLM"] == 7 * GIB and "vLLM" not in vllm["loss"] and "prefill" not in vllm
+
+    reference = estimate_memory(TOY_MODEL, reference=True, frozen_dtype=torch.bfloat16, **TOY)
+    assert all(parts["reference"] == weights // 2 for parts in reference.values())
+    lora = estimate_memory(TOY_MODEL, reference=True, lora_rank=4, **TOY)
+    assert "reference" not in lora["loss"] and lora["loss"]["Adam"] < plain["loss"]["Adam"] / 10
+
+    judged = estimate_memory(TOY_MODEL, reward_model=TOY_MODEL, **TOY)
+    assert judged["loss"]["reward model"] > 0.9 * weights and judged["reward model"]["work"] > 0
+
+    offloaded = estimate_memory(TOY_MODEL, cpu_offload=True, accumulation="none", **TOY)
+    assert offloaded["host"] == {name: plain["optimizer"][name] for name in ("weights", "Adam", "gradients")}
+    assert not {"weights", "Adam"} & set(offloaded["loss"]) and "gradients" not in offloaded["last layer"]
+
+    sharded = estimate_memory(TOY_MODEL, accumulation="sharded", **TOY)
+    assert plain["loss"]["gradients"] == 2 * sharded["loss"]["gradients"] == 2 * sharded["optimizer"]["gradients"]
+
+    checkpointed = estimate_memory(TOY_MODEL, gradient_checkpointing=True, **TOY)
+    assert checkpointed["backward"]["activations"] < plain["backward"]["activations"] / 2
+
+
+def test_the_table_says_what_fits_and_what_does_not():
+    moments = {"rollout": {"weights": GIB, "vLLM": 32 * GIB}, "loss": {"weights": GIB, "activations": 40 * GIB}}
+    lines = memory_table(moments, 80 * GIB).splitlines()
+    assert [line.split() for line in lines[:-1]] == [
+        ["GiB", "a", "GPU", "rollout", "loss"],
+        ["weights", "1.00", "1.00"],
+        ["vLLM", "32.00", "-"],
+        ["activations", "-", "40.00"],
+        ["sum", "33.00", "41.00"],
+    ]
+    assert lines[-1] == "fits: 41.0 GiB (loss) of 80, of which 10% are left free; its largest part: activations"
+    assert "DOES NOT FIT: 41.0 GiB (loss) of 45" in memory_table(moments, 45 * GIB)
+
+
+def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
+    with pytest.raises(InputError, match=r"--model .*: no model by its config: .+"):
+        estimate_memory(str(tmp_path), **TOY)
+    with pytest.raises(InputError, match="--reward_model"):
+        estimate_memory(TOY_MODEL, reward_model=str(tmp_path), **TOY)
