@@ -38,6 +38,7 @@ from lib.advantages import (
     apply_kl_penalty,
     get_adv_estimator_fn,
 )
+from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
 from lib.batching import prepare_dynamic_batch
 from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
 from lib.core_algos import agg_loss, at_last_token, kl_penalty
@@ -56,6 +57,7 @@ from lib.distributed import (
     shard_model,
     trainable_parameters,
 )
+from lib.memory import GIB, estimate_memory, memory_table
 from lib.metrics import (
     Mean,
     Sum,
@@ -71,13 +73,16 @@ from lib.metrics import (
     validation_metrics,
 )
 from lib.model import (
+    add_lora,
     batched_log_probs,
     check_model_path,
+    freeze,
     load_model,
     load_reward_model,
     load_tokenizer,
     response_log_probs,
     reward_model_scores,
+    without_adapters,
 )
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
 from lib.reward import RewardManager, load_scorers
@@ -101,6 +106,8 @@ class Args:
     """number of steps, each of prompts_per_step x group_size responses"""
     total_epochs: int | None = None
     """if given, it sets total_steps: the steps that this many passes over the training prompts take, rounded up"""
+    dry_run: int = 0
+    """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
     resume: str = "never"
     """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder"""
 
@@ -113,10 +120,29 @@ class Args:
     """packed_sdpa (lib/model.py) runs everywhere; flash_attention_2 needs its package; any other: --no-padding-free"""
     padding_free: bool = True
     """lay the rows of a micro-batch end to end, without padding"""
+    share_prompts: bool = True
+    """compute a prompt once for all its responses; needs --padding_free and packed_sdpa, otherwise without effect"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
+    lora_rank: int = 0
+    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights"""
+    lora_alpha: float = 32.0
+    """the adapters' update is multiplied by lora_alpha / lora_rank"""
+    lora_target_modules: str = "all-linear"
+    """linear layers that get adapters: all-linear, or a regular expression of names such as .*[qkvo]_proj"""
+    freeze: str = ""
+    """regular expression of parameter names that are not trained, such as "model.embed_tokens.*"; empty: none"""
+
+    # ---- sharding
+    reduce_each_micro_batch: bool = False
+    """reduce gradients over ranks after each micro-batch: 4 bytes x parameters / ranks instead of 4 bytes x parameters
+    of memory on each rank, for more communication"""
+    replicas: int = 1
+    """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
+    cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model"], ...] = ()
+    """models whose weights, gradients and optimizer state stay in CPU memory; slower"""
 
     # ---- data
     train_files: tuple[str, ...] = (str(HERE / "data/toy/train.jsonl"),)
@@ -153,6 +179,9 @@ class Args:
     """nucleus sampling; below 1 the trainer's log-probs are not those of the sampler, see rollout/ metrics"""
     top_k: int = -1
     """sample among the k most likely tokens; -1: among all"""
+    multi_turn: str = "{}"
+    """JSON of an episode's tools and limits, such as {"tools": ["calculator"], "max_turns": 4}: see MultiTurn in
+    lib/agent_loop.py; max_response_length is then that of the whole episode"""
     gpu_memory: float = 0.4
     """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
 
@@ -339,21 +368,21 @@ def check_flags(args: Args) -> None:
         raise InputError("--old_log_probs rollout is the correction itself: drop it or --rollout_correction")
 
 
-def load_datasets(args: Args, tokenizer):
+def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
     """(train, val) data sets; val is None where no validation is asked for."""
     dataset_class = load_dataset_class(args.dataset_class) if args.dataset_class else RLHFDataset
     settings = {
         "max_prompt_length": args.max_prompt_length,
         "truncation": args.truncation,
         "filter_overlong_prompts": args.filter_overlong_prompts,
-        "chat_template_kwargs": parse_json(args.chat_template_kwargs, "chat_template_kwargs"),
+        "chat_template_kwargs": chat_template_kwargs,
     }
     train = dataset_class(list(args.train_files), tokenizer, **settings)
     wanted = args.val_before_train or args.val_every or args.val_only
     return train, dataset_class(list(args.val_files), tokenizer, **settings) if wanted else None
 
 
-def validate(args: Args, engine, dataset, tokenizer, score, world, sizes: Sizes, tracker: Tracker, step: int):
+def validate(args: Args, generate, dataset, tokenizer, score, world, sizes: Sizes, tracker: Tracker, step: int):
     """mean@n, pass@k and maj@k over all validation prompts, by data_source. A collective."""
     sampling = Sampling(args.max_response_length, args.val_temperature, args.val_top_p)
     per_rank = math.ceil(len(dataset) / world.size)
@@ -365,7 +394,7 @@ def validate(args: Args, engine, dataset, tokenizer, score, world, sizes: Sizes,
         prompts = DataProto.from_single_dict(collate_fn([dataset[min(i, len(dataset) - 1)] for i in rows]))
         batch = prompts.to(world.device).repeat(args.val_samples, interleave=True)
         numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
-        batch = engine.generate(batch, sampling, request_seeds(args.seed, -1, numbers))
+        batch = generate(batch, sampling, request_seeds(args.seed, -1, numbers))
         batch.batch["token_level_scores"], extras, _ = score(batch)
         preds = extras.get("pred", [None] * len(batch))
         batch = batch[: sum(row < len(dataset) for row in rows) * args.val_samples]
@@ -397,19 +426,47 @@ def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
     responses = args.prompts_per_step * args.group_size
     return (
         f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step"
-        f" on {world.size} rank(s) of {world.device.type}, {sizes.updates_per_step} update(s) of "
-        f"{sizes.local_mini_batch_rows * world.size} rows; training prompts: {size_of(train_data)}, "
+        f" on {args.dry_run or world.size} rank(s) of {world.device.type}, {sizes.updates_per_step} update(s) of "
+        f"{responses // args.num_mini_batches} rows; training prompts: {size_of(train_data)}, "
         f"validation prompts: {size_of(val_data) if val_data else 'none'}; {args.total_steps} steps = "
         f"{args.total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
     )
 
 
+def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
+    """A table of what each of --dry_run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
+    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
+    dtype = torch.bfloat16 if args.compute_dtype == "auto" else getattr(torch, args.compute_dtype)
+    moments = estimate_memory(
+        args.model,
+        ranks=args.dry_run // args.replicas,
+        compute_dtype=dtype,
+        frozen_dtype=dtype,
+        micro_batch_tokens=args.micro_batch_tokens,
+        rows=sizes.local_rows,
+        max_prompt_length=args.max_prompt_length,
+        max_response_length=args.max_response_length,
+        accumulation="sharded" if args.reduce_each_micro_batch else "whole",
+        gradient_checkpointing=args.gradient_checkpointing,
+        lora_rank=args.lora_rank,
+        lora_target_modules=args.lora_target_modules,
+        reference=args.kl_coef > 0 and not args.lora_rank,
+        critic_model=critic_model,
+        reward_model=args.reward_model,
+        cpu_offload="actor" in args.cpu_offload,
+        engine_bytes=int(args.gpu_memory * gpu) if args.rollout_engine == "vllm" else 0,
+        trust_remote_code=args.trust_remote_code,
+    )
+    return memory_table(moments, gpu)
+
+
 def main(args: Args) -> None:
     # ---- sizes and inputs: everything that can be wrong is found before a model loads or a file is written
     world = init_distributed()
-    sizes = step_sizes(args, world.size)
+    sizes = step_sizes(args, args.dry_run or world.size)
     check_engine(args.rollout_engine)
-    check_model_path(args.model)
+    if not args.dry_run:
+        check_model_path(args.model)
     check_flags(args)
     # REMAX: the one estimator that needs a greedy response
     estimate_advantages = get_adv_estimator_fn("remax")
@@ -426,6 +483,7 @@ def main(args: Args) -> None:
     correction = parse_json(args.rollout_correction, "rollout_correction")
     correct_rollout = get_rollout_correction_fn(correction) if correction else None
     kl_in_reward = args.kl_coef > 0 and args.kl_placement == "reward"
+    share_prompts = args.share_prompts and args.padding_free and args.attn_implementation == "packed_sdpa"
     needs_old_log_probs = (
         sizes.updates_per_step > 1
         or args.old_log_probs == "recompute"
@@ -438,12 +496,16 @@ def main(args: Args) -> None:
             "--old_log_probs rollout spares the forward pass that top_entropy, optimal_token_baseline need"
         )
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
-    train_data, val_data = load_datasets(args, tokenizer)
+    chat_template_kwargs = parse_json(args.chat_template_kwargs, "chat_template_kwargs")
+    multi_turn = load_multi_turn(parse_json(args.multi_turn, "multi_turn"), tokenizer, chat_template_kwargs)
+    if multi_turn is not None:
+        chat_template_kwargs = chat_template_kwargs | {"tools": multi_turn.schemas or None}
+    train_data, val_data = load_datasets(args, tokenizer, chat_template_kwargs)
     datasets = [data for data in (train_data, val_data) if data is not None]
     reward_kwargs = parse_json(args.reward_kwargs, "reward_kwargs")
     scorers = load_scorers(args.reward, datasets, reward_kwargs, args.reward_weights)
     val_scorers = load_scorers(args.val_reward, datasets, reward_kwargs)
-    if not (scorers or args.reward_model):
+    if not (scorers or args.reward_model or (multi_turn and multi_turn.interaction)):
         raise InputError("--reward without a scorer: name one, or a --reward_model")
     if args.total_epochs is not None:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
@@ -454,29 +516,47 @@ def main(args: Args) -> None:
     checkpoint = find_checkpoint(args.resume, run_dir, asdict(args), MAY_CHANGE_ON_RESUME)
     if world.rank == 0:
         print(describe(args, sizes, world, train_data, val_data), flush=True)
+    if args.dry_run:
+        print(describe_memory(args, sizes))
+        return
 
     # ---- models and optimizer
     torch.manual_seed(args.seed + world.rank)
     compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     if args.compute_dtype != "auto":
         compute_dtype = getattr(torch, args.compute_dtype)
-    mesh = make_mesh(world)
+    mesh = make_mesh(world, args.replicas)
+
+    def adapt(model: torch.nn.Module) -> torch.nn.Module:
+        """What of a model trains."""
+        if args.lora_rank:
+            lora = {"rank": args.lora_rank, "alpha": args.lora_alpha, "target_modules": args.lora_target_modules}
+            return add_lora(model, **lora, seed=args.seed)
+        return freeze(model, args.freeze) if args.freeze else model
 
     def load_policy(trainable: bool) -> torch.nn.Module:
         model = load_model(
             args.model,
+            dtype=torch.float32 if trainable and not args.lora_rank else compute_dtype,  # masters where W trains
             attn_implementation=args.attn_implementation,
             gradient_checkpointing=args.gradient_checkpointing and trainable,
             trust_remote_code=args.trust_remote_code,
+            on_meta=True,
         )
-        return shard_model(model.to(world.device).requires_grad_(trainable), mesh, compute_dtype)
+        model = adapt(model) if trainable else model.requires_grad_(False)
+        offload = ("actor" if trainable else "ref") in args.cpu_offload
+        return shard_model(model, mesh, compute_dtype, cpu_offload=offload)
 
     actor = load_policy(trainable=True)
-    ref = load_policy(trainable=False) if args.kl_coef else None
+    ref = None
+    if args.kl_coef:
+        ref = actor if args.lora_rank else load_policy(trainable=False)
     reward_model = None
     if args.reward_model:
-        reward_model, reward_tokenizer = load_reward_model(args.reward_model, trust_remote_code=args.trust_remote_code)
-        reward_model = shard_model(reward_model.to(world.device), mesh, compute_dtype)
+        reward_model, reward_tokenizer = load_reward_model(
+            args.reward_model, dtype=compute_dtype, trust_remote_code=args.trust_remote_code, on_meta=True
+        )
+        reward_model = shard_model(reward_model, mesh, compute_dtype, cpu_offload="reward_model" in args.cpu_offload)
     parameters = trainable_parameters(actor)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
@@ -497,6 +577,7 @@ def main(args: Args) -> None:
         dtype=compute_dtype,
         gpu_memory=args.gpu_memory,
     )
+    generate = engine.generate if multi_turn is None else partial(generate_multi_turn, engine, settings=multi_turn)
     sampling = Sampling(args.max_response_length, args.temperature, args.top_p, args.top_k)
     greedy_sampling = Sampling(args.max_response_length, temperature=0.0)  # REMAX:
     sync_tolerance = 1e-3 if compute_dtype == torch.float32 else 0.25  # nats; bf16 engines differ by 0.03
@@ -544,6 +625,8 @@ def main(args: Args) -> None:
         unscored = scores.isnan().any(1)
         batch.batch["response_mask"][unscored] = 0
         scores[unscored] = 0
+        if multi_turn is not None:
+            scores = scores + multi_turn.reward_coef * batch.batch["turn_rewards"]
         if reward_model is not None:
             judged = reward_model_scores(reward_model, reward_tokenizer, batch, tokenizer, args.micro_batch_tokens)
             scores = scores + args.reward_model_coef * at_last_token(judged, batch.batch["response_mask"])
@@ -555,7 +638,7 @@ def main(args: Args) -> None:
 
     def evaluate(step: int) -> dict[str, float]:
         sync = sync_weights(engine, actor, step, tolerance=sync_tolerance)
-        return sync | validate(args, engine, val_data, tokenizer, score, world, sizes, tracker, step)
+        return sync | validate(args, generate, val_data, tokenizer, score, world, sizes, tracker, step)
 
     if args.val_only or (args.val_before_train and start_step == 0):
         tracker.log(evaluate(start_step), start_step)
@@ -577,9 +660,9 @@ def main(args: Args) -> None:
                 prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
                 rows = [n * args.group_size + sample for n in numbers for sample in range(args.group_size)]
                 batch = prompts.repeat(args.group_size, interleave=True)
-                batch = engine.generate(batch, sampling, request_seeds(args.seed, step, rows))
+                batch = generate(batch, sampling, request_seeds(args.seed, step, rows))
                 # REMAX: one greedy response a prompt
-                greedy = engine.generate(prompts, greedy_sampling, request_seeds(args.seed, step, numbers))
+                greedy = generate(prompts, greedy_sampling, request_seeds(args.seed, step, numbers))
                 engine.sleep()
 
             # ---- 2 reward
@@ -595,6 +678,7 @@ def main(args: Args) -> None:
                     temperature=args.temperature,
                     micro_batch_tokens=args.micro_batch_tokens,
                     padding_free=args.padding_free,
+                    share_prompts=share_prompts,
                 )
                 if args.old_log_probs == "rollout":
                     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -602,7 +686,8 @@ def main(args: Args) -> None:
                     outputs = forward(actor, sum_pi_squared="sum_pi_squared" in adv_tensors)
                     batch.batch.update(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs)))
                 if ref is not None:
-                    batch.batch["ref_log_prob"], _ = forward(ref)
+                    with without_adapters(ref):
+                        batch.batch["ref_log_prob"], _ = forward(ref)
 
             with timer("reward"):
                 # REMAX: the greedy response's reward is the baseline (B,) of all responses to the prompt
@@ -662,13 +747,20 @@ def main(args: Args) -> None:
                         counted = mini_batch.batch["counted_mask"]
                         counts = [int(counted.sum()), int(counted.any(1).sum())]
                         global_tokens, global_rows = all_reduce_sum(counts, world.device)
-                        micro_batches, _ = prepare_dynamic_batch(mini_batch, args.micro_batch_tokens)
+                        micro_batches, _ = prepare_dynamic_batch(
+                            mini_batch, args.micro_batch_tokens, share_prompts=share_prompts
+                        )
                         for i, micro in enumerate(micro_batches):
-                            set_gradient_sync(actor, i == len(micro_batches) - 1)
+                            reduce_now = args.reduce_each_micro_batch or i == len(micro_batches) - 1
+                            set_gradient_sync(actor, reduce_now)
                             tensors = micro.batch
                             mask = tensors["response_mask"]  # (b, T)
                             log_probs, entropy = response_log_probs(
-                                actor, micro, args.temperature, padding_free=args.padding_free
+                                actor,
+                                micro,
+                                args.temperature,
+                                padding_free=args.padding_free,
+                                share_prompts=share_prompts,
                             )
                             old_log_probs = tensors.get("old_log_probs", log_probs.detach())
                             losses, token_metrics = policy_loss(
@@ -716,7 +808,7 @@ def main(args: Args) -> None:
                         first_update = False
 
         # ---- 6 log
-        local |= timer.metrics() | extra_metrics(extras) | failures
+        local |= timer.metrics() | extra_metrics(extras) | agent_metrics(batch) | failures
         local |= {
             "training/epoch": loader.position / len(train_data),
             "training/skipped_updates": skipped_updates,

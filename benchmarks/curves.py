@@ -1,15 +1,17 @@
 """The learning curves of the documents: runs on the embedded task with several seeds, drawn as mean and spread.
 
     python benchmarks/curves.py                               runs everything (an hour on two cores), then draws
-    python benchmarks/curves.py --scripts dapo --variants     runs dapo.py only; the other records stay
+    python benchmarks/curves.py --scripts dapo --variants --tasks     runs dapo.py only; the other records stay
     python benchmarks/curves.py --draw                        draws from the records in benchmarks/results/
 
-docs/scripts_curve.png and <script>_curve.png: the four scripts; docs/estimators_curve.png: flags of grpo.py.
+docs/scripts_curve.png and <script>_curve.png: the four scripts; docs/estimators_curve.png: flags of grpo.py;
+docs/multi_turn_curve.png: the embedded task with tools.
 """
 
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,13 @@ VARIANTS = {  # flags of grpo.py
     "cispo": "--loss cispo --num-mini-batches 4",
     "dppo_tv": "--loss dppo_tv --num-mini-batches 4",
 }
+TOOLS = "--model data/toy_tools/model --train-files data/toy_tools/train.jsonl --val-files data/toy_tools/val.jsonl"
+TOOLS += " --max-prompt-length 32 --lr 3e-4 --total-steps 40"
+TASKS = {  # of grpo.py
+    "with the calculator": TOOLS
+    + """ --max-response-length 48 --multi-turn '{"tools": ["calculator"], "max_turns": 3}'""",
+    "without": TOOLS + " --max-response-length 16",
+}
 FLAGS = "--val-every 2 --show-samples 0"
 ACCURACY = "val/toy/arithmetic/mean@1"
 PANELS = {
@@ -48,13 +57,14 @@ PANELS = {
     "reward/mean": "reward of the samples (temperature 1)",
     "response_length/mean": "response length (tokens)",
 }
+TOOL_CALLS = "agent/tool_calls_mean"
 COSTS = {"training/tokens": "prompt and response tokens, summed", "timing_s/step": "seconds of training"}
 
 
 def run_seed(script: str, flags: str, seed: int) -> dict:
     """One run in a process of its own: its curves, wall and CPU seconds (start-up and validation included)."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, f"{script}.py", *FLAGS.split(), *flags.split(), "--seed", str(seed)]
+        command = [sys.executable, f"{script}.py", *FLAGS.split(), *shlex.split(flags), "--seed", str(seed)]
         command += ["--output-dir", folder, "--run-name", "run"]
         with Path(folder, "log").open("w") as log:
             start, env = time.perf_counter(), os.environ | {"OMP_NUM_THREADS": "1"}
@@ -64,7 +74,7 @@ def run_seed(script: str, flags: str, seed: int) -> dict:
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{Path(folder, 'log').read_text()[-3000:]}")
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
-    curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in [*PANELS, *COSTS]}
+    curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in [*PANELS, *COSTS, TOOL_CALLS]}
     result = {
         "seed": seed,
         "accuracy_before": curves[ACCURACY][0][1],
@@ -151,18 +161,33 @@ def draw_variants(runs_of: dict[str, list[dict]], grpo: list[dict]) -> None:
     figure.savefig(ROOT / "docs/estimators_curve.png")
 
 
+def draw_tasks(runs_of: dict[str, list[dict]]) -> None:
+    figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
+    figure.suptitle("products of five digits, grpo.py: mean and range of the seeds")
+    labels = {ACCURACY: PANELS[ACCURACY].replace("sums", "products"), TOOL_CALLS: "calls of the calculator a response"}
+    for axes, (key, label) in zip(figure.subplots(1, 3), (labels | {"reward/mean": PANELS["reward/mean"]}).items()):
+        for (name, runs), color in zip(runs_of.items(), ("tab:blue", "grey")):
+            if runs[0]["curves"][key]:
+                plot(axes, *curve(runs, key), color, f"{name}, {len(runs)} seeds")
+        axes.set(xlabel="step", ylabel=label, ylim=(-0.03, None))
+        axes.legend(frameon=False, loc="center right")
+    figure.savefig(ROOT / "docs/multi_turn_curve.png")
+
+
 def main(
     scripts: tuple[Literal[tuple(COLORS)], ...] = tuple(COLORS),
     variants: tuple[Literal[tuple(VARIANTS)], ...] = tuple(VARIANTS),
+    tasks: tuple[Literal[tuple(TASKS)], ...] = tuple(TASKS),
     seeds: tuple[int, ...] = (),
     jobs: int = 2,
     draw: bool = False,
 ) -> None:
-    """Run, record and draw. Without seeds: 1 to 5 for scripts, 1 to 3 for variants. jobs: processes at a time."""
+    """Run, record and draw. Without seeds: 1 to 5, for variants 1 to 3. jobs: processes at a time."""
     if not draw:
         how = provenance(jobs)
         todo = [("scripts", name, name, "", seeds or (1, 2, 3, 4, 5)) for name in scripts]
         todo += [("estimators", name, "grpo", VARIANTS[name], seeds or (1, 2, 3)) for name in variants]
+        todo += [("multi_turn", name, "grpo", TASKS[name], seeds or (1, 2, 3, 4, 5)) for name in tasks]
         each = [(script, flags, seed) for *_, script, flags, of in todo for seed in of]
         with ThreadPoolExecutor(jobs) as pool:
             results = pool.map(run_seed, *zip(*each))  # in order; where one fails, the others are not begun
@@ -170,14 +195,17 @@ def main(
                 runs = [next(results) for _ in of]
                 record = {"command": f"python {script}.py {FLAGS} {flags}".strip(), **how, "runs": runs}
                 (RESULTS / f"{figure}_curve.json").write_text(json.dumps(load_records(figure) | {name: record}) + "\n")
-    scripts_runs, variants_runs = (
-        {name: record["runs"] for name, record in load_records(figure).items()} for figure in ("scripts", "estimators")
+    scripts_runs, variants_runs, tasks_runs = (
+        {name: record["runs"] for name, record in load_records(figure).items()}
+        for figure in ("scripts", "estimators", "multi_turn")
     )
     for script, runs in scripts_runs.items():
         draw_script(script, runs)
     draw_scripts(scripts_runs)
     if variants_runs and "grpo" in scripts_runs:
         draw_variants(variants_runs, scripts_runs["grpo"])
+    if tasks_runs:
+        draw_tasks(tasks_runs)
 
 
 if __name__ == "__main__":

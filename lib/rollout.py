@@ -2,6 +2,8 @@
 
 An engine has: generate(prompts, sampling, seeds) -> DataProto, load_weights(model, version), version, checksum,
 probe_log_probs(ids), sleep(), wake(), close(). `hf` samples with the live model; `vllm` is an engine in this process.
+For requests that come and go one by one (lib/agent_loop.py) it has, inside `with engine.session():`, submit(request_id,
+prompt_ids, sampling, seed), step() -> {request_id: Generated} of those that ended, and abort(request_id).
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, responses are never decoded on their way to the loss. A response
 has its own seed, so a sample depends on neither its batch nor its rank, and a run repeats itself. rollout_log_probs are
@@ -10,18 +12,21 @@ those of the distribution that was sampled from (temperature, top-p and top-k ap
 
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import fsdp_modules, is_first_on_node, iter_full_params, unsharded
+from lib.distributed import compute_device, is_first_on_node, iter_full_params, merged_shards, unsharded
 from lib.model import response_log_probs
 
 
@@ -33,6 +38,15 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+
+
+@dataclass
+class Generated:
+    """What was sampled for one request."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str  # "stop" (the end token is the last), "length" or "abort"
 
 
 class WeightSyncError(RuntimeError):
@@ -62,6 +76,13 @@ def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
     return [int(s) for s in _splitmix64(torch.tensor(rows) + (step << 24) + (seed << 48)) & 0x7FFFFFFF]
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of an episode's turn, counted from 0: the first has the row's own seed, as if it were the only one."""
+    if turn == 0:
+        return seed
+    return int(_splitmix64(torch.tensor(-seed - (turn << 32)))) & 0x7FFFFFFF  # a sampled token's noise is of > 0
+
+
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every end token that the tokenizer or the model's generation config names (chat models often have two)."""
     eos = model.generation_config.eos_token_id
@@ -76,10 +97,14 @@ def add_responses(
     finish_reasons: list[str],
     pad_token_id: int,
     width: int,
+    masks: list[list[int]] | None = None,
+    position_ids: list[list[int]] | None = None,
 ) -> DataProto:
     """The prompts with their responses, right-padded to `width`: what every engine returns.
 
-    finish_reason "stop" (the end token is the last of the response) or "length"; "abort" leaves no trained token.
+    finish_reason "stop" (the end token is the last of the response) or "length", or one of lib/agent_loop.py; "abort"
+    and "error" leave no trained token. masks: which tokens were sampled, if not all. position_ids: if a response is not
+    simply what follows its prompt.
     """
     B = len(token_ids)
     responses = torch.full((B, width), pad_token_id)  # (B, T)
@@ -88,17 +113,20 @@ def add_responses(
     for i, (ids, lps) in enumerate(zip(token_ids, log_probs)):
         responses[i, : len(ids)] = torch.tensor(ids)
         rollout_log_probs[i, : len(ids)] = torch.tensor(lps)
-        response_mask[i, : len(ids)] = finish_reasons[i] != "abort"
+        if finish_reasons[i] not in ("abort", "error"):
+            response_mask[i, : len(ids)] = 1 if masks is None else torch.tensor(masks[i])
     attended = torch.arange(width)[None] < torch.tensor([len(ids) for ids in token_ids])[:, None]
     device = prompts.batch["input_ids"].device
     attention_mask = torch.cat([prompts.batch["attention_mask"], attended.long().to(device)], 1)  # (B, L)
-    last = prompts.batch["position_ids"][:, -1:]
+    positions = prompts.batch["position_ids"][:, -1:] + torch.arange(1, width + 1, device=device)  # (B, T)
+    for row, own in zip(positions, position_ids or []):
+        row[: len(own)] = torch.tensor(own)
     tensors = {
         "prompts": prompts.batch["input_ids"],
         "responses": responses.to(device),
         "input_ids": torch.cat([prompts.batch["input_ids"], responses.to(device)], 1),
         "attention_mask": attention_mask,
-        "position_ids": torch.cat([prompts.batch["position_ids"], last + torch.arange(1, width + 1, device=device)], 1),
+        "position_ids": torch.cat([prompts.batch["position_ids"], positions], 1),
         "response_mask": response_mask.to(device),
         "rollout_log_probs": rollout_log_probs.to(device),
     }
@@ -115,9 +143,12 @@ class HFEngine:
     Each distinct prompt is prefilled once and its KV cache shared out to its group; finished rows leave the batch.
     """
 
+    long_steps = True  # a step goes to the end of its requests
+
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model, self.pad_token_id = model, tokenizer.pad_token_id
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
+        self._waiting: dict[str, tuple[list[int], Sampling, int]] = {}
         self.version: int | None = None
         self.checksum: int | None = None
 
@@ -128,7 +159,10 @@ class HFEngine:
     def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
         with torch.no_grad(), unsharded(self.model):
             log_p = (
-                self.model(input_ids=torch.tensor([ids], device=self.model.device)).logits[0].float().log_softmax(-1)
+                self.model(input_ids=torch.tensor([ids], device=compute_device(self.model)))
+                .logits[0]
+                .float()
+                .log_softmax(-1)
             )
         return log_p[:-1].gather(-1, torch.tensor(ids[1:], device=log_p.device)[:, None])[:, 0].cpu()
 
@@ -138,37 +172,63 @@ class HFEngine:
 
     def close(self) -> None: ...
 
-    @torch.no_grad()
-    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Between its ends are submit, step and abort, on each rank as many as it likes. A collective."""
         was_training = self.model.training
         self.model.eval()  # gradient checkpointing switches the KV cache off in train mode
-        with unsharded(self.model):
-            tokens, log_probs = self._sample(prompts, sampling, torch.tensor(seeds))
-        self.model.train(was_training)
-        ended = torch.isin(tokens, self.stop_ids)  # (B, T)
-        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, tokens.shape[1]).tolist()
-        finish_reasons = ["stop" if end else "length" for end in ended.any(1).tolist()]
+        try:
+            with unsharded(self.model):
+                yield
+        finally:
+            self.model.train(was_training)
+            self._waiting.clear()
+
+    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
+        self._waiting[request_id] = (prompt_ids, sampling, seed)
+
+    def abort(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+
+    def step(self) -> dict[str, Generated]:
+        """Samples what waits, as one batch and to its end (what differs in more than the length, at the next step)."""
+        device = compute_device(self.model)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # which is a thread's own
+        settings = [(s.temperature, s.top_p, s.top_k) for _, s, _ in self._waiting.values()]
+        ids = [request_id for request_id, own in zip(self._waiting, settings) if own == settings[0]]
+        prompt_ids, samplings, seeds = zip(*(self._waiting.pop(request_id) for request_id in ids))
+        limits = [sampling.max_response_length for sampling in samplings]
+        return dict(zip(ids, self._sample(prompt_ids, samplings[0], seeds, limits)))
+
+    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        """One response per row of `prompts`; row i is sampled with seeds[i]."""
+        with self.session():
+            limits = [sampling.max_response_length] * len(seeds)
+            rows = self._sample(prompts.non_tensor_batch["raw_prompt_ids"], sampling, seeds, limits)
         return add_responses(
             prompts,
-            [row[:n] for row, n in zip(tokens.tolist(), lengths)],
-            [row[:n] for row, n in zip(log_probs.tolist(), lengths)],
-            finish_reasons,
+            [row.token_ids for row in rows],
+            [row.log_probs for row in rows],
+            [row.finish_reason for row in rows],
             self.pad_token_id,
             sampling.max_response_length,
         )
 
-    def _sample(self, prompts: DataProto, sampling: Sampling, seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens, log_probs), both (B, T); what follows an end token is pad_token_id and 0."""
-        T, device = sampling.max_response_length, self.model.device
-        stop_ids, seeds = self.stop_ids.to(device), seeds.to(device)
-        keys = [tuple(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
-        first_row = {key: row for row, key in reversed(list(enumerate(keys)))}
-        distinct = sorted(first_row.values())
-        prompt_of_row = torch.tensor([distinct.index(first_row[key]) for key in keys], device=device)
-        ids, mask = (prompts.batch[name][distinct].to(device) for name in ("input_ids", "attention_mask"))
-        used = int(mask.sum(1).max())
-        ids, mask = ids[:, -used:], mask[:, -used:]  # left padding that no row needs
+    @torch.no_grad()
+    def _sample(self, prompt_ids, sampling: Sampling, seeds, limits: list[int]) -> list[Generated]:
+        """Row i has limits[i] tokens at most, which stands above sampling.max_response_length."""
+        T, device = max(limits), compute_device(self.model)
+        stop_ids = self.stop_ids.to(device)
+        seeds, limits = torch.tensor(seeds, device=device), torch.tensor(limits, device=device)
+        keys = [tuple(ids) for ids in prompt_ids]
+        distinct = list(dict.fromkeys(keys))
+        number = {key: i for i, key in enumerate(distinct)}
+        prompt_of_row = torch.tensor([number[key] for key in keys], device=device)
+        width = max(map(len, distinct))
+        ids = torch.tensor([[self.pad_token_id] * (width - len(key)) + list(key) for key in distinct], device=device)
+        first = width - torch.tensor([len(key) for key in distinct], device=device)
+        mask = (torch.arange(width, device=device) >= first[:, None]).long()
 
         cache = DynamicCache(config=self.model.config)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -180,12 +240,14 @@ class HFEngine:
 
         tokens = torch.full((len(keys), T), self.pad_token_id, device=device)
         log_probs = torch.zeros(len(keys), T, device=device)
+        lengths = torch.zeros_like(limits)
         rows = torch.arange(len(keys), device=device)  # rows of the batch that still run
         for t in range(T):
             token, log_prob = sample_tokens(logits, sampling, seeds[rows], t)
             tokens[rows, t], log_probs[rows, t] = token, log_prob
-            running = ~torch.isin(token, stop_ids)
-            if t == T - 1 or not running.any():
+            running = ~torch.isin(token, stop_ids) & (limits[rows] > t + 1)
+            lengths[rows] = t + 1
+            if not running.any():
                 break
             if not running.all():
                 keep = running.nonzero()[:, 0]
@@ -195,7 +257,11 @@ class HFEngine:
             logits = self.model(
                 input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache
             ).logits[:, -1]
-        return tokens.cpu(), log_probs.cpu()
+        stopped = torch.isin(tokens.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
+        return [
+            Generated(row[:n], lps[:n], "stop" if stop else "length")
+            for row, lps, n, stop in zip(tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist())
+        ]
 
 
 def sample_tokens(
@@ -244,10 +310,12 @@ class VLLMEngine:
     source of weights, and a generate before the first load_weights is refused.
     """
 
+    long_steps = False  # a step is a token; requests come and go at each
+
     def __init__(self, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype, gpu_memory: float):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        on_gpu = model.device.type == "cuda"
+        on_gpu = compute_device(model).type == "cuda"
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -285,6 +353,7 @@ class VLLMEngine:
         self.llm.init_weight_transfer_engine({"init_info": {}})
         self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
         self.stop_ids = stop_token_ids(model, tokenizer)
+        self._running: set[str] = set()
         self.version: int | None = None
         self.checksum: int | None = None
         self.sleep()
@@ -319,39 +388,83 @@ class VLLMEngine:
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
 
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Between its ends are submit, step and abort."""
+        self._check_weights()
+        with torch.random.fork_rng():  # vLLM advances torch's global generator
+            try:
+                yield
+            finally:
+                self.llm.llm_engine.abort_request(list(self._running))
+                self._running.clear()
+
+    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
+        """Raises ValueError when the prompt is too long for the engine."""
+        params = self._sampling_params(sampling, seed)
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt_ids)}, params)
+        self._running.add(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.llm.llm_engine.abort_request([request_id])
+        self._running.discard(request_id)
+
+    def step(self) -> dict[str, Generated]:
+        """One token, or the prefill, of what runs."""
+        done = {out.request_id: _generated(out) for out in self.llm.llm_engine.step() if out.finished}
+        self._running -= done.keys()
+        return done
+
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
-        params = [
-            self._params(
-                sampling.max_response_length,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                logprobs=0,
-                seed=seed,
-            )
-            for seed in seeds
-        ]
-        outputs = [out.outputs[0] for out in self._run(prompts.non_tensor_batch["raw_prompt_ids"], params)]
+        params = [self._sampling_params(sampling, seed) for seed in seeds]
+        rows = [_generated(out) for out in self._run(prompts.non_tensor_batch["raw_prompt_ids"], params)]
         return add_responses(
             prompts,
-            [list(out.token_ids) for out in outputs],
-            [[lp[token].logprob for token, lp in zip(out.token_ids, out.logprobs)] for out in outputs],
-            [out.finish_reason if out.finish_reason in ("stop", "length") else "abort" for out in outputs],
+            [row.token_ids for row in rows],
+            [row.log_probs for row in rows],
+            [row.finish_reason for row in rows],
             self.pad_token_id,
             sampling.max_response_length,
         )
 
+    def _sampling_params(self, sampling: Sampling, seed: int):
+        return self._params(
+            sampling.max_response_length,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            logprobs=0,
+            seed=seed,
+        )
+
     def _params(self, max_tokens: int, **kwargs):
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(max_tokens=max_tokens, stop_token_ids=self.stop_ids, detokenize=False, **kwargs)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=self.stop_ids,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **kwargs,
+        )
 
-    def _run(self, prompt_ids, params: list) -> list:
+    def _check_weights(self) -> None:
         if self.version is None:  # vLLM would spin for ever while asleep
             raise WeightSyncError("the vLLM engine has no weights: call sync_weights before generate")
+
+    def _run(self, prompt_ids, params: list) -> list:
+        self._check_weights()
         with torch.random.fork_rng():  # vLLM advances torch's global generator
             return self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompt_ids], params, use_tqdm=False)
+
+
+def _generated(output) -> Generated:
+    out = output.outputs[0]
+    log_probs = [lp[token].logprob for token, lp in zip(out.token_ids, out.logprobs)]
+    reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
+    return Generated(list(out.token_ids), log_probs, reason)
 
 
 class _CheckedStream:
@@ -400,15 +513,15 @@ def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: flo
 
 def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """An exact, order-independent checksum of all weights as `dtype`, from each rank's own shards. A collective."""
-    for module in fsdp_modules(model):
-        module.reshard()
-    total = 0
-    for name, param in model.named_parameters():
-        shard = param.detach().to_local() if hasattr(param, "to_local") else param.detach()
+    total, replicas = 0, 1
+    for name, shard in merged_shards(model):
+        if isinstance(shard, DTensor):
+            replicas = dist.get_world_size() // shard.device_mesh.size(-1)
+            shard = shard.to_local()
         total += _tensor_checksum(name, shard.to(dtype))
     parts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(parts, total)
-    return sum(parts) % (1 << 64)
+    return sum(parts) // replicas % (1 << 64)
 
 
 def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:
@@ -420,7 +533,7 @@ def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:
 @torch.no_grad()
 def _trainer_probe(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     """Log-probs of ids[1:] by the trainer's own forward."""
-    row = torch.tensor([ids], device=model.device)
+    row = torch.tensor([ids], device=compute_device(model))
     tensors = {
         "input_ids": row,
         "attention_mask": torch.ones_like(row),

@@ -204,18 +204,39 @@ class Tracker:
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Of a scored batch what a reader wants to see, for `Tracker.samples`: the question without the chat template, the
-    whole response with its special tokens."""
-    scores = batch.batch["token_level_scores"].sum(1).tolist()
-    responses, attention = batch.batch["responses"].cpu(), batch.batch["attention_mask"].cpu()
-    attended = attention[:, -responses.shape[1] :].bool()
-    return [
-        {
-            "prompt": "\n".join(str(message["content"]) for message in batch.non_tensor_batch["raw_prompt"][i]),
+    whole response with its special tokens. An episode of several turns also has how it ended, and its turns: who wrote
+    the text ("policy" has response_mask 1), how many tokens it is, and the reward that it got besides the score."""
+    tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
+    scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
+    attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
+    rows = []
+    for i in range(len(batch)):
+        row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
+        shown = {
+            "prompt": "\n".join(str(message["content"]) for message in row["raw_prompt"]),
             "response": tokenizer.decode(responses[i][attended[i]]),
             "score": scores[i],
-            "ground_truth": batch.non_tensor_batch["reward_model"][i]["ground_truth"],
+            "ground_truth": row["reward_model"]["ground_truth"],
         }
-        for i in range(len(batch))
+        if "turn_rewards" in tensors:
+            columns = (responses, tensors["response_mask"], tensors["turn_rewards"])
+            turns = _turns(*(column[i][attended[i]] for column in columns), tokenizer)
+            shown |= {"finish_reason": row["finish_reason"], "turns": turns}
+        rows.append(shown)
+    return rows
+
+
+def _turns(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """The runs of one response that the policy wrote and those that it was given; all of one row, without padding."""
+    lengths = sampled.unique_consecutive(return_counts=True)[1].tolist()
+    return [
+        {
+            "by": "policy" if mask[0] else "environment",
+            "text": tokenizer.decode(ids),
+            "tokens": len(ids),
+            "reward": float(given.sum()),
+        }
+        for ids, mask, given in zip(*(column.split(lengths) for column in (response, sampled, rewards)))
     ]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib.data_proto import DataProto
@@ -187,6 +188,62 @@ def test_hf_spends_no_step_on_finished_rows_and_one_prefill_on_a_group(world, tm
     assert [rows for rows, _ in widths[1:]] == [int((lengths > t).sum()) for t in range(1, int(lengths.max()))]
 
 
+# ---- requests that come and go -------------------------------------------------------------------
+
+
+def drain(engine, wanted: int) -> dict:
+    done = {}
+    while len(done) < wanted:
+        done |= engine.step()
+    return done
+
+
+def test_a_request_is_sampled_as_generate_samples_it(engine_and_model):
+    """Whenever it comes, with its own limit and settings."""
+    engine, _ = engine_and_model
+    prompts, seeds = random_prompts(9), request_seeds(1, 8, list(range(9)))
+    ids = prompts.non_tensor_batch["raw_prompt_ids"]
+    samplings = [Sampling([3, 8, 14][i % 3], [1.0, 0.5][i % 2]) for i in range(9)]
+    state = torch.get_rng_state()
+    with engine.session():
+        for i in range(5):
+            engine.submit(str(i), ids[i], samplings[i], seeds[i])
+        done = engine.step()
+        for i in range(5, 9):
+            engine.submit(str(i), ids[i], samplings[i], seeds[i])
+        done |= drain(engine, 9 - len(done))
+    assert torch.equal(torch.get_rng_state(), state) and len(done) == 9
+    for i, sampling in enumerate(samplings):
+        alone = engine.generate(prompts[[i]], sampling, [seeds[i]])
+        n, got = int(alone.batch["response_mask"].sum()), done[str(i)]
+        assert got.token_ids == alone.batch["responses"][0, :n].tolist()
+        assert got.finish_reason == alone.non_tensor_batch["finish_reason"][0]
+        # float32, batched otherwise: logits are some tens here, so 1e-4 is twenty roundings
+        assert got.log_probs == pytest.approx(alone.batch["rollout_log_probs"][0, :n].tolist(), abs=1e-4)
+
+
+def test_no_request_outlives_its_abort_or_its_session(engine_and_model):
+    engine, model = engine_and_model
+    ids, sampling = random_prompts(4).non_tensor_batch["raw_prompt_ids"], Sampling(8)
+    model.train()
+    with pytest.raises(KeyboardInterrupt), engine.session():
+        for i in range(3):
+            engine.submit(str(i), ids[i], sampling, i)
+        if not engine.long_steps:
+            engine.step()
+        raise KeyboardInterrupt
+    assert model.training
+    if engine.long_steps:  # hf: sharded again
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    with engine.session():
+        for i in (2, 3):
+            engine.submit(str(i), ids[i], sampling, i)
+        engine.abort("2")
+        assert set(drain(engine, 1)) == {"3"}
+    if not engine.long_steps:
+        assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
 # ---- the sync that is checked --------------------------------------------------------------------
 
 
@@ -260,6 +317,8 @@ def test_vllm_refuses_to_generate_before_it_has_weights(world, tmp_path):
     engine.version = None
     with pytest.raises(WeightSyncError, match="no weights"):
         engine._run([[1]], [None])
+    with pytest.raises(WeightSyncError, match="no weights"), engine.session():
+        pass
 
 
 # ---- sampling ------------------------------------------------------------------------------------
