@@ -746,6 +746,7 @@ def main(args: Args) -> None:
 
                 # DAPO: the groups of all ranks, in the order of their numbers
                 add_metrics(local, data_metrics(batch) | extra_metrics(extras) | agent_metrics(batch) | failures)
+                batch.non_tensor_batch.pop("agent_metrics", None)  # clocks among them: no part of a run's state
                 add_metrics(local, {"training/tokens": Sum(batch.batch["attention_mask"].sum().item())})
                 gen_batches += 1
                 batch = batch.all_gather()

@@ -32,9 +32,9 @@ INSTRUCTION = "Think step by step, and give only the final answer within <answer
 def to_row(task: str, task_kwargs: dict, entry: dict, split: str, index: int) -> dict:
     prompt = f"{entry['question']}\n\n{INSTRUCTION}"
     truth = json.dumps({"task": task, "task_kwargs": task_kwargs, "entry": dump_entry(entry)})
-    return make_row(
-        f"reasoning_gym/{task}", prompt, truth, {"split": split, "index": index, "question": entry["question"]}
-    )
+    info = {"split": split, "index": index, "question": entry["question"]}
+    info["interaction_kwargs"] = {"ground_truth": truth}  # for --multi_turn '{"interaction": "reasoning_gym"}'
+    return make_row(f"reasoning_gym/{task}", prompt, truth, info)
 
 
 def main(task: str, out: Path, size: int = 2000, test_size: int = 200, seed: int = 1, task_kwargs: str = "{}") -> None:

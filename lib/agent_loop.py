@@ -628,7 +628,7 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     """Local metrics of a batch of episodes, for `reduce_metrics`; none if it is one of single turns.
 
     - agent/turns_mean, tool_calls_mean, segments_mean: of an episode
-    - agent/tool_seconds_mean: of a call
+    - timing_s/tool_call: seconds of a call
     - agent/tool_errors/<kind>: calls answered with an error, and failures of create, calc_reward and release; kinds are
       lib.tools.ERROR_KINDS and too_many
     - agent/finish/<reason>: the fraction of episodes
@@ -648,7 +648,7 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
         "agent/turns_mean": Mean(sum(rows["num_turns"]), B),
         "agent/segments_mean": Mean(sum(map(len, rows["segments"])), B),
         "agent/tool_calls_mean": Mean(calls, B),
-        "agent/tool_seconds_mean": Mean(totals["tool_seconds"], calls),
+        "timing_s/tool_call": Mean(totals["tool_seconds"], calls),
         **{f"agent/tool_errors/{kind}": Sum(totals[kind]) for kind in (*ERROR_KINDS, "too_many")},
         **{f"agent/finish/{reason.value}": Mean(reasons[reason.value], B) for reason in FinishReason},
         "agent/failed": Sum(reasons["error"]),

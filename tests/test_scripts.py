@@ -2,6 +2,7 @@
 run as a user runs them. What they share with grpo.py, its tests show."""
 
 import functools
+import json
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,11 @@ from tests.common import (
 )
 
 SIBLINGS = ["ppo", "remax", "dapo"]
+TOOLS = [
+    *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
+    *("--max-prompt-length", "32", "--max-response-length", "48", "--micro-batch-tokens", "400"),
+    *("--multi-turn", '{"tools": ["calculator"], "max_turns": 3}'),
+]
 
 
 def small(script: str, folder: Path, *args: str) -> list[dict]:
@@ -102,6 +108,7 @@ ON_TWO_RANKS = {
     "ppo, accelerate": ("ppo", ACCELERATE, IN_THE_REWARD),
     "remax, torchrun": ("remax", TORCHRUN, IN_THE_REWARD),
     "dapo, torchrun": ("dapo", TORCHRUN, ["--overlong-filtering", "--max-response-length", "10"]),
+    "ppo, several turns": ("ppo", TORCHRUN, TOOLS),
 }
 
 
@@ -141,7 +148,7 @@ def test_two_ranks_train_as_one(tmp_path, case):
     for two, one in zip(ours, theirs):
         assert two.keys() == one.keys()
         for key in one:
-            if key.startswith(("reward/", "response_length/", "prompt_length/", "training/")):
+            if key.startswith(("reward/", "response_length/", "prompt_length/", "training/", "agent/turns")):
                 assert two[key] == one[key], key
             elif key.startswith(("actor/", "critic/", "advantages/")) and "clipfrac" not in key:
                 assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
@@ -158,6 +165,7 @@ KILLED = {
     "remax": ("remax", PYTHON, []),
     "dapo": ("dapo", PYTHON, ["--group-size", "8"]),  # leaves groups over in every step
     "dapo on 2 ranks": ("dapo", TORCHRUN, ["--group-size", "8"]),
+    "dapo, several turns": ("dapo", PYTHON, ["--group-size", "8", *TOOLS]),
 }
 
 
@@ -358,12 +366,49 @@ def test_dapo_with_vllm(tmp_path):
         assert row["rollout/logp_diff_max"] < 1e-3
 
 
+# ---- several turns -------------------------------------------------------------------------------
+
+
+def test_the_calculator_is_learnt(tmp_path):
+    args = ["--train-files", str(ROOT / "data/toy_tools/train.jsonl")]
+    args += ["--val-files", str(ROOT / "data/toy_tools/val.jsonl"), "--lr", "3e-4", "--total-steps", "14"]
+    args += ["--val-every", "14", "--no-export-model", "--save-every", "0"]
+    ran(launch("grpo", tmp_path, *TOOLS, "--micro-batch-tokens", "16384", *args, "--run-name", "run"))
+    rows = metrics(tmp_path / "run")
+    before, *_, after = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
+    calls = [row["agent/tool_calls_mean"] for row in rows if "agent/tool_calls_mean" in row]
+    assert before < 0.05 and after >= 0.9
+    assert calls[0] < 0.3 and calls[-1] > 0.8  # of samples at temperature 1, still rising
+    assert unexplained_metrics(tmp_path / "run", "grpo.md", "multi_turn.md") == []
+    sample = json.loads((tmp_path / "run/samples.jsonl").read_text().splitlines()[-1])
+    assert [turn["by"] for turn in sample["turns"]] == ["policy", "environment", "policy"]
+    assert "".join(turn["text"] for turn in sample["turns"]) == sample["response"]
+
+
+@pytest.mark.parametrize("script", SIBLINGS)
+def test_every_script_takes_several_turns(tmp_path, script):
+    [row] = small(script, tmp_path, *TOOLS, "--total-steps", "1")
+    assert 1 < row["agent/turns_mean"] < 2 and row["agent/segments_mean"] == 1
+    assert row["rollout/logp_diff_mean"] < 1e-4  # fp32: what is trained is what was sampled
+
+
+def test_several_turns_with_vllm(tmp_path):
+    ran(launch("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", "--rollout-engine", "vllm", "--run-name", "run"))
+    for row in metrics(tmp_path / "run"):
+        assert 1 < row["agent/turns_mean"] < 2 and row["rollout/logp_diff_mean"] < 1e-4
+
+
 # ---- bad input -----------------------------------------------------------------------------------
 
 BAD_INPUT = {
     "no such critic": ("ppo", ["--critic-model", "./absent"], "--critic_model ./absent"),
     "group of one": ("dapo", ["--group-size", "1"], "--zero_variance refill compares"),
     "no batch": ("dapo", ["--max-gen-batches", "0"], "--max_gen_batches 0: must be at least 1"),
+    "tools": (
+        "grpo",
+        ["--multi-turn", '{"tool": ["python"]}'],
+        "--multi_turn: unknown tool; there are episode_timeout",
+    ),
     "buffer too long": ("dapo", ["--overlong-buffer", "17"], "--overlong_buffer 17: must be in 0..16"),
 }
 
