@@ -321,16 +321,19 @@ def enter_namespaces(spec: dict) -> None:
     for link in map(Path, ("/lib", "/lib64")):
         if link.is_symlink():
             Path(f"{root}{link}").symlink_to(link.readlink())
+    Path(f"{root}/tmp").mkdir()
+    # before the libraries, which may lie in it
+    mount("tmpfs", root + "/tmp", "tmpfs", 2 | 4, f"size={spec['folder_mb']}m,nr_inodes=10000,mode=777")
     for path in [*spec["readable"], *spec["hidden"], *spec["packages"]]:  # in this order
         Path(root + path).mkdir(parents=True, exist_ok=True)
         if path in spec["hidden"]:
             mount("tmpfs", root + path, "tmpfs", 0, "size=1m,mode=755")
         else:
             mount(path, root + path, None, BIND)
-    Path(f"{root}/tmp").mkdir()
     read_only = (ctypes.c_uint64 * 4)(1 | 2)  # MOUNT_ATTR_RDONLY | NOSUID
     check(libc.syscall(442, -100, root.encode(), 0x8000, read_only, 32), "mount_setattr")
-    mount("tmpfs", root + "/tmp", "tmpfs", 2 | 4, f"size={spec['folder_mb']}m,nr_inodes=10000,mode=777")
+    writable = (ctypes.c_uint64 * 4)(0, 1)
+    check(libc.syscall(442, -100, f"{root}/tmp".encode(), 0, writable, 32), "mount_setattr /tmp")
     os.chdir(root)
     check(libc.pivot_root(b".", b"."), "pivot_root")
     check(libc.umount2(b".", DETACH), "umount")

@@ -1,0 +1,324 @@
+"""grpo.py and TRL's GRPOTrainer on the same work, in turns: seconds of a step and of its stages, and peak memory.
+
+    .venv-trl/bin/python -m benchmarks.vs_trl compare        the venv is that of benchmarks/requirements-trl.txt
+
+Each run is a process of its own, with one thread, and does the same: a random Llama of 0.66 M parameters in float32,
+prompts, group size, temperature 1, one optimizer update a step, no KL term, no importance-sampling correction, no
+validation, no checkpoint, scores from the training process; for TRL no gradient checkpointing, which it has by default.
+Both programs compute the same tokens, because the model counts down: the last token of a prompt is a state 1 to 256,
+after state s come state s - 1 (one of its two tokens, sampled) and so on, after 1 the end. So a response has as many
+tokens as its prompt says, in both, which is checked in every step. Micro-batches: --micro_batch_tokens 16384 for
+grpo.py; for TRL, whose micro-batches are counted in rows, as many rows as was fastest of 4, 8, 16, ... (trl_rows).
+
+    step      from one scoring to the next: all that a step costs, logging and data loading included; step_cpu the same
+              in CPU seconds
+    rollout   sampling, with the weight sync
+    update    forward, backward, optimizer (in grpo.py timing_s/update)
+
+All are medians over the steps of all runs but the first steps of each run. peak_mib is the process's largest resident
+set, start-up included. ratio is TRL's figure over grpo.py's: above 1 where grpo.py needs less.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parent.parent
+GROUP, STATES, WARM_UP = 8, 256, 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    prompt_length: int
+    response_lengths: list[int]  # one for each prompt of a step
+    trl_rows: int  # of TRL's micro-batch
+
+
+def skewed_lengths(n: int) -> list[int]:
+    """Quantiles of a log-normal: half of 16 are below 20 tokens, one has 128."""
+    z = statistics.NormalDist(3.0, 0.994)
+    return [round(math.exp(z.inv_cdf((i + 0.5) / n))) for i in range(n)]
+
+
+SETTINGS = {
+    "short": Setting(16, [16] * 64, 512),
+    "skewed": Setting(16, skewed_lengths(16), 64),
+    "long_prompt": Setting(512, [64, 128, 192, 256], 16),
+    "toy": Setting(16, [3, 5], 16),
+}
+METRICS = ("step", "step_cpu", "rollout", "update", "peak_mib")
+
+# ---- the same task for both ----------------------------------------------------------------------
+
+
+def make_task(folder: Path, setting: Setting, steps: int) -> None:
+    """folder/model and folder/train.jsonl, a row a prompt, in the order of the steps."""
+    words = ["<pad>", "<end>", *(f"{state}{way}" for state in range(1, STATES + 1) for way in "ab")]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    tokenizer.save_pretrained(folder / "model")
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    states = torch.nn.functional.normalize(torch.randn(STATES, 128), dim=1)  # a direction each, of length 1
+    both = states.repeat_interleave(2, 0)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[2:] = both * 128**0.5
+        model.lm_head.weight[:] = 0
+        model.lm_head.weight[1] = (
+            5 * states[0]
+        )  # after state 1 the end; the layers, at their usual start, change little
+        model.lm_head.weight[2:-2] = 5 * both[2:]
+    model.save_pretrained(folder / "model")
+
+    g = torch.Generator().manual_seed(0)
+    with (folder / "train.jsonl").open("w") as file:
+        for length in setting.response_lengths * steps:
+            tokens = torch.randint(2, len(words), (setting.prompt_length,), generator=g).tolist()
+            prompt = " ".join([*(words[i] for i in tokens[1:]), f"{length}a"])
+            row = {"data_source": "countdown", "prompt": [{"role": "user", "content": prompt}]}
+            row |= {"reward_model": {"ground_truth": ""}}
+            file.write(json.dumps(row) + "\n")
+
+
+def score(text: str) -> float:
+    return zlib.crc32(text.encode()) / 2**32
+
+
+def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos) -> list[dict]:
+    """grpo.py's --reward: beside the scores the clocks go into metrics.jsonl."""
+    clocks = {"wall": time.perf_counter(), "cpu": time.process_time()}
+    return [{"score": score(text)} | clocks for text in solution_strs]
+
+
+# ---- one run of each -----------------------------------------------------------------------------
+
+
+def child(command: list[str], log: Path) -> float:
+    """Runs it to its end; its peak memory in MiB."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
+    env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)  # wait() does not say what this child alone used
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{log.read_text()[-3000:]}")
+    return usage.ru_maxrss / 1024
+
+
+def run_plainrl(folder: Path, setting: Setting, engine: str, steps: int) -> tuple[list[dict], float]:
+    """(clocks and seconds of each step, peak MiB)."""
+    command = [sys.executable, "grpo.py", "--model", str(folder / "model")]
+    command += ["--train-files", str(folder / "train.jsonl"), "--no-shuffle"]
+    command += [
+        "--max-prompt-length",
+        str(max(setting.prompt_length, 32)),
+    ]  # vLLM's context has to hold the sync's probe
+    command += ["--max-response-length", str(max(setting.response_lengths))]
+    command += ["--prompts-per-step", str(len(setting.response_lengths)), "--group-size", str(GROUP)]
+    command += ["--reward", f"{Path(__file__).resolve()}:compute_score_batch", "--reward-workers", "0"]
+    command += ["--rollout-engine", engine, "--total-steps", str(steps), "--lr", "1e-6"]
+    command += ["--no-val-before-train", "--val-every", "0", "--save-every", "0", "--no-export-model"]
+    peak = child([*command, "--output-dir", str(folder), "--run-name", "plainrl"], folder / "log")
+    rows = [json.loads(line) for line in (folder / "plainrl/metrics.jsonl").read_text().splitlines()]
+    return [
+        {
+            "wall": row["reward/wall"],
+            "cpu": row["reward/cpu"],
+            "rollout": row["timing_s/weight_sync"] + row["timing_s/rollout"],
+            "update": row["timing_s/update"],
+            "mean_length": row["response_length/mean"],
+        }
+        for row in rows
+    ], peak
+
+
+def run_trl(folder: Path, setting: Setting, engine: str, steps: int) -> tuple[list[dict], float]:
+    command = [sys.executable, "-m", "benchmarks.vs_trl", "trl", "--folder", str(folder), "--engine", engine]
+    command += ["--prompts", str(len(setting.response_lengths)), "--prompt-length", str(setting.prompt_length)]
+    command += ["--response-length", str(max(setting.response_lengths))]
+    command += ["--micro-batch-rows", str(setting.trl_rows), "--steps", str(steps)]
+    peak = child(command, folder / "log")
+    return json.loads((folder / "trl.json").read_text()), peak
+
+
+def train_with_trl(
+    folder: Path,
+    engine: Literal["hf", "vllm"],
+    prompts: int,
+    prompt_length: int,
+    response_length: int,
+    micro_batch_rows: int,
+    steps: int,
+) -> None:
+    """The process of run_trl: writes what each step took to folder/trl.json."""
+    import trl.generation.vllm_generation
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
+    records: list[dict] = []
+    spent = dict.fromkeys(("generate", "whole_rollout"), 0.0)
+
+    def timed(name: str, method: Callable) -> Callable:
+        def call(*args):
+            start = time.perf_counter()
+            result = method(*args)
+            spent[name] = time.perf_counter() - start
+            return result
+
+        return call
+
+    def reward(completions: list[list[dict]], **_) -> list[float]:
+        records.append({"wall": time.perf_counter(), "cpu": time.process_time()})
+        return [score(completion[0]["content"]) for completion in completions]
+
+    class Record(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs):
+            seconds = time.perf_counter() - self.start
+            records[-1] |= {"rollout": spent["generate"], "update": seconds - spent["whole_rollout"]}
+
+    if engine == "vllm":  # with what grpo.py's engine has on a CPU, no compilation and 1 GiB of KV cache
+        generation = trl.generation.vllm_generation
+        generation.LLM = partial(generation.LLM, enforce_eager=True, kv_cache_memory_bytes=1 << 30)
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=micro_batch_rows,
+        gradient_accumulation_steps=prompts * GROUP // micro_batch_rows,
+        num_generations=GROUP,
+        max_completion_length=response_length,
+        max_steps=steps,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        use_vllm=engine == "vllm",
+        vllm_mode="colocate",
+        vllm_max_model_length=prompt_length + response_length,
+        vllm_importance_sampling_correction=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=load_dataset("json", data_files=str(folder / "train.jsonl"), split="train"),
+        callbacks=[Record()],
+    )
+    trainer._generate = timed("generate", trainer._generate)
+    trainer._generate_and_score_completions = timed("whole_rollout", trainer._generate_and_score_completions)
+    trainer.train()
+    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    records = [record | {"mean_length": length} for record, length in zip(records, lengths)]
+    (folder / "trl.json").write_text(json.dumps(records))
+
+
+# ---- the comparison ------------------------------------------------------------------------------
+
+
+def steps_of_run(records: list[dict], setting: Setting) -> list[dict]:
+    """Seconds of the steps after the warm-up. Step i reaches from its scoring to that of step i + 1."""
+    expected = statistics.mean(setting.response_lengths)
+    wrong = [record["mean_length"] for record in records if abs(record["mean_length"] - expected) > 1e-3]
+    assert not wrong, f"responses of {wrong} tokens in the mean, not {expected}: not the same work"
+    return [
+        {"step": after["wall"] - record["wall"], "step_cpu": after["cpu"] - record["cpu"]}
+        | {stage: record[stage] for stage in ("rollout", "update")}
+        for record, after in zip(records[WARM_UP:], records[WARM_UP + 1 :])
+    ]
+
+
+def compare(
+    settings: tuple[Literal[tuple(SETTINGS)], ...] = ("short", "skewed", "long_prompt"),
+    engines: tuple[Literal["hf", "vllm"], ...] = ("hf", "vllm"),
+    rounds: int = 3,
+    steps: int = 6,
+    output: Path = ROOT / "benchmarks/results/vs_trl.json",
+) -> None:
+    """Run both in turns, print a table and write it.
+
+    Args:
+        settings: short: 64 prompts of 16 tokens, responses of 16; skewed: 16 of 16, up to 128, half of them below 20;
+            long_prompt: 4 of 512, 64 to 256; groups of 8. toy: to see that this program runs.
+        engines: what samples.
+        rounds: runs of each program.
+        steps: of each run that count.
+        output: the record; what it has of other settings and engines stays.
+    """
+    from benchmarks.curves import provenance  # not above: matplotlib would be in the memory of both programs
+
+    record = json.loads(output.read_text()) if output.exists() else {}
+    how = provenance(jobs=1)
+    how["versions"] |= {name: version(name) for name in ("trl", "vllm-cpu")}
+    programs = {"plainrl": run_plainrl, "trl": run_trl}
+    print(f"{'setting':12} {'engine':6} {'':8} " + " ".join(f"{name:>9}" for name in METRICS))
+    for name in settings:
+        setting = SETTINGS[name]
+        for engine in engines:
+            taken: dict[str, list[dict]] = {program: [] for program in programs}
+            peaks: dict[str, list[float]] = {program: [] for program in programs}
+            for _ in range(rounds):
+                for program, run in programs.items():
+                    with tempfile.TemporaryDirectory() as folder:
+                        total = WARM_UP + steps + 1
+                        make_task(Path(folder), setting, total)
+                        records, peak = run(Path(folder), setting, engine, total)
+                    taken[program] += steps_of_run(records, setting)
+                    peaks[program].append(peak)
+            result = {
+                program: {key: statistics.median(step[key] for step in taken[program]) for key in taken[program][0]}
+                | {"peak_mib": max(peaks[program]), "slowest_step": max(step["step"] for step in taken[program])}
+                for program in programs
+            }
+            result["ratio"] = {key: result["trl"][key] / result["plainrl"][key] for key in METRICS}
+            for title, row in result.items():
+                print(f"{name:12} {engine:6} {title:8} " + " ".join(f"{row[key]:9.3f}" for key in METRICS), flush=True)
+            sizes = {"rows": GROUP * len(setting.response_lengths), "prompt_length": setting.prompt_length}
+            sizes |= {"response_lengths": setting.response_lengths, "trl_rows": setting.trl_rows}
+            sizes |= {"rounds": rounds, "steps": steps}
+            record[f"{name}/{engine}"] = how | sizes | result
+            output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"compare": compare, "trl": train_with_trl})
