@@ -405,7 +405,7 @@ def validate(args: Args, generate, dataset, tokenizer, score, world, sizes: Size
     sampling = Sampling(args.max_response_length, args.val_temperature, args.val_top_p)
     per_rank = math.ceil(len(dataset) / world.size)
     per_call = max(1, sizes.local_rows // args.val_samples)
-    results, shown = [], []
+    results, shown, unscored = [], [], 0
     for start in range(0, per_rank, per_call):
         # the same number on every rank: what is beyond the data set's end keeps the others company
         rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
@@ -416,13 +416,15 @@ def validate(args: Args, generate, dataset, tokenizer, score, world, sizes: Size
         batch.batch["token_level_scores"], extras, _ = score(batch)
         preds = extras.get("pred", [None] * len(batch))
         batch = batch[: sum(row < len(dataset) for row in rows) * args.val_samples]
-        scores = batch.batch["token_level_scores"].sum(1).tolist()
+        scores = batch.batch["token_level_scores"].sum(1).tolist()  # 0 where there is none
+        unscored += int((~batch.batch["response_mask"].any(1)).sum())
         prompt_numbers = [n // args.val_samples for n in numbers]
         results += list(zip(batch.non_tensor_batch["data_source"], prompt_numbers, scores, preds))
         shown += sample_rows(batch, tokenizer)
     results = sorted(all_gather_lists(results), key=lambda result: result[1])  # by prompt, for any number of ranks
     tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
-    return validation_metrics(*(list(column) for column in zip(*results)))
+    [unscored] = all_reduce_sum([unscored], world.device)
+    return validation_metrics(*(list(column) for column in zip(*results))) | {"val/unscored": unscored}
 
 
 def lr_factor(args: Args, sizes: Sizes, update: int) -> float:

@@ -20,7 +20,7 @@ SEEDS = (1, 2, 3)
 # 512 responses a step, of which 26 hang and 26 die; two updates, so that there is a pass for old log-probs to overlap
 FLAGS = "--prompts-per-step 64 --num-mini-batches 2 --update-epochs 2 --total-steps 40"
 FLAGS += " --save-every 0 --show-samples 0 --no-export-model"
-POOL = "--reward-workers 32 --reward-timeout 0.1"
+POOL = "--reward-workers 32 --reward-timeout 0.1 --val-reward data_source"
 
 
 def hostile(data_source, solution_str, ground_truth, extra_info=None) -> float:
@@ -57,7 +57,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in SEEDS:
             for name in runs:
-                scorer = f"{POOL} --reward {Path(__file__).resolve()}:hostile" if name == "hostile" else ""
+                scorer = (
+                    f"{POOL} --reward {Path(__file__).resolve()}:hostile" if name == "hostile" else ""
+                )  # in training
                 runs[name].append(run(name, scorer, seed, folder))
                 print(name, seed, runs[name][-1], flush=True)
     sound, hostile_ = (statistics.median(r["seconds"] for r in runs[name]) for name in runs)

@@ -104,9 +104,9 @@ def test_every_row_is_accounted_for(default_run, script):
 IN_THE_REWARD = ["--kl-placement", "reward", "--kl-estimator", "k1", "--kl-target", "0.01", "--kl-horizon", "100"]
 ON_TWO_RANKS = {
     "grpo, torchrun": ("grpo", TORCHRUN, ["--adv-estimator", "grpo_batch_std"]),  # a deviation over all ranks
-    "grpo, accelerate": ("grpo", ACCELERATE, ["--adv-estimator", "grpo_batch_std"]),
+    "grpo, accelerate": ("grpo", ACCELERATE, ["--lora-rank", "4", "--replicas", "2", "--cpu-offload", "actor"]),
     "ppo, accelerate": ("ppo", ACCELERATE, IN_THE_REWARD),
-    "remax, torchrun": ("remax", TORCHRUN, IN_THE_REWARD),
+    "remax, torchrun": ("remax", TORCHRUN, [*IN_THE_REWARD, "--reduce-each-micro-batch"]),
     "dapo, torchrun": ("dapo", TORCHRUN, ["--overlong-filtering", "--max-response-length", "10"]),
     "ppo, several turns": ("ppo", TORCHRUN, TOOLS),
 }
@@ -162,7 +162,7 @@ KILLED = {
     "grpo": ("grpo", PYTHON, []),
     "grpo on 2 ranks": ("grpo", TORCHRUN, []),
     "ppo": ("ppo", PYTHON, [*ADAPTIVE, "--critic-warmup-steps", "1"]),
-    "remax": ("remax", PYTHON, []),
+    "remax": ("remax", PYTHON, ["--lora-rank", "4"]),
     "dapo": ("dapo", PYTHON, ["--group-size", "8"]),  # leaves groups over in every step
     "dapo on 2 ranks": ("dapo", TORCHRUN, ["--group-size", "8"]),
     "dapo, several turns": ("dapo", PYTHON, ["--group-size", "8", *TOOLS]),
