@@ -11,7 +11,8 @@
 #SBATCH --requeue
 #SBATCH --output=%x-%j.log
 set -euo pipefail
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+HEAD=${HOSTS[0]}
 export HEAD NODES="$SLURM_NNODES" PET_MAX_RESTARTS=3
 # Slurm runs a copy of this file from a folder of its own
 srun --kill-on-bad-exit=1 "$SLURM_SUBMIT_DIR/launch/torchrun_nodes.sh" \
