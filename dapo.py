@@ -170,8 +170,9 @@ class Args:
     """processes that tokenize ahead"""
 
     # ---- rollout
-    rollout_engine: Literal["hf", "vllm"] = "hf"
-    """hf samples with the trainer's own model; vllm runs a vLLM engine in each process"""
+    rollout_engine: str = "hf"
+    """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
+    server that runs already (several: commas between)"""
     prompts_per_step: int = 32
     """prompts of one step, over all ranks"""
     group_size: int = 8

@@ -1,7 +1,8 @@
 """Rollout engines behind one small interface, and the weight sync that is checked.
 
 An engine has: generate(prompts, sampling, seeds) -> DataProto, load_weights(model, version), version, checksum,
-probe_log_probs(ids), sleep(), wake(), close(). `hf` samples with the live model; `vllm` is an engine in this process.
+probe_log_probs(ids), sleep(), wake(), close(). `hf` samples with the live model; `vllm` is an engine in this process;
+`http://host:port` is a vLLM server that runs already.
 For requests that come and go one by one (lib/agent_loop.py) it has, inside `with engine.session():`, submit(request_id,
 prompt_ids, sampling, seed), step() -> {request_id: Generated} of those that ended, and abort(request_id).
 
@@ -10,16 +11,22 @@ has its own seed, so a sample depends on neither its batch nor its rank, and a r
 those of the distribution that was sampled from (temperature, top-p and top-k applied).
 """
 
+import asyncio
 import os
+import shutil
+import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
@@ -54,14 +61,18 @@ class WeightSyncError(RuntimeError):
 
 
 def make_engine(name: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype, gpu_memory: float):
-    """The engine called `name`: "hf" or "vllm"."""
+    """The engine called `name`: "hf", "vllm" or the URL of a server, or several with commas between."""
     if name == "hf":
         return HFEngine(model, tokenizer)
+    if name != "vllm":
+        return ServedEngine(name, model, tokenizer, folder=folder, max_length=max_length, dtype=dtype)
     return VLLMEngine(model, tokenizer, folder=folder, max_length=max_length, dtype=dtype, gpu_memory=gpu_memory)
 
 
 def check_engine(name: str) -> None:
-    """Raises InputError when the engine cannot run here, before a model loads."""
+    """Raises InputError when there is no such engine or it cannot run here, before a model loads."""
+    if name not in ("hf", "vllm") and not all(url.startswith(("http://", "https://")) for url in name.split(",")):
+        raise InputError(f"--rollout_engine {name}: must be hf, vllm or the URL of a vLLM server (http://host:port)")
     if name == "vllm":
         try:
             import vllm  # noqa: F401
@@ -478,6 +489,182 @@ class _CheckedStream:
         for name, tensor in iter_full_params(self.model, self.dtype):
             self.checksum = (self.checksum + _tensor_checksum(name, tensor)) % (1 << 64)
             yield name, tensor
+
+
+# ---- a vLLM server -------------------------------------------------------------------------------
+
+STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/agent_loop.py stands still meanwhile
+
+
+class ServedEngine:
+    """A vLLM server that the user started, over its OpenAI-compatible API; rank r uses URL r modulo their number.
+
+    Weights go by way of a file in `folder`, which the first rank writes and the servers read: on another machine, from
+    a shared disk. The folder that the server was started with is not touched. The server must run with
+    VLLM_SERVER_DEV_MODE=1 in its environment (it then takes orders from whoever reaches it) and with
+    --logprobs-mode processed_logprobs; beside the requests of this run it must have none.
+
+    Raises:
+        InputError: the server cannot be reached, was started otherwise, or refuses a request or the weights.
+    """
+
+    long_steps = False  # requests come and go at each
+
+    def __init__(self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype):
+        servers = urls.split(",")
+        self.url = servers[dist.get_rank() % len(servers)].rstrip("/")
+        self.first_of_server = dist.get_rank() < len(servers)
+        self.folder, self.dtype, self.pad_token_id = folder.resolve(), dtype, tokenizer.pad_token_id
+        self.stop_ids = stop_token_ids(model, tokenizer)
+        self._running: dict[str, Future[Generated]] = {}
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits())
+        self._loop = asyncio.new_event_loop()  # lib/agent_loop.py's stands still during a step
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.version: int | None = None
+        self.checksum: int | None = None
+        served = self._ask("GET", "/v1/models")["data"][0]
+        self.served_model, self.max_length = served["id"], served["max_model_len"]
+        if self.max_length < max_length:
+            raise InputError(
+                f"--rollout_engine {self.url}: the server's max_model_len is {self.max_length}, prompt and response "
+                f"need {max_length}: start it with --max-model-len {max_length}"
+            )
+        self._reset_prefix_cache()  # asks for the dev mode before anything is trained
+        only_choice = self._wait(self._sample([0], Sampling(1, top_k=1), seed=0))
+        if only_choice.log_probs[0] < -1e-3:
+            raise InputError(
+                f"--rollout_engine {self.url}: the server's log-probs are not those of the distribution that it "
+                "samples from: start it with --logprobs-mode processed_logprobs"
+            )
+
+    def load_weights(self, model: PreTrainedModel, version: int) -> None:
+        """Writes the trainer's weights and has the servers read them. A collective."""
+        stream, first = _CheckedStream(model, self.dtype), dist.get_rank() == 0
+        folder = self.folder / f"version_{version}"  # a new path: a network disk may show the old file of a known one
+        weights = {name: tensor.cpu().contiguous() for name, tensor in stream if first}
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        dist.barrier()
+        if self.first_of_server:
+            order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            try:
+                self._ask("POST", "/collective_rpc", json=order)
+            except InputError as error:  # and what it holds now is neither the old nor the new
+                raise InputError(
+                    f"{error}; it must serve the model that is trained and see {folder}: start it again"
+                ) from error
+            self._reset_prefix_cache()  # cached prefixes hold keys and values of the old weights
+        dist.barrier()
+        if first:
+            shutil.rmtree(folder)
+        self.version, self.checksum = version, stream.checksum
+
+    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
+        choice = self._wait(self._complete(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0))
+        return torch.tensor([lp[str(token)]["logprob"] for token, lp in zip(ids[1:], choice["prompt_logprobs"][1:])])
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None:
+        self._wait(self._client.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Between its ends are submit, step and abort."""
+        if self.version is None:
+            raise WeightSyncError("the vLLM server has no weights of this run: call sync_weights before generate")
+        try:
+            yield
+        finally:
+            for request_id in list(self._running):
+                self.abort(request_id)
+
+    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
+        """Raises ValueError when the prompt is too long for the server."""
+        if len(prompt_ids) >= self.max_length:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens; the server's max_model_len is {self.max_length}")
+        self._running[request_id] = asyncio.run_coroutine_threadsafe(
+            self._sample(prompt_ids, sampling, seed), self._loop
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Closes the connection, at which the server ends the request."""
+        self._running.pop(request_id).cancel()
+
+    def step(self) -> dict[str, Generated]:
+        """Those that ended, after a short wait; possibly none."""
+        done = wait(self._running.values(), STEP_S, FIRST_COMPLETED).done
+        ended = [request_id for request_id, future in self._running.items() if future in done]
+        return {request_id: self._running.pop(request_id).result() for request_id in ended}
+
+    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        """One response per row of `prompts`; row i is sampled with seeds[i]."""
+        done: dict[str, Generated] = {}
+        with self.session():
+            for i, prompt_ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"]):
+                self.submit(str(i), prompt_ids, sampling, seeds[i])
+            while self._running:
+                done |= self.step()
+        rows = [done[str(i)] for i in range(len(seeds))]
+        return add_responses(
+            prompts,
+            [row.token_ids for row in rows],
+            [row.log_probs for row in rows],
+            [row.finish_reason for row in rows],
+            self.pad_token_id,
+            sampling.max_response_length,
+        )
+
+    async def _sample(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Generated:
+        choice = await self._complete(
+            prompt_ids,
+            max_tokens=sampling.max_response_length,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            logprobs=0,
+            seed=seed,
+        )
+        reason = choice["finish_reason"] if choice["finish_reason"] in ("stop", "length") else "abort"
+        return Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"], reason)
+
+    async def _complete(self, prompt_ids: list[int], **settings) -> dict:
+        settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
+        body = {"model": self.served_model, "prompt": list(map(int, prompt_ids)), **settings}
+        return (await self._request("POST", "/v1/completions", json=body))["choices"][0]
+
+    async def _request(self, method: str, path: str, **kwargs) -> dict:
+        try:
+            response = await self._client.request(method, self.url + path, **kwargs)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise InputError(
+                f"--rollout_engine {self.url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
+                "it, or see its log for why it ended"
+            ) from error
+        if response.status_code == 404 and not path.startswith("/v1"):
+            raise InputError(
+                f"--rollout_engine {self.url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment"
+            )
+        if response.is_error:
+            what = " ".join(response.text.split())[:500]
+            raise InputError(f"--rollout_engine {self.url}: {path} failed with {response.status_code}: {what}")
+        return response.json()
+
+    def _wait(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _ask(self, method: str, path: str, **kwargs) -> dict:
+        return self._wait(self._request(method, path, **kwargs))
+
+    def _reset_prefix_cache(self) -> None:
+        """Also of requests that are being aborted still."""
+        if not self._ask("POST", "/reset_prefix_cache", params={"reset_running_requests": True})["success"]:
+            raise WeightSyncError(f"the vLLM server {self.url} kept its prefix cache")
 
 
 # ---- weight sync, checked ------------------------------------------------------------------------

@@ -1,0 +1,342 @@
+"""lib/rollout.py's ServedEngine against a real vLLM server on the CPU, started once."""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lib import InputError
+from lib.distributed import World, init_distributed, make_mesh, shard_model
+from lib.model import load_model, load_tokenizer, response_log_probs
+from lib.rollout import Sampling, ServedEngine, WeightSyncError, check_engine, make_engine, request_seeds, sync_weights
+from tests.common import ROOT, TOY_MODEL, run_ranks, save_tiny
+from tests.test_agent_loop import random_play, recorded, turns_of, user_of
+from tests.test_rollout import TOLERANCE, drain, perturb, random_prompts
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+MAX_LENGTH = 400
+START_S = 300  # on a machine with other work
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def world():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", os.environ.copy())  # the launch variables are for this file only
+        yield init_distributed()
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """(URL, folder that it serves, process)."""
+    folder = tmp_path_factory.mktemp("served")
+    path = save_tiny(folder / "model", tied=False)
+    load_tokenizer(TOY_MODEL).save_pretrained(path)
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--served-model-name", "m"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
+    command += ["--max-model-len", str(MAX_LENGTH), "--kv-cache-memory-bytes", str(1 << 28)]
+    command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process less
+    environment |= {"TORCH_COMPILE_DISABLE": "1"}  # a C++ compilation of many seconds at the first request
+    url, log = f"http://127.0.0.1:{port}", folder / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while not answers(url):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.3)
+        yield url, path, process
+    finally:
+        process.terminate()  # it ends its engine's process too, which a kill leaves behind
+        process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def build(url, path, folder, world=None):
+    world = world or World(0, 1, torch.device("cpu"))
+    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+    engine = make_engine(
+        url,
+        model,
+        load_tokenizer(TOY_MODEL),
+        folder=folder,
+        max_length=MAX_LENGTH,
+        dtype=torch.float32,
+        gpu_memory=0.3,
+    )
+    return engine, model
+
+
+@pytest.fixture(scope="module")
+def engine_and_model(world, server, tmp_path_factory):
+    url, path, _ = server
+    engine, model = build(url, path, tmp_path_factory.mktemp("engine"))
+    torch.manual_seed(0)
+    perturb(model, 0.1)  # not what the server read at its start
+    sync_weights(engine, model, 0, tolerance=TOLERANCE)
+    yield engine, model
+    engine.close()
+
+
+def off_policy(model, out, temperature=1.0) -> float:
+    log_probs, _ = response_log_probs(model, out, temperature)
+    return float((log_probs.detach() - out.batch["rollout_log_probs"]).abs().max())
+
+
+def on_a_rank(world, url, path, folder):
+    engine, model = build(url, path, folder, world)
+    torch.manual_seed(0)
+    perturb(model)
+    sync_weights(engine, model, 0, tolerance=TOLERANCE)
+    rows = list(range(8))[world.rank :: world.size]
+    out = engine.generate(random_prompts(8)[rows], Sampling(12), request_seeds(1, 1, rows))
+    off = off_policy(model, out)
+    engine.close()
+    return off, out.batch["responses"].tolist()
+
+
+@needs_vllm
+def test_ranks_share_a_server(server, tmp_path):
+    """First: ranks are forked, and this process has no process group yet."""
+    url, path, _ = server
+    (off, rows), (off2, rows2) = run_ranks(2, on_a_rank, url, path, tmp_path / "engine")
+    assert max(off, off2) < 1e-4 and len(rows) == len(rows2) == 4
+
+
+@needs_vllm
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_responses_are_what_the_loss_needs(engine_and_model, temperature):
+    """fp32, 36 tokens, two layers: 1e-4 is a thousand roundings; a wrong temperature or a shifted mask costs 0.1."""
+    engine, model = engine_and_model
+    T, stop = 36, set(engine.stop_ids)
+    prompts = random_prompts(40)
+    out = engine.generate(prompts, Sampling(T, temperature), request_seeds(1, 1, list(range(40))))
+    assert torch.equal(out.batch["prompts"], prompts.batch["input_ids"])
+    lengths, reasons = out.batch["response_mask"].sum(1).tolist(), out.non_tensor_batch["finish_reason"]
+    assert set(reasons) == {"stop", "length"}
+    for row, length, reason in zip(out.batch["responses"].tolist(), lengths, reasons):
+        assert (row[length - 1] in stop) == (reason == "stop") and not stop & set(row[: length - 1])
+        assert reason == "stop" or length == T
+    assert off_policy(model, out, temperature) < 1e-4
+
+
+@needs_vllm
+def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
+    engine, _ = engine_and_model
+    prompts, seeds = random_prompts(6, copies=3), request_seeds(7, 3, list(range(18)))
+    together = engine.generate(prompts, Sampling(10), seeds).batch["responses"]
+    assert torch.equal(engine.generate(prompts, Sampling(10), seeds).batch["responses"], together)
+    alone = engine.generate(prompts[[4]], Sampling(10), [seeds[4]]).batch["responses"]
+    assert torch.equal(alone[0], together[4])
+    assert len({tuple(row) for row in together.tolist()}) == 18
+
+
+@needs_vllm
+def test_log_probs_are_of_the_filtered_distribution(engine_and_model):
+    engine, model = engine_and_model
+    out = engine.generate(random_prompts(12), Sampling(8, 0.9, top_k=3), request_seeds(1, 4, list(range(12))))
+    log_probs, _ = response_log_probs(model, out, 0.9)
+    lift = (out.batch["rollout_log_probs"] - log_probs)[out.batch["response_mask"].bool()]
+    assert (lift > 0).all()  # renormalised on the 3 that are left
+
+
+@needs_vllm
+def test_episodes_train_on_what_was_sampled(engine_and_model):
+    engine, model = engine_and_model
+    with recorded(engine) as got:
+        _, out = random_play(engine, delay=0.02, interaction=user_of(1))
+    episodes = sorted(got, key=lambda name: int(name.split("-")[1]))
+    turns = out.non_tensor_batch["num_turns"]
+    assert len(set(turns)) > 1 and [len(got[name]) for name in episodes] == turns.tolist()
+    for row, name in enumerate(episodes):
+        expected = [got[name][turn] for turn in range(turns[row])]
+        assert [turn[:2] for turn in turns_of(out, row)] == [turn[:2] for turn in expected]
+    assert off_policy(model, out) < 1e-4
+
+
+@needs_vllm
+def test_after_an_update_the_server_samples_from_the_new_weights(engine_and_model):
+    """Also behind a prompt of more than one block of the prefix cache (128 on a CPU), which must not survive."""
+    engine, model = engine_and_model
+    long = np.random.default_rng(0).integers(9, 104, size=200).tolist()
+    sampling = Sampling(8)
+
+    def sampled() -> list[int]:
+        with engine.session():
+            engine.submit("long", long, sampling, 1)
+            got = drain(engine, 1)["long"]
+        ids = got.token_ids
+        log_p = model(input_ids=torch.tensor([long + ids])).logits[0].log_softmax(-1)[len(long) - 1 : -1]
+        assert got.log_probs == pytest.approx(log_p.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist(), abs=1e-4)
+        return ids
+
+    version, before = engine.version, sampled()
+    for _ in range(2):
+        perturb(model, 0.1)
+        version += 1
+        assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
+        after = sampled()
+        assert after != before
+        before = after
+        out = engine.generate(random_prompts(8), sampling, request_seeds(1, 5, list(range(8))))
+        assert off_policy(model, out) < 1e-4
+    assert sync_weights(engine, model, version, tolerance=TOLERANCE) == {}
+    assert not list(engine.folder.iterdir())  # no copy stays
+
+
+@needs_vllm
+def test_no_request_outlives_its_abort_or_its_session(engine_and_model):
+    engine, _ = engine_and_model
+    ids, sampling = random_prompts(4).non_tensor_batch["raw_prompt_ids"], Sampling(300, top_k=1)
+    with pytest.raises(KeyboardInterrupt), engine.session():
+        for i in range(3):
+            engine.submit(str(i), ids[i], sampling, i)
+        raise KeyboardInterrupt
+    with engine.session():
+        for i in (2, 3):
+            engine.submit(str(i), ids[i], Sampling(8), i)
+        engine.abort("2")
+        assert set(drain(engine, 1)) == {"3"}
+        with pytest.raises(ValueError, match="400 tokens"):
+            engine.submit("4", [5] * MAX_LENGTH, sampling, 1)
+    deadline = time.monotonic() + 30
+    while "vllm:num_requests_running{" in (text := httpx.get(f"{engine.url}/metrics").text):
+        running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
+        if all(float(line.split()[-1]) == 0 for line in running):
+            return
+        assert time.monotonic() < deadline, running
+    pytest.fail("the server counts no requests")
+
+
+@needs_vllm
+def test_a_sync_that_is_skipped_stops_the_run(engine_and_model, monkeypatch):
+    engine, model = engine_and_model
+    ask, version = engine._ask, engine.version
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "load_weights", lambda *_: setattr(engine, "version", version + 1))
+        perturb(model, 1e-6)  # an update too small for any log-prob to tell
+        with pytest.raises(WeightSyncError, match=f"version {version + 1} failed"):
+            sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
+    with monkeypatch.context() as patch:  # the server says yes and does nothing
+        patch.setattr(engine, "_ask", lambda method, path, **kw: path == "/collective_rpc" or ask(method, path, **kw))
+        perturb(model)
+        with pytest.raises(WeightSyncError, match="does not compute with them"):
+            sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
+    sync_weights(engine, model, version + 3, tolerance=TOLERANCE)
+
+
+# ---- what a person reads --------------------------------------------------------------------------
+
+
+class Stub(BaseHTTPRequestHandler):
+    """A server that was started otherwise: what it answers to each path, or 404."""
+
+    answers: dict[str, dict]
+
+    def do_GET(self):
+        body = json.dumps(self.answers.get(self.path.partition("?")[0], {})).encode()
+        self.send_response(200 if len(body) > 2 else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *_): ...
+
+
+MODELS = {"data": [{"id": "m", "max_model_len": MAX_LENGTH}]}
+RAW = {"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-0.7]}, "finish_reason": "length"}]}
+WRONG = {
+    "--max-model-len 400": {"/v1/models": {"data": [{"id": "m", "max_model_len": 399}]}},
+    "VLLM_SERVER_DEV_MODE=1": {"/v1/models": MODELS},
+    "--logprobs-mode processed_logprobs": {
+        "/v1/models": MODELS,
+        "/reset_prefix_cache": {"success": True},
+        "/v1/completions": RAW,
+    },
+    "/v1/models failed with 404": {},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_server_that_was_started_otherwise(world, tmp_path, message, monkeypatch):
+    monkeypatch.setattr(Stub, "answers", WRONG[message], raising=False)
+    with HTTPServer(("127.0.0.1", 0), Stub) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        with pytest.raises(InputError, match=message) as raised:
+            build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+        http.shutdown()
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_no_engine():
+    for name in ("hf", "vllm" if importlib.util.find_spec("vllm") else "hf", "http://a:1", "http://a:1,https://b:2"):
+        check_engine(name)
+    for name in ("sglang", "", "http://a:1,b:2"):
+        with pytest.raises(InputError, match="http://host:port"):
+            check_engine(name)
+
+
+def test_no_server_there(world, tmp_path):
+    with pytest.raises(InputError, match="no vLLM server answers") as raised:
+        build(f"http://127.0.0.1:{free_port()}", save_tiny(tmp_path / "model"), tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_no_generate_before_the_weights():
+    engine = ServedEngine.__new__(ServedEngine)
+    engine.version = None
+    with pytest.raises(WeightSyncError, match="no weights"), engine.session():
+        pass
+
+
+@needs_vllm
+def test_another_model_and_then_no_server(server, engine_and_model, tmp_path):
+    """Last: the server is of no use after it."""
+    engine, _ = engine_and_model
+    url, _, process = server
+    other, model = build(
+        url, save_tiny(tmp_path / "other", cls=Qwen3MoeForCausalLM, config=Qwen3MoeConfig, **MOE), tmp_path
+    )
+    with pytest.raises(InputError, match="must serve the model that is trained") as raised:
+        sync_weights(other, model, 1, tolerance=TOLERANCE)
+    assert "\n" not in str(raised.value)
+    process.terminate()
+    process.wait(30)
+    for call in (lambda: engine.generate(random_prompts(2), Sampling(4), [1, 2]), lambda: engine.probe_log_probs([1])):
+        with pytest.raises(InputError, match="no vLLM server answers") as raised:
+            call()
+        assert "\n" not in str(raised.value)
