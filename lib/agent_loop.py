@@ -605,9 +605,7 @@ def generate_multi_turn(
             SHOWN.add(text)
     batch = add_responses(
         prompts,
-        [request.token_ids for request in requests],
-        [request.log_probs for request in requests],
-        [request.finish_reason.value for request in requests],
+        [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests],
         engine.pad_token_id,
         sampling.max_response_length,
         [request.loss_mask for request in requests],

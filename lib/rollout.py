@@ -103,9 +103,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def add_responses(
     prompts: DataProto,
-    token_ids: list[list[int]],
-    log_probs: list[list[float]],
-    finish_reasons: list[str],
+    rows: list[Generated],
     pad_token_id: int,
     width: int,
     masks: list[list[int]] | None = None,
@@ -113,25 +111,25 @@ def add_responses(
 ) -> DataProto:
     """The prompts with their responses, right-padded to `width`: what every engine returns.
 
-    finish_reason "stop" (the end token is the last of the response) or "length", or one of lib/agent_loop.py; "abort"
-    and "error" leave no trained token. masks: which tokens were sampled, if not all. position_ids: if a response is not
-    simply what follows its prompt.
+    A row's finish_reason may also be one of lib/agent_loop.py; "abort" and "error" leave no trained token. masks: which
+    tokens were sampled, if not all. position_ids: if a response is not simply what follows its prompt.
     """
-    B = len(token_ids)
+    B = len(rows)
     responses = torch.full((B, width), pad_token_id)  # (B, T)
     rollout_log_probs = torch.zeros(B, width)
     response_mask = torch.zeros(B, width, dtype=torch.long)
-    for i, (ids, lps) in enumerate(zip(token_ids, log_probs)):
-        responses[i, : len(ids)] = torch.tensor(ids)
-        rollout_log_probs[i, : len(ids)] = torch.tensor(lps)
-        if finish_reasons[i] not in ("abort", "error"):
-            response_mask[i, : len(ids)] = 1 if masks is None else torch.tensor(masks[i])
-    attended = torch.arange(width)[None] < torch.tensor([len(ids) for ids in token_ids])[:, None]
+    for i, row in enumerate(rows):
+        n = len(row.token_ids)
+        responses[i, :n] = torch.tensor(row.token_ids)
+        rollout_log_probs[i, :n] = torch.tensor(row.log_probs)
+        if row.finish_reason not in ("abort", "error"):
+            response_mask[i, :n] = 1 if masks is None else torch.tensor(masks[i])
+    attended = torch.arange(width)[None] < torch.tensor([len(row.token_ids) for row in rows])[:, None]
     device = prompts.batch["input_ids"].device
     attention_mask = torch.cat([prompts.batch["attention_mask"], attended.long().to(device)], 1)  # (B, L)
     positions = prompts.batch["position_ids"][:, -1:] + torch.arange(1, width + 1, device=device)  # (B, T)
-    for row, own in zip(positions, position_ids or []):
-        row[: len(own)] = torch.tensor(own)
+    for position, own in zip(positions, position_ids or []):
+        position[: len(own)] = torch.tensor(own)
     tensors = {
         "prompts": prompts.batch["input_ids"],
         "responses": responses.to(device),
@@ -141,7 +139,7 @@ def add_responses(
         "response_mask": response_mask.to(device),
         "rollout_log_probs": rollout_log_probs.to(device),
     }
-    objects = {**prompts.non_tensor_batch, "finish_reason": np.array(finish_reasons, dtype=object)}
+    objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
 
@@ -219,9 +217,7 @@ class HFEngine:
             rows = self._sample(prompts.non_tensor_batch["raw_prompt_ids"], sampling, seeds, limits)
         return add_responses(
             prompts,
-            [row.token_ids for row in rows],
-            [row.log_probs for row in rows],
-            [row.finish_reason for row in rows],
+            rows,
             self.pad_token_id,
             sampling.max_response_length,
         )
@@ -412,7 +408,7 @@ class VLLMEngine:
 
     def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
         """Raises ValueError when the prompt is too long for the engine."""
-        params = self._sampling_params(sampling, seed)
+        params = self._params(**_vllm_settings(sampling, seed))
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt_ids)}, params)
         self._running.add(request_id)
 
@@ -428,25 +424,13 @@ class VLLMEngine:
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
-        params = [self._sampling_params(sampling, seed) for seed in seeds]
+        params = [self._params(**_vllm_settings(sampling, seed)) for seed in seeds]
         rows = [_generated(out) for out in self._run(prompts.non_tensor_batch["raw_prompt_ids"], params)]
         return add_responses(
             prompts,
-            [row.token_ids for row in rows],
-            [row.log_probs for row in rows],
-            [row.finish_reason for row in rows],
+            rows,
             self.pad_token_id,
             sampling.max_response_length,
-        )
-
-    def _sampling_params(self, sampling: Sampling, seed: int):
-        return self._params(
-            sampling.max_response_length,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            logprobs=0,
-            seed=seed,
         )
 
     def _params(self, max_tokens: int, **kwargs):
@@ -474,8 +458,23 @@ class VLLMEngine:
 def _generated(output) -> Generated:
     out = output.outputs[0]
     log_probs = [lp[token].logprob for token, lp in zip(out.token_ids, out.logprobs)]
-    reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
-    return Generated(list(out.token_ids), log_probs, reason)
+    return Generated(list(out.token_ids), log_probs, _finish_reason(out.finish_reason))
+
+
+def _vllm_settings(sampling: Sampling, seed: int) -> dict:
+    """A request's, as SamplingParams and a server's API name them."""
+    return {
+        "max_tokens": sampling.max_response_length,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "logprobs": 0,
+        "seed": seed,
+    }
+
+
+def _finish_reason(reason: str | None) -> str:
+    return reason if reason in ("stop", "length") else "abort"
 
 
 class _CheckedStream:
@@ -612,25 +611,15 @@ class ServedEngine:
         rows = [done[str(i)] for i in range(len(seeds))]
         return add_responses(
             prompts,
-            [row.token_ids for row in rows],
-            [row.log_probs for row in rows],
-            [row.finish_reason for row in rows],
+            rows,
             self.pad_token_id,
             sampling.max_response_length,
         )
 
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Generated:
-        choice = await self._complete(
-            prompt_ids,
-            max_tokens=sampling.max_response_length,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            logprobs=0,
-            seed=seed,
-        )
-        reason = choice["finish_reason"] if choice["finish_reason"] in ("stop", "length") else "abort"
-        return Generated(choice["token_ids"], choice["logprobs"]["token_logprobs"], reason)
+        choice = await self._complete(prompt_ids, **_vllm_settings(sampling, seed))
+        log_probs = choice["logprobs"]["token_logprobs"]
+        return Generated(choice["token_ids"], log_probs, _finish_reason(choice["finish_reason"]))
 
     async def _complete(self, prompt_ids: list[int], **settings) -> dict:
         settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
