@@ -1,4 +1,4 @@
-"""Launch, device mesh, FSDP2 and collectives: the same lines for 1 process or many, CPU (gloo) or GPU (nccl).
+"""Launch, waits, device mesh, FSDP2 and collectives: the same lines for 1 process or many, CPU (gloo) or GPU (nccl).
 
 Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`; accelerate launches and does
 not wrap (on a CPU it silently trades FSDP2 for DDP). Sharding is `fully_shard` itself, at every world size, so that one
@@ -6,17 +6,25 @@ process and eight run one code path. FSDP averages gradients over ranks: multipl
 counts by `world_size`.
 """
 
+import faulthandler
+import json
 import os
 import sys
+import threading
+import time
+import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -38,8 +46,10 @@ class World(NamedTuple):
     device: torch.device
 
 
-def init_distributed(timeout_s: float = 1800) -> World:
+def init_distributed(stage_timeout: float = 0) -> World:
     """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
+
+    stage_timeout: seconds that a stage may take, see "waits" below; 0: nobody watches.
 
     On a CPU a process computes with one thread unless OMP_NUM_THREADS says otherwise: two threads of a tiny model spend
     their time waiting for each other.
@@ -47,6 +57,7 @@ def init_distributed(timeout_s: float = 1800) -> World:
     Raises:
         InputError: `accelerate launch --cpu --num_processes N`, which starts one process without a word.
     """
+    global _watcher
     env = os.environ
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
     env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -64,19 +75,62 @@ def init_distributed(timeout_s: float = 1800) -> World:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    timeout = timedelta(seconds=1.1 * stage_timeout or 1800)  # of a collective; the watcher knows more and comes first
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    if stage_timeout:
+        enter_stage("start")
+        watched = (store.clone(), rank, size, stage_timeout)  # a clone: the main thread may be waiting in the store
+        _watcher = threading.Thread(target=_watch, args=watched, name="watcher", daemon=True)
+        _watcher.start()
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return World(rank, size, device)
+
+
+def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
+    """A name that all ranks agree on and no earlier start of the job had, to set their keys in the store apart.
+
+    torchrun's store outlives a restart: a rank that finds the address of one that is gone waits for it for ever
+    (pytorch issue 135712). The count of restarts is not it: the launchers of several nodes count their own.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"hello/{rank}", mine)
+    if rank > 0:
+        attempt = store.get(f"welcome/{mine}").decode()
+        store.set(f"{attempt}/{rank}", "here")
+        return attempt
+    while size > 1 and not store.check([f"{mine}/{r}" for r in range(1, size)]):
+        for hello in [f"hello/{r}" for r in range(1, size)]:
+            if store.check([hello]):  # of this start or an earlier one
+                store.set(f"welcome/{store.get(hello).decode()}", mine)
+        time.sleep(0.02)
+    return mine
 
 
 def run(main: Callable[[Any], None], args: Any) -> None:
-    """`main(args)`, with a user's mistake shown as one line (once a node) and exit code 2 instead of a traceback."""
+    """`main(args)`, with a user's mistake shown as one line (once a node) and exit code 2 instead of a traceback.
+
+    An exception of another kind goes on as usual, and into the report of torchrun and accelerate.
+    """
     try:
         main(args)
+        if dist.is_initialized():
+            dist.barrier()  # the store may be in rank 0, and other ranks' watchers use it
     except InputError as error:
         if is_first_on_node():
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(2)  # at once: a peer that waits in a collective must not hold this rank back
+    except Exception as error:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            time.sleep(2)  # launchers name the first to end, which is not one that fails because another is gone
+        get_error_handler().record_exception(error)
+        raise
+    finally:
+        if _watcher is not None:
+            _finished.set()
+            _watcher.join()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -84,6 +138,100 @@ def run(main: Callable[[Any], None], args: Any) -> None:
 def is_first_on_node() -> bool:
     """True on one rank of each node, also before the process group exists."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+# ---- waits ---------------------------------------------------------------------------------------
+
+# A thread of each rank, its watcher, tells the others through the job's store where the rank is. When a stage has taken
+# a 30th of the time that it may take, and whenever that has doubled, it prints where all of them are; when the time is
+# over it ends the process. The launcher then ends the other ranks or, with --max-restarts, starts all of them anew.
+
+_stage = ("start", time.monotonic())  # of this rank, since when
+_watcher: threading.Thread | None = None
+_finished = threading.Event()
+
+
+class StageTimeout(RuntimeError):
+    """A stage takes longer than it may."""
+
+
+class StoreLost(RuntimeError):
+    """The job's store does not answer: it was in the launcher on the first node, or in rank 0."""
+
+
+def enter_stage(name: str) -> None:
+    """From now on this rank is in the stage `name`, such as "step 12 rollout"; its time starts anew."""
+    global _stage
+    _stage = (name, time.monotonic())
+
+
+def _watch(*args) -> None:
+    try:
+        _watch_stages(*args)
+    except (StageTimeout, StoreLost) as error:
+        faulthandler.dump_traceback()
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        get_error_handler().record_exception(error)  # for the launcher's report
+        os._exit(124)  # as timeout(1); the main thread may be anywhere
+
+
+def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    beat_s, first_line_s, silent_s = timeout_s / 360, timeout_s / 30, max(1, timeout_s / 90)
+    store.set_timeout(timedelta(seconds=first_line_s))
+    started_at, watched = time.time(), None
+    while not _finished.wait(beat_s):
+        line = _line_of_main_thread()
+        if line == "debugger":  # a prompt may stay as long as it likes
+            enter_stage(_stage[0])
+        if watched is not _stage:
+            watched, next_line_s = _stage, first_line_s
+        name, seconds = watched[0], time.monotonic() - watched[1]
+        try:
+            store.set(f"rank {rank}", json.dumps([f"{name} ({line})", seconds, time.time()]))
+            store.get(f"rank {rank}")  # which fails, other than set, when nobody is there
+            if seconds < min(next_line_s, timeout_s):
+                continue
+            states = {}  # of each rank: where, for how long, and for how long it has said nothing
+            for r in range(size):
+                told = store.get(f"rank {r}") if store.check([f"rank {r}"]) else None
+                where, stayed, told_at = json.loads(told) if told else ("not started", 0, started_at)
+                silence = time.time() - told_at
+                states[r] = (where, stayed + silence, silence if silence > silent_s else 0)
+        except dist.DistError as error:
+            if not dist.is_initialized():  # vLLM takes the process group, and the store, along when it goes
+                return
+            raise StoreLost(f"rank {rank} in {name} ({line}): {error}") from error
+        if seconds >= timeout_s:
+            raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
+        if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):
+            print(f"waiting: {_describe(states)}", file=sys.stderr, flush=True)  # one line for all ranks
+        next_line_s *= 2
+
+
+def _line_of_main_thread() -> str:
+    """file:line of the innermost function, packages aside, in which the main thread is."""
+    frame, line = sys._current_frames()[threading.main_thread().ident], ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_globals.get("__name__") in ("bdb", "pdb"):
+            return "debugger"
+        if not (line or "/lib/python3" in file or file.startswith("<")):
+            line = f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return line
+
+
+def _describe(states: dict[int, tuple[str, float, float]]) -> str:
+    """Who is where; first those that have been there longest, for whom the others may be waiting."""
+    groups = defaultdict(list)
+    for rank, (where, seconds, silence) in states.items():
+        groups[where, silence > 0].append((seconds, silence, rank))
+    texts = []
+    for (where, _), members in sorted(groups.items(), key=lambda group: -max(group[1])[0]):
+        seconds, silence, _ = max(members)
+        text = f"rank {', '.join(str(rank) for *_, rank in members)}: {where} for {seconds:.0f} s"
+        texts.append(text + (f", silent for {silence:.0f} s" if silence else ""))
+    return "; ".join(texts)
 
 
 # ---- sharding ------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lib import InputError
 from lib.data_proto import DataProto
+from lib.distributed import enter_stage
 
 # ---- reduction over ranks ------------------------------------------------------------------------
 
@@ -329,13 +330,18 @@ def validation_metrics(
 
 
 class Timer:
-    """`with timer("rollout"): ...` adds the block's seconds to timing_s/rollout; make a new one every step."""
+    """`with timer("rollout"): ...` adds the block's seconds to timing_s/rollout; make a new one every step.
 
-    def __init__(self) -> None:
+    The block is also a stage of the step for `enter_stage` in lib/distributed.py, and so is what comes after it.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        self._step = step
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        enter_stage(f"step {self._step} {stage}")
         start = time.perf_counter()
         try:
             yield
@@ -343,6 +349,7 @@ class Timer:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # kernels that are still queued belong to this stage
             self._seconds[stage] += time.perf_counter() - start
+            enter_stage(f"step {self._step} after {stage}")
 
     def metrics(self) -> dict[str, float]:
         return {f"timing_s/{stage}": seconds for stage, seconds in self._seconds.items()}

@@ -1,0 +1,273 @@
+"""No silent wait: it is said who is waited for, a stage that does not end ends the job with the reason, and so does a
+rank that dies; torchrun starts the job anew, which goes on exactly. With real processes, stopped and killed."""
+
+import multiprocessing
+import os
+import pdb  # noqa: T100
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+import lib.distributed
+from lib.distributed import enter_stage, init_distributed, run
+from lib.metrics import Timer
+from tests.common import ACCELERATE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics
+from tests.test_scripts import saved
+
+WAIT_S = 60  # for what has to come in that time at the latest
+
+# ---- ranks that are forked from this process, which has the job's store as a launcher has it ------
+
+
+@pytest.fixture
+def store():
+    """In a list, from which a test may take it."""
+    return [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+
+
+@pytest.fixture
+def start_ranks(tmp_path, store):
+    """start_ranks(size, main, args): the processes; what a rank writes to stderr is in tmp_path/<rank>."""
+    started = []
+
+    def on_rank(rank: int, size: int, port: int, main, args) -> None:
+        sys.stderr = os.fdopen(os.open(tmp_path / str(rank), os.O_WRONLY | os.O_CREAT), "w", buffering=1)
+        job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in job.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+        run(main, args)
+
+    def start(size: int, main, args=None) -> list[multiprocessing.Process]:
+        context, port = multiprocessing.get_context("fork"), store[0].port
+        ranks = [context.Process(target=on_rank, args=(rank, size, port, main, args)) for rank in range(size)]
+        for rank in ranks:
+            rank.start()
+        started.extend(ranks)
+        return ranks
+
+    yield start
+    for rank in started:
+        rank.kill()
+        rank.join()
+
+
+def exit_code(rank: multiprocessing.Process) -> int | None:
+    rank.join(WAIT_S)
+    return rank.exitcode
+
+
+def rank_1_is_missing(args):
+    """It never comes to the collective that the others wait in."""
+    timeout, what_it_does = args
+    world = init_distributed(timeout)
+    timer = Timer(7)
+    with timer("rollout"):
+        if world.rank == 1:
+            what_it_does()
+        time.sleep(0.3)
+    with timer("reward"):
+        dist.barrier()
+
+
+def hang():
+    time.sleep(1000)
+
+
+def test_who_is_waited_for_is_named_and_ends_at_the_deadline_with_its_stack(tmp_path, start_ranks):
+    first, slow, last = start_ranks(3, rank_1_is_missing, (2, hang))
+    assert exit_code(slow) == 124 and exit_code(first) and exit_code(last)
+    where = r"rank 1: step 7 rollout \(test_waits.py:\d+\) for \d+ s; rank 0, 2: step 7 reward \(test_waits.py:\d+\)"
+    waiting = re.findall(rf"^waiting: {where}", (tmp_path / "0").read_text(), re.MULTILINE)
+    assert 2 <= len(waiting) <= 5  # after 2/30 s, 4/30 s, ..., 32/30 s
+    stacks, reason = (tmp_path / "1").read_text().rsplit("StageTimeout: ", 1)
+    assert re.match(rf"rank 1 ends after 2 s in step 7 rollout; {where}", reason)
+    assert re.search(r"test_waits.py\", line \d+ in hang", stacks)
+
+
+def stop():
+    time.sleep(0.1)  # by then its watcher has said that it is in this stage
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_stopped_process_is_named(tmp_path, start_ranks):
+    waiting, _ = start_ranks(2, rank_1_is_missing, (2, stop))
+    assert exit_code(waiting) == 124
+    reason = (tmp_path / "0").read_text().rsplit("StageTimeout: rank 0 ends after 2 s in step 7 reward; ", 1)[1]
+    assert re.match(r"rank 1: step 7 rollout .* silent for \d+ s; rank 0: step 7 reward", reason)
+
+
+def test_a_rank_that_does_not_start_is_named(tmp_path, start_ranks):
+    """Rank 1 of 2 is not there, and rank 0 waits for it while it joins."""
+    alone, _ = start_ranks(2, lambda _: os.environ["RANK"] == "0" and init_distributed(2))
+    assert exit_code(alone) == 124
+    reason = (tmp_path / "0").read_text().rsplit("StageTimeout: rank 0 ends after 2 s in start; ", 1)[1]
+    assert re.search(r"rank 1: not started for \d+ s, silent for \d+ s", reason)
+
+
+def test_the_end_of_the_store_ends_the_job_at_once(tmp_path, store, start_ranks):
+    """With the launcher of the first node; long before the deadline, also where nobody is in a collective."""
+
+    def compute(_):
+        init_distributed(10 * WAIT_S)
+        enter_stage("step 7 update")
+        (tmp_path / f"computes{os.environ['RANK']}").touch()
+        hang()
+
+    ranks = start_ranks(2, compute)
+    while len(list(tmp_path.glob("computes*"))) < 2:
+        time.sleep(0.01)
+    store.clear()
+    assert [exit_code(rank) for rank in ranks] == [124, 124]
+    for rank in ("0", "1"):
+        assert f"StoreLost: rank {rank} in step 7 update (test_waits.py:" in (tmp_path / rank).read_text()
+
+
+def test_a_new_start_finds_no_ranks_of_the_last_in_the_store(start_ranks):
+    """Rank 0 is there before rank 1, of which the store has an address from before."""
+
+    def join(wait_s):
+        time.sleep(wait_s * int(os.environ["RANK"]))
+        init_distributed(5)
+        dist.barrier()
+
+    assert [exit_code(rank) for rank in start_ranks(2, join, 0)] == [0, 0]
+    assert [exit_code(rank) for rank in start_ranks(2, join, 0.5)] == [0, 0]
+
+
+def test_stages_that_end_may_take_longer_together(start_ranks):
+    def steps(_):
+        init_distributed(1.5)
+        for step in range(10):
+            timer = Timer(step)
+            with timer("rollout"):
+                time.sleep(0.2)
+                dist.barrier()
+
+    ranks = start_ranks(2, steps)
+    assert [exit_code(rank) for rank in ranks] == [0, 0]
+
+
+def test_a_debuggers_prompt_may_stay(tmp_path, start_ranks):
+    def debug(_):
+        init_distributed(1)
+        keyboard, fingers = os.pipe()
+        threading.Timer(2, os.write, (fingers, b"continue\n")).start()
+        pdb.Pdb(stdin=os.fdopen(keyboard), stdout=sys.stderr).set_trace()
+
+    [rank] = start_ranks(1, debug)
+    assert exit_code(rank) == 0
+
+
+def test_without_a_time_limit_nobody_watches(start_ranks):
+    def count_threads(_):
+        init_distributed()
+        assert threading.active_count() == 1
+
+    [rank] = start_ranks(1, count_threads)
+    assert exit_code(rank) == 0
+
+
+def test_a_timers_blocks_are_stages():
+    timer = Timer(3)
+    with timer("rollout"):
+        assert lib.distributed._stage[0] == "step 3 rollout"
+    assert lib.distributed._stage[0] == "step 3 after rollout"
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+PROBE = """
+import os, signal, sys
+import torch.distributed as dist
+from lib.distributed import enter_stage, init_distributed, run
+def main(arguments):
+    signal_name, pids = arguments
+    world = init_distributed(8)
+    open(f"{pids}{world.rank}", "w").write(str(os.getpid()))
+    enter_stage("step 3 rollout")
+    dist.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), getattr(signal, signal_name))
+    enter_stage("step 3 reward")
+    dist.barrier()
+run(main, sys.argv[1:])
+"""
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen:
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(arguments, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """By what happens to rank 1 of 2: launcher, log. All at once, for the time that they take to start."""
+    folder, jobs = tmp_path_factory.mktemp("jobs"), {}
+    (folder / "probe.py").write_text(PROBE)
+    for name, launcher in {"SIGKILL torchrun": TORCHRUN, "SIGKILL accelerate": ACCELERATE, "SIGSTOP": TORCHRUN}.items():
+        arguments = [*launcher, str(folder / "probe.py"), name.split()[0], str(folder / f"{name}-")]
+        jobs[name] = start(arguments, folder / name), folder / name
+    return jobs
+
+
+def pid_of(rank: int, log: Path) -> int:
+    return int(log.with_name(f"{log.name}-{rank}").read_text())
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_killed_rank_ends_the_job_within_a_minute_and_is_named(jobs, launcher):
+    job, log = jobs[f"SIGKILL {launcher}"]
+    assert job.wait(WAIT_S) != 0
+    assert not psutil.pid_exists(pid_of(0, log)) and not psutil.pid_exists(pid_of(1, log))
+    cause = log.read_text().split("Root Cause")[1]
+    assert re.search(r"rank +: 1 ", cause) and "Signal 9 (SIGKILL)" in cause
+
+
+def test_a_stopped_rank_ends_the_job_at_the_deadline_and_the_launcher_repeats_the_reason(jobs):
+    """The launcher would wait another half minute for the stopped rank to follow SIGTERM."""
+    job, log = jobs["SIGSTOP"]
+    deadline = time.monotonic() + WAIT_S
+    while "closing signal SIGTERM" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(pid_of(1, log), signal.SIGCONT)
+    assert job.wait(WAIT_S) != 0
+    assert not psutil.pid_exists(pid_of(0, log)) and not psutil.pid_exists(pid_of(1, log))
+    cause = log.read_text().split("Root Cause")[1]
+    assert "exitcode  : 124" in cause and "StageTimeout: rank 0 ends after 8 s in step 3 reward; rank 1: " in cause
+
+
+# ---- scripts -------------------------------------------------------------------------------------
+
+
+def test_a_scorer_that_hangs_in_the_training_process_ends_the_run(tmp_path):
+    (tmp_path / "hangs.py").write_text("import time\ndef score(**kwargs):\n    time.sleep(1000)\n")
+    args = [*SMALL, "--reward", f"{tmp_path / 'hangs.py'}:score", "--reward-workers", "0", "--run-name", "run"]
+    done = fork("grpo", tmp_path, *args, "--stage-timeout", "8")
+    assert done.returncode == 124
+    assert re.search(r"^StageTimeout: rank 0 ends after 8 s in step 1 reward; .*\(hangs.py:3\)", done.stderr, re.M)
+
+
+def test_torchrun_starts_the_job_anew_after_a_killed_rank_and_it_goes_on_exactly(tmp_path):
+    """As if nothing had been, in every metric and every bit of the last checkpoint."""
+    args = [*SMALL, "--save-every", "1", "--total-steps", "6", "--resume", "auto"]
+    launchers = {"whole": TORCHRUN, "killed": [*TORCHRUN, "--max-restarts", "2"]}
+    jobs = {
+        name: start(command("grpo", tmp_path, *args, "--run-name", name, launcher=launcher), tmp_path / f"{name}.log")
+        for name, launcher in launchers.items()
+    }
+    while not (tmp_path / "killed/checkpoints/step_000002").exists() and jobs["killed"].poll() is None:
+        time.sleep(0.01)
+    [rank] = [p for p in psutil.Process(jobs["killed"].pid).children() if p.environ()["RANK"] == "1"]
+    rank.kill()
+    assert [job.wait(2 * WAIT_S) for job in jobs.values()] == [0, 0], (tmp_path / "killed.log").read_text()[-3000:]
+    assert "failed (exitcode: -9) local_rank: 1" in (tmp_path / "killed.log").read_text()
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    ours, theirs = (saved(tmp_path / name / "checkpoints/step_000006") for name in jobs)
+    assert ours == theirs
