@@ -49,6 +49,7 @@ from lib.distributed import (
     all_reduce_sum,
     broadcast,
     clip_grad_norm,
+    enter_stage,
     init_distributed,
     is_first_on_node,
     make_mesh,
@@ -110,6 +111,9 @@ class Args:
     """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
     resume: str = "never"
     """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder"""
+    stage_timeout: float = 1800.0
+    """seconds that a stage (start, rollout, update, save, ...) may take before it ends the job with the reason; after a
+    30th of that it is printed where the ranks are; 0: no limit"""
 
     # ---- model
     model: str = str(HERE / "data/toy/model")
@@ -299,7 +303,7 @@ class Args:
 
 MAY_CHANGE_ON_RESUME = {
     *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
-    *("reward_workers", "reward_timeout", "reward_memory"),
+    *("reward_workers", "reward_timeout", "reward_memory", "stage_timeout"),
     *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p"),
     *("val_files", "val_reward"),
     *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
@@ -390,6 +394,7 @@ def validate(args: Args, generate, dataset, tokenizer, score, world, sizes: Size
     per_call = max(1, sizes.local_rows // args.val_samples)
     results, shown, unscored = [], [], 0
     for start in range(0, per_rank, per_call):
+        enter_stage(f"validation at step {step}")
         # the same number on every rank: what is beyond the data set's end keeps the others company
         rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
         prompts = DataProto.from_single_dict(collate_fn([dataset[min(i, len(dataset) - 1)] for i in rows]))
@@ -465,7 +470,7 @@ def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
 
 def main(args: Args) -> None:
     # ---- sizes and inputs: everything that can be wrong is found before a model loads or a file is written
-    world = init_distributed()
+    world = init_distributed(args.stage_timeout)
     sizes = step_sizes(args, args.dry_run or world.size)
     check_engine(args.rollout_engine)
     if not args.dry_run:
@@ -652,7 +657,7 @@ def main(args: Args) -> None:
         return
 
     for step in range(start_step + 1, args.total_steps + 1):
-        timer = Timer()
+        timer = Timer(step)
         with timer("step"):
             # ---- 1 rollout
             with timer("weight_sync"):

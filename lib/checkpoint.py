@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import broadcast, full_tensor, iter_full_params
+from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LRScheduler]
@@ -58,6 +58,7 @@ def save_checkpoint(
         TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.
         InputError: the ranks do not see the same folder, or a batch holds what DataProto.save_to_disk cannot write.
     """
+    enter_stage(f"step {step} save")
     final = Path(checkpoint_dir) / f"step_{step:06d}"
     tmp = final.with_name(final.name + ".tmp")
     rank, world_size = dist.get_rank(), dist.get_world_size()
