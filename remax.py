@@ -172,6 +172,9 @@ class Args:
     rollout_engine: str = "hf"
     """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
     server that runs already (several: commas between)"""
+    engine_ranks: int = 1
+    """neighbouring ranks that share one vLLM engine, split over them (tensor parallel): for models that one GPU cannot
+    hold beside training"""
     prompts_per_step: int = 256
     """prompts of one step, over all ranks"""
     group_size: int = 1
@@ -463,6 +466,7 @@ def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
         reward_model=args.reward_model,
         cpu_offload="actor" in args.cpu_offload,
         engine_bytes=int(args.gpu_memory * gpu) if args.rollout_engine == "vllm" else 0,
+        engine_ranks=args.engine_ranks,
         trust_remote_code=args.trust_remote_code,
     )
     return memory_table(moments, gpu)
@@ -472,7 +476,7 @@ def main(args: Args) -> None:
     # ---- sizes and inputs: everything that can be wrong is found before a model loads or a file is written
     world = init_distributed(args.stage_timeout)
     sizes = step_sizes(args, args.dry_run or world.size)
-    check_engine(args.rollout_engine)
+    check_engine(args.rollout_engine, args.engine_ranks, args.dry_run or world.size)
     if not args.dry_run:
         check_model_path(args.model)
     check_flags(args)
@@ -584,6 +588,7 @@ def main(args: Args) -> None:
         max_length=args.max_prompt_length + args.max_response_length,
         dtype=compute_dtype,
         gpu_memory=args.gpu_memory,
+        ranks=args.engine_ranks,
     )
     generate = engine.generate if multi_turn is None else partial(generate_multi_turn, engine, settings=multi_turn)
     sampling = Sampling(args.max_response_length, args.temperature, args.top_p, args.top_k)

@@ -515,9 +515,11 @@ class EngineRequests:
             todo, self.todo = self.todo, []
             for do in todo:
                 do()
-            if not self.running:
+            if not self.running and not self.engine.shared:
                 await self.wake.wait()
                 continue
+            if not self.running:
+                await asyncio.sleep(PATIENCE_S)
             finished = await asyncio.to_thread(self.engine.step) if self.engine.long_steps else self.engine.step()
             self.running -= finished.keys()
             for request_id, generated in finished.items():

@@ -60,17 +60,36 @@ class WeightSyncError(RuntimeError):
     """The rollout engine does not hold the trainer's weights."""
 
 
-def make_engine(name: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype, gpu_memory: float):
-    """The engine called `name`: "hf", "vllm" or the URL of a server, or several with commas between."""
+def make_engine(
+    name: str,
+    model,
+    tokenizer,
+    *,
+    folder: Path,
+    max_length: int,
+    dtype: torch.dtype,
+    gpu_memory: float,
+    ranks: int = 1,
+):
+    """The engine called `name`: "hf", "vllm" or the URL of a server, or several with commas between. ranks: of a vLLM
+    engine that neighbouring ranks share."""
     if name == "hf":
         return HFEngine(model, tokenizer)
+    settings = {"folder": folder, "max_length": max_length, "dtype": dtype}
     if name != "vllm":
-        return ServedEngine(name, model, tokenizer, folder=folder, max_length=max_length, dtype=dtype)
-    return VLLMEngine(model, tokenizer, folder=folder, max_length=max_length, dtype=dtype, gpu_memory=gpu_memory)
+        return ServedEngine(name, model, tokenizer, **settings)
+    return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks)
 
 
-def check_engine(name: str) -> None:
+def check_engine(name: str, ranks: int, world_size: int) -> None:
     """Raises InputError when there is no such engine or it cannot run here, before a model loads."""
+    if ranks < 1 or world_size % ranks:
+        raise InputError(f"--engine_ranks {ranks}: the number of ranks, {world_size}, must be a multiple of it")
+    if ranks > 1 and name != "vllm":
+        raise InputError(
+            f"--engine_ranks {ranks} splits a vLLM engine: it needs --rollout_engine vllm (a server is split by its "
+            "own --tensor-parallel-size)"
+        )
     if name not in ("hf", "vllm") and not all(url.startswith(("http://", "https://")) for url in name.split(",")):
         raise InputError(f"--rollout_engine {name}: must be hf, vllm or the URL of a vLLM server (http://host:port)")
     if name == "vllm":
@@ -153,6 +172,7 @@ class HFEngine:
     """
 
     long_steps = True  # a step goes to the end of its requests
+    shared = False
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model, self.pad_token_id = model, tokenizer.pad_token_id
@@ -311,15 +331,35 @@ def _splitmix64(x: torch.Tensor) -> torch.Tensor:
 
 
 class VLLMEngine:
-    """A vLLM engine inside this process (one a rank), on CPU or GPU; weights go over in memory.
+    """A vLLM engine inside this process, on CPU or GPU; weights go over in memory.
 
     The engine starts with dummy weights from a folder that holds only config and tokenizer: the trainer is the one
     source of weights, and a generate before the first load_weights is refused.
+
+    `ranks` that follow each other are one engine, split by tensor parallelism. Each has its own requests; generate,
+    step and the end of a session are then collectives of these ranks, for vLLM wants of each the same requests in the
+    same order.
+
+    Raises:
+        InputError: the model's attention heads cannot be split over the ranks.
     """
 
     long_steps = False  # a step is a token; requests come and go at each
 
-    def __init__(self, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype, gpu_memory: float):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        folder: Path,
+        max_length: int,
+        dtype: torch.dtype,
+        gpu_memory: float,
+        ranks: int = 1,
+    ):
+        heads = model.config.get_text_config().num_attention_heads
+        if heads % ranks:
+            raise InputError(f"--engine_ranks {ranks}: the model's {heads} attention heads must be a multiple of it")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         on_gpu = compute_device(model).type == "cuda"
@@ -355,11 +395,17 @@ class VLLMEngine:
                 seed=0,
                 logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
                 weight_transfer_config={"backend": "direct"},
+                tensor_parallel_size=ranks,
                 **settings,
             )
         self.llm.init_weight_transfer_engine({"init_info": {}})
         self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
-        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), max_length
+        self.shared = ranks > 1
+        self._ranks = dist.new_subgroups(ranks, backend="gloo")[0] if self.shared else None
+        self._place = dist.get_rank() % ranks
+        self._submitted: dict[str, tuple] = {}  # (prompt_ids, sampling, seed) of what begins with the next step
+        self._aborted: list[str] = []
         self._running: set[str] = set()
         self.version: int | None = None
         self.checksum: int | None = None
@@ -403,32 +449,58 @@ class VLLMEngine:
             try:
                 yield
             finally:
-                self.llm.llm_engine.abort_request(list(self._running))
-                self._running.clear()
+                self._submitted.clear()
+                self._aborted += self._running
+                while not self._step(leaving=True)[1]:  # the others of this engine may not be done
+                    pass
 
     def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
         """Raises ValueError when the prompt is too long for the engine."""
-        params = self._params(**_vllm_settings(sampling, seed))
-        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt_ids)}, params)
-        self._running.add(request_id)
+        if len(prompt_ids) >= self.max_length:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens; the engine's longest row is {self.max_length}")
+        self._submitted[request_id] = (list(prompt_ids), sampling, seed)
 
     def abort(self, request_id: str) -> None:
-        self.llm.llm_engine.abort_request([request_id])
-        self._running.discard(request_id)
+        if self._submitted.pop(request_id, None) is None:
+            self._aborted.append(request_id)
 
     def step(self) -> dict[str, Generated]:
-        """One token, or the prefill, of what runs."""
-        done = {out.request_id: _generated(out) for out in self.llm.llm_engine.step() if out.finished}
+        """One token, or the prefill, of what runs; those that ended."""
+        return self._step(leaving=False)[0]
+
+    def _step(self, leaving: bool) -> tuple[dict[str, Generated], bool]:
+        """(what ended of this rank's requests, whether every rank of the engine leaves its session)."""
+        engine = self.llm.llm_engine
+        everyones = self._exchange((self._submitted, self._aborted, leaving))
+        self._running = (self._running | self._submitted.keys()) - set(self._aborted)
+        self._submitted, self._aborted = {}, []
+        for place, (submitted, aborted, _) in enumerate(everyones):
+            engine.abort_request([f"{place} {request_id}" for request_id in aborted])
+            for request_id, (prompt_ids, sampling, seed) in submitted.items():
+                params = self._params(**_vllm_settings(sampling, seed))
+                engine.add_request(f"{place} {request_id}", {"prompt_token_ids": prompt_ids}, params)
+        ended = {out.request_id: out for out in engine.step() if out.finished}
+        done = {name: _generated(ended[full]) for name in self._running if (full := f"{self._place} {name}") in ended}
         self._running -= done.keys()
-        return done
+        return done, all(leaves for *_, leaves in everyones)
+
+    def _exchange(self, mine) -> list:
+        """What each rank of this engine gives, in their order."""
+        if not self.shared:
+            return [mine]
+        everyones = [None] * dist.get_world_size(self._ranks)
+        dist.all_gather_object(everyones, mine, group=self._ranks)
+        return everyones
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
-        params = [self._params(**_vllm_settings(sampling, seed)) for seed in seeds]
-        rows = [_generated(out) for out in self._run(prompts.non_tensor_batch["raw_prompt_ids"], params)]
+        everyones = self._exchange((list(prompts.non_tensor_batch["raw_prompt_ids"]), seeds))
+        params = [self._params(**_vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
+        outputs = self._run([prompt_ids for prompts, _ in everyones for prompt_ids in prompts], params)
+        before = sum(len(seeds) for _, seeds in everyones[: self._place])
         return add_responses(
             prompts,
-            rows,
+            [_generated(out) for out in outputs[before : before + len(prompts)]],
             self.pad_token_id,
             sampling.max_response_length,
         )
@@ -508,6 +580,7 @@ class ServedEngine:
     """
 
     long_steps = False  # requests come and go at each
+    shared = False
 
     def __init__(self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype):
         servers = urls.split(",")

@@ -123,7 +123,9 @@ def test_vllm_trains_as_hf_does(tmp_path):
     assert all(row["rollout/logp_diff_max"] < 1e-3 for row in rows if "reward/mean" in row)
 
 
-def test_vllm_on_two_ranks(tmp_path):
+@pytest.mark.parametrize("engine_ranks", ["1", "2"])
+def test_vllm_on_two_ranks(tmp_path, engine_ranks):
+    """An engine on each, or one that is split over them."""
     pytest.importorskip("vllm")
     ran(
         launch(
@@ -135,10 +137,14 @@ def test_vllm_on_two_ranks(tmp_path):
             "run",
             "--rollout-engine",
             "vllm",
+            "--engine-ranks",
+            engine_ranks,
             launcher=TORCHRUN,
         )
     )
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["rollout/logp_diff_max"] < 1e-3 for row in rows)
 
 
 def test_a_sync_that_is_skipped_stops_the_run_at_that_step(tmp_path):

@@ -103,8 +103,8 @@ def test_the_shapes_are_those_of_the_public_models():
 
 
 def allocated(fn) -> int:
-    """Bytes that `fn` had at most beyond what was there before it. The least of several calls: gloo's thread is at times
-    late to release the buffers of a collective, which adds them to what comes next."""
+    """Bytes that `fn` had at most beyond what was there before it. The least of several calls: gloo's thread is at
+    times late to release the buffers of a collective, which adds them to what comes next."""
     peaks = [_recorded_peak(fn) for _ in range(6)]
     return min(peak for peak in peaks if peak is not None)
 

@@ -392,8 +392,12 @@ def test_every_script_takes_several_turns(tmp_path, script):
     assert row["rollout/logp_diff_mean"] < 1e-4  # fp32: what is trained is what was sampled
 
 
-def test_several_turns_with_vllm(tmp_path):
-    ran(launch("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", "--rollout-engine", "vllm", "--run-name", "run"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_turns_with_vllm(tmp_path, ranks):
+    """On two ranks: with one engine that is split over them."""
+    engine = ["--rollout-engine", "vllm", "--engine-ranks", str(ranks)]
+    launcher = TORCHRUN if ranks == 2 else PYTHON
+    ran(launch("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", *engine, "--run-name", "run", launcher=launcher))
     for row in metrics(tmp_path / "run"):
         assert 1 < row["agent/turns_mean"] < 2 and row["rollout/logp_diff_mean"] < 1e-4
 
@@ -409,6 +413,8 @@ BAD_INPUT = {
         ["--multi-turn", '{"tool": ["python"]}'],
         "--multi_turn: unknown tool; there are episode_timeout",
     ),
+    "engine of hf on two ranks": ("grpo", ["--engine-ranks", "2", "--dry-run", "2"], "--engine_ranks 2 splits a vLLM"),
+    "half an engine": ("grpo", ["--rollout-engine", "vllm", "--engine-ranks", "2"], "--engine_ranks 2: the number"),
     "buffer too long": ("dapo", ["--overlong-buffer", "17"], "--overlong_buffer 17: must be in 0..16"),
 }
 

@@ -304,10 +304,10 @@ def test_a_server_that_was_started_otherwise(world, tmp_path, message, monkeypat
 
 def test_what_is_no_engine():
     for name in ("hf", "vllm" if importlib.util.find_spec("vllm") else "hf", "http://a:1", "http://a:1,https://b:2"):
-        check_engine(name)
+        check_engine(name, 1, 2)
     for name in ("sglang", "", "http://a:1,b:2"):
         with pytest.raises(InputError, match="http://host:port"):
-            check_engine(name)
+            check_engine(name, 1, 2)
 
 
 def test_no_server_there(world, tmp_path):
