@@ -9,7 +9,9 @@ import json
 import os
 import socket
 import subprocess
+import time
 
+import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -18,12 +20,17 @@ from benchmarks import gpu_check
 from tests.common import BIN, ROOT, SMALL, environment, fork, metrics, ran
 
 LAUNCH = ROOT / "launch"
+PATH = {"PATH": f"{BIN}:{os.environ['PATH']}"}
 STEPS = [*SMALL, "--total-steps", "2", "--num-mini-batches", "2"]
+SIX_STEPS = [*STEPS, "--total-steps", "6"]
 
 # node 0 lives in the new user namespace's network, node 1 in one of its own
 NAMESPACES = """
 set -euo pipefail
-trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
+hosts=$(mktemp)
+trap 'rm $hosts; kill $(jobs -p) 2> /dev/null || true' EXIT
+printf '%s\n' '127.0.0.1 localhost' '10.77.0.1 node0' '10.77.0.2 node1' > $hosts
+mount --bind $hosts /etc/hosts  # no name server answers here, which each connection would wait for
 unshare --net sleep 300 & node1=$!
 until [ "$(readlink /proc/$node1/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do sleep 0.05; done
 in_node1="nsenter --target $node1 --net"
@@ -53,23 +60,33 @@ def free_port() -> int:
 
 
 def shell(arguments: list[str], **env: str) -> subprocess.CompletedProcess:
-    path = {"PATH": f"{BIN}:{os.environ['PATH']}"}
     return subprocess.run(
-        arguments, env=environment() | path | env, capture_output=True, text=True, timeout=200, cwd=ROOT
+        arguments, env=environment() | PATH | env, capture_output=True, text=True, timeout=200, cwd=ROOT
     )
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """The command that runs its arguments on two nodes."""
+    user = ["unshare", "--user", "--map-root-user", "--net", "--mount", "bash", "-c"]
+    cable = subprocess.run([*user, "ip link add name cable0 type veth peer name cable1"], capture_output=True)
+    if cable.returncode == 0:
+        return [*user, NAMESPACES, "bash"]
+    print("no network namespaces here: two nodes on one machine's loopback")
+    return ["bash", "-c", ON_LOCALHOST, "bash"]
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    ran(fork("grpo", folder, *STEPS, "--run-name", "run"))
+    ran(fork("grpo", folder, *SIX_STEPS, "--run-name", "run"))
     return metrics(folder / "run")
 
 
-def assert_trained_as_one(run, one_process):
-    """1e-3: fp32 sums in another order, over four updates (measured: 1.5e-6)."""
+def assert_trained_as_one(run, one_process, steps=2):
+    """1e-3: fp32 sums in another order, over two updates a step (measured: 1.5e-6 after two steps)."""
     ours = metrics(run)
-    assert [row["step"] for row in ours] == [1, 2]
+    assert [row["step"] for row in ours] == list(range(1, steps + 1))
     for row, expected in zip(ours, one_process):
         for key in ("reward/mean", "response_length/mean", "training/tokens"):
             assert row[key] == expected[key], key
@@ -114,17 +131,38 @@ def test_the_scripts_are_bash(name):
     assert os.access(LAUNCH / name, os.X_OK)
 
 
-def test_two_nodes_train_as_one_process(tmp_path, one_process):
-    nodes = [str(LAUNCH / "torchrun_nodes.sh"), "grpo.py", *STEPS, "--output-dir", str(tmp_path), "--run-name", "run"]
-    env = {"GPUS": "1", "PORT": str(free_port())}
-    user = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c"]
-    cable = subprocess.run([*user, "ip link add name cable0 type veth peer name cable1"], capture_output=True)
-    if cable.returncode == 0:
-        ran(shell([*user, NAMESPACES, "bash", *nodes], **env))
-    else:
-        print("no network namespaces here: two nodes on one machine's loopback")
-        ran(shell(["bash", "-c", ON_LOCALHOST, "bash", *nodes], **env))
+def test_two_nodes_train_as_one_process(tmp_path, two_nodes, one_process):
+    run = [str(LAUNCH / "torchrun_nodes.sh"), "grpo.py", *STEPS, "--output-dir", str(tmp_path), "--run-name", "run"]
+    ran(shell([*two_nodes, *run], GPUS="1", PORT=str(free_port())))
     assert_trained_as_one(tmp_path / "run", one_process)
+
+
+def processes_of(job: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+
+
+@pytest.mark.parametrize("killed, node", [("rank", 1), ("launcher and rank", 0)])
+def test_two_nodes_go_on_after_a_kill(tmp_path, two_nodes, one_process, killed, node):
+    """A killed rank is started anew by torchrun. Of a node that went as a whole the other's torchrun ends, and both are
+    started anew by what supervises them: here a shell's loop."""
+    run = [str(LAUNCH / "torchrun_nodes.sh"), "grpo.py", *SIX_STEPS, "--output-dir", str(tmp_path)]
+    run += ["--run-name", "run", "--save-every", "1", "--resume", "auto"]
+    supervised = ["bash", "-c", 'until "$@"; do sleep 1; done', "bash", *run]
+    env = environment() | PATH | {"GPUS": "1", "PORT": str(free_port()), "PET_MAX_RESTARTS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen([*two_nodes, *supervised], env=env, stdout=log, stderr=log, cwd=ROOT)
+    try:
+        while not (tmp_path / "run/checkpoints/step_000002").exists() and job.poll() is None:
+            time.sleep(0.02)
+        of_node = [p for p in processes_of(job) if p.environ().get("GROUP_RANK") == str(node)]
+        rank = min(of_node, key=psutil.Process.create_time)  # the others are its reward workers
+        for victim in [rank] if killed == "rank" else [rank.parent(), rank]:
+            victim.kill()
+        assert job.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        for process in processes_of(job):
+            process.kill()
+    assert_trained_as_one(tmp_path / "run", one_process, steps=6)
 
 
 def test_slurm_starts_a_torchrun_on_each_node_that_resumes(tmp_path):
