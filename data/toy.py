@@ -22,6 +22,7 @@ if __name__ == "__main__":  # this folder holds math.py, which would hide Python
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,20 +41,20 @@ SHARE_WORKED = 0.35  # of the demonstrations
 SHARE_SLIPS = 0.1  # of the columns of a working
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character and newline, each role name and each special token: 104 in all."""
-    words = SPECIAL + ROLES + ["\n"] + [chr(c) for c in range(32, 127)]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
+def make_tokenizer(words: list[str] = ROLES, chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character and newline, each special token and each of `words`: 104 in all."""
+    tokens = SPECIAL + words + ["\n"] + [chr(c) for c in range(32, 127)]
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], unk_token="<unk>"))
     core.decoder = decoders.Fuse()
     core.add_special_tokens([AddedToken(word, normalized=False) for word in SPECIAL])
-    core.add_tokens([AddedToken(word, normalized=False) for word in ROLES])
+    core.add_tokens([AddedToken(word, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
         unk_token="<unk>",
         eos_token="<|im_end|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=256,
     )
@@ -104,18 +105,37 @@ def demonstration(a: int, b: int, rng: random.Random) -> str:
 
 
 def warm_up(
+    tokenizer: PreTrainedTokenizerFast, held_out: set[str], *, steps: int = 600, **settings
+) -> tuple[LlamaForCausalLM, list[float]]:
+    """`imitate` with demonstrations of sums; prompts "a+b" in `held_out` are skipped, also as "b+a"."""
+
+    def draw(rng: random.Random) -> tuple[list[int], list[int]]:
+        while True:
+            a, b = rng.randint(100, 999), rng.randint(100, 999)
+            if f"{a}+{b}" not in held_out and f"{b}+{a}" not in held_out:
+                break
+        messages = [{"role": "user", "content": f"{a}+{b}"}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        start = len(tokenizer.encode(prompt))
+        ids = [*tokenizer.encode(prompt + demonstration(a, b, rng)), tokenizer.eos_token_id]
+        return ids, [0] * start + [1] * (len(ids) - start)
+
+    return imitate(tokenizer, draw, steps=steps, **settings)
+
+
+def imitate(
     tokenizer: PreTrainedTokenizerFast,
-    held_out: set[str],
+    draw: Callable[[random.Random], tuple[list[int], list[int]]],
     *,
-    steps: int = 600,
+    steps: int,
     batch_size: int = 64,
     lr: float = 3e-3,
     seed: int = 0,
     hidden_size: int = 128,
 ) -> tuple[LlamaForCausalLM, list[float]]:
-    """Imitates `steps` fresh batches of demonstrations; returns the model and the loss of each step in nats per token.
+    """A Llama after `steps` fresh batches of demonstrations, and the loss of each step in nats per token.
 
-    `held_out`: prompts "a+b" that are skipped, also as "b+a".
+    draw(rng): one demonstration's token ids, and 1 where the model is to write, 0 elsewhere.
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -139,19 +159,11 @@ def warm_up(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01)
     losses = []
     for step in range(steps):
-        rows, starts = [], []
-        while len(rows) < batch_size:
-            a, b = rng.randint(100, 999), rng.randint(100, 999)
-            if f"{a}+{b}" in held_out or f"{b}+{a}" in held_out:
-                continue
-            messages = [{"role": "user", "content": f"{a}+{b}"}]
-            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            starts.append(len(tokenizer.encode(prompt)))
-            rows.append([*tokenizer.encode(prompt + demonstration(a, b, rng)), tokenizer.eos_token_id])
+        rows, masks = zip(*[draw(rng) for _ in range(batch_size)])
         length = max(map(len, rows))
         ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])  # (B, L)
-        is_response = torch.arange(length) >= torch.tensor(starts)[:, None]
-        labels = ids.masked_fill(~is_response | (ids == tokenizer.pad_token_id), -100)
+        written = torch.tensor([mask + [0] * (length - len(mask)) for mask in masks])
+        labels = ids.masked_fill(written == 0, -100)
         logits = model(ids).logits[:, :-1]  # causal: the padding on the right is not seen
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         for group in optimizer.param_groups:

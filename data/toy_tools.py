@@ -28,9 +28,7 @@ import random
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data import toy
 
@@ -59,21 +57,7 @@ SHARE_IGNORED = 0.1
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """data/toy.py's, with one token more for the tool's name and each fixed piece of a call."""
-    words = toy.SPECIAL + toy.ROLES + ["calculator", *CALL, "\n"] + [chr(c) for c in range(32, 127)]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>"))
-    core.decoder = decoders.Fuse()
-    core.add_special_tokens([AddedToken(word, normalized=False) for word in toy.SPECIAL])
-    core.add_tokens([AddedToken(word, normalized=False) for word in [*toy.ROLES, "calculator", *CALL]])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=256,
-    )
+    return toy.make_tokenizer([*toy.ROLES, "calculator", *CALL], CHAT_TEMPLATE)
 
 
 def make_rows(n_train: int = 4096, n_val: int = 256, seed: int = 0) -> tuple[list[dict], list[dict]]:
@@ -123,69 +107,25 @@ def demonstration(a: int, b: int, with_tools: bool, rng: random.Random) -> list[
 
 
 def warm_up(
-    tokenizer: PreTrainedTokenizerFast,
-    held_out: set[str],
-    *,
-    steps: int = 700,
-    batch_size: int = 64,
-    lr: float = 3e-3,
-    seed: int = 0,
-    hidden_size: int = 128,
+    tokenizer: PreTrainedTokenizerFast, held_out: set[str], *, steps: int = 700, **settings
 ) -> tuple[LlamaForCausalLM, list[float]]:
-    """Imitates `steps` fresh batches of demonstrations; returns the model and the loss of each step in nats per token.
+    """`toy.imitate` with demonstrations of products; prompts "a*b" in `held_out` are skipped."""
 
-    `held_out`: prompts "a*b" that are skipped.
-    """
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(  # data/toy.py's, with more tokens
-            vocab_size=len(tokenizer),
-            hidden_size=hidden_size,
-            intermediate_size=4 * hidden_size,
-            num_hidden_layers=2,
-            num_attention_heads=hidden_size // 32,
-            num_key_value_heads=hidden_size // 32,
-            max_position_embeddings=256,
-            attention_bias=True,
-            initializer_range=0.06,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01)
-    losses = []
-    for step in range(steps):
-        rows, masks = [], []
-        while len(rows) < batch_size:
+    def draw(rng: random.Random) -> tuple[list[int], list[int]]:
+        while True:
             a, b = rng.randint(200, 999), rng.randint(50, 99)
-            if f"{a}*{b}" in held_out:
-                continue
-            with_tools = rng.random() >= SHARE_WITHOUT_TOOLS
-            encoded = tokenizer.apply_chat_template(
-                [{"role": "user", "content": f"{a}*{b}"}, *demonstration(a, b, with_tools, rng)],
-                tools=TOOLS if with_tools else None,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
-            rows.append(encoded["input_ids"])
-            masks.append(encoded["assistant_masks"])
-        length = max(map(len, rows))
-        ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])  # (B, L)
-        by_assistant = torch.tensor([mask + [0] * (length - len(mask)) for mask in masks])
-        labels = ids.masked_fill(by_assistant == 0, -100)
-        logits = model(ids).logits[:, :-1]  # causal: the padding on the right is not seen
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return model.eval(), losses
+            if f"{a}*{b}" not in held_out:
+                break
+        with_tools = rng.random() >= SHARE_WITHOUT_TOOLS
+        encoded = tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"{a}*{b}"}, *demonstration(a, b, with_tools, rng)],
+            tools=TOOLS if with_tools else None,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return encoded["input_ids"], encoded["assistant_masks"]
+
+    return toy.imitate(tokenizer, draw, steps=steps, **settings)
 
 
 def main() -> None:
