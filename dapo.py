@@ -43,7 +43,7 @@ from lib.advantages import (
     get_adv_estimator_fn,
 )
 from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
-from lib.batching import prepare_dynamic_batch
+from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
 from lib.checkpoint import export_hf, find_checkpoint, load_batches, load_checkpoint, save_checkpoint
 from lib.core_algos import agg_loss, at_last_token, compute_overlong_penalty, kl_penalty, zero_variance_rows
 from lib.data_proto import DataProto
@@ -762,6 +762,14 @@ def main(args: Args) -> None:
             pool = concat([pool, rejected[:filled]])
             mine = np.arange(needed).reshape(-1, args.group_size)[world.rank :: world.size].ravel()
             batch, pool = pool[mine], pool[needed:]
+            with timer("rollout"):  # DAPO:
+                plan, imbalance = balance_groups(
+                    batch, actor, args.group_size, args.num_mini_batches, share_prompts=share_prompts
+                )
+                batch = exchange_groups(batch, plan)
+                metrics |= imbalance
+
+            # DAPO: the scores came with the rollout
 
             # ---- 3 log-probs
             with timer("log_probs"):

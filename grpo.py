@@ -42,7 +42,7 @@ from lib.advantages import (
     get_adv_estimator_fn,
 )
 from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
-from lib.batching import prepare_dynamic_batch
+from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
 from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
 from lib.core_algos import agg_loss, at_last_token, kl_penalty, zero_variance_rows
 from lib.data_proto import DataProto
@@ -690,6 +690,11 @@ def main(args: Args) -> None:
                 batch = prompts.repeat(args.group_size, interleave=True)
                 batch = generate(batch, sampling, request_seeds(args.seed, step, rows))
                 engine.sleep()
+                plan, imbalance = balance_groups(
+                    batch, actor, args.group_size, args.num_mini_batches, share_prompts=share_prompts
+                )
+                batch = exchange_groups(batch, plan)
+                metrics |= imbalance
 
             # ---- 2 reward
             with timer("reward"):

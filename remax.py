@@ -39,7 +39,7 @@ from lib.advantages import (
     get_adv_estimator_fn,
 )
 from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
-from lib.batching import prepare_dynamic_batch
+from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
 from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
 from lib.core_algos import agg_loss, at_last_token, kl_penalty
 from lib.data_proto import DataProto
@@ -667,6 +667,12 @@ def main(args: Args) -> None:
                 # REMAX: one greedy response a prompt
                 greedy = generate(prompts, greedy_sampling, request_seeds(args.seed, step, numbers))
                 engine.sleep()
+                plan, imbalance = balance_groups(
+                    batch, actor, args.group_size, args.num_mini_batches, share_prompts=share_prompts
+                )
+                batch = exchange_groups(batch, plan)
+                greedy = exchange_groups(greedy, plan)  # REMAX:
+                metrics |= imbalance
 
             # ---- 2 reward
             with timer("reward"):
