@@ -621,6 +621,7 @@ def main(args: Args) -> None:
         enabled=world.rank == 0,
     )
     prompts_of_steps = iter(loader)
+    saving = None  # the checkpoint that is being written
 
     def collect_scores(pending, batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
         """Scores (B, T) on each row's last token, what else is known of each row, failures. A collective."""
@@ -845,7 +846,9 @@ def main(args: Args) -> None:
         if args.val_every and (last or step % args.val_every == 0):
             tracker.log(evaluate(step), step)
         if args.save_every and (last or step % args.save_every == 0):
-            save_checkpoint(
+            if saving is not None:
+                saving.result()  # raises what went wrong in the save before
+            saving = save_checkpoint(  # written while training goes on
                 run_dir / "checkpoints",
                 step,
                 models=models,
@@ -861,6 +864,8 @@ def main(args: Args) -> None:
 
     if args.export_model:
         export_hf(actor, tokenizer, run_dir / "model")
+    if saving is not None:
+        saving.result()
     tracker.report()
     tracker.close()
     reward_manager.close()

@@ -225,6 +225,25 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
     assert ours.keys() == theirs.keys() and [name for name in ours if ours[name] != theirs[name]] == []
 
 
+def test_a_full_disk_ends_the_run_in_one_line_and_the_checkpoint_before_goes_on(tmp_path):
+    """A limit on the size of a file looks like one. Step 2 is trained while step 1's checkpoint fails to be written."""
+    args = [*SMALL, "--save-every", "1", "--run-name", "run", "--resume", "auto", "--total-steps"]
+    ran(fork("grpo", tmp_path, *args, "1"))
+    limited = ["bash", "-c", 'ulimit -f 64; exec "$0" "$@"', *PYTHON]
+    done = launch("grpo", tmp_path, *args, "4", launcher=limited)
+    assert done.returncode == 2
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    folder = tmp_path / "run/checkpoints"
+    assert (
+        f"{folder}/step_000002: not saved, earlier checkpoints are as they were: rank 0: " in error
+        and "GiB were free" in error
+    )
+    assert "Traceback" not in done.stderr and [path.name for path in folder.iterdir()] == ["step_000001"]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]  # the error comes at the next save
+    done = ran(fork("grpo", tmp_path, *args, "2"))
+    assert "step 1/2" not in done.stdout and "step 2/2" in done.stdout and (folder / "step_000002").exists()
+
+
 # ---- PPO -----------------------------------------------------------------------------------------
 
 
