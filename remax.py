@@ -141,8 +141,9 @@ class Args:
     of memory on each rank, for more communication"""
     replicas: int = 1
     """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
-    cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model"], ...] = ()
-    """models whose weights, gradients and optimizer state stay in CPU memory; slower"""
+    cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...] = ()
+    """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update's forward
+    keeps waits there for the backward, best with --gradient_checkpointing, which leaves a tensor a layer; slower"""
 
     # ---- data
     train_files: tuple[str, ...] = (str(HERE / "data/toy/train.jsonl"),)
@@ -457,6 +458,7 @@ def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
         critic_model=critic_model,
         reward_model=args.reward_model,
         cpu_offload="actor" in args.cpu_offload,
+        offload_activations="activations" in args.cpu_offload,
         engine_bytes=int(args.gpu_memory * gpu) if args.rollout_engine == "vllm" else 0,
         trust_remote_code=args.trust_remote_code,
     )
@@ -543,6 +545,7 @@ def main(args: Args) -> None:
             dtype=torch.float32 if trainable and not args.lora_rank else compute_dtype,  # masters where W trains
             attn_implementation=args.attn_implementation,
             gradient_checkpointing=args.gradient_checkpointing and trainable,
+            offload_activations="activations" in args.cpu_offload,
             trust_remote_code=args.trust_remote_code,
             on_meta=True,
         )

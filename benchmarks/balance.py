@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
             ("balanced", balanced, by_model["perf/imbalance"]),
         ):
             times = cpu_seconds(model, batch, args.micro_batch_tokens, args.repeats)
-            idle, by_cost = 1 - statistics.mean(times) / max(times), 1 - 1 / cost
+            idle, by_cost = 1 - statistics.mean(times) / max(times), abs(1 - 1 / cost)
             if world.rank == 0:
                 print(
                     f"{setting:8} {name:9} slowest {max(times):6.2f} s, idle {idle:5.1%}, by the model {by_cost:5.1%}"

@@ -104,7 +104,7 @@ def test_every_row_is_accounted_for(default_run, script):
 IN_THE_REWARD = ["--kl-placement", "reward", "--kl-estimator", "k1", "--kl-target", "0.01", "--kl-horizon", "100"]
 ON_TWO_RANKS = {
     "grpo, torchrun": ("grpo", TORCHRUN, ["--adv-estimator", "grpo_batch_std"]),  # a deviation over all ranks
-    "grpo, accelerate": ("grpo", ACCELERATE, ["--lora-rank", "4", "--cpu-offload", "actor"]),
+    "grpo, accelerate": ("grpo", ACCELERATE, ["--lora-rank", "4", "--cpu-offload", "actor", "activations"]),
     "ppo, accelerate": ("ppo", ACCELERATE, IN_THE_REWARD),
     "remax, torchrun": ("remax", TORCHRUN, [*IN_THE_REWARD, "--reduce-each-micro-batch"]),
     "dapo, torchrun": ("dapo", TORCHRUN, ["--overlong-filtering", "--max-response-length", "10"]),
