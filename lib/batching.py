@@ -107,9 +107,12 @@ def largest_differencing(costs: list[float], parts: int) -> list[list[int]]:
 def longest_first(costs: list[float], parts: int) -> list[list[int]]:
     """As `largest_differencing`, better where few costs are large: each goes to the smallest sum with room."""
     lists: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0.0, part) for part in range(parts)]  # those with room
     for n in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        room = [part for part in lists if len(part) < len(costs) // parts]
-        min(room, key=lambda part: sum(costs[i] for i in part)).append(n)
+        total, part = heapq.heappop(heap)
+        lists[part].append(n)
+        if len(lists[part]) < len(costs) // parts:
+            heapq.heappush(heap, (total + costs[n], part))
     return lists
 
 
