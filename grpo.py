@@ -42,7 +42,7 @@ from lib.advantages import (
     get_adv_estimator_fn,
 )
 from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
-from lib.batching import prepare_dynamic_batch
+from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
 from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
 from lib.core_algos import agg_loss, at_last_token, kl_penalty, zero_variance_rows
 from lib.data_proto import DataProto
@@ -149,8 +149,9 @@ class Args:
     of memory on each rank, for more communication"""
     replicas: int = 1
     """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
-    cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model"], ...] = ()
-    """models whose weights, gradients and optimizer state stay in CPU memory; slower"""
+    cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...] = ()
+    """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update's forward
+    keeps waits there for the backward, best with --gradient_checkpointing, which leaves a tensor a layer; slower"""
 
     # ---- data
     train_files: tuple[str, ...] = (str(HERE / "data/toy/train.jsonl"),)
@@ -483,6 +484,7 @@ def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
         critic_model=critic_model,
         reward_model=args.reward_model,
         cpu_offload="actor" in args.cpu_offload,
+        offload_activations="activations" in args.cpu_offload,
         engine_bytes=int(args.gpu_memory * gpu) if args.rollout_engine == "vllm" else 0,
         engine_ranks=args.engine_ranks,
         trust_remote_code=args.trust_remote_code,
@@ -578,6 +580,7 @@ def main(args: Args) -> None:
             dtype=torch.float32 if trainable and not args.lora_rank else compute_dtype,  # masters where W trains
             attn_implementation=args.attn_implementation,
             gradient_checkpointing=args.gradient_checkpointing and trainable,
+            offload_activations="activations" in args.cpu_offload,
             trust_remote_code=args.trust_remote_code,
             on_meta=True,
         )
@@ -656,6 +659,7 @@ def main(args: Args) -> None:
         enabled=world.rank == 0,
     )
     prompts_of_steps = iter(loader)
+    saving = None  # the checkpoint that is being written
 
     def collect_scores(pending, batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
         """Scores (B, T) on each row's last token, what else is known of each row, failures. A collective."""
@@ -700,6 +704,11 @@ def main(args: Args) -> None:
                 batch = prompts.repeat(args.group_size, interleave=True)
                 batch = generate(batch, sampling, request_seeds(args.seed, step, rows))
                 engine.sleep()
+                plan, imbalance = balance_groups(
+                    batch, actor, args.group_size, args.num_mini_batches, share_prompts=share_prompts
+                )
+                batch = exchange_groups(batch, plan)
+                metrics |= imbalance
 
             # ---- 2 reward
             with timer("reward"):
@@ -865,7 +874,9 @@ def main(args: Args) -> None:
         if args.val_every and (last or step % args.val_every == 0):
             tracker.log(evaluate(step), step)
         if args.save_every and (last or step % args.save_every == 0):
-            save_checkpoint(
+            if saving is not None:
+                saving.result()  # raises what went wrong in the save before
+            saving = save_checkpoint(  # written while training goes on
                 run_dir / "checkpoints",
                 step,
                 models=models,
@@ -881,6 +892,8 @@ def main(args: Args) -> None:
 
     if args.export_model:
         export_hf(actor, tokenizer, run_dir / "model")
+    if saving is not None:
+        saving.result()
     tracker.report()
     tracker.close()
     reward_manager.close()

@@ -1,17 +1,22 @@
 """Save, resume, export. N steps equal k steps, a save, a fresh process, a load and N - k steps: bit for bit.
 
-Weights and optimizer states go through torch.distributed.checkpoint (DCP), so another number of ranks can load them.
-Traps it avoids: DCP over an existing folder, killed midway, loads as a mix of old and new (every save has its own
-folder, written aside, sealed by a manifest and renamed); a DCP key holds one value, not one per rank (random states are
-a file per rank); asking DCP for the state of an optimizer that has not stepped makes it step (undone); after a forward
-without backward FSDP's root parameters are whole, and the optimizer's state dict misses them (the model's comes first,
-which reshards). Every rank makes the same calls. Load only checkpoints that you trust: DCP's `.metadata` is a pickle.
+A save copies the state to CPU memory and writes it while training goes on. Weights and optimizer states go through
+torch.distributed.checkpoint (DCP), so another number of ranks can load them. Traps it avoids: DCP over an existing
+folder, killed midway, loads as a mix of old and new (every save has its own folder, written aside, sealed by a manifest
+and renamed); a DCP key holds one value, not one per rank (random states are a file per rank); asking DCP for the state
+of an optimizer that has not stepped makes it step (undone); after a forward without backward FSDP's root parameters are
+whole, and the optimizer's state dict misses them (the model's comes first, which reshards); collectives of a save that
+meet those of training (it has a group of its own). Every rank makes the same calls. Load only checkpoints that you
+trust: DCP's `.metadata` is a pickle.
 """
 
 import json
 import os
 import random
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -42,8 +49,11 @@ def save_checkpoint(
     trainer_state: dict,
     keep: int,
     batches: dict[str, DataProto] | None = None,
-) -> Path:
+) -> Future[Path]:
     """Writes `checkpoint_dir/step_000020/` and then deletes older ones but for the `keep` newest complete (0 = all).
+
+    Returns when the state is copied to CPU memory, and writes it from there; the future's result is the folder once it
+    is complete. Wait for it before the next save and at the end of the run.
 
     A kill at any moment leaves the previous checkpoints as they were and at most a `.tmp` folder, which the next save
     removes. Folders of later steps (of a run that was rewound) are left alone.
@@ -56,7 +66,8 @@ def save_checkpoint(
 
     Raises:
         TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.
-        InputError: the ranks do not see the same folder, or a batch holds what DataProto.save_to_disk cannot write.
+        InputError (the future, on every rank): a rank could not write (the disk is full), the ranks do not see the same
+            folder, or a batch holds what DataProto.save_to_disk cannot write. The unfinished folder is removed.
     """
     enter_stage(f"step {step} save")
     final = Path(checkpoint_dir) / f"step_{step:06d}"
@@ -70,29 +81,55 @@ def save_checkpoint(
         "trainer_state": trainer_state,
     }
     trainer_json = _exact_json(trainer)  # before anything is written
-    if rank == 0:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in final.parent.glob("step_*.tmp"):
-            shutil.rmtree(leftover)
-        tmp.mkdir()
-    dist.barrier()
-    dcp.save(_state_to_save(models), checkpoint_id=tmp)
-    torch.save(_rng_state(), tmp / f"rng_{rank:05d}.pt")
-    _fsync(tmp / f"rng_{rank:05d}.pt")
-    dist.barrier()
-    if rank == 0:
-        unseen = [r for r in range(world_size) if not (tmp / f"rng_{r:05d}.pt").exists()]
-        if unseen:
-            raise InputError(f"{checkpoint_dir}: rank 0 does not see the files of ranks {unseen}; use a shared folder")
-        for name, batch in (batches or {}).items():
-            batch.save_to_disk(tmp / f"batch_{name}.safetensors")
-        (tmp / "trainer.json").write_text(trainer_json)
-        sizes = {file.name: file.stat().st_size for file in sorted(tmp.iterdir())}
-        (tmp / "manifest.json").write_text(json.dumps({"files": sizes}, indent=1))
-        _publish(tmp, final)
-        _rotate(final, keep)
-    dist.barrier()
-    return final
+    group = _background_group(dist.group.WORLD)
+    state = DefaultStager(StagingOptions(False, False, False, False)).stage(_state_to_save(models))  # a copy
+    rng_state = _rng_state()
+    batches = {name: batch[np.arange(len(batch))] for name, batch in (batches or {}).items() if rank == 0}
+
+    def make_folder() -> None:
+        if rank == 0:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in final.parent.glob("step_*.tmp"):
+                shutil.rmtree(leftover)
+            tmp.mkdir()
+
+    def write_own() -> None:
+        tmp.mkdir(parents=True, exist_ok=True)  # where the disk is not shared, which `seal` says
+        torch.save(rng_state, tmp / f"rng_{rank:05d}.pt")
+        _fsync(tmp / f"rng_{rank:05d}.pt")
+
+    def write_shards() -> None:
+        dcp.save(state, checkpoint_id=tmp, process_group=group)
+
+    def seal() -> None:
+        if rank == 0:
+            unseen = [r for r in range(world_size) if not (tmp / f"rng_{r:05d}.pt").exists()]
+            if unseen:
+                raise InputError(f"rank 0 does not see the files of ranks {unseen}; use a shared folder")
+            for name, batch in batches.items():
+                batch.save_to_disk(tmp / f"batch_{name}.safetensors")
+            (tmp / "trainer.json").write_text(trainer_json)
+            sizes = {file.name: file.stat().st_size for file in sorted(tmp.iterdir())}
+            (tmp / "manifest.json").write_text(json.dumps({"files": sizes}, indent=1))
+            _publish(tmp, final)
+            _rotate(final, keep)
+
+    def write() -> Path:
+        for stage in (make_folder, write_own, write_shards, seal):
+            failure = _first_failure(stage, group)
+            if failure is not None:
+                free = shutil.disk_usage(final.parent if final.parent.exists() else ".").free / 2**30
+                if rank == 0:
+                    shutil.rmtree(tmp, ignore_errors=True)
+                raise InputError(
+                    f"{final}: not saved, earlier checkpoints are as they were: {failure} ({free:.1f} GiB were free)"
+                )
+        return final
+
+    writer = ThreadPoolExecutor(1, "checkpoint")
+    saving = writer.submit(write)
+    writer.shutdown(wait=False)
+    return saving
 
 
 def latest_checkpoint(checkpoint_dir: str | Path) -> Path | None:
@@ -223,6 +260,30 @@ def export_hf(
         tokenizer.save_pretrained(tmp)
         _publish(tmp, out_dir)
     dist.barrier()
+
+
+# ---- in the background ---------------------------------------------------------------------------
+
+
+@cache
+def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group whose collectives cannot get between those of training."""
+    return dist.new_group(backend="gloo")
+
+
+def _first_failure(stage: Callable[[], None], group: dist.ProcessGroup) -> str | None:
+    """Why `stage` failed on the first rank where it did, the same on all ranks; None where it did not. A collective."""
+    own = None
+    try:
+        stage()
+    except dcp.api.CheckpointException as error:  # a BaseException; of all ranks, raised on all
+        rank, (cause, _) = min(error.failures.items())
+        own = f"rank {rank}: {str(cause).splitlines()[0]}"
+    except (OSError, RuntimeError, SafetensorError, InputError) as error:  # RuntimeError: torch.save's, for a full disk
+        own = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
+    failures = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, own, group=group)
+    return next(filter(None, failures), None)
 
 
 # ---- state ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ counts by `world_size`.
 import faulthandler
 import json
 import os
+import pickle
 import sys
 import threading
 import time
@@ -392,6 +393,17 @@ def all_gather_lists(values: list) -> list:
     gathered: list[list] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, values)
     return [value for part in gathered for value in part]
+
+
+def all_to_all_objects(values: list) -> list:
+    """values[r] goes to rank r; returns what every rank sent here, in the order of ranks."""
+    sent = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
+    sizes = torch.tensor([len(part) for part in sent])
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, torch.cat(sent), coming.tolist(), sizes.tolist())
+    return [pickle.loads(part.numpy()) for part in received.split(coming.tolist())]  # noqa: S301 (of our own ranks)
 
 
 def broadcast(value: Any) -> Any:

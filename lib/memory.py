@@ -74,6 +74,7 @@ def estimate_memory(
     critic_model: str = "",
     reward_model: str = "",
     cpu_offload: bool = False,
+    offload_activations: bool = False,
     engine_bytes: int = 0,
     engine_ranks: int = 1,
     trust_remote_code: bool = False,
@@ -88,6 +89,7 @@ def estimate_memory(
         frozen_dtype: of weights that are not trained: LoRA's base, reference, reward model.
         reference: a frozen copy of the policy; with LoRA the base is the reference and there is no copy.
         cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
+        offload_activations: those of an update wait in the host's memory, but for one layer's.
         engine_bytes: of a vLLM engine while it is awake; at least its weights and the KV cache of one row. 0: the hf
             engine.
         engine_ranks: over which vLLM splits the model (tensor parallel).
@@ -151,10 +153,13 @@ def estimate_memory(
     # ---- update
     groups, costs = FSDPGroups.of(actor), update_costs(actor, tokens, gradient_checkpointing)
     in_backward = {"gathered weights": groups.whole_in_backward(c, ranks), "work": costs.backward}
-    begun = {"activations": costs.kept, **accumulated}
+    of_a_layer, host = costs.kept // groups.layers, {}
+    if offload_activations:
+        host["activations"] = costs.kept
+    begun = {"activations": of_a_layer if offload_activations else costs.kept, **accumulated}
     # the other layers' activations are gone and their gradients are there; those of the root come last
     of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
-    done = {"activations": costs.kept // groups.layers, **accumulated, "gradients": 4 * shard_numel(of_layers, ranks)}
+    done = {"activations": of_a_layer, **accumulated, "gradients": 4 * shard_numel(of_layers, ranks)}
     moments["loss"] = {"gathered weights": c * groups.root, "work": costs.loss, **begun}
     moments["backward"] = in_backward | begun
     moments["last layer"] = in_backward | done
@@ -163,20 +168,24 @@ def estimate_memory(
         moments["critic"] = {
             "gathered weights": groups.whole_in_backward(c, ranks),
             "work": max(costs.loss, costs.backward),
-            "activations": costs.kept,
+            "activations": costs.kept // groups.layers if offload_activations else costs.kept,
             **gradients,
             "critic gradients": accumulated.get("critic gradients", gradients["critic gradients"]),
         }
+        if offload_activations:
+            host["activations"] = max(host["activations"], costs.kept)
     moments["optimizer"] = gradients | {"work": max(gradients.values())}
 
-    if not cpu_offload:
-        return {moment: held | parts for moment, parts in moments.items()}
-    del moments["optimizer"]
-    if accumulation != "whole":  # whole gradients add up where they are made
-        for parts in moments.values():
-            for name in gradients:
-                parts.pop(name, None)
-    return moments | {"host": held | gradients}
+    if cpu_offload:
+        del moments["optimizer"]
+        if accumulation != "whole":  # whole gradients add up where they are made
+            for parts in moments.values():
+                for name in gradients:
+                    parts.pop(name, None)
+        host |= held | gradients
+    else:
+        moments = {moment: held | parts for moment, parts in moments.items()}
+    return moments | {"host": host} if host else moments
 
 
 # ---- exact: what is stored -----------------------------------------------------------------------
@@ -389,6 +398,7 @@ def main(
     critic_model: str = "",
     reward_model: str = "",
     cpu_offload: bool = False,
+    offload_activations: bool = False,
     rollout_engine: Literal["hf", "vllm"] = "vllm",
     gpu_memory: float = 0.4,
     engine_ranks: int = 1,
@@ -410,6 +420,7 @@ def main(
         critic_model=critic_model,
         reward_model=reward_model,
         cpu_offload=cpu_offload,
+        offload_activations=offload_activations,
         engine_bytes=int(gpu_memory * device_gib * GIB) if rollout_engine == "vllm" else 0,
         engine_ranks=engine_ranks,
     )

@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.nn.attention.bias import causal_lower_right
 from transformers import (
@@ -94,6 +96,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "packed_sdpa",
     gradient_checkpointing: bool = False,
+    offload_activations: bool = False,
     trust_remote_code: bool = False,
     on_meta: bool = False,
 ) -> PreTrainedModel:
@@ -102,13 +105,14 @@ def load_model(
     `dtype` is explicit because transformers otherwise takes the checkpoint's, and AdamW on bf16 weights loses small
     updates. The model gets the method `token_log_probs`, which FSDP treats as a forward.
 
+    offload_activations: what autograd keeps of `token_log_probs` waits in CPU memory for the backward pass.
     on_meta: read no weights yet; `shard_model` reads of the safetensors files what its rank holds, so that no process
     ever holds the whole model. Where transformers has to convert the weights, they are all read now, as without it.
     """
     options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     model, missing = _from_pretrained(AutoModelForCausalLM, path, "--model", {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, "--model")
-    return _prepare(model, token_log_probs, gradient_checkpointing)
+    return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
 
 
 def load_critic(
@@ -117,13 +121,14 @@ def load_critic(
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "packed_sdpa",
     gradient_checkpointing: bool = False,
+    offload_activations: bool = False,
     trust_remote_code: bool = False,
     on_meta: bool = False,
 ) -> PreTrainedModel:
     """A token classifier of one label, the value, from what `load_model` takes, or from a critic or a reward model.
 
     Where there is no value head (a causal LM) it starts at zero, so that the first values are 0 on every rank: a random
-    head would differ from rank to rank. The model gets the method `token_values`. on_meta: as in `load_model`.
+    head would differ from rank to rank. The model gets the method `token_values`. Options: as in `load_model`.
 
     Raises:
         InputError: the architecture has no token classification, or the head has another number of outputs.
@@ -140,7 +145,7 @@ def load_critic(
         zeros = torch.zeros(model.get_parameter(name).shape, dtype=dtype)  # also where the rest is on the meta device
         setattr(head, name.rpartition(".")[2], torch.nn.Parameter(zeros))
     _refuse_missing(missing - new, model, path, "--critic_model")
-    return _prepare(model, token_values, gradient_checkpointing)
+    return _prepare(model, token_values, gradient_checkpointing, offload_activations)
 
 
 def load_reward_model(
@@ -160,7 +165,7 @@ def load_reward_model(
         raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # packing knows no soft-capped attention
-    model = _prepare(model, token_values, gradient_checkpointing=False).requires_grad_(False).eval()
+    model = _prepare(model, token_values).requires_grad_(False).eval()
     return model, load_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag)
 
 
@@ -257,14 +262,36 @@ def _refuse_missing(names: set[str], model: PreTrainedModel, path: str, flag: st
         raise InputError(f"{flag} {path}: not a {type(model).__name__}: no {min(names)} in it ({len(names)} missing)")
 
 
-def _prepare(model: PreTrainedModel, forward, gradient_checkpointing: bool) -> PreTrainedModel:
+def _prepare(
+    model: PreTrainedModel, forward, gradient_checkpointing: bool = False, offload_activations: bool = False
+) -> PreTrainedModel:
     """In train mode, because gradient checkpointing works there only, with `forward` as a method that FSDP knows."""
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    setattr(model, forward.__name__, types.MethodType(forward, model))
+    method = _keeping_activations_on_cpu(forward) if offload_activations else forward
+    setattr(model, forward.__name__, types.MethodType(method, model))
     model.fsdp_forward_methods = (forward.__name__,)
     return model
+
+
+def _keeping_activations_on_cpu(forward):
+    """torch's save_on_cpu, weights apart: FSDP gathers these again, and has their memory back in between."""
+    host = save_on_cpu(pin_memory=torch.cuda.is_available())
+
+    def pack(tensor: torch.Tensor):
+        of = tensor._base if tensor._is_view() else tensor
+        return tensor if isinstance(of, torch.nn.Parameter) else host.pack_hook(tensor)
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+
+    @wraps(forward)
+    def method(*args, **kwargs):
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    return method
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------

@@ -4,14 +4,18 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import signal
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -99,7 +103,7 @@ class Trainer:
             found[f"{name} schedule"] = self.schedulers[name].state_dict()
         return found
 
-    def save(self, folder: Path, step: int, keep: int = 0) -> Path:
+    def save(self, folder: Path, step: int, keep: int = 0) -> Future[Path]:
         for model, _ in self.models.values():  # validation without backward: it leaves the root's parameters whole
             with torch.no_grad():
                 model.eval()(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False)
@@ -132,9 +136,9 @@ def _straight_run(world: World, folder: Path, replicas: int = 1) -> None:
     plain = Trainer(world, replicas=replicas)
     draws = plain.steps(0, 5)
     saving = Trainer(world, replicas=replicas)
-    saving.save(folder, 0)
+    saving.save(folder, 0).result()
     assert same(saving.steps(0, 3), draws[:3])
-    saving.save(folder, 3)
+    saving.save(folder, 3).result()
     torch.save(saving.snapshot(), folder / "at_3.pt")
     assert same(saving.steps(3, 5), draws[3:])
     assert same(saving.snapshot(), plain.snapshot())
@@ -161,7 +165,7 @@ def test_resume_is_bit_for_bit(size, tmp_path):
 
 def test_ranks_have_their_own_random_states(tmp_path):
     def save(world, folder):
-        Trainer(world).save(folder, 1)
+        Trainer(world).save(folder, 1).result()
 
     run_ranks(2, save, tmp_path)
     first, second = (torch.load(tmp_path / f"step_000001/rng_0000{r}.pt", weights_only=True) for r in (0, 1))
@@ -205,7 +209,7 @@ def test_parameters_without_gradient_have_no_optimizer_state(saved_with_both, tm
 
         module, optimizer = make(0)
         step(module, optimizer, both=saved_with_both)
-        save_checkpoint(folder, 1, models={"m": (module, optimizer)}, schedulers={}, trainer_state={}, keep=0)
+        save_checkpoint(folder, 1, models={"m": (module, optimizer)}, schedulers={}, trainer_state={}, keep=0).result()
         other, other_optimizer = make(1)
         step(other, other_optimizer, both=False)
         load_checkpoint(folder / "step_000001", models={"m": (other, other_optimizer)}, schedulers={})
@@ -222,7 +226,7 @@ def test_parameters_without_gradient_have_no_optimizer_state(saved_with_both, tm
 def test_another_script_or_inexact_state_is_refused(tmp_path):
     def check(world, folder):
         run = Trainer(world)
-        path = run.save(folder, 3)
+        path = run.save(folder, 3).result()
         actor = {"actor": run.models["actor"]}
         with pytest.raises(InputError, match="'critic'"):
             load_checkpoint(path, models=actor, schedulers={"actor": run.schedulers["actor"]})
@@ -232,6 +236,74 @@ def test_another_script_or_inexact_state_is_refused(tmp_path):
         assert [p.name for p in folder.glob("step_*")] == ["step_000003"]
 
     run_ranks(1, check, tmp_path)
+
+
+# ---- in the background ---------------------------------------------------------------------------
+
+
+def _trains_while_it_saves(world: World, folder: Path) -> None:
+    """Shards are not written before training is two steps further, which must neither show in them nor be disturbed."""
+    plain = Trainer(world)
+    draws, run, write, further = plain.steps(0, 5), Trainer(world), dcp.save, threading.Event()
+
+    def write_late(*args, **kwargs):
+        assert further.wait(60)
+        return write(*args, **kwargs)
+
+    run.steps(0, 2)
+    run.save(folder, 2).result()
+    run.steps(2, 3)
+    at_3, dcp.save = run.snapshot(), write_late
+    saving = run.save(folder, 3)
+    assert same(run.steps(3, 5), draws[3:])
+    assert same(run.snapshot(), plain.snapshot())
+    assert not saving.done() and latest_checkpoint(folder) == folder / "step_000002"
+    further.set()
+    assert saving.result() == latest_checkpoint(folder) == folder / "step_000003"
+    resumed = Trainer(world, seed=9)
+    resumed.load(folder / "step_000003")
+    assert same(resumed.snapshot(), at_3)
+    assert same(resumed.steps(3, 5), draws[3:])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(size, tmp_path):
+    run_ranks(size, _trains_while_it_saves, tmp_path)
+
+
+TOO_LARGE = {"rng_": 5_000, "distcp": 40_000, "batch_": 200_000}  # at this limit of a file's bytes
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_a_save_that_finds_no_room_is_named_on_every_rank_and_leaves_nothing(what, tmp_path):
+    """The last rank (for batches: the first) may not write files above the limit, which looks like a full disk."""
+
+    def check(world, folder):
+        run = Trainer(world)
+        run.save(folder, 1).result()
+        run.steps(0, 1)
+        unlimited, failing = resource.getrlimit(resource.RLIMIT_FSIZE), 0 if what == "batch_" else world.size - 1
+        if world.rank == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (TOO_LARGE[what], unlimited[1]))
+        large = DataProto.from_dict(tensors={"x": torch.zeros(1, 100_000)})
+        saving = save_checkpoint(
+            folder, 2, models=run.models, schedulers={}, trainer_state={}, keep=1, batches={"large": large}
+        )
+        with pytest.raises(InputError) as error:
+            saving.result()
+        lines = str(error.value).splitlines()
+        assert (
+            len(lines) == 1
+            and f"step_000002: not saved, earlier checkpoints are as they were: rank {failing}: " in lines[0]
+        )
+        assert "File too large" in lines[0] or what == "rng_"  # torch.save does not say why
+        dist.barrier()
+        assert [path.name for path in folder.iterdir()] == ["step_000001"]
+        dist.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert run.save(folder, 2, keep=1).result() == latest_checkpoint(folder)
+
+    run_ranks(2, check, tmp_path)
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -301,7 +373,8 @@ def _save_small(folder: Path, step: int, keep: int = 0, batches: dict | None = N
     with torch.no_grad():
         model.weight.fill_(step)
     models = {"m": (model, None)}
-    return save_checkpoint(folder, step, models=models, schedulers={}, trainer_state={}, keep=keep, batches=batches)
+    saving = save_checkpoint(folder, step, models=models, schedulers={}, trainer_state={}, keep=keep, batches=batches)
+    return saving.result()
 
 
 def _kill_before_rename(world: World, folder: Path) -> None:

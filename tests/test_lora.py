@@ -263,7 +263,7 @@ def resume(world, path, folder):
 
     models, other = make(3), make(4)
     steps(models, 0, 2)
-    step = save_checkpoint(folder, 2, models=models, schedulers={}, trainer_state={}, keep=0)
+    step = save_checkpoint(folder, 2, models=models, schedulers={}, trainer_state={}, keep=0).result()
     steps(models, 2, 4)
     steps(other, 7, 8)
     load_checkpoint(step, models=other, schedulers={})

@@ -229,6 +229,10 @@ def test_each_option_adds_or_moves_its_parts():
     assert offloaded["host"] == {name: plain["optimizer"][name] for name in ("weights", "Adam", "gradients")}
     assert not {"weights", "Adam"} & set(offloaded["loss"]) and "gradients" not in offloaded["last layer"]
 
+    on_host = estimate_memory(TOY_MODEL, offload_activations=True, **TOY)
+    assert on_host["host"] == {"activations": plain["backward"]["activations"]}
+    assert on_host["backward"]["activations"] == plain["last layer"]["activations"] > 0
+
     sharded = estimate_memory(TOY_MODEL, accumulation="sharded", **TOY)
     assert plain["loss"]["gradients"] == 2 * sharded["loss"]["gradients"] == 2 * sharded["optimizer"]["gradients"]
 

@@ -284,7 +284,9 @@ def train_a_sharded_critic(world, path, folder):
     norm = clip_grad_norm(trainable_parameters(model), 1e9)
     optimizer.step()
     after = batched_values(model, batch, 20)
-    step = save_checkpoint(folder, 1, models={"critic": (model, optimizer)}, schedulers={}, trainer_state={}, keep=0)
+    step = save_checkpoint(
+        folder, 1, models={"critic": (model, optimizer)}, schedulers={}, trainer_state={}, keep=0
+    ).result()
     other, other_optimizer = make()
     load_checkpoint(step, models={"critic": (other, other_optimizer)}, schedulers={})
     resumed = batched_values(other, batch, 20)

@@ -104,7 +104,7 @@ def test_every_row_is_accounted_for(default_run, script):
 IN_THE_REWARD = ["--kl-placement", "reward", "--kl-estimator", "k1", "--kl-target", "0.01", "--kl-horizon", "100"]
 ON_TWO_RANKS = {
     "grpo, torchrun": ("grpo", TORCHRUN, ["--adv-estimator", "grpo_batch_std"]),  # a deviation over all ranks
-    "grpo, accelerate": ("grpo", ACCELERATE, ["--lora-rank", "4", "--cpu-offload", "actor"]),
+    "grpo, accelerate": ("grpo", ACCELERATE, ["--lora-rank", "4", "--cpu-offload", "actor", "activations"]),
     "ppo, accelerate": ("ppo", ACCELERATE, IN_THE_REWARD),
     "remax, torchrun": ("remax", TORCHRUN, [*IN_THE_REWARD, "--reduce-each-micro-batch"]),
     "dapo, torchrun": ("dapo", TORCHRUN, ["--overlong-filtering", "--max-response-length", "10"]),
@@ -223,6 +223,25 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
     ours, theirs = (saved(tmp_path / name / "checkpoints/step_000006") for name in ("killed", "whole"))
     assert ours.keys() == theirs.keys() and [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_the_checkpoint_before_goes_on(tmp_path):
+    """A limit on the size of a file looks like one. Step 2 is trained while step 1's checkpoint fails to be written."""
+    args = [*SMALL, "--save-every", "1", "--run-name", "run", "--resume", "auto", "--total-steps"]
+    ran(fork("grpo", tmp_path, *args, "1"))
+    limited = ["bash", "-c", 'ulimit -f 64; exec "$0" "$@"', *PYTHON]
+    done = launch("grpo", tmp_path, *args, "4", launcher=limited)
+    assert done.returncode == 2
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    folder = tmp_path / "run/checkpoints"
+    assert (
+        f"{folder}/step_000002: not saved, earlier checkpoints are as they were: rank 0: " in error
+        and "GiB were free" in error
+    )
+    assert "Traceback" not in done.stderr and [path.name for path in folder.iterdir()] == ["step_000001"]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]  # the error comes at the next save
+    done = ran(fork("grpo", tmp_path, *args, "2"))
+    assert "step 1/2" not in done.stdout and "step 2/2" in done.stdout and (folder / "step_000002").exists()
 
 
 # ---- PPO -----------------------------------------------------------------------------------------
