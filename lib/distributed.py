@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -101,6 +102,17 @@ def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     shape = (replicas, world.size // replicas)
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def make_sequence_group(world: World, size: int) -> dist.ProcessGroup | None:
+    """The `size` neighbouring ranks, this one among them, that compute their rows together (sequence parallel); None
+    for 1. It is passed to the functions of lib/model.py and lib/batching.py, and is no state of a model, because the
+    same model also samples, each rank alone. `size` must divide the number of ranks.
+    """
+    if size == 1:
+        return None
+    shape = (world.size // size, size)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "sequence")).get_group("sequence")
 
 
 def shard_model(
@@ -239,11 +251,19 @@ def all_reduce_max(value: int, device: torch.device) -> int:
     return int(tensor)
 
 
-def all_gather_lists(values: list) -> list:
+def all_gather_lists(values: list, group: dist.ProcessGroup | None = None) -> list:
     """The concatenation of every rank's list, in the order of ranks."""
-    gathered: list[list] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, values)
+    gathered: list[list] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, values, group)
     return [value for part in gathered for value in part]
+
+
+def all_to_all(
+    x: torch.Tensor, group: dist.ProcessGroup, send: list[int] | None = None, receive: list[int] | None = None
+) -> torch.Tensor:
+    """What the ranks of the group send to this one, along the first dimension in their order: rank i gets the i-th of
+    x's parts, which are equal or of the lengths `send`. Has a gradient, which goes the way back."""
+    return all_to_all_single_autograd(x.contiguous(), receive, send, group)
 
 
 def broadcast(value: Any) -> Any:
