@@ -55,6 +55,7 @@ from lib.distributed import (
     init_distributed,
     is_first_on_node,
     make_mesh,
+    make_sequence_group,
     run,
     set_gradient_sync,
     shard_model,
@@ -80,6 +81,7 @@ from lib.model import (
     add_lora,
     batched_log_probs,
     check_model_path,
+    check_sequence_parallel,
     freeze,
     load_model,
     load_reward_model,
@@ -145,6 +147,9 @@ class Args:
     of memory on each rank, for more communication"""
     replicas: int = 1
     """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
+    sequence_parallel: int = 1
+    """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
+    one (Ulysses); it divides the attention heads; needs --padding_free and packed_sdpa"""
     cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model"], ...] = ()
     """models whose weights, gradients and optimizer state stay in CPU memory; slower"""
 
@@ -351,10 +356,13 @@ def step_sizes(args: Args, world_size: int) -> Sizes:
             f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
             f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
         )
-    if args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
+    if args.sequence_parallel < 1 or world_size % args.sequence_parallel:
+        raise InputError(f"--sequence_parallel {args.sequence_parallel}: must divide the number of ranks, {world_size}")
+    if args.sequence_parallel * args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
         raise InputError(
-            "micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
-            f"{args.micro_batch_tokens} < {args.max_prompt_length} + {args.max_response_length}"
+            "sequence_parallel x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
+            f"{args.sequence_parallel} x {args.micro_batch_tokens} < "
+            f"{args.max_prompt_length} + {args.max_response_length}"
         )
     local_prompts = args.prompts_per_step // world_size
     local_rows = local_prompts * args.group_size
@@ -385,6 +393,10 @@ def check_flags(args: Args) -> None:
         raise InputError(f"--kl_horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
     if args.old_log_probs == "rollout" and args.rollout_correction != "{}":
         raise InputError("--old_log_probs rollout is the correction itself: drop it or --rollout_correction")
+    if args.sequence_parallel > 1 and not (args.padding_free and args.attn_implementation == "packed_sdpa"):
+        raise InputError(
+            f"--sequence_parallel {args.sequence_parallel}: needs --padding_free and --attn_implementation packed_sdpa"
+        )
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
@@ -489,6 +501,7 @@ def main(args: Args) -> None:
     if not args.dry_run:
         check_model_path(args.model)
     check_flags(args)
+    check_sequence_parallel(args.model, args.sequence_parallel, trust_remote_code=args.trust_remote_code)
     adv_settings = {"singleton": args.singleton} | parse_json(args.adv_kwargs, "adv_kwargs")
     estimate_advantages = get_adv_estimator_fn(args.adv_estimator, adv_settings)
     adv_tensors = ADV_TENSORS.get(args.adv_estimator, ())
@@ -555,6 +568,7 @@ def main(args: Args) -> None:
     if args.compute_dtype != "auto":
         compute_dtype = getattr(torch, args.compute_dtype)
     mesh = make_mesh(world, args.replicas)
+    sequence_group = make_sequence_group(world, args.sequence_parallel)
 
     def adapt(model: torch.nn.Module) -> torch.nn.Module:
         """What of a model trains."""
@@ -704,6 +718,7 @@ def main(args: Args) -> None:
                     micro_batch_tokens=args.micro_batch_tokens,
                     padding_free=args.padding_free,
                     share_prompts=share_prompts,
+                    sequence_group=sequence_group,
                 )
                 if args.old_log_probs == "rollout":
                     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -770,7 +785,10 @@ def main(args: Args) -> None:
                         counts = [int(counted.sum()), int(counted.any(1).sum())]
                         global_tokens, global_rows = all_reduce_sum(counts, world.device)
                         micro_batches, _ = prepare_dynamic_batch(
-                            mini_batch, args.micro_batch_tokens, share_prompts=share_prompts
+                            mini_batch,
+                            args.micro_batch_tokens,
+                            share_prompts=share_prompts,
+                            sequence_group=sequence_group,
                         )
                         for i, micro in enumerate(micro_batches):
                             reduce_now = args.reduce_each_micro_batch or i == len(micro_batches) - 1
@@ -783,6 +801,7 @@ def main(args: Args) -> None:
                                 args.temperature,
                                 padding_free=args.padding_free,
                                 share_prompts=share_prompts,
+                                sequence_group=sequence_group,
                             )
                             old_log_probs = tensors.get("old_log_probs", log_probs.detach())
                             losses, token_metrics = policy_loss(

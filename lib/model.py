@@ -77,8 +77,13 @@ def check_model_path(path: str, flag: str = "--model") -> None:
 def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
     """Raises InputError for a model whose attention heads cannot be split over `size` ranks, or that mixes tokens in
     other ways than attention, too."""
+    if size == 1:
+        return
     folder, gguf = split_gguf(path)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf).get_text_config()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
     heads = getattr(config, "num_attention_heads", 0)
     if heads == 0 or heads % size:
         raise InputError(f"--sequence_parallel {size}: must divide the {heads} attention heads of {flag} {path}")
@@ -376,8 +381,8 @@ def packed_sdpa(
     tokens; a response to a shared prompt attends to the prompt and to its own earlier tokens. Only such responses are
     padded, and in the attention only. Without `packed_runs` this is transformers' own SDPA attention.
 
-    With a `sequence_group` of n ranks each has N / n tokens of the packed row, and attends with H / n heads to all N: an
-    all-to-all before and one behind change from the one to the other (DeepSpeed-Ulysses, arXiv 2309.14509).
+    With a `sequence_group` of n ranks each has N / n tokens of the packed row, and attends with H / n heads to all N:
+    an all-to-all before and one behind change from the one to the other (DeepSpeed-Ulysses, arXiv 2309.14509).
     """
     if packed_runs is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
