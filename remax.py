@@ -52,7 +52,7 @@ from lib.distributed import (
     init_distributed,
     is_first_on_node,
     make_mesh,
-    make_sequence_group,
+    make_row_group,
     run,
     set_gradient_sync,
     shard_model,
@@ -78,6 +78,7 @@ from lib.model import (
     batched_log_probs,
     check_model_path,
     check_sequence_parallel,
+    check_tensor_parallel,
     freeze,
     load_model,
     load_reward_model,
@@ -146,6 +147,9 @@ class Args:
     sequence_parallel: int = 1
     """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
     one (Ulysses); it divides the attention heads; needs --padding_free and packed_sdpa"""
+    tensor_parallel: int = 1
+    """neighbouring ranks that compute their rows together, each with a share of every layer's weights, by transformers'
+    plan for the model; it divides the key and value heads; needs a vLLM engine or server"""
     cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model"], ...] = ()
     """models whose weights, gradients and optimizer state stay in CPU memory; slower"""
 
@@ -338,8 +342,9 @@ def step_sizes(args: Args, world_size: int) -> Sizes:
             f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
             f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
         )
-    if args.sequence_parallel < 1 or world_size % args.sequence_parallel:
-        raise InputError(f"--sequence_parallel {args.sequence_parallel}: must divide the number of ranks, {world_size}")
+    for name in ("sequence_parallel", "tensor_parallel"):
+        if getattr(args, name) < 1 or world_size % getattr(args, name):
+            raise InputError(f"--{name} {getattr(args, name)}: must divide the number of ranks, {world_size}")
     if args.sequence_parallel * args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
         raise InputError(
             "sequence_parallel x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
@@ -375,10 +380,16 @@ def check_flags(args: Args) -> None:
         raise InputError(f"--kl_horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
     if args.old_log_probs == "rollout" and args.rollout_correction != "{}":
         raise InputError("--old_log_probs rollout is the correction itself: drop it or --rollout_correction")
-    if args.sequence_parallel > 1 and not (args.padding_free and args.attn_implementation == "packed_sdpa"):
-        raise InputError(
-            f"--sequence_parallel {args.sequence_parallel}: needs --padding_free and --attn_implementation packed_sdpa"
-        )
+    for name in ("sequence_parallel", "tensor_parallel"):
+        if getattr(args, name) > 1 and not (args.padding_free and args.attn_implementation == "packed_sdpa"):
+            raise InputError(
+                f"--{name} {getattr(args, name)}: needs --padding_free and --attn_implementation packed_sdpa"
+            )
+    others = {"--rollout_engine hf": args.rollout_engine == "hf", "--lora_rank": args.lora_rank}
+    others |= {"--replicas": args.replicas > 1, "--sequence_parallel": args.sequence_parallel > 1}
+    for other, given in (others | {"--dry_run": args.dry_run}).items():
+        if args.tensor_parallel > 1 and given:
+            raise InputError(f"--tensor_parallel {args.tensor_parallel} does not work with {other}")
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
@@ -484,6 +495,7 @@ def main(args: Args) -> None:
         check_model_path(args.model)
     check_flags(args)
     check_sequence_parallel(args.model, args.sequence_parallel, trust_remote_code=args.trust_remote_code)
+    check_tensor_parallel(args.model, args.tensor_parallel, trust_remote_code=args.trust_remote_code)
     # REMAX: the one estimator that needs a greedy response
     estimate_advantages = get_adv_estimator_fn("remax")
     adv_tensors = ADV_TENSORS["remax"]
@@ -541,8 +553,8 @@ def main(args: Args) -> None:
     compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     if args.compute_dtype != "auto":
         compute_dtype = getattr(torch, args.compute_dtype)
-    mesh = make_mesh(world, args.replicas)
-    sequence_group = make_sequence_group(world, args.sequence_parallel)
+    mesh = make_mesh(world, args.replicas, args.tensor_parallel)
+    row_group = make_row_group(world, mesh, args.sequence_parallel)
 
     def adapt(model: torch.nn.Module) -> torch.nn.Module:
         """What of a model trains."""
@@ -573,7 +585,9 @@ def main(args: Args) -> None:
         reward_model, reward_tokenizer = load_reward_model(
             args.reward_model, dtype=compute_dtype, trust_remote_code=args.trust_remote_code, on_meta=True
         )
-        reward_model = shard_model(reward_model, mesh, compute_dtype, cpu_offload="reward_model" in args.cpu_offload)
+        own_mesh = make_mesh(world, args.replicas)  # each rank runs its own rows
+        offload = "reward_model" in args.cpu_offload
+        reward_model = shard_model(reward_model, own_mesh, compute_dtype, cpu_offload=offload)
     parameters = trainable_parameters(actor)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
@@ -696,7 +710,7 @@ def main(args: Args) -> None:
                     micro_batch_tokens=args.micro_batch_tokens,
                     padding_free=args.padding_free,
                     share_prompts=share_prompts,
-                    sequence_group=sequence_group,
+                    row_group=row_group,
                 )
                 if args.old_log_probs == "rollout":
                     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -769,7 +783,7 @@ def main(args: Args) -> None:
                             mini_batch,
                             args.micro_batch_tokens,
                             share_prompts=share_prompts,
-                            sequence_group=sequence_group,
+                            row_group=row_group,
                         )
                         for i, micro in enumerate(micro_batches):
                             reduce_now = args.reduce_each_micro_batch or i == len(micro_batches) - 1
@@ -782,7 +796,7 @@ def main(args: Args) -> None:
                                 args.temperature,
                                 padding_free=args.padding_free,
                                 share_prompts=share_prompts,
-                                sequence_group=sequence_group,
+                                row_group=row_group,
                             )
                             old_log_probs = tensors.get("old_log_probs", log_probs.detach())
                             losses, token_metrics = policy_loss(

@@ -3,10 +3,9 @@
 import heapq
 
 import torch
-import torch.distributed as dist
 
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, all_reduce_max
+from lib.distributed import RowGroup, all_gather_lists, all_reduce_max
 
 
 def prompt_groups(batch: DataProto) -> torch.Tensor:
@@ -20,7 +19,7 @@ def prepare_dynamic_batch(
     max_tokens: int,
     *,
     share_prompts: bool = False,
-    sequence_group: dist.ProcessGroup | None = None,
+    row_group: RowGroup | None = None,
 ) -> tuple[list[DataProto], list[list[int]]]:
     """Splits rows into micro-batches of at most `max_tokens` tokens (padding not counted), equally many on every rank.
 
@@ -29,8 +28,8 @@ def prepare_dynamic_batch(
     have as many. A row longer than `max_tokens` is alone. The longest micro-batches come first, on every rank, so that
     ranks wait little for each other. A collective: every rank calls it, with the same number of rows.
 
-    A `sequence_group` of n ranks makes its micro-batches together, of at most n x max_tokens tokens over its ranks'
-    rows; each rank gets its own rows of them, which may be none.
+    A `row_group` of n ranks makes its micro-batches together, so that each rank runs at most max_tokens: n x max_tokens
+    over its ranks' rows where they split the tokens. Each rank gets its own rows of them, which may be none.
 
     Returns:
         (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
@@ -41,10 +40,12 @@ def prepare_dynamic_batch(
         prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1).tolist()
         own, group = [n - p for n, p in zip(own, prompt)], prompt_groups(batch).tolist()
     first = 0  # this rank's first row
-    if sequence_group is not None:
-        first, max_tokens = sequence_group.rank() * len(batch), sequence_group.size() * max_tokens
-        group = [(sequence_group.rank(), number) for number in group]
-        own, prompt, group = (all_gather_lists(numbers, sequence_group) for numbers in (own, prompt, group))
+    if row_group is not None:
+        rank, ranks = row_group.ranks.rank(), row_group.ranks
+        first = rank * len(batch)
+        max_tokens *= ranks.size() if row_group.split == "tokens" else 1
+        group = [(rank, number) for number in group]
+        own, prompt, group = (all_gather_lists(numbers, ranks) for numbers in (own, prompt, group))
 
     def tokens(rows: list[int]) -> int:
         return sum(own[r] for r in rows) + sum({group[r]: prompt[r] for r in rows}.values())

@@ -6,12 +6,13 @@ process and eight run one code path. FSDP averages gradients over ranks: multipl
 counts by `world_size`.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,17 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from lib import InputError
+
+# of every rank, at each gathering of weights that two mesh dimensions split: that it takes two collectives
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 class World(NamedTuple):
@@ -90,12 +100,18 @@ def is_first_on_node() -> bool:
 # ---- sharding ------------------------------------------------------------------------------------
 
 
-def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
+def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
     """Parameters, gradients and optimizer state are split over the dimension "shard", which is all ranks.
 
     More replicas (HSDP): each is split over size / replicas ranks that follow each other (a node, say), so that weights
     are gathered within a replica and only gradients are added up between them. Raises InputError for unequal replicas.
+
+    tensor_parallel: so many neighbouring ranks are the dimension "tensor", along which `shard_model` splits layers. It
+    divides the number of ranks; there is one replica then.
     """
+    if tensor_parallel > 1:
+        shape = (world.size // tensor_parallel, tensor_parallel)
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=("shard", "tensor"))
     if world.size % replicas:
         raise InputError(f"--replicas {replicas}: the number of ranks, {world.size}, must be a multiple of it")
     if replicas == 1:
@@ -104,15 +120,40 @@ def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def make_sequence_group(world: World, size: int) -> dist.ProcessGroup | None:
-    """The `size` neighbouring ranks, this one among them, that compute their rows together (sequence parallel); None
-    for 1. It is passed to the functions of lib/model.py and lib/batching.py, and is no state of a model, because the
-    same model also samples, each rank alone. `size` must divide the number of ranks.
-    """
-    if size == 1:
+class RowGroup(NamedTuple):
+    """Neighbouring ranks that run their rows together. It is passed to the functions of lib/model.py and
+    lib/batching.py, and is no state of a model, because the same model also samples, each rank alone."""
+
+    ranks: dist.ProcessGroup
+    split: Literal["tokens", "weights"]
+    """what each rank has a share of: sequence parallel, tensor parallel"""
+
+
+def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -> RowGroup | None:
+    """This rank's group: that of the mesh's dimension "tensor", or `sequence_parallel` ranks; None for a rank alone."""
+    if "tensor" in mesh.mesh_dim_names:
+        return RowGroup(mesh.get_group("tensor"), "weights")
+    if sequence_parallel == 1:
         return None
-    shape = (world.size // size, size)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "sequence")).get_group("sequence")
+    shape = (world.size // sequence_parallel, sequence_parallel)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "sequence"))
+    return RowGroup(mesh.get_group("sequence"), "tokens")
+
+
+# of transformers' tensor parallel plans, in torch's terms. The last is of norms of heads, of which each rank has a
+# share: the weight's gradient is a sum over ranks
+TENSOR_PARALLEL_STYLES = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
+
+def _split_layers(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Splits what the model's tensor parallel plan names in its layers, in place; embedding and head stay whole."""
+    styles = {name: style for name, style in model.tp_plan.items() if "layers." in name}
+    plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in styles.items()}
+    parallelize_module(model, mesh, plan, src_data_rank=None)
 
 
 def shard_model(
@@ -122,12 +163,16 @@ def shard_model(
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
     gradients are reduced in the trained parameters' dtype. The model may be on any device; what it left on the meta
-    device (`on_meta` in lib/model.py) is read from its files, by each rank its own shards.
+    device (`on_meta` in lib/model.py) is read from its files, by each rank its own shards. A mesh with the dimension
+    "tensor" also splits the layers' projections, by transformers' plan for the model.
 
     cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer comes
     to the device when it computes. `model.device` is then the CPU: see `compute_device`.
     """
     on_gpu = mesh.device_type != "cpu"
+    if "tensor" in mesh.mesh_dim_names:
+        _split_layers(model, mesh["tensor"])
+        mesh = mesh["shard"]
     options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()}
     master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
     options["mp_policy"] = MixedPrecisionPolicy()
@@ -177,7 +222,14 @@ def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
 
 def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> float:
     """Clips the global gradient to `max_norm` (2-norm over all ranks) and returns the norm before clipping."""
-    return float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+    by_mesh: dict[Any, list[torch.nn.Parameter]] = {}  # tensor parallel splits some over one dimension more
+    for p in parameters:
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None]) for ps in by_mesh.values()]
+    norm = torch.nn.utils.get_total_norm([full_tensor(n) for n in norms])
+    for ps in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(ps, max_norm, norm)
+    return float(norm)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,6 +316,24 @@ def all_to_all(
     """What the ranks of the group send to this one, along the first dimension in their order: rank i gets the i-th of
     x's parts, which are equal or of the lengths `send`. Has a gradient, which goes the way back."""
     return all_to_all_single_autograd(x.contiguous(), receive, send, group)
+
+
+class TakeOwn(torch.autograd.Function):
+    """x[own], of an x that all ranks of the group computed alike. The gradient is the mean over the group of what the
+    ranks' losses, each of its own part, have: as FSDP's over the other dimension of the mesh, a mean over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, own, group):
+        ctx.save_for_backward(own)
+        ctx.shape, ctx.group = x.shape, group
+        return x[own]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [own] = ctx.saved_tensors
+        whole = gradient.new_zeros(ctx.shape).index_copy(0, own, gradient)
+        dist.all_reduce(whole, group=ctx.group)
+        return whole / ctx.group.size(), None, None
 
 
 def broadcast(value: Any) -> Any:

@@ -43,7 +43,15 @@ from transformers.utils.logging import disable_progress_bar
 from lib import InputError
 from lib.batching import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import all_to_all, fsdp_modules, is_first_on_node, trainable_parameters
+from lib.distributed import (
+    TENSOR_PARALLEL_STYLES,
+    RowGroup,
+    TakeOwn,
+    all_to_all,
+    fsdp_modules,
+    is_first_on_node,
+    trainable_parameters,
+)
 
 disable_progress_bar()  # of loading: one bar a rank
 # a table of weights that are missing or too many, on each rank: `_from_pretrained` says in one line what is wrong
@@ -79,17 +87,36 @@ def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trus
     other ways than attention, too."""
     if size == 1:
         return
-    folder, gguf = split_gguf(path)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf).get_text_config()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
+    config = _text_config(path, flag, trust_remote_code)
     heads = getattr(config, "num_attention_heads", 0)
     if heads == 0 or heads % size:
         raise InputError(f"--sequence_parallel {size}: must divide the {heads} attention heads of {flag} {path}")
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others:
         raise InputError(f"--sequence_parallel {size}: {flag} {path} has layers of {min(others)}: drop the flag")
+
+
+def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
+    """Raises InputError for a model without a plan that `shard_model` knows, or whose heads cannot be split over `size`
+    ranks."""
+    if size == 1:
+        return
+    config = _text_config(path, flag, trust_remote_code)
+    plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
+    others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
+    if others:
+        raise InputError(f"--tensor_parallel {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag")
+    heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
+    if any(n % size for n in heads):
+        raise InputError(f"--tensor_parallel {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
+
+
+def _text_config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
+    folder, gguf = split_gguf(path)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf).get_text_config()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -529,7 +556,7 @@ def response_log_probs(
     padding_free: bool = True,
     share_prompts: bool = True,
     sum_pi_squared: bool = False,
-    sequence_group: dist.ProcessGroup | None = None,
+    row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens at the sampling temperature.
 
@@ -539,8 +566,8 @@ def response_log_probs(
         share_prompts: compute a prompt that rows have in common once (packed_sdpa only; otherwise it has no effect).
         sum_pi_squared: also the sum over the vocabulary of the squared probabilities, without gradient, for the
             optimal token baseline (arXiv 2602.07078).
-        sequence_group: ranks that run their batches as one, each a share of its tokens (packed_sdpa only): a
-            collective, forward and backward. A rank's batch may be empty, but not all of them.
+        row_group: ranks that run their batches as one (packed_sdpa only): a collective, forward and backward. A rank's
+            batch may be empty, but not all of them.
 
     Returns:
         (log_probs, entropy) or (log_probs, entropy, sum_pi_squared), each (B, T), zero where response_mask is.
@@ -549,7 +576,7 @@ def response_log_probs(
     def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return model.token_log_probs(inputs, select, y, temperature, sum_pi_squared)
 
-    return _of_responses(model, batch, forward, padding_free, share_prompts, sequence_group)
+    return _of_responses(model, batch, forward, padding_free, share_prompts, row_group)
 
 
 @torch.no_grad()
@@ -562,11 +589,11 @@ def batched_log_probs(
     padding_free: bool = True,
     share_prompts: bool = True,
     sum_pi_squared: bool = False,
-    sequence_group: dist.ProcessGroup | None = None,
+    row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`response_log_probs` of a whole batch without gradients, in micro-batches. A collective."""
     share_prompts = share_prompts and _can_share_prompts(model, padding_free)
-    options = {"share_prompts": share_prompts, "sequence_group": sequence_group}
+    options = {"share_prompts": share_prompts, "row_group": row_group}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
     options |= {"padding_free": padding_free, "sum_pi_squared": sum_pi_squared}
     parts = [response_log_probs(model, micro, temperature, **options) for micro in micro_batches]
@@ -598,7 +625,7 @@ def response_values(
     *,
     padding_free: bool = True,
     share_prompts: bool = True,
-    sequence_group: dist.ProcessGroup | None = None,
+    row_group: RowGroup | None = None,
 ) -> torch.Tensor:
     """The critic's values (B, T), zero where response_mask is; batch and options as in `response_log_probs`.
 
@@ -608,7 +635,7 @@ def response_values(
     def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
         return (model.token_values(inputs, select),)
 
-    return _of_responses(model, batch, forward, padding_free, share_prompts, sequence_group)[0]
+    return _of_responses(model, batch, forward, padding_free, share_prompts, row_group)[0]
 
 
 @torch.no_grad()
@@ -619,11 +646,11 @@ def batched_values(
     *,
     padding_free: bool = True,
     share_prompts: bool = True,
-    sequence_group: dist.ProcessGroup | None = None,
+    row_group: RowGroup | None = None,
 ) -> torch.Tensor:
     """`response_values` of a whole batch without gradients, in micro-batches. A collective."""
     share_prompts = share_prompts and _can_share_prompts(model, padding_free)
-    options = {"share_prompts": share_prompts, "sequence_group": sequence_group}
+    options = {"share_prompts": share_prompts, "row_group": row_group}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
     parts = [response_values(model, micro, padding_free=padding_free, **options) for micro in micro_batches]
     return restore_dynamic_batch(torch.cat(parts), rows)
@@ -687,40 +714,45 @@ def _of_responses(
     forward: Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
     padding_free: bool,
     share_prompts: bool,
-    group: dist.ProcessGroup | None,
+    row_group: RowGroup | None,
 ) -> tuple[torch.Tensor, ...]:
     """The results of `forward(inputs, select, y)`, each (n,) for the trained tokens y (n,), as rows (B, T)."""
     responses = batch.batch["responses"]
-    if group is None:
+    if row_group is None:
         inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
         results = forward(inputs, select, responses.flatten()[target])
     else:
-        results, target = _of_group(model, batch, forward, share_prompts, group)
+        results, target = _of_group(model, batch, forward, share_prompts, row_group)
     return tuple(_to_rows(x, target, responses) for x in results)
 
 
 def _of_group(
-    model: PreTrainedModel, batch: DataProto, forward: Callable, share_prompts: bool, group: dist.ProcessGroup
+    model: PreTrainedModel, batch: DataProto, forward: Callable, share_prompts: bool, row_group: RowGroup
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """(results, target) for this rank's trained tokens. All rows of the group are one packed row, of which each rank
-    runs the same number of tokens; a result then goes from the rank that ran the token to the one that owns the row."""
-    rank, n = group.rank(), group.size()
+    """(results, target) for this rank's trained tokens. All rows of the group are one packed row.
+
+    Either each rank runs a share of its tokens, and a result then goes from the rank that ran the token to the one that
+    owns the row; or each runs all of them with a share of the weights, and takes the results of its own rows.
+    """
+    group, rank = row_group.ranks, row_group.ranks.rank()
     fields = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
     rows = batch.select(fields, [])
     rows.batch["rank"] = torch.full((len(rows),), rank, device=batch.batch["responses"].device)
     rows = rows.all_gather(group)
     inputs, select, target = _response_inputs(model, rows, True, share_prompts)
+    y, T = rows.batch["responses"].flatten()[target], rows.batch["responses"].shape[1]
+    owner = rows.batch["rank"][target // T]  # (n,)
+    own, before = owner == rank, (rows.batch["rank"] < rank).sum() * T  # before: places of other ranks' rows
+    if row_group.split == "weights":
+        results = torch.stack(forward(inputs, select, y), 1)
+        return TakeOwn.apply(results, own.nonzero()[:, 0], group).unbind(1), target[own] - before
+
     inputs, tokens = _share_of_tokens(inputs, group)
     here = select // tokens == rank  # (n,): this rank runs it
-    y = rows.batch["responses"].flatten()[target]
     results = torch.stack(forward(inputs, select[here] - rank * tokens, y[here]), 1)
-
-    owner = rows.batch["rank"][target // rows.batch["responses"].shape[1]]  # (n,)
-    own = owner == rank
     runner = select[own] // tokens
-    send, receive = (ranks.bincount(minlength=n).tolist() for ranks in (owner[here], runner))
+    send, receive = (ranks.bincount(minlength=group.size()).tolist() for ranks in (owner[here], runner))
     results = all_to_all(results, group, send, receive)
-    before = (rows.batch["rank"] < rank).sum() * rows.batch["responses"].shape[1]  # other ranks' places
     return results.unbind(1), target[own][runner.argsort(stable=True)] - before
 
 
@@ -731,7 +763,7 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
     tensors = {name: x.chunk(n, 1)[group.rank()] for name, x in tensors.items()}
     runs = inputs["packed_runs"] + [PackedRun(padding, 1, padding, None, None, None)] * (padding > 0)
-    return inputs | tensors | {"packed_runs": runs, "sequence_group": group}, (N + padding) // n
+    return inputs | tensors | {"packed_runs": runs, "row_group": group}, (N + padding) // n
 
 
 def _can_share_prompts(model: PreTrainedModel, padding_free: bool) -> bool:

@@ -25,7 +25,7 @@ from lib.core_algos import LOSS_AGG_MODES
 from lib.distributed import (
     full_tensor,
     make_mesh,
-    make_sequence_group,
+    make_row_group,
     set_gradient_sync,
     shard_model,
     trainable_parameters,
@@ -83,7 +83,7 @@ def batch_of_step():
 def update(model, parameters, batch, world, forward, group, share):
     """Loss of a mini-batch and its gradient, as the scripts make them; how many micro-batches, how many without a row
     of this rank."""
-    micro_batches, _ = prepare_dynamic_batch(batch, MICRO, share_prompts=share, sequence_group=group)
+    micro_batches, _ = prepare_dynamic_batch(batch, MICRO, share_prompts=share, row_group=group)
     total = torch.zeros((), dtype=torch.float64)
     for i, micro in enumerate(micro_batches):
         set_gradient_sync(model, i == len(micro_batches) - 1)
@@ -96,8 +96,11 @@ def update(model, parameters, batch, world, forward, group, share):
     return total, gradient, len(micro_batches), sum(len(micro) == 0 for micro in micro_batches)
 
 
-def step(world, path, size, critic=False, share=True, checkpointing=False, lora=False, replicas=1):
-    """What a step computes with groups of `size` ranks: outputs of this rank's rows without gradients, and `update`."""
+def step(
+    world, path, size=1, tensor=1, replicas=1, critic=False, share=True, checkpointing=False, lora=False, offload=False
+):
+    """What a step computes with groups of `size` ranks, or with layers split over `tensor` ranks: outputs of this
+    rank's rows without gradients, and `update`."""
     load = load_critic if critic else load_model
     model = load(path, dtype=torch.float64, gradient_checkpointing=checkpointing)
     model = model if isinstance(model, Gemma3ForCausalLM) else float64_norms(model)
@@ -106,11 +109,12 @@ def step(world, path, size, critic=False, share=True, checkpointing=False, lora=
         add_lora(model, rank=4, alpha=8, seed=0)
         randomize_lora_b(model)
         model.to(torch.float64)
-    model = shard_model(model, make_mesh(world, replicas), torch.float64)
-    parameters, group = trainable_parameters(model), make_sequence_group(world, size)
+    mesh = make_mesh(world, replicas, tensor)
+    model = shard_model(model, mesh, torch.float64, cpu_offload=offload)
+    parameters, group = trainable_parameters(model), make_row_group(world, mesh, size)
     batch, n = batch_of_step(), 16 // world.size
     batch = batch[list(range(world.rank * n, (world.rank + 1) * n))]
-    options = {"share_prompts": share, "sequence_group": group}
+    options = {"share_prompts": share, "row_group": group}
     if critic:
         outputs = (batched_values(model, batch, MICRO, **options),)
         forward = lambda micro: (response_values(model, micro, **options),)  # noqa: E731
@@ -121,11 +125,11 @@ def step(world, path, size, critic=False, share=True, checkpointing=False, lora=
 
 
 def assert_exact(path, layouts, tolerance=1e-9, **options):
-    """layouts: (ranks, sequence_parallel, replicas). -> for each the ranks' (micro-batches, those without a row)"""
-    [(outputs, loss, gradient, *_)] = run_ranks(1, lambda world: step(world, path, 1, **options))
+    """layouts: (ranks, arguments of `step`). -> for each the ranks' (micro-batches, those without a row)"""
+    [(outputs, loss, gradient, *_)] = run_ranks(1, lambda world: step(world, path, **options))
     numbers = []
-    for ranks, size, replicas in layouts:
-        results = run_ranks(ranks, lambda world, n=size, r=replicas: step(world, path, n, **options, replicas=r))
+    for ranks, layout in layouts:
+        results = run_ranks(ranks, lambda world, layout=layout: step(world, path, **layout, **options))
         for expected, *parts in zip(outputs, *(result[0] for result in results)):
             assert (torch.cat(parts) - expected).norm() <= tolerance * expected.norm()
         for _, other_loss, other_gradient, *_ in results:
@@ -135,16 +139,16 @@ def assert_exact(path, layouts, tolerance=1e-9, **options):
     return numbers
 
 
-LAYOUTS = [(2, 2, 1), (4, 2, 1)]
+LAYOUTS = [(2, {"size": 2}), (4, {"size": 2})]
 CASES = {
     "untied, a key head for two ranks": ({"tied": False}, {}, LAYOUTS),
-    "tied, prompts not shared": ({}, {"share": False}, [(2, 2, 1)]),
+    "tied, prompts not shared": ({}, {"share": False}, LAYOUTS[:1]),
     "checkpointing, four heads, two key heads": (
         {"num_attention_heads": 4, "num_key_value_heads": 2},
         {"checkpointing": True},
-        [(4, 4, 1)],
+        [(4, {"size": 4})],
     ),
-    "LoRA, replicas": ({}, {"lora": True}, [(4, 2, 2)]),
+    "LoRA, replicas": ({}, {"lora": True}, [(4, {"size": 2, "replicas": 2})]),
     "windows shorter and longer than the prompts": (
         {
             "cls": Gemma3ForCausalLM,
@@ -154,12 +158,12 @@ CASES = {
             "sliding_window_pattern": 2,
         },
         {},
-        [(2, 2, 1)],
+        LAYOUTS[:1],
     ),
     "experts, whose router's softmax is in float32": (
         {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, "num_experts_per_tok": 2},
         {"tolerance": 1e-6},
-        [(2, 2, 1)],
+        LAYOUTS[:1],
     ),
     "critic": ({"cls": Qwen2ForTokenClassification, "num_labels": 1}, {"critic": True}, LAYOUTS[:1]),
 }
@@ -180,7 +184,7 @@ def without_a_trained_token(world, path):
     parameters = trainable_parameters(model)
     batch = groups_batch([(5, [4, 4])])[[world.rank]]
     batch.batch["response_mask"][:] = 0
-    log_probs, entropy = response_log_probs(model, batch, 1.0, sequence_group=make_sequence_group(world, 2))
+    log_probs, entropy = response_log_probs(model, batch, 1.0, row_group=make_row_group(world, make_mesh(world), 2))
     (log_probs + entropy).sum().backward()
     return log_probs.detach(), max(full_tensor(p.grad).abs().max() for p in parameters)
 
@@ -201,8 +205,8 @@ def test_a_micro_batch_without_rows_has_a_loss_of_0_that_can_be_differentiated(n
 
 def split(world, share):
     batch = groups_batch(GROUPS)[list(range(4 * world.rank, 4 * world.rank + 4))]
-    group = make_sequence_group(world, 2)
-    return prepare_dynamic_batch(batch, MICRO, share_prompts=share, sequence_group=group)[1]
+    group = make_row_group(world, make_mesh(world), 2)
+    return prepare_dynamic_batch(batch, MICRO, share_prompts=share, row_group=group)[1]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -226,11 +230,11 @@ def peaks_of_a_long_row(world, path):
     peaks = []
     for size in (1, 2):
         model = shard_model(load_model(path), make_mesh(world), torch.float32)
-        group, batch = make_sequence_group(world, size), rollout_batch([8], [2040])
+        group, batch = make_row_group(world, make_mesh(world), size), rollout_batch([8], [2040])
         batch = batch if size == 1 or world.rank == 0 else batch[[]]
 
         def update(model=model, batch=batch, group=group):
-            log_probs, entropy = response_log_probs(model, batch, 1.0, sequence_group=group)
+            log_probs, entropy = response_log_probs(model, batch, 1.0, row_group=group)
             (log_probs.sum() + entropy.sum()).backward()
             model.zero_grad()
 
