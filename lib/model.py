@@ -763,7 +763,7 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
     tensors = {name: x.chunk(n, 1)[group.rank()] for name, x in tensors.items()}
     runs = inputs["packed_runs"] + [PackedRun(padding, 1, padding, None, None, None)] * (padding > 0)
-    return inputs | tensors | {"packed_runs": runs, "row_group": group}, (N + padding) // n
+    return inputs | tensors | {"packed_runs": runs, "sequence_group": group}, (N + padding) // n
 
 
 def _can_share_prompts(model: PreTrainedModel, padding_free: bool) -> bool:
