@@ -336,7 +336,7 @@ class Args:
 
 MAY_CHANGE_ON_RESUME = {
     *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
-    *("reward_workers", "reward_timeout", "reward_memory"),
+    *("reward_workers", "reward_timeout", "reward_memory", "sequence_parallel", "tensor_parallel"),
     *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p"),
     *("val_files", "val_reward"),
     *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
