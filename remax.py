@@ -385,11 +385,16 @@ def check_flags(args: Args) -> None:
             raise InputError(
                 f"--{name} {getattr(args, name)}: needs --padding_free and --attn_implementation packed_sdpa"
             )
-    others = {"--rollout_engine hf": args.rollout_engine == "hf", "--lora_rank": args.lora_rank}
-    others |= {"--replicas": args.replicas > 1, "--sequence_parallel": args.sequence_parallel > 1}
-    for other, given in (others | {"--dry_run": args.dry_run}).items():
+    without_tensor_parallel = {
+        "--rollout_engine hf": args.rollout_engine == "hf",
+        "--lora_rank": args.lora_rank > 0,
+        "--replicas": args.replicas > 1,
+        "--sequence_parallel": args.sequence_parallel > 1,
+        "--dry_run": args.dry_run > 0,
+    }
+    for flag, given in without_tensor_parallel.items():
         if args.tensor_parallel > 1 and given:
-            raise InputError(f"--tensor_parallel {args.tensor_parallel} does not work with {other}")
+            raise InputError(f"--tensor_parallel {args.tensor_parallel} does not work with {flag}")
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):

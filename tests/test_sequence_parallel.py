@@ -13,6 +13,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Qwen2ForTokenClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -143,8 +145,14 @@ LAYOUTS = [(2, {"size": 2}), (4, {"size": 2})]
 CASES = {
     "untied, a key head for two ranks": ({"tied": False}, {}, LAYOUTS),
     "tied, prompts not shared": ({}, {"share": False}, LAYOUTS[:1]),
-    "checkpointing, four heads, two key heads": (
-        {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "checkpointing, six key heads on four ranks": (
+        {
+            "cls": Qwen3ForCausalLM,
+            "config": Qwen3Config,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 6,
+            "head_dim": 8,
+        },
         {"checkpointing": True},
         [(4, {"size": 4})],
     ),
