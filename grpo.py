@@ -56,6 +56,7 @@ from lib.distributed import (
     init_distributed,
     is_first_on_node,
     make_mesh,
+    make_row_group,
     run,
     set_gradient_sync,
     shard_model,
@@ -81,6 +82,8 @@ from lib.model import (
     add_lora,
     batched_log_probs,
     check_model_path,
+    check_sequence_parallel,
+    check_tensor_parallel,
     freeze,
     load_model,
     load_reward_model,
@@ -149,6 +152,12 @@ class Args:
     of memory on each rank, for more communication"""
     replicas: int = 1
     """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
+    sequence_parallel: int = 1
+    """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
+    one (Ulysses); it divides the attention heads; needs --padding_free and packed_sdpa"""
+    tensor_parallel: int = 1
+    """neighbouring ranks that compute their rows together, each with a share of every layer's weights, by transformers'
+    plan for the model; it divides the key and value heads; needs a vLLM engine or server"""
     cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...] = ()
     """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update's forward
     keeps waits there for the backward, best with --gradient_checkpointing, which leaves a tensor a layer; slower"""
@@ -325,7 +334,7 @@ class Args:
 
 MAY_CHANGE_ON_RESUME = {
     *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
-    *("reward_workers", "reward_timeout", "reward_memory", "stage_timeout"),
+    *("reward_workers", "reward_timeout", "reward_memory", "stage_timeout", "sequence_parallel", "tensor_parallel"),
     *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p"),
     *("val_files", "val_reward"),
     *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
@@ -359,10 +368,14 @@ def step_sizes(args: Args, world_size: int) -> Sizes:
             f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
             f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
         )
-    if args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
+    for name in ("sequence_parallel", "tensor_parallel"):
+        if getattr(args, name) < 1 or world_size % getattr(args, name):
+            raise InputError(f"--{name} {getattr(args, name)}: must divide the number of ranks, {world_size}")
+    if args.sequence_parallel * args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
         raise InputError(
-            "micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
-            f"{args.micro_batch_tokens} < {args.max_prompt_length} + {args.max_response_length}"
+            "sequence_parallel x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
+            f"{args.sequence_parallel} x {args.micro_batch_tokens} < "
+            f"{args.max_prompt_length} + {args.max_response_length}"
         )
     local_prompts = args.prompts_per_step // world_size
     local_rows = local_prompts * args.group_size
@@ -393,6 +406,21 @@ def check_flags(args: Args) -> None:
         raise InputError(f"--kl_horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
     if args.old_log_probs == "rollout" and args.rollout_correction != "{}":
         raise InputError("--old_log_probs rollout is the correction itself: drop it or --rollout_correction")
+    for name in ("sequence_parallel", "tensor_parallel"):
+        if getattr(args, name) > 1 and not (args.padding_free and args.attn_implementation == "packed_sdpa"):
+            raise InputError(
+                f"--{name} {getattr(args, name)}: needs --padding_free and --attn_implementation packed_sdpa"
+            )
+    without_tensor_parallel = {
+        "--rollout_engine hf": args.rollout_engine == "hf",
+        "--lora_rank": args.lora_rank > 0,
+        "--replicas": args.replicas > 1,
+        "--sequence_parallel": args.sequence_parallel > 1,
+        "--dry_run": args.dry_run > 0,
+    }
+    for flag, given in without_tensor_parallel.items():
+        if args.tensor_parallel > 1 and given:
+            raise InputError(f"--tensor_parallel {args.tensor_parallel} does not work with {flag}")
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
@@ -500,6 +528,8 @@ def main(args: Args) -> None:
     if not args.dry_run:
         check_model_path(args.model)
     check_flags(args)
+    check_sequence_parallel(args.model, args.sequence_parallel, trust_remote_code=args.trust_remote_code)
+    check_tensor_parallel(args.model, args.tensor_parallel, trust_remote_code=args.trust_remote_code)
     adv_settings = {"singleton": args.singleton} | parse_json(args.adv_kwargs, "adv_kwargs")
     estimate_advantages = get_adv_estimator_fn(args.adv_estimator, adv_settings)
     adv_tensors = ADV_TENSORS.get(args.adv_estimator, ())
@@ -565,7 +595,8 @@ def main(args: Args) -> None:
     compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     if args.compute_dtype != "auto":
         compute_dtype = getattr(torch, args.compute_dtype)
-    mesh = make_mesh(world, args.replicas)
+    mesh = make_mesh(world, args.replicas, args.tensor_parallel)
+    row_group = make_row_group(world, mesh, args.sequence_parallel)
 
     def adapt(model: torch.nn.Module) -> torch.nn.Module:
         """What of a model trains."""
@@ -597,7 +628,9 @@ def main(args: Args) -> None:
         reward_model, reward_tokenizer = load_reward_model(
             args.reward_model, dtype=compute_dtype, trust_remote_code=args.trust_remote_code, on_meta=True
         )
-        reward_model = shard_model(reward_model, mesh, compute_dtype, cpu_offload="reward_model" in args.cpu_offload)
+        own_mesh = make_mesh(world, args.replicas)  # each rank runs its own rows
+        offload = "reward_model" in args.cpu_offload
+        reward_model = shard_model(reward_model, own_mesh, compute_dtype, cpu_offload=offload)
     parameters = trainable_parameters(actor)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
@@ -723,6 +756,7 @@ def main(args: Args) -> None:
                     micro_batch_tokens=args.micro_batch_tokens,
                     padding_free=args.padding_free,
                     share_prompts=share_prompts,
+                    row_group=row_group,
                 )
                 if args.old_log_probs == "rollout":
                     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -789,7 +823,10 @@ def main(args: Args) -> None:
                         counts = [int(counted.sum()), int(counted.any(1).sum())]
                         global_tokens, global_rows = all_reduce_sum(counts, world.device)
                         micro_batches, _ = prepare_dynamic_batch(
-                            mini_batch, args.micro_batch_tokens, share_prompts=share_prompts
+                            mini_batch,
+                            args.micro_batch_tokens,
+                            share_prompts=share_prompts,
+                            row_group=row_group,
                         )
                         for i, micro in enumerate(micro_batches):
                             reduce_now = args.reduce_each_micro_batch or i == len(micro_batches) - 1
@@ -802,6 +839,7 @@ def main(args: Args) -> None:
                                 args.temperature,
                                 padding_free=args.padding_free,
                                 share_prompts=share_prompts,
+                                row_group=row_group,
                             )
                             old_log_probs = tensors.get("old_log_probs", log_probs.detach())
                             losses, token_metrics = policy_loss(

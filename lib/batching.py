@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, all_reduce_max, all_to_all_objects
+from lib.distributed import RowGroup, all_gather_lists, all_reduce_max, all_to_all_objects
 
 # ---- rows over ranks -----------------------------------------------------------------------------
 
@@ -126,7 +126,11 @@ def prompt_groups(batch: DataProto) -> torch.Tensor:
 
 
 def prepare_dynamic_batch(
-    batch: DataProto, max_tokens: int, *, share_prompts: bool = False
+    batch: DataProto,
+    max_tokens: int,
+    *,
+    share_prompts: bool = False,
+    row_group: RowGroup | None = None,
 ) -> tuple[list[DataProto], list[list[int]]]:
     """Splits rows into micro-batches of at most `max_tokens` tokens (padding not counted), equally many on every rank.
 
@@ -134,6 +138,9 @@ def prepare_dynamic_batch(
     their prompt once. First-fit decreasing; then the ranks that need fewer split the micro-batch of most rows until all
     have as many. A row longer than `max_tokens` is alone. The longest micro-batches come first, on every rank, so that
     ranks wait little for each other. A collective: every rank calls it, with the same number of rows.
+
+    A `row_group` of n ranks makes its micro-batches together, so that each rank runs at most max_tokens: n x max_tokens
+    over its ranks' rows where they split the tokens. Each rank gets its own rows of them, which may be none.
 
     Returns:
         (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
@@ -143,12 +150,19 @@ def prepare_dynamic_batch(
     if share_prompts:
         prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1).tolist()
         own, group = [n - p for n, p in zip(own, prompt)], prompt_groups(batch).tolist()
+    first = 0  # this rank's first row
+    if row_group is not None:
+        rank, ranks = row_group.ranks.rank(), row_group.ranks
+        first = rank * len(batch)
+        max_tokens *= ranks.size() if row_group.split == "tokens" else 1
+        group = [(rank, number) for number in group]
+        own, prompt, group = (all_gather_lists(numbers, ranks) for numbers in (own, prompt, group))
 
     def tokens(rows: list[int]) -> int:
         return sum(own[r] for r in rows) + sum({group[r]: prompt[r] for r in rows}.values())
 
     parts: list[list[int]] = []  # the rows of one prompt, or as many of them as fit
-    for row in sorted(range(len(batch)), key=lambda r: (group[r], -own[r])):
+    for row in sorted(range(len(own)), key=lambda r: (group[r], -own[r])):
         if parts and group[parts[-1][0]] == group[row] and tokens([*parts[-1], row]) <= max_tokens:
             parts[-1].append(row)
         else:
@@ -171,6 +185,7 @@ def prepare_dynamic_batch(
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             heapq.heappush(heap, (-len(half), half))
     bins = sorted((sorted(rows) for _, rows in heap), key=lambda rows: (-tokens(rows), rows))
+    bins = [[row - first for row in rows if first <= row < first + len(batch)] for rows in bins]
     return [batch[rows] for rows in bins], bins
 
 

@@ -8,6 +8,7 @@ counts by `world_size`.
 
 import faulthandler
 import json
+import logging
 import os
 import pickle
 import sys
@@ -19,11 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import (
@@ -35,8 +37,17 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from lib import InputError
+
+# of every rank, at each gathering of weights that two mesh dimensions split: that it takes two collectives
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 class World(NamedTuple):
@@ -238,18 +249,60 @@ def _describe(states: dict[int, tuple[str, float, float]]) -> str:
 # ---- sharding ------------------------------------------------------------------------------------
 
 
-def make_mesh(world: World, replicas: int = 1) -> DeviceMesh:
+def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
     """Parameters, gradients and optimizer state are split over the dimension "shard", which is all ranks.
 
     More replicas (HSDP): each is split over size / replicas ranks that follow each other (a node, say), so that weights
     are gathered within a replica and only gradients are added up between them. Raises InputError for unequal replicas.
+
+    tensor_parallel: so many neighbouring ranks are the dimension "tensor", along which `shard_model` splits layers. It
+    divides the number of ranks; there is one replica then.
     """
+    if tensor_parallel > 1:
+        shape = (world.size // tensor_parallel, tensor_parallel)
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=("shard", "tensor"))
     if world.size % replicas:
         raise InputError(f"--replicas {replicas}: the number of ranks, {world.size}, must be a multiple of it")
     if replicas == 1:
         return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     shape = (replicas, world.size // replicas)
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+class RowGroup(NamedTuple):
+    """Neighbouring ranks that run their rows together. It is passed to the functions of lib/model.py and
+    lib/batching.py, and is no state of a model, because the same model also samples, each rank alone."""
+
+    ranks: dist.ProcessGroup
+    split: Literal["tokens", "weights"]
+    """what each rank has a share of: sequence parallel, tensor parallel"""
+
+
+def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -> RowGroup | None:
+    """This rank's group: that of the mesh's dimension "tensor", or `sequence_parallel` ranks; None for a rank alone."""
+    if "tensor" in mesh.mesh_dim_names:
+        return RowGroup(mesh.get_group("tensor"), "weights")
+    if sequence_parallel == 1:
+        return None
+    shape = (world.size // sequence_parallel, sequence_parallel)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "sequence"))
+    return RowGroup(mesh.get_group("sequence"), "tokens")
+
+
+# of transformers' tensor parallel plans, in torch's terms. The last is of norms of heads, of which each rank has a
+# share: the weight's gradient is a sum over ranks
+TENSOR_PARALLEL_STYLES = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
+
+def _split_layers(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Splits what the model's tensor parallel plan names in its layers, in place; embedding and head stay whole."""
+    styles = {name: style for name, style in model.tp_plan.items() if "layers." in name}
+    plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in styles.items()}
+    parallelize_module(model, mesh, plan, src_data_rank=None)
 
 
 def shard_model(
@@ -259,12 +312,16 @@ def shard_model(
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
     gradients are reduced in the trained parameters' dtype. The model may be on any device; what it left on the meta
-    device (`on_meta` in lib/model.py) is read from its files, by each rank its own shards.
+    device (`on_meta` in lib/model.py) is read from its files, by each rank its own shards. A mesh with the dimension
+    "tensor" also splits the layers' projections, by transformers' plan for the model.
 
     cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer comes
     to the device when it computes. `model.device` is then the CPU: see `compute_device`.
     """
     on_gpu = mesh.device_type != "cpu"
+    if "tensor" in mesh.mesh_dim_names:
+        _split_layers(model, mesh["tensor"])
+        mesh = mesh["shard"]
     options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()}
     master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
     options["mp_policy"] = MixedPrecisionPolicy()
@@ -314,7 +371,14 @@ def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
 
 def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> float:
     """Clips the global gradient to `max_norm` (2-norm over all ranks) and returns the norm before clipping."""
-    return float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
+    by_mesh: dict[Any, list[torch.nn.Parameter]] = {}  # tensor parallel splits some over one dimension more
+    for p in parameters:
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None]) for ps in by_mesh.values()]
+    norm = torch.nn.utils.get_total_norm([full_tensor(n) for n in norms])
+    for ps in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(ps, max_norm, norm)
+    return float(norm)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -388,10 +452,10 @@ def all_reduce_max(value: int, device: torch.device) -> int:
     return int(tensor)
 
 
-def all_gather_lists(values: list) -> list:
+def all_gather_lists(values: list, group: dist.ProcessGroup | None = None) -> list:
     """The concatenation of every rank's list, in the order of ranks."""
-    gathered: list[list] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, values)
+    gathered: list[list] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, values, group)
     return [value for part in gathered for value in part]
 
 
@@ -404,6 +468,32 @@ def all_to_all_objects(values: list) -> list:
     received = torch.empty(int(coming.sum()), dtype=torch.uint8)
     dist.all_to_all_single(received, torch.cat(sent), coming.tolist(), sizes.tolist())
     return [pickle.loads(part.numpy()) for part in received.split(coming.tolist())]  # noqa: S301 (of our own ranks)
+
+
+def all_to_all(
+    x: torch.Tensor, group: dist.ProcessGroup, send: list[int] | None = None, receive: list[int] | None = None
+) -> torch.Tensor:
+    """What the ranks of the group send to this one, along the first dimension in their order: rank i gets the i-th of
+    x's parts, which are equal or of the lengths `send`. Has a gradient, which goes the way back."""
+    return all_to_all_single_autograd(x.contiguous(), receive, send, group)
+
+
+class TakeOwn(torch.autograd.Function):
+    """x[own], of an x that all ranks of the group computed alike. The gradient is the mean over the group of what the
+    ranks' losses, each of its own part, have: as FSDP's over the other dimension of the mesh, a mean over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, own, group):
+        ctx.save_for_backward(own)
+        ctx.shape, ctx.group = x.shape, group
+        return x[own]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [own] = ctx.saved_tensors
+        whole = gradient.new_zeros(ctx.shape).index_copy(0, own, gradient)
+        dist.all_reduce(whole, group=ctx.group)
+        return whole / ctx.group.size(), None, None
 
 
 def broadcast(value: Any) -> Any:

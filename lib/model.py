@@ -7,9 +7,10 @@ its backward recomputes them. Both are exact. Log-probs are those at the samplin
 
 import itertools
 import logging
+import math
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
@@ -43,7 +45,15 @@ from transformers.utils.logging import disable_progress_bar
 from lib import InputError
 from lib.batching import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import fsdp_modules, is_first_on_node, trainable_parameters
+from lib.distributed import (
+    TENSOR_PARALLEL_STYLES,
+    RowGroup,
+    TakeOwn,
+    all_to_all,
+    fsdp_modules,
+    is_first_on_node,
+    trainable_parameters,
+)
 
 disable_progress_bar()  # of loading: one bar a rank
 # a table of weights that are missing or too many, on each rank: `_from_pretrained` says in one line what is wrong
@@ -72,6 +82,43 @@ def check_model_path(path: str, flag: str = "--model") -> None:
             raise InputError(f"{flag} {path}: the folder has no weights (*.safetensors); is the download complete?")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise InputError(f"{flag} {path}: no such folder")
+
+
+def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
+    """Raises InputError for a model whose attention heads cannot be split over `size` ranks, or that mixes tokens in
+    other ways than attention, too."""
+    if size == 1:
+        return
+    config = _text_config(path, flag, trust_remote_code)
+    heads = getattr(config, "num_attention_heads", 0)
+    if heads == 0 or heads % size:
+        raise InputError(f"--sequence_parallel {size}: must divide the {heads} attention heads of {flag} {path}")
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        raise InputError(f"--sequence_parallel {size}: {flag} {path} has layers of {min(others)}: drop the flag")
+
+
+def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
+    """Raises InputError for a model without a plan that `shard_model` knows, or whose heads cannot be split over `size`
+    ranks."""
+    if size == 1:
+        return
+    config = _text_config(path, flag, trust_remote_code)
+    plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
+    others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
+    if others:
+        raise InputError(f"--tensor_parallel {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag")
+    heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
+    if any(n % size for n in heads):
+        raise InputError(f"--tensor_parallel {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
+
+
+def _text_config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
+    folder, gguf = split_gguf(path)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf).get_text_config()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -379,17 +426,24 @@ class PackedRun(NamedTuple):
     """the tokens (tokens,) among the count * length with padding"""
 
 
-def packed_sdpa(module, query, key, value, attention_mask, packed_runs=None, scaling=None, **kwargs):
+def packed_sdpa(
+    module, query, key, value, attention_mask, packed_runs=None, sequence_group=None, scaling=None, **kwargs
+):
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
     `packed_runs` is a list of `PackedRun`. A whole sequence, or a prompt that rows share, attends to its own earlier
     tokens; a response to a shared prompt attends to the prompt and to its own earlier tokens. Only such responses are
     padded, and in the attention only. Without `packed_runs` this is transformers' own SDPA attention.
+
+    With a `sequence_group` of n ranks each has N / n tokens of the packed row, and attends with H / n heads to all N:
+    an all-to-all before and one behind change from the one to the other (DeepSpeed-Ulysses, arXiv 2309.14509).
     """
     if packed_runs is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise InputError(f"{type(module).__name__}: packing knows no soft-capped or sink attention: --no-padding-free")
+    if sequence_group is not None:
+        query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))
     window, gqa = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
     # split, whose backward is one cat; that of a slice fills a whole row with zeros
     queries, keys, values = (
@@ -413,7 +467,21 @@ def packed_sdpa(module, query, key, value, attention_mask, packed_runs=None, sca
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=gqa)
         out = out.transpose(1, 2).flatten(0, 1)  # (count * length, H, D)
         outputs.append(out if run.real is None else _take(out, run.real))
-    return torch.cat(outputs)[None], None  # (1, N, H, D)
+    output = torch.cat(outputs)  # (N, H, D)
+    return (output if sequence_group is None else _all_heads(output, sequence_group))[None], None
+
+
+def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(1, H / n, N, D), this rank's heads, from (1, H, N / n, D), its tokens. Fewer heads than n, of keys and values,
+    are repeated; so are those whose number n does not divide."""
+    n, H = group.size(), x.shape[1]
+    x = x[0].repeat_interleave(n // math.gcd(n, H), 0)
+    return all_to_all(x.unflatten(0, (n, -1)), group).transpose(0, 1).flatten(1, 2)[None]
+
+
+def _all_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(N / n, H, D), this rank's tokens, from (N, H / n, D), its heads."""
+    return all_to_all(x.unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)
 
 
 def _take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -515,6 +583,7 @@ def response_log_probs(
     padding_free: bool = True,
     share_prompts: bool = True,
     sum_pi_squared: bool = False,
+    row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens at the sampling temperature.
 
@@ -524,14 +593,17 @@ def response_log_probs(
         share_prompts: compute a prompt that rows have in common once (packed_sdpa only; otherwise it has no effect).
         sum_pi_squared: also the sum over the vocabulary of the squared probabilities, without gradient, for the
             optimal token baseline (arXiv 2602.07078).
+        row_group: ranks that run their batches as one (packed_sdpa only): a collective, forward and backward. A rank's
+            batch may be empty, but not all of them.
 
     Returns:
         (log_probs, entropy) or (log_probs, entropy, sum_pi_squared), each (B, T), zero where response_mask is.
     """
-    inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
-    responses = batch.batch["responses"]
-    results = model.token_log_probs(inputs, select, responses.flatten()[target], temperature, sum_pi_squared)
-    return tuple(_to_rows(x, target, responses) for x in results)
+
+    def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return model.token_log_probs(inputs, select, y, temperature, sum_pi_squared)
+
+    return _of_responses(model, batch, forward, padding_free, share_prompts, row_group)
 
 
 @torch.no_grad()
@@ -544,11 +616,13 @@ def batched_log_probs(
     padding_free: bool = True,
     share_prompts: bool = True,
     sum_pi_squared: bool = False,
+    row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`response_log_probs` of a whole batch without gradients, in micro-batches. A collective."""
     share_prompts = share_prompts and _can_share_prompts(model, padding_free)
-    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, share_prompts=share_prompts)
-    options = {"padding_free": padding_free, "share_prompts": share_prompts, "sum_pi_squared": sum_pi_squared}
+    options = {"share_prompts": share_prompts, "row_group": row_group}
+    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
+    options |= {"padding_free": padding_free, "sum_pi_squared": sum_pi_squared}
     parts = [response_log_probs(model, micro, temperature, **options) for micro in micro_batches]
     return tuple(restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts))
 
@@ -573,14 +647,22 @@ def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> t
 
 
 def response_values(
-    model: PreTrainedModel, batch: DataProto, *, padding_free: bool = True, share_prompts: bool = True
+    model: PreTrainedModel,
+    batch: DataProto,
+    *,
+    padding_free: bool = True,
+    share_prompts: bool = True,
+    row_group: RowGroup | None = None,
 ) -> torch.Tensor:
     """The critic's values (B, T), zero where response_mask is; batch and options as in `response_log_probs`.
 
     V_t is read where token t of the response is predicted: it is the value of the state before that token.
     """
-    inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
-    return _to_rows(model.token_values(inputs, select), target, batch.batch["responses"])
+
+    def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        return (model.token_values(inputs, select),)
+
+    return _of_responses(model, batch, forward, padding_free, share_prompts, row_group)[0]
 
 
 @torch.no_grad()
@@ -591,12 +673,13 @@ def batched_values(
     *,
     padding_free: bool = True,
     share_prompts: bool = True,
+    row_group: RowGroup | None = None,
 ) -> torch.Tensor:
     """`response_values` of a whole batch without gradients, in micro-batches. A collective."""
     share_prompts = share_prompts and _can_share_prompts(model, padding_free)
-    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, share_prompts=share_prompts)
-    options = {"padding_free": padding_free, "share_prompts": share_prompts}
-    parts = [response_values(model, micro, **options) for micro in micro_batches]
+    options = {"share_prompts": share_prompts, "row_group": row_group}
+    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
+    parts = [response_values(model, micro, padding_free=padding_free, **options) for micro in micro_batches]
     return restore_dynamic_batch(torch.cat(parts), rows)
 
 
@@ -650,6 +733,64 @@ def _conversation_batch(conversations: list[list[int]], device: torch.device) ->
 
 
 # ---- from a batch to a forward and back ----------------------------------------------------------
+
+
+def _of_responses(
+    model: PreTrainedModel,
+    batch: DataProto,
+    forward: Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    padding_free: bool,
+    share_prompts: bool,
+    row_group: RowGroup | None,
+) -> tuple[torch.Tensor, ...]:
+    """The results of `forward(inputs, select, y)`, each (n,) for the trained tokens y (n,), as rows (B, T)."""
+    responses = batch.batch["responses"]
+    if row_group is None:
+        inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
+        results = forward(inputs, select, responses.flatten()[target])
+    else:
+        results, target = _of_group(model, batch, forward, share_prompts, row_group)
+    return tuple(_to_rows(x, target, responses) for x in results)
+
+
+def _of_group(
+    model: PreTrainedModel, batch: DataProto, forward: Callable, share_prompts: bool, row_group: RowGroup
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """(results, target) for this rank's trained tokens. All rows of the group are one packed row.
+
+    Either each rank runs a share of its tokens, and a result then goes from the rank that ran the token to the one that
+    owns the row; or each runs all of them with a share of the weights, and takes the results of its own rows.
+    """
+    group, rank = row_group.ranks, row_group.ranks.rank()
+    fields = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+    rows = batch.select(fields, [])
+    rows.batch["rank"] = torch.full((len(rows),), rank, device=batch.batch["responses"].device)
+    rows = rows.all_gather(group)
+    inputs, select, target = _response_inputs(model, rows, True, share_prompts)
+    y, T = rows.batch["responses"].flatten()[target], rows.batch["responses"].shape[1]
+    owner = rows.batch["rank"][target // T]  # (n,)
+    own, before = owner == rank, (rows.batch["rank"] < rank).sum() * T  # before: places of other ranks' rows
+    if row_group.split == "weights":
+        results = torch.stack(forward(inputs, select, y), 1)
+        return TakeOwn.apply(results, own.nonzero()[:, 0], group).unbind(1), target[own] - before
+
+    inputs, tokens = _share_of_tokens(inputs, group)
+    here = select // tokens == rank  # (n,): this rank runs it
+    results = torch.stack(forward(inputs, select[here] - rank * tokens, y[here]), 1)
+    runner = select[own] // tokens
+    send, receive = (ranks.bincount(minlength=group.size()).tolist() for ranks in (owner[here], runner))
+    results = all_to_all(results, group, send, receive)
+    return results.unbind(1), target[own][runner.argsort(stable=True)] - before
+
+
+def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]:
+    """The inputs of this rank, of equally many tokens on each, and how many; the last rank's end with padding."""
+    n, N = group.size(), inputs["input_ids"].shape[1]
+    padding = -N % n
+    tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
+    tensors = {name: x.chunk(n, 1)[group.rank()] for name, x in tensors.items()}
+    runs = inputs["packed_runs"] + [PackedRun(padding, 1, padding, None, None, None)] * (padding > 0)
+    return inputs | tensors | {"packed_runs": runs, "sequence_group": group}, (N + padding) // n
 
 
 def _can_share_prompts(model: PreTrainedModel, padding_free: bool) -> bool:

@@ -12,6 +12,7 @@ those of the distribution that was sampled from (temperature, top-p and top-k ap
 """
 
 import asyncio
+import math
 import os
 import shutil
 import threading
@@ -762,15 +763,17 @@ def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: flo
 
 def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """An exact, order-independent checksum of all weights as `dtype`, from each rank's own shards. A collective."""
-    total, replicas = 0, 1
+    total, ranks = 0, dist.get_world_size()
     for name, shard in merged_shards(model):
+        pieces = 1  # of which each is on ranks / pieces ranks
         if isinstance(shard, DTensor):
-            replicas = dist.get_world_size() // shard.device_mesh.size(-1)
+            sizes = zip(shard.device_mesh.shape, shard.placements)
+            pieces = math.prod(size for size, placement in sizes if not placement.is_replicate())
             shard = shard.to_local()
-        total += _tensor_checksum(name, shard.to(dtype))
-    parts: list[int] = [0] * dist.get_world_size()
+        total += pieces * _tensor_checksum(name, shard.to(dtype))
+    parts: list[int] = [0] * ranks
     dist.all_gather_object(parts, total)
-    return sum(parts) // replicas % (1 << 64)
+    return sum(parts) // ranks % (1 << 64)
 
 
 def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:

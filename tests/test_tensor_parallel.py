@@ -1,0 +1,160 @@
+"""Tensor parallel: ranks that share the weights of each layer, and run their rows together, get what one rank gets.
+
+Float64, to 1e-9 of the norm, as in test_sequence_parallel.py.
+"""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen2ForTokenClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+import grpo
+from lib import InputError
+from lib.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.distributed import (
+    clip_grad_norm,
+    full_tensor,
+    iter_full_params,
+    make_mesh,
+    make_row_group,
+    shard_model,
+    trainable_parameters,
+)
+from lib.model import check_tensor_parallel, load_model, response_log_probs
+from lib.rollout import weight_checksum
+from tests.common import SMALL, TORCHRUN, TOY_MODEL, launch, metrics, ran, run_ranks, save_tiny
+from tests.test_invariance import groups_batch
+from tests.test_sequence_parallel import assert_exact
+
+TWO_KEY_HEADS = {"num_key_value_heads": 2}
+QWEN3 = {"cls": Qwen3ForCausalLM, "config": Qwen3Config, "head_dim": 32, **TWO_KEY_HEADS}
+LAYOUTS = [(2, {"tensor": 2}), (4, {"tensor": 2})]
+CASES = {
+    "untied, norms of heads": ({**QWEN3, "tied": False}, {}, LAYOUTS),
+    "biases, prompts not shared, checkpointing": (TWO_KEY_HEADS, {"share": False, "checkpointing": True}, LAYOUTS[:1]),
+    "windows": (
+        {"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "head_dim": 32, "sliding_window": 6, **TWO_KEY_HEADS},
+        {},
+        LAYOUTS[:1],
+    ),
+    "critic": ({"cls": Qwen2ForTokenClassification, "num_labels": 1, **TWO_KEY_HEADS}, {"critic": True}, LAYOUTS[:1]),
+    "weights in CPU memory": (QWEN3, {"offload": True}, LAYOUTS[1:]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, monkeypatch, case):
+    """With micro-batches without a row of some rank."""
+    norm = lambda self, x: x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)  # noqa: E731
+    monkeypatch.setattr(Gemma3RMSNorm, "forward", norm)  # in float64
+    model, options, layouts = CASES[case]
+    for ranks in assert_exact(save_tiny(tmp_path, **model), layouts, **options):
+        assert len({n for n, _ in ranks}) == 1 and sum(empty for _, empty in ranks) > 0
+
+
+# ---- weights and optimizer -----------------------------------------------------------------------
+
+
+def trained(world, path, folder, tensor, resume=None):
+    """A step by AdamW on a clipped gradient, after loading a checkpoint if asked for, and what is left of it."""
+    mesh = make_mesh(world, tensor_parallel=tensor)
+    model = shard_model(load_model(path, on_meta=True), mesh, torch.float32)
+    parameters, group = trainable_parameters(model), make_row_group(world, mesh)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    states = {"models": {"actor": (model, optimizer)}, "schedulers": {"actor": scheduler}}
+    if resume is not None:
+        load_checkpoint(resume, **states)
+    rows = 8 // world.size
+    batch = groups_batch([(5, [4, 1, 9, 6]), (7, [3, 3, 19, 2])])[
+        list(range(world.rank * rows, (world.rank + 1) * rows))
+    ]
+    loss = response_log_probs(model, batch, 0.8, row_group=group)[0].square().sum()
+    (loss * world.size).backward()
+    norm = clip_grad_norm(parameters, 0.1)
+    clipped = torch.stack([full_tensor(p.grad).norm() for p in parameters]).norm()
+    optimizer.step()
+    checkpoint = (
+        save_checkpoint(folder / "checkpoints", 1, **states, trainer_state={}, keep=0) if resume is None else None
+    )
+    export_hf(model, AutoTokenizer.from_pretrained(TOY_MODEL), folder / "model")
+    return norm, clipped, dict(iter_full_params(model)), weight_checksum(model, torch.float32), checkpoint
+
+
+def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path):
+    """Written by 2 x 2 ranks and by one, each is resumed by the other. fp32 sums in another order differ by 1e-6; Adam
+    makes the most of it where a gradient is almost 0, 1e-4 of the step's norm."""
+    path = save_tiny(tmp_path / "start", **QWEN3)
+    results = {}
+    for ranks, tensor in ((1, 1), (4, 2)):
+        results[ranks] = run_ranks(ranks, trained, path, tmp_path / f"first{ranks}", tensor)
+    for ranks, tensor, resume in ((1, 1, 4), (4, 2, 1), (2, 2, 4)):
+        checkpoint = results[resume][0][4]
+        results[ranks, resume] = run_ranks(ranks, trained, path, tmp_path / f"then{ranks}{resume}", tensor, checkpoint)
+    start = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    flat = lambda weights: torch.cat([weights[name].flatten() for name in start])  # noqa: E731
+    for expected, others in ((1, [4]), ((1, 4), [(4, 1), (2, 4)])):
+        norm, clipped, weights, *_ = results[expected][0]
+        moved = (flat(weights) - flat(start)).norm()
+        assert norm > 1 and abs(clipped - 0.1) < 1e-6 and moved > 1
+        for other_norm, other_clipped, other_weights, *_ in (result for other in others for result in results[other]):
+            assert abs(other_norm / norm - 1) < 1e-5 and abs(other_clipped - 0.1) < 1e-6
+            assert other_weights.keys() == start.keys() and (flat(other_weights) - flat(weights)).norm() < 1e-3 * moved
+    for folder, name in (("first4", 4), ("then41", (4, 1))):
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / folder / "model")
+        assert all(torch.equal(results[name][0][2][key], weight) for key, weight in exported.named_parameters())
+        [expected] = run_ranks(1, lambda world, model=exported: weight_checksum(model, torch.float32))
+        assert {checksum for *_, checksum, _ in results[name]} == {expected}
+
+
+# ---- as users run it -----------------------------------------------------------------------------
+
+
+def test_a_run_with_vllm_is_the_same(tmp_path):
+    """rel 1e-3, abs 1e-4: fp32 sums in another order, and the same samples by vLLM."""
+    pytest.importorskip("vllm")
+    args = [*SMALL, "--rollout-engine", "vllm", "--total-steps", "2", "--num-mini-batches", "2", "--kl-coef", "0.01"]
+    for n in ("1", "2"):
+        ran(launch("grpo", tmp_path, *args, "--tensor-parallel", n, "--run-name", n, launcher=TORCHRUN))
+    rows, expected = metrics(tmp_path / "2"), metrics(tmp_path / "1")
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["actor/ref_kl"] > 0
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel": 3}, "--tensor_parallel 3: must divide the number of ranks, 4"),
+        ({"rollout_engine": "hf"}, "does not work with --rollout_engine hf"),
+        ({"lora_rank": 4}, "--lora_rank"),
+        ({"replicas": 2}, "--replicas"),
+        ({"sequence_parallel": 2}, "--sequence_parallel"),
+        ({"dry_run": 4}, "--dry_run"),
+        ({"padding_free": False}, "--tensor_parallel 2: needs --padding_free"),
+    ],
+)
+def test_what_does_not_work_is_refused(settings, message):
+    args = grpo.Args(**{"tensor_parallel": 2, "rollout_engine": "vllm"} | settings)
+    with pytest.raises(InputError, match=message):
+        grpo.step_sizes(args, 4)
+        grpo.check_flags(args)
+
+
+def test_models_that_cannot_be_split_are_refused(tmp_path):
+    check_tensor_parallel(save_tiny(tmp_path / "a", **QWEN3), 2)
+    with pytest.raises(InputError, match="must divide the 1 key and value heads of --critic_model"):
+        check_tensor_parallel(save_tiny(tmp_path / "b"), 2, flag="--critic_model")
+    experts = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, **TWO_KEY_HEADS}
+    with pytest.raises(InputError, match="layers in its plan"):
+        check_tensor_parallel(save_tiny(tmp_path / "c", **experts), 2)
