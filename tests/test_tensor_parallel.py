@@ -85,7 +85,9 @@ def trained(world, path, folder, tensor, resume=None):
     clipped = torch.stack([full_tensor(p.grad).norm() for p in parameters]).norm()
     optimizer.step()
     checkpoint = (
-        save_checkpoint(folder / "checkpoints", 1, **states, trainer_state={}, keep=0) if resume is None else None
+        save_checkpoint(folder / "checkpoints", 1, **states, trainer_state={}, keep=0).result()
+        if resume is None
+        else None
     )
     export_hf(model, AutoTokenizer.from_pretrained(TOY_MODEL), folder / "model")
     return norm, clipped, dict(iter_full_params(model)), weight_checksum(model, torch.float32), checkpoint
