@@ -352,13 +352,16 @@ class PackedRun(NamedTuple):
     """the tokens (tokens,) among the count * length with padding"""
 
 
-def packed_sdpa(module, query, key, value, attention_mask, packed_runs=None, scaling=None, **kwargs):
+def packed_sdpa(module, query, key, value, attention_mask, packed_runs=None, group_cache=None, scaling=None, **kwargs):
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
     `packed_runs` is a list of `PackedRun`. A whole sequence, or a prompt that rows share, attends to its own earlier
     tokens; a response to a shared prompt attends to the prompt and to its own earlier tokens. Only such responses are
-    padded, and in the attention only. Without `packed_runs` this is transformers' own SDPA attention.
+    padded, and in the attention only. With a `group_cache` (lib/rollout.py) it attends itself. Without either this is
+    transformers' own SDPA attention.
     """
+    if group_cache is not None:
+        return group_cache.attend(module, query, key, value, scaling), None
     if packed_runs is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
