@@ -323,7 +323,8 @@ class GroupCache(Cache):
         layer = self.layers[module.layer_idx]
         layer.attended = True
         R, H_kv, t, _ = key.shape
-        q = query.view(R, H_kv, -1, query.shape[-1]) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        q = query.float().view(R, H_kv, -1, query.shape[-1])
+        q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         out, lse = _attend(q, key[:, :, -layer.window :], value[:, :, -layer.window :])  # (R, H_kv, H / H_kv, D)
         seen = min(layer.prompt_keys.shape[2], layer.window - t)  # of a prompt
         if seen > 0:
@@ -334,8 +335,8 @@ class GroupCache(Cache):
             prompt_out, prompt_lse = (
                 x.unflatten(2, (self.largest, -1)).transpose(1, 2).flatten(0, 1)[self.slot] for x in of_prompt
             )
-            out = torch.lerp(out, prompt_out, (prompt_lse - lse).sigmoid().to(out.dtype))
-        return out.reshape(R, 1, query.shape[1], -1)
+            out = torch.lerp(out, prompt_out, (prompt_lse - lse).sigmoid())
+        return out.reshape(R, 1, query.shape[1], -1).to(query.dtype)
 
 
 class GroupLayer(DynamicLayer):
@@ -390,12 +391,12 @@ def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
 
 
 def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention (..., m, D) and the log-sum-exp (..., m, 1) of its scores; what is hidden is not attended to."""
-    scores = (q @ k.mT).float()
+    """Attention (..., m, D) and the log-sum-exp (..., m, 1) of its scores, in fp32, without what is hidden."""
+    scores = q @ k.mT.float()
     if hidden is not None:
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     lse = scores.logsumexp(-1, keepdim=True)
-    return scores.sub_(lse).exp_().to(v.dtype) @ v, lse
+    return scores.sub_(lse).exp_() @ v.float(), lse
 
 
 def sample_tokens(
