@@ -147,14 +147,15 @@ def add_responses(
 # ---- transformers --------------------------------------------------------------------------------
 
 
+LONG_PROMPT = 128  # tokens; of shorter ones a copy a row costs less than to attend in two parts
 ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 
 class HFEngine:
     """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
 
-    Each distinct prompt is prefilled once and its keys and values kept once for its group (where can_group); finished
-    rows leave the batch.
+    Each distinct prompt is prefilled once and its keys and values kept once for its group (LONG_PROMPT, can_group);
+    finished rows leave the batch.
     """
 
     long_steps = True  # a step goes to the end of its requests
@@ -251,7 +252,7 @@ class HFEngine:
             past_key_values=cache,
             logits_to_keep=1,
         ).logits[:, -1]
-        grouped = can_group(self.model, cache)
+        grouped = width >= LONG_PROMPT and can_group(self.model, cache)
         if grouped:
             cache = GroupCache(cache, mask == 0, prompt_of_row)
         else:

@@ -224,6 +224,7 @@ def test_a_prompts_keys_and_values_kept_once_change_no_sample(world, tmp_path, d
     """Against the cache of transformers, which has a copy a row, and against the loss's own forward.
 
     fp32, 80 tokens, more than the buffers' first room, two layers: 1e-5 is 100 roundings."""
+    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
     engine, model = build("hf", save_tiny(tmp_path / "model", **DECODERS[decoder]), tmp_path / "engine")
     texts = [list(ids) for ids in random_prompts(6).non_tensor_batch["raw_prompt_ids"]]
     mixed = prompts_of([*texts[:3] * 3, *texts[3:]])  # three groups, three rows of their own
@@ -246,7 +247,8 @@ def test_a_prompts_keys_and_values_kept_once_change_no_sample(world, tmp_path, d
     assert longest > ROOM
 
 
-def test_a_group_holds_its_prompt_once_and_as_long_as_a_row_runs(world, tmp_path):
+def test_a_group_holds_its_prompt_once_and_as_long_as_a_row_runs(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
     engine, model = build("hf", save_tiny(tmp_path / "model"), tmp_path / "engine")
     sizes = []
 
@@ -276,6 +278,7 @@ def test_attention_that_cannot_be_joined_keeps_a_copy_a_row(world, tmp_path):
 
 
 def test_an_attention_that_swallows_keyword_arguments_is_refused(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
     engine, _ = build("hf", save_tiny(tmp_path / "model"), tmp_path / "engine")
     monkeypatch.setitem(
         ALL_ATTENTION_FUNCTIONS,
