@@ -24,8 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import jinja2
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
+
+if TYPE_CHECKING:
+    import datasets  # a second of import that rows of JSON can do without
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
 
@@ -71,29 +74,32 @@ def _read_json(path: Path) -> list[dict]:
     return [row for _, row in rows]
 
 
-def read_rows(source: str | Path | datasets.Dataset) -> Sequence[dict]:
+def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
     datasets.Dataset, or a hub id "owner/name" or "owner/name:split" (split "train" if not given).
 
     Raises InputError: no such file, an extension that is not one of these, a file that cannot be read.
     """
-    if isinstance(source, datasets.Dataset):
-        return source
     if not isinstance(source, str | Path):
+        import datasets
+
+        if isinstance(source, datasets.Dataset):
+            return source
         raise InputError(f"data files: got a {type(source).__name__}; give paths, a hub id or a datasets.Dataset")
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "state.json").is_file():
             files = sorted(p.name for p in path.iterdir())[:8]
             raise InputError(f"{path}: a folder that holds no saved Dataset; name the files in it: {', '.join(files)}")
-        return datasets.load_from_disk(str(path))
+        with _quiet_datasets() as datasets:
+            return datasets.load_from_disk(str(path))
     if path.is_file():
         if path.suffix in (".json", ".jsonl"):
             return _read_json(path)
         if path.suffix != ".parquet":
             raise InputError(f"{path}: unsupported extension {path.suffix!r}; use .parquet, .jsonl or .json")
         try:
-            with _no_progress_bars():
+            with _quiet_datasets() as datasets:
                 return datasets.Dataset.from_parquet(str(path))
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
@@ -112,7 +118,7 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
     """
     if local_dir is None:
         try:
-            with _no_progress_bars():
+            with _quiet_datasets() as datasets:
                 return datasets.load_dataset(hub_id, config, split=split)
         except Exception as error:  # the hub client's errors have no common class
             reason = str(error).partition("\n")[0]
@@ -128,11 +134,14 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
 
 
 @contextmanager
-def _no_progress_bars():
+def _quiet_datasets():
+    """The library, imported where it is needed, without its progress bars."""
+    import datasets
+
     were_off = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        yield
+        yield datasets
     finally:
         if not were_off:
             datasets.enable_progress_bars()
@@ -169,7 +178,7 @@ class RLHFDataset(Dataset):
 
     def __init__(
         self,
-        data_files: str | Path | datasets.Dataset | Sequence[str | Path | datasets.Dataset],
+        data_files: "str | Path | datasets.Dataset | Sequence[str | Path | datasets.Dataset]",
         tokenizer,
         *,
         max_prompt_length: int,
@@ -198,7 +207,7 @@ class RLHFDataset(Dataset):
         self.chat_template_kwargs = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         self.return_full_prompt = return_full_prompt
 
-        if isinstance(data_files, str | Path | datasets.Dataset):
+        if not isinstance(data_files, list | tuple):
             data_files = [data_files]
         self.sources = [self._open(source, number) for number, source in enumerate(data_files)]
         self._ends = list(accumulate(len(rows) for _, rows in self.sources))
@@ -225,10 +234,10 @@ class RLHFDataset(Dataset):
             )
 
     def _open(self, source, number: int) -> tuple[str, Sequence[dict]]:
-        name = f"data set {number} in memory" if isinstance(source, datasets.Dataset) else str(source)
+        name = str(source) if isinstance(source, str | Path) else f"data set {number} in memory"
         rows = read_rows(source)
         required = [self.prompt_key, "data_source", "reward_model"]
-        if isinstance(rows, datasets.Dataset):
+        if not isinstance(rows, list):  # a datasets.Dataset
             for column in required:
                 if column not in rows.column_names:
                     raise InputError(f"{name}: no column {column!r}; it has {', '.join(rows.column_names)}")

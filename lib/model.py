@@ -427,17 +427,29 @@ class PackedRun(NamedTuple):
 
 
 def packed_sdpa(
-    module, query, key, value, attention_mask, packed_runs=None, sequence_group=None, scaling=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    packed_runs=None,
+    sequence_group=None,
+    group_cache=None,
+    scaling=None,
+    **kwargs,
 ):
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
     `packed_runs` is a list of `PackedRun`. A whole sequence, or a prompt that rows share, attends to its own earlier
     tokens; a response to a shared prompt attends to the prompt and to its own earlier tokens. Only such responses are
-    padded, and in the attention only. Without `packed_runs` this is transformers' own SDPA attention.
+    padded, and in the attention only. With a `group_cache` (lib/rollout.py) it attends itself. Without either this is
+    transformers' own SDPA attention.
 
     With a `sequence_group` of n ranks each has N / n tokens of the packed row, and attends with H / n heads to all N:
     an all-to-all before and one behind change from the one to the other (DeepSpeed-Ulysses, arXiv 2309.14509).
     """
+    if group_cache is not None:
+        return group_cache.attend(module, query, key, value, scaling), None
     if packed_runs is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:

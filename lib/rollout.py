@@ -30,6 +30,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from lib import InputError
@@ -166,10 +167,15 @@ def add_responses(
 # ---- transformers --------------------------------------------------------------------------------
 
 
+LONG_PROMPT = 128  # tokens; of shorter ones a copy a row costs less than to attend in two parts
+ROOM = 64  # tokens by which the buffers of a response's keys and values grow
+
+
 class HFEngine:
     """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
 
-    Each distinct prompt is prefilled once and its KV cache shared out to its group; finished rows leave the batch.
+    Each distinct prompt is prefilled once and its keys and values kept once for its group (LONG_PROMPT, can_group);
+    finished rows leave the batch.
     """
 
     long_steps = True  # a step goes to the end of its requests
@@ -256,14 +262,22 @@ class HFEngine:
         width = max(map(len, distinct))
         ids = torch.tensor([[self.pad_token_id] * (width - len(key)) + list(key) for key in distinct], device=device)
         first = width - torch.tensor([len(key) for key in distinct], device=device)
-        mask = (torch.arange(width, device=device) >= first[:, None]).long()
+        mask = (torch.arange(width, device=device) >= first[:, None]).long()  # (n, P)
 
         cache = DynamicCache(config=self.model.config)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         logits = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+            input_ids=ids,
+            attention_mask=mask if first.any() else None,
+            position_ids=positions,
+            past_key_values=cache,
+            logits_to_keep=1,
         ).logits[:, -1]
-        cache.batch_select_indices(prompt_of_row)
+        grouped = width >= LONG_PROMPT and can_group(self.model, cache)
+        if grouped:
+            cache = GroupCache(cache, mask == 0, prompt_of_row)
+        else:
+            cache.batch_select_indices(prompt_of_row)
         logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], positions[prompt_of_row, -1:]
 
         tokens = torch.full((len(keys), T), self.pad_token_id, device=device)
@@ -282,14 +296,129 @@ class HFEngine:
                 rows, token, mask, position = rows[keep], token[keep], mask[keep], position[keep]
                 cache.batch_select_indices(keep)
             mask, position = torch.cat([mask, mask.new_ones(len(rows), 1)], 1), position + 1
+            inputs = cache.inputs if grouped else {"attention_mask": mask}
             logits = self.model(
-                input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache
+                input_ids=token[:, None], position_ids=position, past_key_values=cache, **inputs
             ).logits[:, -1]
         stopped = torch.isin(tokens.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
         return [
             Generated(row[:n], lps[:n], "stop" if stop else "length")
             for row, lps, n, stop in zip(tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist())
         ]
+
+
+class GroupCache(Cache):
+    """Keys and values of each prompt once, whatever the number of rows that answer it, and of each row's response.
+
+    prompts: what the prefill of the n prompts left; hidden (n, P): their padding; prompt_of_row (R,).
+    """
+
+    def __init__(self, prompts: DynamicCache, hidden: torch.Tensor, prompt_of_row: torch.Tensor):
+        super().__init__(layers=[GroupLayer(layer) for layer in prompts.layers])
+        self.hidden = hidden if hidden.any() else None
+        # transformers passes a 4-D mask on untouched; without one it would build one
+        self.inputs = {"attention_mask": torch.empty(1, 1, 1, 1, device=hidden.device), "group_cache": self}
+        self._group(prompt_of_row)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        left, prompt_of_row = self.prompt_of_row[indices].unique(return_inverse=True)
+        if len(left) < self.prompts:
+            self.hidden = None if self.hidden is None else self.hidden[left]
+            for layer in self.layers:
+                layer.prompt_keys, layer.prompt_values = layer.prompt_keys[left], layer.prompt_values[left]
+        self._group(prompt_of_row)
+
+    def _group(self, prompt_of_row: torch.Tensor) -> None:
+        """Gives each row a slot among (n, G), where the rows of a prompt are together."""
+        sizes = prompt_of_row.bincount()
+        order = prompt_of_row.argsort(stable=True)
+        within = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes)[prompt_of_row[order]]
+        self.prompt_of_row, self.prompts, self.largest = prompt_of_row, len(sizes), int(sizes.max())
+        self.slot = prompt_of_row * self.largest + torch.empty_like(order).index_copy(0, order, within)  # (R,)
+
+    def attend(self, module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None):
+        """Attention of one new token a row to its prompt and to its response; packed_sdpa comes here.
+
+        query (R, H, 1, D); key, value (R, H_kv, t, D): the response's. Returns (R, 1, H, D).
+        """
+        layer = self.layers[module.layer_idx]
+        layer.attended = True
+        R, H_kv, t, _ = key.shape
+        q = query.float().view(R, H_kv, -1, query.shape[-1])
+        q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        out, lse = _attend(q, key[:, :, -layer.window :], value[:, :, -layer.window :])  # (R, H_kv, H / H_kv, D)
+        seen = min(layer.prompt_keys.shape[2], layer.window - t)  # of a prompt
+        if seen > 0:
+            hidden = None if self.hidden is None else self.hidden[:, None, None, -seen:]
+            groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy(0, self.slot, q)
+            groups = groups.unflatten(0, (self.prompts, -1)).transpose(1, 2).flatten(2, 3)  # (n, H_kv, G x H / H_kv, D)
+            of_prompt = _attend(groups, layer.prompt_keys[:, :, -seen:], layer.prompt_values[:, :, -seen:], hidden)
+            prompt_out, prompt_lse = (
+                x.unflatten(2, (self.largest, -1)).transpose(1, 2).flatten(0, 1)[self.slot] for x in of_prompt
+            )
+            out = torch.lerp(out, prompt_out, (prompt_lse - lse).sigmoid())
+        return out.reshape(R, 1, query.shape[1], -1).to(query.dtype)
+
+
+class GroupLayer(DynamicLayer):
+    """A layer of GroupCache. The responses' keys and values (R, H_kv, t, D) are the filled part of buffers that grow by
+    ROOM tokens, so that a token does not copy them all."""
+
+    def __init__(self, prompts: DynamicLayer):
+        super().__init__()
+        self.prompt_keys, self.prompt_values = prompts.keys, prompts.values  # (n, H_kv, P, D)
+        self.window = getattr(prompts, "sliding_window", 1 << 30)  # tokens
+        self.attended = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if not self.attended:
+            raise InputError(
+                "--rollout_engine hf: the model's attention takes no keyword arguments, and prompts cannot be shared: "
+                "--attn_implementation sdpa --no-padding-free"
+            )
+        self.attended = False
+        t = self.get_seq_length()
+        if t % ROOM == 0:
+            self._key_buffer, self._value_buffer = (
+                _with_room(self.keys, key_states),
+                _with_room(self.values, value_states),
+            )
+            self.is_initialized = True
+        self._key_buffer[:, :, t : t + 1], self._value_buffer[:, :, t : t + 1] = key_states, value_states
+        self._fill(t + 1)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if t := self.get_seq_length():
+            self._key_buffer, self._value_buffer = self._key_buffer[indices], self._value_buffer[indices]
+            self._fill(t)
+
+    def _fill(self, t: int) -> None:
+        self.keys, self.values = self._key_buffer[:, :, :t], self._value_buffer[:, :, :t]
+
+
+def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    room = new.new_empty(*new.shape[:2], ROOM, new.shape[3])
+    return room if filled is None else torch.cat([filled, room], 2)
+
+
+def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
+    """Whether GroupCache can stand for `cache`: packed_sdpa, and all layers with full or sliding attention."""
+    config = model.config.get_text_config()
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    special = ("attention_chunk_size", "num_kv_shared_layers", "attn_logit_softcapping")
+    unknown = any(getattr(config, name, None) for name in special)
+    return plain and not unknown and model.config._attn_implementation == "packed_sdpa"
+
+
+def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention (..., m, D) and the log-sum-exp (..., m, 1) of its scores, in fp32, without what is hidden."""
+    scores = q @ k.mT.float()
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return scores.sub_(lse).exp_() @ v.float(), lse
 
 
 def sample_tokens(

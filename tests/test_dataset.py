@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 
 import datasets
 import numpy as np
@@ -17,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lib import InputError
 from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, load_split, make_loader
+from tests.common import ROOT
 
 # One token a character: "<user: hi><assistant: " has 6 + 3 + 12 tokens, and thinking adds "!".
 TEMPLATE = (
@@ -57,6 +60,13 @@ def write_parquet(path, rows):
 
 def texts(dataset):
     return [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))]
+
+
+def test_rows_of_json_do_without_the_import_of_datasets(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [make_row("a")])
+    code = f"import sys, lib.dataset; print(len(lib.dataset.read_rows({str(path)!r})), 'datasets' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["1", "False"]
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,35 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import lib.rollout
+from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, fsdp_modules, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
+    ROOM,
+    GroupCache,
+    GroupLayer,
     Sampling,
     VLLMEngine,
     WeightSyncError,
+    can_group,
     make_engine,
     request_seeds,
     sample_tokens,
@@ -186,6 +206,87 @@ def test_hf_spends_no_step_on_finished_rows_and_one_prefill_on_a_group(world, tm
     lengths = out.batch["response_mask"].sum(1)
     assert widths[0][0] == 6  # distinct prompts
     assert [rows for rows, _ in widths[1:]] == [int((lengths > t).sum()) for t in range(1, int(lengths.max()))]
+
+
+MISTRAL = {"cls": MistralForCausalLM, "config": MistralConfig}
+GEMMA3 = {"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "head_dim": 32}
+DECODERS = {
+    "qwen2, tied": {},
+    "llama, untied, gqa": {"cls": LlamaForCausalLM, "config": LlamaConfig, "tied": False},
+    "window shorter than prompts": MISTRAL | {"sliding_window": 6},
+    "window longer than prompts": MISTRAL | {"sliding_window": 40},
+    "both": GEMMA3 | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_prompts_keys_and_values_kept_once_change_no_sample(world, tmp_path, decoder, monkeypatch):
+    """Against the cache of transformers, which has a copy a row, and against the loss's own forward.
+
+    fp32, 80 tokens, more than the buffers' first room, two layers: 1e-5 is 100 roundings."""
+    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
+    engine, model = build("hf", save_tiny(tmp_path / "model", **DECODERS[decoder]), tmp_path / "engine")
+    texts = [list(ids) for ids in random_prompts(6).non_tensor_batch["raw_prompt_ids"]]
+    mixed = prompts_of([*texts[:3] * 3, *texts[3:]])  # three groups, three rows of their own
+    equal = prompts_of([[9 + i, *range(20, 30)] for i in range(4)] * 3)  # no padding, hence no mask
+    kept, longest = [], 0
+    model.register_forward_pre_hook(lambda _, __, kw: kept.append(kw["past_key_values"]), with_kwargs=True)
+    for prompts in (mixed, equal):
+        seeds = request_seeds(1, 7, list(range(len(prompts))))
+        out = engine.generate(prompts, Sampling(80, 0.8), seeds)
+        assert isinstance(kept[-1], GroupCache)
+        longest = max(longest, int(out.batch["response_mask"].sum(1).max()))
+        log_probs, _ = response_log_probs(model, out, 0.8)
+        assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-5
+        with monkeypatch.context() as patch:
+            patch.setattr(lib.rollout, "can_group", lambda *_: False)
+            plain = engine.generate(prompts, Sampling(80, 0.8), seeds)
+        assert isinstance(kept[-2], DynamicCache)
+        assert torch.equal(out.batch["responses"], plain.batch["responses"])
+        assert (out.batch["rollout_log_probs"] - plain.batch["rollout_log_probs"]).abs().max() < 1e-5
+    assert longest > ROOM
+
+
+def test_a_group_holds_its_prompt_once_and_as_long_as_a_row_runs(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
+    engine, model = build("hf", save_tiny(tmp_path / "model"), tmp_path / "engine")
+    sizes = []
+
+    def record(_, __, kwargs):
+        for layer in getattr(kwargs["past_key_values"], "layers", []):
+            if isinstance(layer, GroupLayer):
+                sizes.append((len(layer.prompt_keys), len(layer.prompt_values), len(kwargs["input_ids"])))
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    out = engine.generate(random_prompts(6, copies=3), Sampling(30), request_seeds(1, 6, list(range(18))))
+    lengths = out.batch["response_mask"].sum(1).view(3, 6)
+    expected = [
+        (int((lengths > t).any(0).sum()), int((lengths > t).any(0).sum()), int((lengths > t).sum()))
+        for t in range(1, int(lengths.max()))
+    ]
+    assert sizes[::2] == sizes[1::2] == expected and len(set(expected)) > 3
+
+
+def test_attention_that_cannot_be_joined_keeps_a_copy_a_row(world, tmp_path):
+    """Capped scores, and attention that is not packed_sdpa; what swallows the keyword is refused."""
+    capped = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, "head_dim": 32}
+    for folder, more, attention in (("a", {}, "eager"), ("b", capped, "packed_sdpa")):
+        model = load_model(save_tiny(tmp_path / folder, **more), attn_implementation=attention)
+        cache = DynamicCache(config=model.config)
+        model(input_ids=torch.arange(9, 12)[None], past_key_values=cache)
+        assert not can_group(model, cache)
+
+
+def test_an_attention_that_swallows_keyword_arguments_is_refused(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
+    engine, _ = build("hf", save_tiny(tmp_path / "model"), tmp_path / "engine")
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS,
+        "packed_sdpa",
+        lambda *args, group_cache=None, **kwargs: sdpa_attention_forward(*args, **kwargs),
+    )
+    with pytest.raises(InputError, match="takes no keyword arguments"):
+        engine.generate(random_prompts(3), Sampling(8), [1, 2, 3])
 
 
 # ---- requests that come and go -------------------------------------------------------------------
