@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup train test diff curves lint format clean
+.PHONY: help setup train test diff curves bench lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -38,6 +38,11 @@ diff:  ## what one script changes in another: make diff A=grpo B=dapo
 
 curves: setup  ## the learning curves of the documents (an hour); a part: make curves ARGS="--scripts dapo --variants"
 	$(BIN)/python benchmarks/curves.py $(ARGS)
+
+bench: setup  ## speed and memory of the parts, to benchmarks/results (an hour; benchmarks/vs_trl.py is apart: TRL wants its own .venv)
+	for part in data_proto update code; do $(BIN)/python -m benchmarks.$$part --output benchmarks/results/$$part.json || exit; done
+	for part in hostile_scorer agent_loop weight_sync; do $(BIN)/python -m benchmarks.$$part || exit; done
+	$(BIN)/python -m benchmarks.vs_trl options
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .
