@@ -14,12 +14,15 @@ those of the distribution that was sampled from (temperature, top-p and top-k ap
 import asyncio
 import os
 import shutil
+import socket
 import threading
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import httpx
@@ -33,7 +36,15 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import compute_device, is_first_on_node, iter_full_params, merged_shards, unsharded
+from lib.distributed import (
+    broadcast,
+    compute_device,
+    is_first_on_node,
+    iter_full_params,
+    join_group,
+    merged_shards,
+    unsharded,
+)
 from lib.model import response_log_probs
 
 
@@ -328,9 +339,8 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         import vllm
 
-        from lib import vllm_weights
+        from lib import vllm_weights  # noqa: F401  its import makes the backend known
 
-        vllm_weights.register()
         if not on_gpu:  # spares a C++ compilation of many seconds at the first generate, for the rank of a token
             import vllm.v1.sample.sampler as sampler
 
@@ -493,26 +503,30 @@ class _CheckedStream:
 # ---- a vLLM server -------------------------------------------------------------------------------
 
 STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/agent_loop.py stands still meanwhile
+BUCKET_BYTES = 256 << 20  # of one broadcast, or one tensor; three buckets are in memory at a time
+SYNC_TIMEOUT_S = 300.0  # for all servers to join the group, or to take a bucket
+HEALTH_S = 2.0  # between two questions whether they are alive
 
 
 class ServedEngine:
-    """A vLLM server that the user started, over its OpenAI-compatible API; rank r uses URL r modulo their number.
+    """vLLM servers that the user started, over their OpenAI-compatible API; rank r uses URL r modulo their number.
 
-    Weights go by way of a file in `folder`, which the first rank writes and the servers read: on another machine, from
-    a shared disk. The folder that the server was started with is not touched. The server must run with
-    VLLM_SERVER_DEV_MODE=1 in its environment (it then takes orders from whoever reaches it) and with
-    --logprobs-mode processed_logprobs; beside the requests of this run it must have none.
+    Weights are broadcast from the first rank to all workers of all servers, bucket by bucket, if the servers were
+    started with lib/vllm_weights.py's backend "broadcast"; else they go by way of a file in `folder`, which the first
+    rank writes and the servers read: on another machine, from a shared disk. The folder that a server was started with
+    is not touched. A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then takes orders from whoever
+    reaches it) and with --logprobs-mode processed_logprobs; beside the requests of this run it must have none.
 
     Raises:
-        InputError: the server cannot be reached, was started otherwise, or refuses a request or the weights.
+        InputError: a server cannot be reached, was started otherwise, or refuses a request or the weights.
     """
 
     long_steps = False  # requests come and go at each
 
     def __init__(self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype):
-        servers = urls.split(",")
-        self.url = servers[dist.get_rank() % len(servers)].rstrip("/")
-        self.first_of_server = dist.get_rank() < len(servers)
+        self.servers = [url.rstrip("/") for url in urls.split(",")]
+        self.url = self.servers[dist.get_rank() % len(self.servers)]
+        self.first_of_server = dist.get_rank() < len(self.servers)
         self.folder, self.dtype, self.pad_token_id = folder.resolve(), dtype, tokenizer.pad_token_id
         self.stop_ids = stop_token_ids(model, tokenizer)
         self._running: dict[str, Future[Generated]] = {}
@@ -529,35 +543,128 @@ class ServedEngine:
                 f"need {max_length}: start it with --max-model-len {max_length}"
             )
         self._reset_prefix_cache()  # asks for the dev mode before anything is trained
+        self._ask("POST", "/resume")  # a run before may have ended while it was paused
         only_choice = self._wait(self._sample([0], Sampling(1, top_k=1), seed=0))
         if only_choice.log_probs[0] < -1e-3:
             raise InputError(
                 f"--rollout_engine {self.url}: the server's log-probs are not those of the distribution that it "
                 "samples from: start it with --logprobs-mode processed_logprobs"
             )
+        self.weights_by = broadcast(self._weights_by() if dist.get_rank() == 0 else None)
+        self._group: dist.Backend | None = None
+
+    def _weights_by(self) -> str:
+        """What all servers can do: "broadcast", "reload_from" (the worker extension only) or "reload_weights"."""
+        backends = set()
+        for url in self.servers:
+            try:
+                order = {"method": "weight_transfer_backend"}
+                backends |= set(self._ask("POST", "/collective_rpc", url=url, json=order)["results"])
+            except InputError:  # no such method
+                return "reload_weights"
+        return "broadcast" if backends == {"broadcast"} else "reload_from"
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Writes the trainer's weights and has the servers read them. A collective."""
-        stream, first = _CheckedStream(model, self.dtype), dist.get_rank() == 0
-        folder = self.folder / f"version_{version}"  # a new path: a network disk may show the old file of a known one
+        """Gives the servers the trainer's weights. A collective."""
+        stream = _CheckedStream(model, self.dtype)
+        if self.first_of_server:
+            self._ask("POST", "/pause", params={"mode": "abort"})  # no step on half of the weights
+        dist.barrier()
+        try:
+            if self.weights_by == "broadcast":
+                self._broadcast(stream)
+            else:
+                self._write_and_reload(stream, self.folder / f"version_{version}")
+        except InputError as error:  # and what a server holds now is neither the old nor the new
+            needs = "" if self.weights_by == "broadcast" else f" and see {self.folder}"
+            raise InputError(f"{error}; it must serve the model that is trained{needs}: start it again") from error
+        dist.barrier()
+        if self.first_of_server:
+            self._reset_prefix_cache()  # cached prefixes hold keys and values of the old weights
+            self._ask("POST", "/resume")
+        dist.barrier()
+        self.version, self.checksum = version, stream.checksum
+
+    def _broadcast(self, stream: "_CheckedStream") -> None:
+        """Gathers the next bucket while one is sent. Only the first rank sends; all gather."""
+        if dist.get_rank() > 0:
+            for _ in stream:
+                pass
+            return
+        if self._group is None:
+            self._group = self._connect(compute_device(stream.model))
+        self._finish(self._order("/start_weight_update"))
+        sending: tuple[list[Future], dist.Work | None] = ([], None)
+        for names, tensors in _buckets(stream):
+            shapes = [list(tensor.shape) for tensor in tensors]
+            bucket = torch.cat([tensor.flatten() for tensor in tensors])
+            self._finish(*sending)
+            update = {"names": names, "shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
+            replies = self._order("/update_weights", json={"update_info": update})
+            sending = replies, self._group.broadcast(bucket, 0)
+        self._finish(*sending)
+        self._finish(self._order("/finish_weight_update"))
+
+    def _connect(self, device: torch.device) -> dist.Backend:
+        """The group of the first rank, 0 there, and of all workers, server after server."""
+        sizes = [self._ask("GET", "/get_world_size", url=url)["world_size"] for url in self.servers]
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        info = {"port": store.port, "device": device.type, "size": 1 + sum(sizes), "timeout_s": SYNC_TIMEOUT_S}
+        replies = []
+        for url, first_rank in zip(self.servers, accumulate([1, *sizes])):
+            own = {"init_info": info | {"host": _address_towards(url), "first_rank": first_rank}}
+            replies.append(self._begin("POST", "/init_weight_transfer_engine", url=url, json=own))
+        try:
+            group = join_group(store, 0, info["size"], device, SYNC_TIMEOUT_S)
+        except RuntimeError as error:
+            raise self._broken_off(error) from error
+        self._finish(replies)
+        return group
+
+    def _order(self, path: str, **kwargs) -> list[Future]:
+        return [self._begin("POST", path, url=url, **kwargs) for url in self.servers]
+
+    def _finish(self, replies: list[Future], work: dist.Work | None = None) -> None:
+        """Waits for both. Either may hang where the other failed, and both where a server lost its worker."""
+        start = asked = time.monotonic()
+        while True:
+            for reply in replies:
+                if reply.done():
+                    reply.result()
+            if work is not None and work.is_completed():
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._broken_off(error) from error
+                work = None
+            if work is None and all(reply.done() for reply in replies):
+                return
+            if time.monotonic() > start + SYNC_TIMEOUT_S:
+                raise self._broken_off(f"no answer for {SYNC_TIMEOUT_S:g} s")
+            if time.monotonic() > asked + HEALTH_S:
+                for url in self.servers:
+                    self._ask("GET", "/health", url=url, timeout=SYNC_TIMEOUT_S)
+                asked = time.monotonic()
+            time.sleep(0.001)
+
+    def _broken_off(self, why) -> InputError:
+        reason = str(why).partition("\n")[0]
+        return InputError(f"--rollout_engine {','.join(self.servers)}: the broadcast of weights broke off ({reason})")
+
+    def _write_and_reload(self, stream: "_CheckedStream", folder: Path) -> None:
+        """folder: a new one, since a network disk may show the old file of a known path."""
+        first = dist.get_rank() == 0
         weights = {name: tensor.cpu().contiguous() for name, tensor in stream if first}
         if first:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         dist.barrier()
         if self.first_of_server:
-            order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            try:
-                self._ask("POST", "/collective_rpc", json=order)
-            except InputError as error:  # and what it holds now is neither the old nor the new
-                raise InputError(
-                    f"{error}; it must serve the model that is trained and see {folder}: start it again"
-                ) from error
-            self._reset_prefix_cache()  # cached prefixes hold keys and values of the old weights
+            order = {"method": self.weights_by, "kwargs": {"weights_path": str(folder)}}
+            self._ask("POST", "/collective_rpc", json=order)
         dist.barrier()
         if first:
             shutil.rmtree(folder)
-        self.version, self.checksum = version, stream.checksum
 
     def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
         choice = self._wait(self._complete(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0))
@@ -568,6 +675,9 @@ class ServedEngine:
     def wake(self) -> None: ...
 
     def close(self) -> None:
+        if self._group is not None:
+            wait(self._order("/shutdown_weight_transfer_engine"), SYNC_TIMEOUT_S)  # a server that ended needs none
+            self._group.shutdown()
         self._wait(self._client.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -626,34 +736,58 @@ class ServedEngine:
         body = {"model": self.served_model, "prompt": list(map(int, prompt_ids)), **settings}
         return (await self._request("POST", "/v1/completions", json=body))["choices"][0]
 
-    async def _request(self, method: str, path: str, **kwargs) -> dict:
+    async def _request(self, method: str, path: str, url: str | None = None, **kwargs) -> dict:
+        url = url or self.url
         try:
-            response = await self._client.request(method, self.url + path, **kwargs)
+            response = await self._client.request(method, url + path, **kwargs)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise InputError(
-                f"--rollout_engine {self.url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
+                f"--rollout_engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
                 "it, or see its log for why it ended"
             ) from error
         if response.status_code == 404 and not path.startswith("/v1"):
             raise InputError(
-                f"--rollout_engine {self.url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
+                f"--rollout_engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
                 "environment"
             )
         if response.is_error:
             what = " ".join(response.text.split())[:500]
-            raise InputError(f"--rollout_engine {self.url}: {path} failed with {response.status_code}: {what}")
-        return response.json()
+            raise InputError(f"--rollout_engine {url}: {path} failed with {response.status_code}: {what}")
+        return response.json() if response.content else {}
 
     def _wait(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
+    def _begin(self, method: str, path: str, **kwargs) -> Future:
+        return asyncio.run_coroutine_threadsafe(self._request(method, path, **kwargs), self._loop)
+
     def _ask(self, method: str, path: str, **kwargs) -> dict:
-        return self._wait(self._request(method, path, **kwargs))
+        return self._begin(method, path, **kwargs).result()
 
     def _reset_prefix_cache(self) -> None:
         """Also of requests that are being aborted still."""
         if not self._ask("POST", "/reset_prefix_cache", params={"reset_running_requests": True})["success"]:
             raise WeightSyncError(f"the vLLM server {self.url} kept its prefix cache")
+
+
+def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+    """Runs of tensors of BUCKET_BYTES at most together; a larger one is alone."""
+    names, tensors, size = [], [], 0
+    for name, tensor in stream:
+        if names and size + tensor.nbytes > BUCKET_BYTES:
+            yield names, tensors
+            names, tensors, size = [], [], 0
+        names.append(name)
+        tensors.append(tensor)
+        size += tensor.nbytes
+    yield names, tensors
+
+
+def _address_towards(url: str) -> str:
+    """This machine's, on the network by which it reaches the server."""
+    server = httpx.URL(url)
+    with socket.create_connection((server.host, server.port or {"http": 80, "https": 443}[server.scheme])) as s:
+        return s.getsockname()[0]
 
 
 # ---- weight sync, checked ------------------------------------------------------------------------

@@ -8,16 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lib import InputError
+from lib import InputError, rollout
 from lib.distributed import World, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Sampling, ServedEngine, WeightSyncError, check_engine, make_engine, request_seeds, sync_weights
@@ -49,13 +51,15 @@ def free_port() -> int:
 def server(tmp_path_factory):
     """(URL, folder that it serves, process)."""
     folder = tmp_path_factory.mktemp("served")
-    path = save_tiny(folder / "model", tied=False)
+    path = save_tiny(folder / "model")
     load_tokenizer(TOY_MODEL).save_pretrained(path)
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--served-model-name", "m"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
     command += ["--max-model-len", str(MAX_LENGTH), "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
+    command += ["--worker-extension-cls", "lib.vllm_weights.WorkerExtension"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in launched}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -248,11 +252,59 @@ def test_a_sync_that_is_skipped_stops_the_run(engine_and_model, monkeypatch):
         with pytest.raises(WeightSyncError, match=f"version {version + 1} failed"):
             sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
     with monkeypatch.context() as patch:  # the server says yes and does nothing
+        patch.setattr(engine, "weights_by", "reload_from")
         patch.setattr(engine, "_ask", lambda method, path, **kw: path == "/collective_rpc" or ask(method, path, **kw))
         perturb(model)
         with pytest.raises(WeightSyncError, match="does not compute with them"):
             sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
     sync_weights(engine, model, version + 3, tolerance=TOLERANCE)
+
+
+@needs_vllm
+@pytest.mark.parametrize("way, bucket", [("broadcast", 1 << 28), ("broadcast", 9000), ("reload_from", 0)])
+def test_every_way_gives_the_same_weights(engine_and_model, monkeypatch, way, bucket):
+    """A bucket of 9000 bytes holds several of the smaller tensors; the embedding and others exceed it."""
+    engine, model = engine_and_model
+    monkeypatch.setattr(engine, "weights_by", way)
+    monkeypatch.setattr(rollout, "BUCKET_BYTES", bucket)
+    sent, real = [], engine._order
+    monkeypatch.setattr(engine, "_order", lambda path, **kw: sent.append(path) or real(path, **kw))
+    perturb(model)
+    version = engine.version + 1
+    assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
+    out = engine.generate(random_prompts(8), Sampling(8), request_seeds(1, version, list(range(8))))
+    assert off_policy(model, out) < 1e-4
+    buckets = sent.count("/update_weights")
+    assert buckets == (way == "broadcast") if bucket != 9000 else buckets > 5
+    assert not list(engine.folder.glob("*"))  # no copy stays
+
+
+@needs_vllm
+def test_a_server_without_the_extension_gets_a_file(engine_and_model, monkeypatch):
+    """As vLLM is, a CPU server with a tied head is refused: its reload leaves the head's packed copy as it was."""
+    engine, model = engine_and_model
+    ask = engine._ask
+
+    def without(method, path, **kwargs):
+        if kwargs.get("json") == {"method": "weight_transfer_backend"}:
+            kwargs["json"] = {"method": "no_such_method"}
+        return ask(method, path, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_ask", without)
+        assert engine._weights_by() == "reload_weights"
+        patch.setattr(engine, "weights_by", "reload_weights")
+        perturb(model)
+        with pytest.raises(WeightSyncError, match="does not compute with them"):
+            sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+    assert engine._weights_by() == "broadcast"
+    sync_weights(engine, model, engine.version + 2, tolerance=TOLERANCE)
+
+
+def test_buckets(monkeypatch):
+    monkeypatch.setattr(rollout, "BUCKET_BYTES", 100)
+    stream = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 10, 5, 5, 40, 1, 25])]  # of 4 bytes
+    assert [names for names, _ in rollout._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
 
 
 # ---- what a person reads --------------------------------------------------------------------------
@@ -285,6 +337,7 @@ WRONG = {
     "--logprobs-mode processed_logprobs": {
         "/v1/models": MODELS,
         "/reset_prefix_cache": {"success": True},
+        "/resume": {"status": "resumed"},
         "/v1/completions": RAW,
     },
     "/v1/models failed with 404": {},
@@ -323,18 +376,42 @@ def test_no_generate_before_the_weights():
         pass
 
 
+def test_a_server_that_hangs(monkeypatch):
+    engine = ServedEngine.__new__(ServedEngine)
+    engine.servers = ["http://a:1", "http://b:2"]
+    monkeypatch.setattr(rollout, "SYNC_TIMEOUT_S", 0.05)
+    with pytest.raises(InputError, match=r"http://a:1,http://b:2: the broadcast .*no answer for 0.05 s"):
+        engine._finish([Future()])
+
+
 @needs_vllm
-def test_another_model_and_then_no_server(server, engine_and_model, tmp_path):
+def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
     """Last: the server is of no use after it."""
-    engine, _ = engine_and_model
-    url, _, process = server
-    other, model = build(
+    url, path, process = server
+    engine, model = build(url, path, tmp_path / "engine")
+    other, other_model = build(
         url, save_tiny(tmp_path / "other", cls=Qwen3MoeForCausalLM, config=Qwen3MoeConfig, **MOE), tmp_path
     )
+    for way in ("reload_from", "broadcast"):
+        other.weights_by = way
+        with pytest.raises(InputError, match="must serve the model that is trained") as raised:
+            sync_weights(other, other_model, 1, tolerance=TOLERANCE)
+        assert "\n" not in str(raised.value)
+
+    worker = max(psutil.Process(process.pid).children(recursive=True), key=lambda child: child.memory_info().rss)
+    real_buckets = rollout._buckets
+
+    def buckets(stream):
+        for names, tensors in real_buckets(stream):
+            yield names, tensors
+            worker.kill()  # while one is on its way
+
+    monkeypatch.setattr(rollout, "_buckets", buckets)
+    monkeypatch.setattr(rollout, "BUCKET_BYTES", 9000)
     with pytest.raises(InputError, match="must serve the model that is trained") as raised:
-        sync_weights(other, model, 1, tolerance=TOLERANCE)
-    assert "\n" not in str(raised.value)
-    process.terminate()
+        sync_weights(engine, model, 1, tolerance=TOLERANCE)
+    assert "\n" not in str(raised.value) and "no answer" not in str(raised.value)
+    process.kill()  # a worker is missing: it would not end by itself
     process.wait(30)
     for call in (lambda: engine.generate(random_prompts(2), Sampling(4), [1, 2]), lambda: engine.probe_log_probs([1])):
         with pytest.raises(InputError, match="no vLLM server answers") as raised:
