@@ -91,7 +91,13 @@ from lib.model import (
 )
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
 from lib.reward import RewardManager, load_scorers
-from lib.rollout import Sampling, check_engine, make_engine, request_seeds, sync_weights
+from lib.rollout import (
+    Sampling,
+    check_engine,
+    make_engine,
+    request_seeds,
+    sync_weights,
+)
 from lib.rollout_correction import get_rollout_correction_fn
 from lib.tracking import Tracker, sample_rows
 
@@ -173,6 +179,9 @@ class Args:
     rollout_engine: str = "hf"
     """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
     server that runs already (several: commas between)"""
+    async_level: int = 0
+    """steps that rollouts may run ahead of training, on an engine of its own (http://...): their tokens are then of up
+    to that many weights before. Above 0 rollout_correction is {"level": "token", "bounds": [0, 2]} unless given"""
     prompts_per_step: int = 32
     """prompts of one step, over all ranks"""
     group_size: int = 8
@@ -396,6 +405,14 @@ def check_flags(args: Args) -> None:
         raise InputError(f"--kl_horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
     if args.old_log_probs == "rollout" and args.rollout_correction != "{}":
         raise InputError("--old_log_probs rollout is the correction itself: drop it or --rollout_correction")
+    if args.async_level < 0:
+        raise InputError(f"--async_level {args.async_level}: must be at least 0")
+    if args.async_level and args.rollout_engine in ("hf", "vllm"):
+        raise InputError(
+            f"--async_level {args.async_level} needs --rollout_engine http://host:port, not a shared device"
+        )
+    if args.async_level and args.multi_turn != "{}":
+        raise InputError(f"--async_level {args.async_level}: episodes of --multi_turn do not run ahead; drop one")
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
@@ -540,6 +557,8 @@ def main(args: Args) -> None:
         token_masks.setdefault(args.loss, {})
     check_token_masks(token_masks)
     correction = parse_json(args.rollout_correction, "rollout_correction")
+    if args.async_level and not correction and args.old_log_probs != "rollout":  # for tokens of older weights
+        correction = {"level": "token", "bounds": [0, 2]}
     correct_rollout = get_rollout_correction_fn(correction) if correction else None
     kl_in_reward = args.kl_coef > 0 and args.kl_placement == "reward"
     share_prompts = args.share_prompts and args.padding_free and args.attn_implementation == "packed_sdpa"
@@ -559,6 +578,8 @@ def main(args: Args) -> None:
         raise InputError(f"--zero_variance refill compares the scores of a group, not of {args.group_size} response")
     if args.max_gen_batches < 1:
         raise InputError(f"--max_gen_batches {args.max_gen_batches}: must be at least 1")
+    if args.async_level:
+        raise InputError("--async_level: dapo.py samples until a step has its groups, which cannot run ahead; use 0")
     if not 0 <= args.overlong_buffer <= args.max_response_length:
         raise InputError(f"--overlong_buffer {args.overlong_buffer}: must be in 0..{args.max_response_length}")
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
@@ -684,7 +705,7 @@ def main(args: Args) -> None:
         resume_step=start_step,
         enabled=world.rank == 0,
     )
-    prompts_of_steps = iter(loader)
+    prompts_of_steps = iter(loader)  # DAPO: as many batches of them as a step needs
 
     def collect_scores(pending, batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
         """Scores (B, T) on each row's last token, what else is known of each row, failures. A collective."""
@@ -909,7 +930,7 @@ def main(args: Args) -> None:
         # ---- 6 log
         local |= timer.metrics()  # DAPO: the rest is there already
         local |= {
-            "training/epoch": loader.position / len(train_data),
+            "training/epoch": loader.position / len(train_data),  # DAPO:
             "training/skipped_updates": skipped_updates,
             # DAPO: rows that were left over come in, and what is left over goes out
             "training/rows_in": gen_batches * needed + old_rows,
@@ -944,7 +965,7 @@ def main(args: Args) -> None:
                 schedulers=schedulers,
                 trainer_state={
                     "step": step,
-                    "loader": loader.state_dict(),
+                    "loader": loader.state_dict(),  # DAPO:
                     "kl_control": kl_control.state_dict(),
                     "entropy_control": entropy_control.state_dict(),
                 },

@@ -18,10 +18,11 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -45,6 +46,7 @@ from lib.distributed import (
     merged_shards,
     unsharded,
 )
+from lib.metrics import Max, Mean, Metric
 from lib.model import response_log_probs
 
 
@@ -65,6 +67,7 @@ class Generated:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop" (the end token is the last), "length" or "abort"
+    weight_versions: list[int | None] = field(default_factory=list)  # of each token, where the engine keeps them
 
 
 class WeightSyncError(RuntimeError):
@@ -506,6 +509,7 @@ STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/ag
 BUCKET_BYTES = 256 << 20  # of one broadcast, or one tensor; three buckets are in memory at a time
 SYNC_TIMEOUT_S = 300.0  # for all servers to join the group, or to take a bucket
 HEALTH_S = 2.0  # between two questions whether they are alive
+STOP_S = 2.0  # for what a pause has stopped to come back; what takes longer is sampled again
 
 
 class ServedEngine:
@@ -530,7 +534,10 @@ class ServedEngine:
         self.folder, self.dtype, self.pad_token_id = folder.resolve(), dtype, tokenizer.pad_token_id
         self.stop_ids = stop_token_ids(model, tokenizer)
         self._running: dict[str, Future[Generated]] = {}
-        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits())
+        self._posted: set[asyncio.Task] = set()
+        self._open = asyncio.Event()  # not while weights come
+        self._open.set()
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(keepalive_expiry=1.0))  # vLLM: 5 s
         self._loop = asyncio.new_event_loop()  # lib/agent_loop.py's stands still during a step
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.version: int | None = None
@@ -557,19 +564,22 @@ class ServedEngine:
         """What all servers can do: "broadcast", "reload_from" (the worker extension only) or "reload_weights"."""
         backends = set()
         for url in self.servers:
+            order = {"json": {"method": "weight_transfer_backend"}, "headers": {"Connection": "close"}}
             try:
-                order = {"method": "weight_transfer_backend"}
-                backends |= set(self._ask("POST", "/collective_rpc", url=url, json=order)["results"])
-            except InputError:  # no such method
+                backends |= set(self._ask("POST", "/collective_rpc", url=url, **order)["results"])
+            except InputError:  # no such method, at which the server closes the connection without a word
                 return "reload_weights"
         return "broadcast" if backends == {"broadcast"} else "reload_from"
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Gives the servers the trainer's weights. A collective."""
+        """Gives the servers the trainer's weights. What is sampled meanwhile goes on with them. A collective."""
         stream = _CheckedStream(model, self.dtype)
-        if self.first_of_server:
-            self._ask("POST", "/pause", params={"mode": "abort"})  # no step on half of the weights
+        self._loop.call_soon_threadsafe(self._open.clear)
         dist.barrier()
+        if self.first_of_server:
+            self._ask("POST", "/pause", params={"mode": "abort"})  # which answers with the tokens that there are
+        dist.barrier()
+        self._wait(self._drain())
         try:
             if self.weights_by == "broadcast":
                 self._broadcast(stream)
@@ -584,6 +594,16 @@ class ServedEngine:
             self._ask("POST", "/resume")
         dist.barrier()
         self.version, self.checksum = version, stream.checksum
+        self._loop.call_soon_threadsafe(self._open.set)
+
+    async def _drain(self) -> None:
+        """After it no request is at the server: one that came behind the pause would wait there for the new weights."""
+        if self._posted:
+            _, late = await asyncio.wait(self._posted, timeout=STOP_S)
+            for request in late:
+                request.cancel()
+            if late:
+                await asyncio.wait(late)
 
     def _broadcast(self, stream: "_CheckedStream") -> None:
         """Gathers the next bucket while one is sent. Only the first rank sends; all gather."""
@@ -712,24 +732,52 @@ class ServedEngine:
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
-        done: dict[str, Generated] = {}
+        return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
+
+    def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> list[Future]:
+        """generate, of which collect is the end: between the two may be syncs of weights."""
+        prompt_ids = prompts.non_tensor_batch["raw_prompt_ids"]
         with self.session():
-            for i, prompt_ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"]):
-                self.submit(str(i), prompt_ids, sampling, seeds[i])
-            while self._running:
-                done |= self.step()
-        rows = [done[str(i)] for i in range(len(seeds))]
-        return add_responses(
-            prompts,
-            rows,
-            self.pad_token_id,
-            sampling.max_response_length,
-        )
+            return [
+                asyncio.run_coroutine_threadsafe(self._sample(ids, sampling, seed), self._loop)
+                for ids, seed in zip(prompt_ids, seeds)
+            ]
+
+    def collect(self, prompts: DataProto, sampling: Sampling, rows: list[Future]) -> DataProto:
+        """As generate, and weight_versions (B, T): of each token, -1 where none was sampled."""
+        rows = [row.result() for row in rows]
+        batch = add_responses(prompts, rows, self.pad_token_id, sampling.max_response_length)
+        versions = torch.full_like(batch.batch["responses"], -1)
+        for i, row in enumerate(rows):
+            versions[i, : len(row.weight_versions)] = torch.tensor(row.weight_versions)
+        batch.batch["weight_versions"] = versions
+        return batch
 
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Generated:
-        choice = await self._complete(prompt_ids, **_vllm_settings(sampling, seed))
-        log_probs = choice["logprobs"]["token_logprobs"]
-        return Generated(choice["token_ids"], log_probs, _finish_reason(choice["finish_reason"]))
+        """A sync of weights in its midst stops it; it goes on from the tokens that it has."""
+        row, stops = Generated([], [], "abort"), 0
+        while True:
+            await self._open.wait()
+            version = self.version
+            left = replace(sampling, max_response_length=sampling.max_response_length - len(row.token_ids))
+            settings = _vllm_settings(left, turn_seed(seed, -stops))
+            request = asyncio.create_task(self._complete([*prompt_ids, *row.token_ids], **settings))
+            self._posted.add(request)
+            try:
+                await asyncio.wait([request])
+            finally:
+                request.cancel()
+                self._posted.discard(request)
+            if not request.cancelled():
+                choice = request.result()
+                if choice["token_ids"]:
+                    row.token_ids += choice["token_ids"]
+                    row.log_probs += choice["logprobs"]["token_logprobs"]
+                    row.weight_versions += [version] * len(choice["token_ids"])
+                row.finish_reason = _finish_reason(choice["finish_reason"])
+                if self._open.is_set() or row.finish_reason != "abort":
+                    return row
+            stops += 1
 
     async def _complete(self, prompt_ids: list[int], **settings) -> dict:
         settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
@@ -768,6 +816,36 @@ class ServedEngine:
         """Also of requests that are being aborted still."""
         if not self._ask("POST", "/reset_prefix_cache", params={"reset_running_requests": True})["success"]:
             raise WeightSyncError(f"the vLLM server {self.url} kept its prefix cache")
+
+
+def rollouts_ahead(
+    engine, generate: Callable, requests: Iterator[tuple[DataProto, list[int], dict]], sampling: Sampling, level: int
+) -> Iterator[tuple[DataProto, dict]]:
+    """The rollout of each of `requests`, (prompts, seeds, what belongs to them), and what belongs to it.
+
+    level 0: sampled when it is asked for. Else `level` further ones are sampled meanwhile, by a ServedEngine: tokens of
+    a rollout are then of up to `level` weight versions before that of its own step.
+    """
+    if level == 0:
+        for prompts, seeds, state in requests:
+            yield generate(prompts, sampling, seeds), state
+        return
+    started: deque[tuple] = deque()
+    for prompts, seeds, state in requests:
+        started.append((prompts, engine.start(prompts, sampling, seeds), state))
+        if len(started) > level:
+            prompts, rows, state = started.popleft()
+            yield engine.collect(prompts, sampling, rows), state
+    for prompts, rows, state in started:
+        yield engine.collect(prompts, sampling, rows), state
+
+
+def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int) -> dict[str, Metric]:
+    """weight_versions (B, T) of collect; version: of the weights at the start of the step."""
+    stale = version - weight_versions[weight_versions >= 0]
+    oldest = max(stale.tolist(), default=0)
+    assert oldest <= level, f"a token of {oldest} weight versions ago, at --async_level {level}"
+    return {"async/staleness_mean": Mean(stale.sum().item(), len(stale)), "async/staleness_max": Max(oldest)}
 
 
 def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
