@@ -575,6 +575,7 @@ class ServedEngine:
         """Gives the servers the trainer's weights. What is sampled meanwhile goes on with them. A collective."""
         stream = _CheckedStream(model, self.dtype)
         self._loop.call_soon_threadsafe(self._open.clear)
+        self.version = None  # until all has gone well
         dist.barrier()
         if self.first_of_server:
             self._ask("POST", "/pause", params={"mode": "abort"})  # which answers with the tokens that there are
