@@ -2,7 +2,7 @@
 
     python -m benchmarks.weight_sync        a few minutes on two cores
 
-Of two models in fp32, the embedded one and a random one of 110 million parameters, each served by one vLLM server on
+Of two models in fp32, the embedded one and a random one of 116 million parameters, each served by one vLLM server on
 this machine. Seconds are those of load_weights, the median of REPEATS after a first one; CPU seconds are those of this
 process and the server together. Records: benchmarks/results/weight_sync.json.
 """
@@ -48,7 +48,7 @@ def main() -> None:
     world = init_distributed()
     tokenizer, record = load_tokenizer(TOY_MODEL), {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("toy", "110M"):
+        for name in ("toy", "116M"):
             path = Path(folder, name)
             model = load_model(TOY_MODEL) if name == "toy" else Qwen2ForCausalLM(LARGE)
             model.save_pretrained(path)

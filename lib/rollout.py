@@ -509,7 +509,7 @@ STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/ag
 BUCKET_BYTES = 256 << 20  # of one broadcast, or one tensor; three buckets are in memory at a time
 SYNC_TIMEOUT_S = 300.0  # for all servers to join the group, or to take a bucket
 HEALTH_S = 2.0  # between two questions whether they are alive
-STOP_S = 2.0  # for what a pause has stopped to come back; what takes longer is sampled again
+STOP_S = 0.5  # between the answers of requests that a pause has stopped; what does not come is sampled again
 
 
 class ServedEngine:
@@ -520,6 +520,8 @@ class ServedEngine:
     rank writes and the servers read: on another machine, from a shared disk. The folder that a server was started with
     is not touched. A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then takes orders from whoever
     reaches it) and with --logprobs-mode processed_logprobs; beside the requests of this run it must have none.
+
+    What is being sampled when weights come goes on under them, from the tokens that there are: see start and collect.
 
     Raises:
         InputError: a server cannot be reached, was started otherwise, or refuses a request or the weights.
@@ -564,10 +566,9 @@ class ServedEngine:
         """What all servers can do: "broadcast", "reload_from" (the worker extension only) or "reload_weights"."""
         backends = set()
         for url in self.servers:
-            order = {"json": {"method": "weight_transfer_backend"}, "headers": {"Connection": "close"}}
             try:
-                backends |= set(self._ask("POST", "/collective_rpc", url=url, **order)["results"])
-            except InputError:  # no such method, at which the server closes the connection without a word
+                backends |= set(self._on_workers(url, "weight_transfer_backend")["results"])
+            except InputError:  # no such method
                 return "reload_weights"
         return "broadcast" if backends == {"broadcast"} else "reload_from"
 
@@ -599,12 +600,12 @@ class ServedEngine:
 
     async def _drain(self) -> None:
         """After it no request is at the server: one that came behind the pause would wait there for the new weights."""
-        if self._posted:
-            _, late = await asyncio.wait(self._posted, timeout=STOP_S)
-            for request in late:
-                request.cancel()
-            if late:
-                await asyncio.wait(late)
+        running = set(self._posted)
+        while running:
+            done, running = await asyncio.wait(running, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                for request in running:
+                    request.cancel()
 
     def _broadcast(self, stream: "_CheckedStream") -> None:
         """Gathers the next bucket while one is sent. Only the first rank sends; all gather."""
@@ -681,8 +682,7 @@ class ServedEngine:
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         dist.barrier()
         if self.first_of_server:
-            order = {"method": self.weights_by, "kwargs": {"weights_path": str(folder)}}
-            self._ask("POST", "/collective_rpc", json=order)
+            self._on_workers(self.url, self.weights_by, weights_path=str(folder))
         dist.barrier()
         if first:
             shutil.rmtree(folder)
@@ -812,6 +812,11 @@ class ServedEngine:
 
     def _ask(self, method: str, path: str, **kwargs) -> dict:
         return self._begin(method, path, **kwargs).result()
+
+    def _on_workers(self, url: str, method: str, **kwargs) -> dict:
+        """On a connection of its own: where it fails, the server closes that without a word."""
+        order = {"method": method, "kwargs": kwargs}
+        return self._ask("POST", "/collective_rpc", url=url, json=order, headers={"Connection": "close"})
 
     def _reset_prefix_cache(self) -> None:
         """Also of requests that are being aborted still."""
