@@ -312,11 +312,14 @@ def generated_tokens(engine) -> float:
 
 
 @needs_vllm
-def test_a_sync_in_the_midst_of_a_rollout(engine_and_model):
-    """Each token's log-prob is that of the weights of its version, to the canary's tolerance; two differ by 0.1."""
+def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
+    """Each token's log-prob is that of the weights of its version, and of no other."""
     engine, model = engine_and_model
-    n, old_version, before = 24, engine.version, generated_tokens(engine)
-    prompts, sampling = random_prompts(n), Sampling(300)
+    settings = rollout._vllm_settings
+    monkeypatch.setattr(rollout, "_vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    monkeypatch.setattr(engine, "stop_ids", [])  # so that the sync does not find them ended
+    n, T, old_version, before = 24, 360, engine.version, generated_tokens(engine)
+    prompts, sampling = random_prompts(n), Sampling(T)
     old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     rows = engine.start(prompts, sampling, request_seeds(1, 9, list(range(n))))
     while generated_tokens(engine) < before + 10 * n:
@@ -336,10 +339,10 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model):
         log_probs, _ = response_log_probs(model, out, 1.0)
         differences[version] = (log_probs.detach() - out.batch["rollout_log_probs"]).abs()
     for version, difference in differences.items():
-        assert difference[versions == version].max() < TOLERANCE < 0.1 < difference[mask & (versions != version)].max()
-    reasons = out.non_tensor_batch["finish_reason"]
-    for row, length, reason in zip(out.batch["responses"].tolist(), mask.sum(1).tolist(), reasons):
-        assert (row[length - 1] in engine.stop_ids) if reason == "stop" else length == 300
+        own = difference[versions == version]
+        assert own.mean() < TOLERANCE / 10 and own.max() < 0.01  # roundings of large logits: 1e-3 at most was seen
+        assert difference[mask & (versions != version)].mean() > 0.1
+    assert set(out.non_tensor_batch["finish_reason"]) == {"length"} and (mask.sum(1) == T).all()
     sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
 
 
