@@ -95,7 +95,13 @@ from lib.model import (
 )
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
 from lib.reward import RewardManager, load_scorers
-from lib.rollout import Sampling, check_engine, make_engine, request_seeds, sync_weights
+from lib.rollout import (
+    Sampling,
+    check_engine,
+    make_engine,
+    request_seeds,
+    sync_weights,
+)
 from lib.rollout_correction import get_rollout_correction_fn
 from lib.tracking import Tracker, sample_rows
 
@@ -190,6 +196,9 @@ class Args:
     engine_ranks: int = 1
     """neighbouring ranks that share one vLLM engine, split over them (tensor parallel): for models that one GPU cannot
     hold beside training"""
+    async_level: int = 0
+    """steps that rollouts may run ahead of training, on an engine of its own (http://...): their tokens are then of up
+    to that many weights before. Above 0 rollout_correction is {"level": "token", "bounds": [0, 2]} unless given"""
     prompts_per_step: int = 32
     """prompts of one step, over all ranks"""
     group_size: int = 8
@@ -432,6 +441,14 @@ def check_flags(args: Args) -> None:
     for flag, given in without_tensor_parallel.items():
         if args.tensor_parallel > 1 and given:
             raise InputError(f"--tensor_parallel {args.tensor_parallel} does not work with {flag}")
+    if args.async_level < 0:
+        raise InputError(f"--async_level {args.async_level}: must be at least 0")
+    if args.async_level and args.rollout_engine in ("hf", "vllm"):
+        raise InputError(
+            f"--async_level {args.async_level} needs --rollout_engine http://host:port, not a shared device"
+        )
+    if args.async_level and args.multi_turn != "{}":
+        raise InputError(f"--async_level {args.async_level}: episodes of --multi_turn do not run ahead; drop one")
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
@@ -581,6 +598,8 @@ def main(args: Args) -> None:
         token_masks.setdefault(args.loss, {})
     check_token_masks(token_masks)
     correction = parse_json(args.rollout_correction, "rollout_correction")
+    if args.async_level and not correction and args.old_log_probs != "rollout":  # for tokens of older weights
+        correction = {"level": "token", "bounds": [0, 2]}
     correct_rollout = get_rollout_correction_fn(correction) if correction else None
     kl_in_reward = args.kl_coef > 0 and args.kl_placement == "reward"
     share_prompts = args.share_prompts and args.padding_free and args.attn_implementation == "packed_sdpa"
@@ -596,6 +615,8 @@ def main(args: Args) -> None:
             "--old_log_probs rollout spares the forward pass that top_entropy, optimal_token_baseline need"
         )
     # DAPO: its own flags
+    if args.async_level:
+        raise InputError("--async_level: dapo.py samples until a step has its groups, which cannot run ahead; use 0")
     if args.zero_variance == "refill" and args.group_size < 2:
         raise InputError(f"--zero_variance refill compares the scores of a group, not of {args.group_size} response")
     if args.max_gen_batches < 1:
@@ -730,8 +751,8 @@ def main(args: Args) -> None:
         resume_step=start_step,
         enabled=world.rank == 0,
     )
-    prompts_of_steps = iter(loader)
     saving = None  # the checkpoint that is being written
+    prompts_of_steps = iter(loader)  # DAPO: as many batches of them as a step needs
 
     def collect_scores(pending, batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
         """Scores (B, T) on each row's last token, what else is known of each row, failures. A collective."""
@@ -969,7 +990,7 @@ def main(args: Args) -> None:
         # ---- 6 log
         local |= timer.metrics()  # DAPO: the rest is there already
         local |= {
-            "training/epoch": loader.position / len(train_data),
+            "training/epoch": loader.position / len(train_data),  # DAPO:
             "training/skipped_updates": skipped_updates,
             # DAPO: rows that were left over come in, and what is left over goes out
             "training/rows_in": gen_batches * needed + old_rows,
@@ -1006,7 +1027,7 @@ def main(args: Args) -> None:
                 schedulers=schedulers,
                 trainer_state={
                     "step": step,
-                    "loader": loader.state_dict(),
+                    "loader": loader.state_dict(),  # DAPO:
                     "kl_control": kl_control.state_dict(),
                     "entropy_control": entropy_control.state_dict(),
                 },

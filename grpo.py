@@ -94,7 +94,15 @@ from lib.model import (
 )
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
 from lib.reward import RewardManager, load_scorers
-from lib.rollout import Sampling, check_engine, make_engine, request_seeds, sync_weights
+from lib.rollout import (
+    Sampling,
+    check_engine,
+    make_engine,
+    request_seeds,
+    rollouts_ahead,
+    staleness_metrics,
+    sync_weights,
+)
 from lib.rollout_correction import get_rollout_correction_fn
 from lib.tracking import Tracker, sample_rows
 
@@ -189,6 +197,9 @@ class Args:
     engine_ranks: int = 1
     """neighbouring ranks that share one vLLM engine, split over them (tensor parallel): for models that one GPU cannot
     hold beside training"""
+    async_level: int = 0
+    """steps that rollouts may run ahead of training, on an engine of its own (http://...): their tokens are then of up
+    to that many weights before. Above 0 rollout_correction is {"level": "token", "bounds": [0, 2]} unless given"""
     prompts_per_step: int = 32
     """prompts of one step, over all ranks"""
     group_size: int = 8
@@ -421,6 +432,14 @@ def check_flags(args: Args) -> None:
     for flag, given in without_tensor_parallel.items():
         if args.tensor_parallel > 1 and given:
             raise InputError(f"--tensor_parallel {args.tensor_parallel} does not work with {flag}")
+    if args.async_level < 0:
+        raise InputError(f"--async_level {args.async_level}: must be at least 0")
+    if args.async_level and args.rollout_engine in ("hf", "vllm"):
+        raise InputError(
+            f"--async_level {args.async_level} needs --rollout_engine http://host:port, not a shared device"
+        )
+    if args.async_level and args.multi_turn != "{}":
+        raise InputError(f"--async_level {args.async_level}: episodes of --multi_turn do not run ahead; drop one")
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
@@ -551,6 +570,8 @@ def main(args: Args) -> None:
         token_masks.setdefault(args.loss, {})
     check_token_masks(token_masks)
     correction = parse_json(args.rollout_correction, "rollout_correction")
+    if args.async_level and not correction and args.old_log_probs != "rollout":  # for tokens of older weights
+        correction = {"level": "token", "bounds": [0, 2]}
     correct_rollout = get_rollout_correction_fn(correction) if correction else None
     kl_in_reward = args.kl_coef > 0 and args.kl_placement == "reward"
     share_prompts = args.share_prompts and args.padding_free and args.attn_implementation == "packed_sdpa"
@@ -691,8 +712,19 @@ def main(args: Args) -> None:
         resume_step=start_step,
         enabled=world.rank == 0,
     )
-    prompts_of_steps = iter(loader)
     saving = None  # the checkpoint that is being written
+
+    def requests_of_steps():
+        """(prompts, each group_size times; seeds; where the loader then stands) of step after step."""
+        for step, prompts in zip(range(start_step + 1, args.total_steps + 1), loader):
+            prompts = DataProto.from_single_dict(prompts).to(world.device)
+            numbers = [world.rank + world.size * i for i in range(sizes.local_prompts)]  # in the global batch
+            prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
+            rows = [n * args.group_size + sample for n in numbers for sample in range(args.group_size)]
+            batch = prompts.repeat(args.group_size, interleave=True)
+            yield batch, request_seeds(args.seed, step, rows), loader.state_dict()
+
+    rollouts = rollouts_ahead(engine, generate, requests_of_steps(), sampling, args.async_level)
 
     def collect_scores(pending, batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
         """Scores (B, T) on each row's last token, what else is known of each row, failures. A collective."""
@@ -730,12 +762,7 @@ def main(args: Args) -> None:
             with timer("weight_sync"):
                 metrics = sync_weights(engine, actor, step - 1, tolerance=sync_tolerance)
             with timer("rollout"):
-                prompts = DataProto.from_single_dict(next(prompts_of_steps)).to(world.device)
-                numbers = [world.rank + world.size * i for i in range(sizes.local_prompts)]  # in the global batch
-                prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
-                rows = [n * args.group_size + sample for n in numbers for sample in range(args.group_size)]
-                batch = prompts.repeat(args.group_size, interleave=True)
-                batch = generate(batch, sampling, request_seeds(args.seed, step, rows))
+                batch, loader_state = next(rollouts)
                 engine.sleep()
                 plan, imbalance = balance_groups(
                     batch, actor, args.group_size, args.num_mini_batches, share_prompts=share_prompts
@@ -888,8 +915,10 @@ def main(args: Args) -> None:
 
         # ---- 6 log
         local |= timer.metrics() | extra_metrics(extras) | agent_metrics(batch) | failures
+        if args.async_level:
+            local |= staleness_metrics(batch.batch["weight_versions"], step - 1, args.async_level)
         local |= {
-            "training/epoch": loader.position / len(train_data),
+            "training/epoch": loader_state["position"] / len(train_data),
             "training/skipped_updates": skipped_updates,
             "training/rows_in": Sum(len(batch)),
             "training/rows_trained": Sum(batch.batch["loss_mask"].any(1).sum().item()),
@@ -921,7 +950,7 @@ def main(args: Args) -> None:
                 schedulers=schedulers,
                 trainer_state={
                     "step": step,
-                    "loader": loader.state_dict(),
+                    "loader": loader_state,
                     "kl_control": kl_control.state_dict(),
                     "entropy_control": entropy_control.state_dict(),
                 },

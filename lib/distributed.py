@@ -462,6 +462,19 @@ def _without_fsdp_hooks(modules: list[FSDPModule]) -> Iterator[None]:
 # ---- collectives ---------------------------------------------------------------------------------
 
 
+def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> dist.Backend:
+    """A process group beside the trainer's own, with processes that are no ranks of it; gloo on a CPU, else NCCL.
+
+    Blocks until all have joined. Raises RuntimeError (also its operations) after `timeout_s` without an answer.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
 def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
     """Element-wise sum over ranks, in float64."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)

@@ -15,12 +15,16 @@ import asyncio
 import math
 import os
 import shutil
+import socket
 import threading
+import time
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 import httpx
@@ -35,7 +39,16 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import compute_device, is_first_on_node, iter_full_params, merged_shards, unsharded
+from lib.distributed import (
+    broadcast,
+    compute_device,
+    is_first_on_node,
+    iter_full_params,
+    join_group,
+    merged_shards,
+    unsharded,
+)
+from lib.metrics import Max, Mean, Metric
 from lib.model import response_log_probs
 
 
@@ -56,6 +69,7 @@ class Generated:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop" (the end token is the last), "length" or "abort"
+    weight_versions: list[int | None] = field(default_factory=list)  # of each token, where the engine keeps them
 
 
 class WeightSyncError(RuntimeError):
@@ -498,9 +512,8 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         import vllm
 
-        from lib import vllm_weights
+        from lib import vllm_weights  # noqa: F401  its import makes the backend known
 
-        vllm_weights.register()
         if not on_gpu:  # spares a C++ compilation of many seconds at the first generate, for the rank of a token
             import vllm.v1.sample.sampler as sampler
 
@@ -695,31 +708,41 @@ class _CheckedStream:
 # ---- a vLLM server -------------------------------------------------------------------------------
 
 STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/agent_loop.py stands still meanwhile
+BUCKET_BYTES = 256 << 20  # of one broadcast, or one tensor; three buckets are in memory at a time
+SYNC_TIMEOUT_S = 300.0  # for all servers to join the group, or to take a bucket
+HEALTH_S = 2.0  # between two questions whether they are alive
+STOP_S = 0.5  # between the answers of requests that a pause has stopped; what does not come is sampled again
 
 
 class ServedEngine:
-    """A vLLM server that the user started, over its OpenAI-compatible API; rank r uses URL r modulo their number.
+    """vLLM servers that the user started, over their OpenAI-compatible API; rank r uses URL r modulo their number.
 
-    Weights go by way of a file in `folder`, which the first rank writes and the servers read: on another machine, from
-    a shared disk. The folder that the server was started with is not touched. The server must run with
-    VLLM_SERVER_DEV_MODE=1 in its environment (it then takes orders from whoever reaches it) and with
-    --logprobs-mode processed_logprobs; beside the requests of this run it must have none.
+    Weights are broadcast from the first rank to all workers of all servers, bucket by bucket, if the servers were
+    started with lib/vllm_weights.py's backend "broadcast"; else they go by way of a file in `folder`, which the first
+    rank writes and the servers read: on another machine, from a shared disk. The folder that a server was started with
+    is not touched. A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then takes orders from whoever
+    reaches it) and with --logprobs-mode processed_logprobs; beside the requests of this run it must have none.
+
+    What is being sampled when weights come goes on under them, from the tokens that there are: see start and collect.
 
     Raises:
-        InputError: the server cannot be reached, was started otherwise, or refuses a request or the weights.
+        InputError: a server cannot be reached, was started otherwise, or refuses a request or the weights.
     """
 
     long_steps = False  # requests come and go at each
     shared = False
 
     def __init__(self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype):
-        servers = urls.split(",")
-        self.url = servers[dist.get_rank() % len(servers)].rstrip("/")
-        self.first_of_server = dist.get_rank() < len(servers)
+        self.servers = [url.rstrip("/") for url in urls.split(",")]
+        self.url = self.servers[dist.get_rank() % len(self.servers)]
+        self.first_of_server = dist.get_rank() < len(self.servers)
         self.folder, self.dtype, self.pad_token_id = folder.resolve(), dtype, tokenizer.pad_token_id
         self.stop_ids = stop_token_ids(model, tokenizer)
         self._running: dict[str, Future[Generated]] = {}
-        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits())
+        self._posted: set[asyncio.Task] = set()
+        self._open = asyncio.Event()  # not while weights come
+        self._open.set()
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(keepalive_expiry=1.0))  # vLLM: 5 s
         self._loop = asyncio.new_event_loop()  # lib/agent_loop.py's stands still during a step
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.version: int | None = None
@@ -732,35 +755,140 @@ class ServedEngine:
                 f"need {max_length}: start it with --max-model-len {max_length}"
             )
         self._reset_prefix_cache()  # asks for the dev mode before anything is trained
+        self._ask("POST", "/resume")  # a run before may have ended while it was paused
         only_choice = self._wait(self._sample([0], Sampling(1, top_k=1), seed=0))
         if only_choice.log_probs[0] < -1e-3:
             raise InputError(
                 f"--rollout_engine {self.url}: the server's log-probs are not those of the distribution that it "
                 "samples from: start it with --logprobs-mode processed_logprobs"
             )
+        self.weights_by = broadcast(self._weights_by() if dist.get_rank() == 0 else None)
+        self._group: dist.Backend | None = None
+
+    def _weights_by(self) -> str:
+        """What all servers can do: "broadcast", "reload_from" (the worker extension only) or "reload_weights"."""
+        backends = set()
+        for url in self.servers:
+            try:
+                backends |= set(self._on_workers(url, "weight_transfer_backend")["results"])
+            except InputError:  # no such method
+                return "reload_weights"
+        return "broadcast" if backends == {"broadcast"} else "reload_from"
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Writes the trainer's weights and has the servers read them. A collective."""
-        stream, first = _CheckedStream(model, self.dtype), dist.get_rank() == 0
-        folder = self.folder / f"version_{version}"  # a new path: a network disk may show the old file of a known one
+        """Gives the servers the trainer's weights. What is sampled meanwhile goes on with them. A collective."""
+        stream = _CheckedStream(model, self.dtype)
+        self._loop.call_soon_threadsafe(self._open.clear)
+        self.version = None  # until all has gone well
+        dist.barrier()
+        if self.first_of_server:
+            self._ask("POST", "/pause", params={"mode": "abort"})  # which answers with the tokens that there are
+        dist.barrier()
+        self._wait(self._drain())
+        try:
+            if self.weights_by == "broadcast":
+                self._broadcast(stream)
+            else:
+                self._write_and_reload(stream, self.folder / f"version_{version}")
+        except InputError as error:  # and what a server holds now is neither the old nor the new
+            needs = "" if self.weights_by == "broadcast" else f" and see {self.folder}"
+            raise InputError(f"{error}; it must serve the model that is trained{needs}: start it again") from error
+        dist.barrier()
+        if self.first_of_server:
+            self._reset_prefix_cache()  # cached prefixes hold keys and values of the old weights
+            self._ask("POST", "/resume")
+        dist.barrier()
+        self.version, self.checksum = version, stream.checksum
+        self._loop.call_soon_threadsafe(self._open.set)
+
+    async def _drain(self) -> None:
+        """After it no request is at the server: one that came behind the pause would wait there for the new weights."""
+        running = set(self._posted)
+        while running:
+            done, running = await asyncio.wait(running, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                for request in running:
+                    request.cancel()
+
+    def _broadcast(self, stream: "_CheckedStream") -> None:
+        """Gathers the next bucket while one is sent. Only the first rank sends; all gather."""
+        if dist.get_rank() > 0:
+            for _ in stream:
+                pass
+            return
+        if self._group is None:
+            self._group = self._connect(compute_device(stream.model))
+        self._finish(self._order("/start_weight_update"))
+        sending: tuple[list[Future], dist.Work | None] = ([], None)
+        for names, tensors in _buckets(stream):
+            shapes = [list(tensor.shape) for tensor in tensors]
+            bucket = torch.cat([tensor.flatten() for tensor in tensors])
+            self._finish(*sending)
+            update = {"names": names, "shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
+            replies = self._order("/update_weights", json={"update_info": update})
+            sending = replies, self._group.broadcast(bucket, 0)
+        self._finish(*sending)
+        self._finish(self._order("/finish_weight_update"))
+
+    def _connect(self, device: torch.device) -> dist.Backend:
+        """The group of the first rank, 0 there, and of all workers, server after server."""
+        sizes = [self._ask("GET", "/get_world_size", url=url)["world_size"] for url in self.servers]
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        info = {"port": store.port, "device": device.type, "size": 1 + sum(sizes), "timeout_s": SYNC_TIMEOUT_S}
+        replies = []
+        for url, first_rank in zip(self.servers, accumulate([1, *sizes])):
+            own = {"init_info": info | {"host": _address_towards(url), "first_rank": first_rank}}
+            replies.append(self._begin("POST", "/init_weight_transfer_engine", url=url, json=own))
+        try:
+            group = join_group(store, 0, info["size"], device, SYNC_TIMEOUT_S)
+        except RuntimeError as error:
+            raise self._broken_off(error) from error
+        self._finish(replies)
+        return group
+
+    def _order(self, path: str, **kwargs) -> list[Future]:
+        return [self._begin("POST", path, url=url, **kwargs) for url in self.servers]
+
+    def _finish(self, replies: list[Future], work: dist.Work | None = None) -> None:
+        """Waits for both. Either may hang where the other failed, and both where a server lost its worker."""
+        start = asked = time.monotonic()
+        while True:
+            for reply in replies:
+                if reply.done():
+                    reply.result()
+            if work is not None and work.is_completed():
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._broken_off(error) from error
+                work = None
+            if work is None and all(reply.done() for reply in replies):
+                return
+            if time.monotonic() > start + SYNC_TIMEOUT_S:
+                raise self._broken_off(f"no answer for {SYNC_TIMEOUT_S:g} s")
+            if time.monotonic() > asked + HEALTH_S:
+                for url in self.servers:
+                    self._ask("GET", "/health", url=url, timeout=SYNC_TIMEOUT_S)
+                asked = time.monotonic()
+            time.sleep(0.001)
+
+    def _broken_off(self, why) -> InputError:
+        reason = str(why).partition("\n")[0]
+        return InputError(f"--rollout_engine {','.join(self.servers)}: the broadcast of weights broke off ({reason})")
+
+    def _write_and_reload(self, stream: "_CheckedStream", folder: Path) -> None:
+        """folder: a new one, since a network disk may show the old file of a known path."""
+        first = dist.get_rank() == 0
         weights = {name: tensor.cpu().contiguous() for name, tensor in stream if first}
         if first:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         dist.barrier()
         if self.first_of_server:
-            order = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-            try:
-                self._ask("POST", "/collective_rpc", json=order)
-            except InputError as error:  # and what it holds now is neither the old nor the new
-                raise InputError(
-                    f"{error}; it must serve the model that is trained and see {folder}: start it again"
-                ) from error
-            self._reset_prefix_cache()  # cached prefixes hold keys and values of the old weights
+            self._on_workers(self.url, self.weights_by, weights_path=str(folder))
         dist.barrier()
         if first:
             shutil.rmtree(folder)
-        self.version, self.checksum = version, stream.checksum
 
     def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
         choice = self._wait(self._complete(ids, max_tokens=1, temperature=1.0, prompt_logprobs=0))
@@ -771,6 +899,9 @@ class ServedEngine:
     def wake(self) -> None: ...
 
     def close(self) -> None:
+        if self._group is not None:
+            wait(self._order("/shutdown_weight_transfer_engine"), SYNC_TIMEOUT_S)  # a server that ended needs none
+            self._group.shutdown()
         self._wait(self._client.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -805,58 +936,145 @@ class ServedEngine:
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
-        done: dict[str, Generated] = {}
+        return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
+
+    def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> list[Future]:
+        """generate, of which collect is the end: between the two may be syncs of weights."""
+        prompt_ids = prompts.non_tensor_batch["raw_prompt_ids"]
         with self.session():
-            for i, prompt_ids in enumerate(prompts.non_tensor_batch["raw_prompt_ids"]):
-                self.submit(str(i), prompt_ids, sampling, seeds[i])
-            while self._running:
-                done |= self.step()
-        rows = [done[str(i)] for i in range(len(seeds))]
-        return add_responses(
-            prompts,
-            rows,
-            self.pad_token_id,
-            sampling.max_response_length,
-        )
+            return [
+                asyncio.run_coroutine_threadsafe(self._sample(ids, sampling, seed), self._loop)
+                for ids, seed in zip(prompt_ids, seeds)
+            ]
+
+    def collect(self, prompts: DataProto, sampling: Sampling, rows: list[Future]) -> DataProto:
+        """As generate, and weight_versions (B, T): of each token, -1 where none was sampled."""
+        rows = [row.result() for row in rows]
+        batch = add_responses(prompts, rows, self.pad_token_id, sampling.max_response_length)
+        versions = torch.full_like(batch.batch["responses"], -1)
+        for i, row in enumerate(rows):
+            versions[i, : len(row.weight_versions)] = torch.tensor(row.weight_versions)
+        batch.batch["weight_versions"] = versions
+        return batch
 
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Generated:
-        choice = await self._complete(prompt_ids, **_vllm_settings(sampling, seed))
-        log_probs = choice["logprobs"]["token_logprobs"]
-        return Generated(choice["token_ids"], log_probs, _finish_reason(choice["finish_reason"]))
+        """A sync of weights in its midst stops it; it goes on from the tokens that it has."""
+        row, stops = Generated([], [], "abort"), 0
+        while True:
+            await self._open.wait()
+            version = self.version
+            left = replace(sampling, max_response_length=sampling.max_response_length - len(row.token_ids))
+            settings = _vllm_settings(left, turn_seed(seed, -stops))
+            request = asyncio.create_task(self._complete([*prompt_ids, *row.token_ids], **settings))
+            self._posted.add(request)
+            try:
+                await asyncio.wait([request])
+            finally:
+                request.cancel()
+                self._posted.discard(request)
+            if not request.cancelled():
+                choice = request.result()
+                if choice["token_ids"]:
+                    row.token_ids += choice["token_ids"]
+                    row.log_probs += choice["logprobs"]["token_logprobs"]
+                    row.weight_versions += [version] * len(choice["token_ids"])
+                row.finish_reason = _finish_reason(choice["finish_reason"])
+                if self._open.is_set() or row.finish_reason != "abort":
+                    return row
+            stops += 1
 
     async def _complete(self, prompt_ids: list[int], **settings) -> dict:
         settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
         body = {"model": self.served_model, "prompt": list(map(int, prompt_ids)), **settings}
         return (await self._request("POST", "/v1/completions", json=body))["choices"][0]
 
-    async def _request(self, method: str, path: str, **kwargs) -> dict:
+    async def _request(self, method: str, path: str, url: str | None = None, **kwargs) -> dict:
+        url = url or self.url
         try:
-            response = await self._client.request(method, self.url + path, **kwargs)
+            response = await self._client.request(method, url + path, **kwargs)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise InputError(
-                f"--rollout_engine {self.url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
+                f"--rollout_engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
                 "it, or see its log for why it ended"
             ) from error
         if response.status_code == 404 and not path.startswith("/v1"):
             raise InputError(
-                f"--rollout_engine {self.url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
+                f"--rollout_engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
                 "environment"
             )
         if response.is_error:
             what = " ".join(response.text.split())[:500]
-            raise InputError(f"--rollout_engine {self.url}: {path} failed with {response.status_code}: {what}")
-        return response.json()
+            raise InputError(f"--rollout_engine {url}: {path} failed with {response.status_code}: {what}")
+        return response.json() if response.content else {}
 
     def _wait(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
+    def _begin(self, method: str, path: str, **kwargs) -> Future:
+        return asyncio.run_coroutine_threadsafe(self._request(method, path, **kwargs), self._loop)
+
     def _ask(self, method: str, path: str, **kwargs) -> dict:
-        return self._wait(self._request(method, path, **kwargs))
+        return self._begin(method, path, **kwargs).result()
+
+    def _on_workers(self, url: str, method: str, **kwargs) -> dict:
+        """On a connection of its own: where it fails, the server closes that without a word."""
+        order = {"method": method, "kwargs": kwargs}
+        return self._ask("POST", "/collective_rpc", url=url, json=order, headers={"Connection": "close"})
 
     def _reset_prefix_cache(self) -> None:
         """Also of requests that are being aborted still."""
         if not self._ask("POST", "/reset_prefix_cache", params={"reset_running_requests": True})["success"]:
             raise WeightSyncError(f"the vLLM server {self.url} kept its prefix cache")
+
+
+def rollouts_ahead(
+    engine, generate: Callable, requests: Iterator[tuple[DataProto, list[int], dict]], sampling: Sampling, level: int
+) -> Iterator[tuple[DataProto, dict]]:
+    """The rollout of each of `requests`, (prompts, seeds, what belongs to them), and what belongs to it.
+
+    level 0: sampled when it is asked for. Else `level` further ones are sampled meanwhile, by a ServedEngine: tokens of
+    a rollout are then of up to `level` weight versions before that of its own step.
+    """
+    if level == 0:
+        for prompts, seeds, state in requests:
+            yield generate(prompts, sampling, seeds), state
+        return
+    started: deque[tuple] = deque()
+    for prompts, seeds, state in requests:
+        started.append((prompts, engine.start(prompts, sampling, seeds), state))
+        if len(started) > level:
+            prompts, rows, state = started.popleft()
+            yield engine.collect(prompts, sampling, rows), state
+    for prompts, rows, state in started:
+        yield engine.collect(prompts, sampling, rows), state
+
+
+def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int) -> dict[str, Metric]:
+    """weight_versions (B, T) of collect; version: of the weights at the start of the step."""
+    stale = version - weight_versions[weight_versions >= 0]
+    oldest = max(stale.tolist(), default=0)
+    assert oldest <= level, f"a token of {oldest} weight versions ago, at --async_level {level}"
+    return {"async/staleness_mean": Mean(stale.sum().item(), len(stale)), "async/staleness_max": Max(oldest)}
+
+
+def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+    """Runs of tensors of BUCKET_BYTES at most together; a larger one is alone."""
+    names, tensors, size = [], [], 0
+    for name, tensor in stream:
+        if names and size + tensor.nbytes > BUCKET_BYTES:
+            yield names, tensors
+            names, tensors, size = [], [], 0
+        names.append(name)
+        tensors.append(tensor)
+        size += tensor.nbytes
+    yield names, tensors
+
+
+def _address_towards(url: str) -> str:
+    """This machine's, on the network by which it reaches the server."""
+    server = httpx.URL(url)
+    with socket.create_connection((server.host, server.port or {"http": 80, "https": 443}[server.scheme])) as s:
+        return s.getsockname()[0]
 
 
 # ---- weight sync, checked ------------------------------------------------------------------------

@@ -5,12 +5,16 @@ import multiprocessing
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -99,6 +103,8 @@ SEVERAL_UPDATES = [  # of several micro-batches
     *("--kl-coef", "0.01", "--entropy-coef", "0.001"),
 ]
 
+START_S = 300  # of a vLLM server, on a machine with other work
+
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     ["grpo", "matplotlib.backends.backend_agg", "tests.common", "transformers.models.llama.modeling_llama"]
@@ -172,3 +178,48 @@ def checkpoint_state(checkpoint: Path) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         dcp_to_torch_save(checkpoint, file.name)
         return torch.load(file.name, weights_only=True)
+
+
+# ---- a vLLM server -------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextmanager
+def serve(model: str, max_length: int) -> Iterator[tuple[str, subprocess.Popen]]:
+    """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/scaling.md says."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
+    command += ["--max-model-len", str(max_length), "--kv-cache-memory-bytes", str(1 << 28)]
+    command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
+    command += ["--worker-extension-cls", "lib.vllm_weights.WorkerExtension"]
+    command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in launched}
+    env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process less
+    env |= {"TORCH_COMPILE_DISABLE": "1"}  # a C++ compilation of many seconds at the first request
+    url, log = f"http://127.0.0.1:{port}", Path(model, "server.log")
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while not _answers(url):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.3)
+        yield url, process
+    finally:
+        process.terminate()  # it ends its engine's process too, which a kill leaves behind
+        process.wait(30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False

@@ -365,6 +365,12 @@ BAD_INPUT = {
         lambda t: ["--old-log-probs", "rollout", "--token-masks", '{"top_entropy": {}}'],
         "--old_log_probs rollout spares the forward pass",
     ),
+    "ahead on the trainer's device": (lambda t: ["--async-level", "1"], "needs --rollout_engine http"),
+    "ahead by less than nothing": (lambda t: ["--async-level", "-1"], "must be at least 0"),
+    "episodes ahead": (
+        lambda t: ["--async-level", "1", "--rollout-engine", "http://127.0.0.1:1", "--multi-turn", '{"max_turns": 2}'],
+        "do not run ahead",
+    ),
     "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward_model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
     "unknown loss mode": (lambda t: ["--loss-agg-mode", "mean"], "invalid choice 'mean'"),

@@ -427,6 +427,7 @@ BAD_INPUT = {
     "no such critic": ("ppo", ["--critic-model", "./absent"], "--critic_model ./absent"),
     "group of one": ("dapo", ["--group-size", "1"], "--zero_variance refill compares"),
     "no batch": ("dapo", ["--max-gen-batches", "0"], "--max_gen_batches 0: must be at least 1"),
+    "ahead": ("dapo", ["--async-level", "1", "--rollout-engine", "http://127.0.0.1:1"], "cannot run ahead"),
     "tools": (
         "grpo",
         ["--multi-turn", '{"tool": ["python"]}'],

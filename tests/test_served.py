@@ -3,31 +3,41 @@
 import importlib.util
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lib import InputError
+from lib import InputError, rollout
 from lib.distributed import World, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Sampling, ServedEngine, WeightSyncError, check_engine, make_engine, request_seeds, sync_weights
-from tests.common import ROOT, TOY_MODEL, run_ranks, save_tiny
+from tests.common import (
+    SMALL,
+    TORCHRUN,
+    TOY_MODEL,
+    fork,
+    free_port,
+    launch,
+    metrics,
+    ran,
+    run_ranks,
+    save_tiny,
+    serve,
+)
 from tests.test_agent_loop import random_play, recorded, turns_of, user_of
 from tests.test_rollout import TOLERANCE, drain, perturb, random_prompts
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 MAX_LENGTH = 400
-START_S = 300  # on a machine with other work
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
 
 
@@ -39,47 +49,14 @@ def world():
         dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """(URL, folder that it serves, process)."""
     folder = tmp_path_factory.mktemp("served")
-    path = save_tiny(folder / "model", tied=False)
+    path = save_tiny(folder / "model")
     load_tokenizer(TOY_MODEL).save_pretrained(path)
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--served-model-name", "m"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
-    command += ["--max-model-len", str(MAX_LENGTH), "--kv-cache-memory-bytes", str(1 << 28)]
-    command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
-    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # one process less
-    environment |= {"TORCH_COMPILE_DISABLE": "1"}  # a C++ compilation of many seconds at the first request
-    url, log = f"http://127.0.0.1:{port}", folder / "server.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + START_S
-        while not answers(url):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.3)
+    with serve(path, MAX_LENGTH) as (url, process):
         yield url, path, process
-    finally:
-        process.terminate()  # it ends its engine's process too, which a kill leaves behind
-        process.wait(30)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 def build(url, path, folder, world=None):
@@ -131,6 +108,38 @@ def test_ranks_share_a_server(server, tmp_path):
     url, path, _ = server
     (off, rows), (off2, rows2) = run_ranks(2, on_a_rank, url, path, tmp_path / "engine")
     assert max(off, off2) < 1e-4 and len(rows) == len(rows2) == 4
+
+
+def ahead(url: str, path: str, level: int) -> list[str]:
+    moving = ["--entropy-coef", "0.1"]  # whatever the rewards are
+    return [*SMALL, *moving, "--model", path, "--rollout-engine", url, "--async-level", str(level), "--run-name", "run"]
+
+
+@needs_vllm
+def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
+    """Before this process joins the server. What is saved is where the prompts trained end, not those on their way."""
+    url, path, _ = server
+    args = [*ahead(url, path, 2), "--save-every", "2", "--keep-checkpoints", "0"]
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "2"))
+    [saved] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert json.loads((saved / "trainer.json").read_text())["trainer_state"]["loader"]["position"] == 2 * 8
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "6", "--resume", "auto"))
+    found = metrics(tmp_path / "run")
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert [row["training/epoch"] * 256 for row in found] == [8, 16, 24, 32, 40, 48]
+    bounds = [0, 1, 0, 1, 2, 2]  # at 3 all is sampled again
+    assert all(row["async/staleness_max"] <= bound for row, bound in zip(found, bounds))
+    assert sum(row["async/staleness_mean"] for row in found) > 0  # some of it was ahead
+    assert all(row["async/staleness_mean"] <= row["async/staleness_max"] for row in found)
+    assert all(0.9 < row["rollout/is_weight"] < 1.1 for row in found)  # corrected by default
+
+
+@needs_vllm
+def test_two_ranks_with_rollouts_ahead(server, tmp_path):
+    url, path, _ = server
+    ran(launch("grpo", tmp_path, *ahead(url, path, 1), "--total-steps", "3", launcher=TORCHRUN))
+    first, *later = [row["async/staleness_max"] for row in metrics(tmp_path / "run")]
+    assert first == 0 and max(later) == 1
 
 
 @needs_vllm
@@ -248,11 +257,156 @@ def test_a_sync_that_is_skipped_stops_the_run(engine_and_model, monkeypatch):
         with pytest.raises(WeightSyncError, match=f"version {version + 1} failed"):
             sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
     with monkeypatch.context() as patch:  # the server says yes and does nothing
+        patch.setattr(engine, "weights_by", "reload_from")
         patch.setattr(engine, "_ask", lambda method, path, **kw: path == "/collective_rpc" or ask(method, path, **kw))
         perturb(model)
         with pytest.raises(WeightSyncError, match="does not compute with them"):
             sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
     sync_weights(engine, model, version + 3, tolerance=TOLERANCE)
+
+
+@needs_vllm
+@pytest.mark.parametrize("way, bucket", [("broadcast", 1 << 28), ("broadcast", 9000), ("reload_from", 0)])
+def test_every_way_gives_the_same_weights(engine_and_model, monkeypatch, way, bucket):
+    """A bucket of 9000 bytes holds several of the smaller tensors; the embedding and others exceed it."""
+    engine, model = engine_and_model
+    monkeypatch.setattr(engine, "weights_by", way)
+    monkeypatch.setattr(rollout, "BUCKET_BYTES", bucket)
+    sent, real = [], engine._order
+    monkeypatch.setattr(engine, "_order", lambda path, **kw: sent.append(path) or real(path, **kw))
+    perturb(model)
+    version = engine.version + 1
+    assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
+    out = engine.generate(random_prompts(8), Sampling(8), request_seeds(1, version, list(range(8))))
+    assert off_policy(model, out) < 1e-4
+    buckets = sent.count("/update_weights")
+    assert buckets == (way == "broadcast") if bucket != 9000 else buckets > 5
+    assert not list(engine.folder.glob("*"))  # no copy stays
+
+
+@needs_vllm
+def test_a_server_without_the_extension_gets_a_file(engine_and_model, monkeypatch):
+    """As vLLM is, a CPU server with a tied head is refused: its reload leaves the head's packed copy as it was."""
+    engine, model = engine_and_model
+    ask = engine._ask
+
+    def without(method, path, **kwargs):
+        if kwargs.get("json", {}).get("method") == "weight_transfer_backend":
+            kwargs["json"] = {"method": "no_such_method"}
+        return ask(method, path, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_ask", without)
+        assert engine._weights_by() == "reload_weights"
+        patch.setattr(engine, "weights_by", "reload_weights")
+        perturb(model)
+        with pytest.raises(WeightSyncError, match="does not compute with them"):
+            sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+    assert engine._weights_by() == "broadcast"
+    sync_weights(engine, model, engine.version + 2, tolerance=TOLERANCE)
+
+
+def generated_tokens(engine) -> float:
+    lines = httpx.get(f"{engine.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+
+@needs_vllm
+def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
+    """Each token's log-prob is that of the weights of its version, and of no other."""
+    engine, model = engine_and_model
+    settings = rollout._vllm_settings
+    monkeypatch.setattr(rollout, "_vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    monkeypatch.setattr(engine, "stop_ids", [])  # so that the sync does not find them ended
+    n, T, old_version, before = 24, 360, engine.version, generated_tokens(engine)
+    prompts, sampling = random_prompts(n), Sampling(T)
+    old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    rows = engine.start(prompts, sampling, request_seeds(1, 9, list(range(n))))
+    while generated_tokens(engine) < before + 10 * n:
+        time.sleep(0.01)
+    perturb(model, 0.1)
+    sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
+    out = engine.collect(prompts, sampling, rows)
+
+    versions, mask = out.batch["weight_versions"], out.batch["response_mask"].bool()
+    assert torch.equal(versions >= 0, mask) and set(versions[mask].tolist()) == {old_version, old_version + 1}
+    both = ((versions == old_version).any(1) & (versions == old_version + 1).any(1)).sum()
+    assert both > 0 and (versions.diff() >= 0)[mask[:, 1:]].all()
+    differences = {}
+    for version in (old_version + 1, old_version):
+        if version == old_version:
+            model.load_state_dict(old_weights)
+        log_probs, _ = response_log_probs(model, out, 1.0)
+        differences[version] = (log_probs.detach() - out.batch["rollout_log_probs"]).abs()
+    for version, difference in differences.items():
+        own = difference[versions == version]
+        assert own.mean() < TOLERANCE / 10 and own.max() < 0.01  # roundings of large logits: 1e-3 at most was seen
+        assert difference[mask & (versions != version)].mean() > 0.1
+    assert set(out.non_tensor_batch["finish_reason"]) == {"length"} and (mask.sum(1) == T).all()
+    sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
+
+
+@needs_vllm
+def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monkeypatch):
+    engine, model = engine_and_model
+    monkeypatch.setattr(rollout, "STOP_S", 0.2)
+    engine._ask("POST", "/pause", params={"mode": "abort"})
+    prompts, sampling = random_prompts(6), Sampling(8)
+    rows = engine.start(prompts, sampling, list(range(6)))
+    while len(engine._posted) < 6:
+        time.sleep(0.01)
+    perturb(model, 0.1)
+    sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+    out = engine.collect(prompts, sampling, rows)
+    assert set(out.batch["weight_versions"][out.batch["response_mask"].bool()].tolist()) == {engine.version}
+    assert off_policy(model, out) < 1e-4
+
+
+class Recorder:
+    """An engine whose rollouts are their prompts; the order of what was asked of it."""
+
+    def __init__(self):
+        self.asked = []
+
+    def start(self, prompts, sampling, seeds):
+        self.asked.append(("start", prompts))
+
+    def collect(self, prompts, sampling, rows):
+        self.asked.append(("collect", prompts))
+        return prompts
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_prompts_ahead_are_neither_lost_nor_doubled(level):
+    """Also by a resume after any step; the prompts of step t + level start before step t."""
+    total, expected = 7, []
+    for trained in range(total):
+        engine = Recorder()
+        requests = ((step, [step], {"position": step}) for step in range(trained + 1, total + 1))
+        steps = []
+        for batch, state in rollout.rollouts_ahead(engine, lambda prompts, *_: prompts, requests, None, level):
+            assert state == {"position": batch}
+            if level:
+                started = [prompts for what, prompts in engine.asked if what == "start"]
+                assert started[-1] == min(batch + level, total)
+            steps.append(batch)
+        expected = expected or steps
+        assert steps == expected[trained:] == list(range(trained + 1, total + 1))
+
+
+def test_staleness_is_counted_over_sampled_tokens_and_bounded():
+    versions = torch.tensor([[3, 4, -1], [-1, -1, -1], [2, 2, 4]])
+    found = rollout.staleness_metrics(versions, 4, 2)
+    assert found["async/staleness_mean"] == (5, 5) and found["async/staleness_max"] == (2,)
+    assert rollout.staleness_metrics(versions[1:2], 4, 0)["async/staleness_max"] == (0,)
+    with pytest.raises(AssertionError, match="2 weight versions ago"):
+        rollout.staleness_metrics(versions, 4, 1)
+
+
+def test_buckets(monkeypatch):
+    monkeypatch.setattr(rollout, "BUCKET_BYTES", 100)
+    stream = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 10, 5, 5, 40, 1, 25])]  # of 4 bytes
+    assert [names for names, _ in rollout._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
 
 
 # ---- what a person reads --------------------------------------------------------------------------
@@ -285,6 +439,7 @@ WRONG = {
     "--logprobs-mode processed_logprobs": {
         "/v1/models": MODELS,
         "/reset_prefix_cache": {"success": True},
+        "/resume": {"status": "resumed"},
         "/v1/completions": RAW,
     },
     "/v1/models failed with 404": {},
@@ -323,20 +478,48 @@ def test_no_generate_before_the_weights():
         pass
 
 
+def test_a_server_that_hangs(monkeypatch):
+    engine = ServedEngine.__new__(ServedEngine)
+    engine.servers = ["http://a:1", "http://b:2"]
+    monkeypatch.setattr(rollout, "SYNC_TIMEOUT_S", 0.05)
+    with pytest.raises(InputError, match=r"http://a:1,http://b:2: the broadcast .*no answer for 0.05 s"):
+        engine._finish([Future()])
+
+
 @needs_vllm
-def test_another_model_and_then_no_server(server, engine_and_model, tmp_path):
+def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
     """Last: the server is of no use after it."""
-    engine, _ = engine_and_model
-    url, _, process = server
-    other, model = build(
+    url, path, process = server
+    engine, model = build(url, path, tmp_path / "engine")
+    idle, _ = build(url, path, tmp_path / "idle")
+    other, other_model = build(
         url, save_tiny(tmp_path / "other", cls=Qwen3MoeForCausalLM, config=Qwen3MoeConfig, **MOE), tmp_path
     )
+    for way in ("reload_from", "broadcast"):
+        other.weights_by = way
+        with pytest.raises(InputError, match="must serve the model that is trained") as raised:
+            sync_weights(other, other_model, 1, tolerance=TOLERANCE)
+        assert "\n" not in str(raised.value)
+
+    worker = max(psutil.Process(process.pid).children(recursive=True), key=lambda child: child.memory_info().rss)
+    real_buckets = rollout._buckets
+
+    def buckets(stream):
+        for names, tensors in real_buckets(stream):
+            yield names, tensors
+            worker.kill()  # while one is on its way
+
+    monkeypatch.setattr(rollout, "_buckets", buckets)
+    monkeypatch.setattr(rollout, "BUCKET_BYTES", 9000)
     with pytest.raises(InputError, match="must serve the model that is trained") as raised:
-        sync_weights(other, model, 1, tolerance=TOLERANCE)
-    assert "\n" not in str(raised.value)
-    process.terminate()
+        sync_weights(engine, model, 1, tolerance=TOLERANCE)
+    assert "\n" not in str(raised.value) and "no answer" not in str(raised.value)
+    process.kill()  # a worker is missing: it would not end by itself
     process.wait(30)
-    for call in (lambda: engine.generate(random_prompts(2), Sampling(4), [1, 2]), lambda: engine.probe_log_probs([1])):
+    with pytest.raises(WeightSyncError, match="no weights"):
+        engine.generate(random_prompts(2), Sampling(4), [1, 2])
+    idle.version = 0
+    for call in (lambda: idle.generate(random_prompts(2), Sampling(4), [1, 2]), lambda: idle.probe_log_probs([1])):
         with pytest.raises(InputError, match="no vLLM server answers") as raised:
             call()
         assert "\n" not in str(raised.value)
