@@ -104,7 +104,7 @@ def prompts_of(how: MultiTurn, n: int, **columns) -> DataProto:
 class Scripted:
     """An engine that plays the given turns, row by row; a turn of None hangs."""
 
-    version, pad_token_id, long_steps = 7, 0, False
+    version, pad_token_id, long_steps, shared = 7, 0, False, False
 
     def __init__(self, *turns: list):
         self.turns, self.waiting, self.rows, self.contexts, self.limits = turns, {}, {}, [], []

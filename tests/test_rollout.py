@@ -35,7 +35,6 @@ from lib.rollout import (
     GroupCache,
     GroupLayer,
     Sampling,
-    VLLMEngine,
     WeightSyncError,
     can_group,
     make_engine,
@@ -43,6 +42,7 @@ from lib.rollout import (
     sample_tokens,
     sync_weights,
 )
+from lib.vllm_rollout import VLLMEngine
 from tests.common import TOY_MODEL, save_tiny
 
 WIDTH = 24  # prompt

@@ -1,4 +1,4 @@
-"""lib/rollout.py's ServedEngine against a real vLLM server on the CPU, started once."""
+"""lib/vllm_rollout.py's ServedEngine against a real vLLM server on the CPU, started once."""
 
 import importlib.util
 import json
@@ -16,10 +16,20 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lib import InputError, rollout
+from lib import InputError, vllm_rollout
 from lib.distributed import World, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
-from lib.rollout import Sampling, ServedEngine, WeightSyncError, check_engine, make_engine, request_seeds, sync_weights
+from lib.rollout import (
+    Sampling,
+    WeightSyncError,
+    check_engine,
+    make_engine,
+    request_seeds,
+    rollouts_ahead,
+    staleness_metrics,
+    sync_weights,
+)
+from lib.vllm_rollout import ServedEngine
 from tests.common import (
     SMALL,
     TORCHRUN,
@@ -271,7 +281,7 @@ def test_every_way_gives_the_same_weights(engine_and_model, monkeypatch, way, bu
     """A bucket of 9000 bytes holds several of the smaller tensors; the embedding and others exceed it."""
     engine, model = engine_and_model
     monkeypatch.setattr(engine, "weights_by", way)
-    monkeypatch.setattr(rollout, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(vllm_rollout, "BUCKET_BYTES", bucket)
     sent, real = [], engine._order
     monkeypatch.setattr(engine, "_order", lambda path, **kw: sent.append(path) or real(path, **kw))
     perturb(model)
@@ -315,8 +325,8 @@ def generated_tokens(engine) -> float:
 def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
     """Each token's log-prob is that of the weights of its version, and of no other."""
     engine, model = engine_and_model
-    settings = rollout._vllm_settings
-    monkeypatch.setattr(rollout, "_vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    settings = vllm_rollout._vllm_settings
+    monkeypatch.setattr(vllm_rollout, "_vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     monkeypatch.setattr(engine, "stop_ids", [])  # so that the sync does not find them ended
     n, T, old_version, before = 24, 360, engine.version, generated_tokens(engine)
     prompts, sampling = random_prompts(n), Sampling(T)
@@ -349,7 +359,7 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
 @needs_vllm
 def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monkeypatch):
     engine, model = engine_and_model
-    monkeypatch.setattr(rollout, "STOP_S", 0.2)
+    monkeypatch.setattr(vllm_rollout, "STOP_S", 0.2)
     engine._ask("POST", "/pause", params={"mode": "abort"})
     prompts, sampling = random_prompts(6), Sampling(8)
     rows = engine.start(prompts, sampling, list(range(6)))
@@ -384,7 +394,7 @@ def test_prompts_ahead_are_neither_lost_nor_doubled(level):
         engine = Recorder()
         requests = ((step, [step], {"position": step}) for step in range(trained + 1, total + 1))
         steps = []
-        for batch, state in rollout.rollouts_ahead(engine, lambda prompts, *_: prompts, requests, None, level):
+        for batch, state in rollouts_ahead(engine, lambda prompts, *_: prompts, requests, None, level):
             assert state == {"position": batch}
             if level:
                 started = [prompts for what, prompts in engine.asked if what == "start"]
@@ -396,17 +406,17 @@ def test_prompts_ahead_are_neither_lost_nor_doubled(level):
 
 def test_staleness_is_counted_over_sampled_tokens_and_bounded():
     versions = torch.tensor([[3, 4, -1], [-1, -1, -1], [2, 2, 4]])
-    found = rollout.staleness_metrics(versions, 4, 2)
+    found = staleness_metrics(versions, 4, 2)
     assert found["async/staleness_mean"] == (5, 5) and found["async/staleness_max"] == (2,)
-    assert rollout.staleness_metrics(versions[1:2], 4, 0)["async/staleness_max"] == (0,)
+    assert staleness_metrics(versions[1:2], 4, 0)["async/staleness_max"] == (0,)
     with pytest.raises(AssertionError, match="2 weight versions ago"):
-        rollout.staleness_metrics(versions, 4, 1)
+        staleness_metrics(versions, 4, 1)
 
 
 def test_buckets(monkeypatch):
-    monkeypatch.setattr(rollout, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(vllm_rollout, "BUCKET_BYTES", 100)
     stream = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 10, 5, 5, 40, 1, 25])]  # of 4 bytes
-    assert [names for names, _ in rollout._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
+    assert [names for names, _ in vllm_rollout._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
 
 
 # ---- what a person reads --------------------------------------------------------------------------
@@ -481,7 +491,7 @@ def test_no_generate_before_the_weights():
 def test_a_server_that_hangs(monkeypatch):
     engine = ServedEngine.__new__(ServedEngine)
     engine.servers = ["http://a:1", "http://b:2"]
-    monkeypatch.setattr(rollout, "SYNC_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(vllm_rollout, "SYNC_TIMEOUT_S", 0.05)
     with pytest.raises(InputError, match=r"http://a:1,http://b:2: the broadcast .*no answer for 0.05 s"):
         engine._finish([Future()])
 
@@ -502,15 +512,15 @@ def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
         assert "\n" not in str(raised.value)
 
     worker = max(psutil.Process(process.pid).children(recursive=True), key=lambda child: child.memory_info().rss)
-    real_buckets = rollout._buckets
+    real_buckets = vllm_rollout._buckets
 
     def buckets(stream):
         for names, tensors in real_buckets(stream):
             yield names, tensors
             worker.kill()  # while one is on its way
 
-    monkeypatch.setattr(rollout, "_buckets", buckets)
-    monkeypatch.setattr(rollout, "BUCKET_BYTES", 9000)
+    monkeypatch.setattr(vllm_rollout, "_buckets", buckets)
+    monkeypatch.setattr(vllm_rollout, "BUCKET_BYTES", 9000)
     with pytest.raises(InputError, match="must serve the model that is trained") as raised:
         sync_weights(engine, model, 1, tolerance=TOLERANCE)
     assert "\n" not in str(raised.value) and "no answer" not in str(raised.value)
