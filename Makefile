@@ -40,7 +40,7 @@ curves: setup  ## the learning curves of the documents (an hour); a part: make c
 	$(BIN)/python benchmarks/curves.py $(ARGS)
 
 bench: setup  ## speed and memory of the parts, to benchmarks/results (an hour; benchmarks/vs_trl.py is apart: TRL wants its own .venv)
-	for part in data_proto update code; do $(BIN)/python -m benchmarks.$$part --output benchmarks/results/$$part.json || exit; done
+	for part in data_proto update stages code; do $(BIN)/python -m benchmarks.$$part --output benchmarks/results/$$part.json || exit; done
 	for part in hostile_scorer agent_loop weight_sync; do $(BIN)/python -m benchmarks.$$part || exit; done
 	$(BIN)/python -m benchmarks.vs_trl options
 

@@ -1,10 +1,25 @@
-"""benchmarks/vs_trl.py at toy size: both programs run, on the same work; nothing is said about times."""
+"""benchmarks/ at toy size: they run, on the same work on both sides; nothing is said about times."""
 
 import json
+import subprocess
 
 import pytest
 
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, make_task, run_plainrl, skewed_lengths, steps_of_run
+from tests.common import PYTHON, ROOT, TORCHRUN, environment, ran
+
+SMALL = {
+    "data_proto": [*PYTHON, "-m", "benchmarks.data_proto", "--rows", "16", "--tokens", "16", "--repeats", "1"],
+    "update": [*PYTHON, "-m", "benchmarks.update", "--rows", "16", "--repeats", "1", "--settings", "short"],
+    "stages": [*PYTHON, "-m", "benchmarks.stages", "--parts", "kernels", "log_probs", "hf", "--repeats", "1"],
+    "balance": [*TORCHRUN, "-m", "benchmarks.balance", "--prompts", "2", "--repeats", "1"],
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_benchmarks_of_parts_run(name):
+    """Each compares the results of its sides before it times them."""
+    ran(subprocess.run(SMALL[name], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300))
 
 
 def test_responses_are_as_long_as_their_prompts_say(tmp_path):

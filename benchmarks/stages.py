@@ -1,0 +1,191 @@
+"""Parts of a step beside the plain way to do them, in turns in one run.
+
+    python -m benchmarks.stages [--parts kernels log_probs hf vllm] [--repeats 7] [--output FILE.json]
+
+kernels: advantages and policy losses with their backward, beside verl's functions of the same name, on 512 rows of 1024
+tokens; log_probs: log-prob and entropy, forward and backward, of 2048 tokens and a vocabulary of 32,000, beside full
+logits; hf: HFEngine beside transformers' generate, 32 prompts of 15 tokens with 8 responses of 16; vllm: VLLMEngine
+beside its own LLM.generate with the same requests. That both sides give the same is checked first, but for hf, whose
+generate draws otherwise. Medians of CPU seconds of this process; peak: MiB beyond what was there before.
+
+verl is optional: `pip install --no-deps --target DIR verl==0.9.1 ray omegaconf antlr4-python3-runtime==4.9.3 hydra-core
+codetiming orjson`, then PYTHONPATH=DIR. Without it the kernels are timed alone.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from benchmarks.update import environment, memory
+from lib.advantages import compute_gae_advantage_return, get_adv_estimator_fn
+from lib.core_algos import agg_loss
+from lib.data_proto import DataProto
+from lib.distributed import init_distributed, make_mesh, shard_model, unsharded
+from lib.model import LinearLogProbs, load_model, load_tokenizer
+from lib.policy_losses import get_policy_loss_fn
+from lib.rollout import HFEngine, Sampling, make_engine, sync_weights
+from tests.common import TOY_MODEL, rollout_batch
+
+Sides = dict[str, Callable[[], object]]
+
+
+def in_turns(sides: Sides, repeats: int) -> dict[str, dict[str, float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    peaks = {}
+    for _ in range(repeats + 1):  # the first is not counted
+        for name, run in sides.items():
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+            before, start = memory("VmRSS"), time.process_time()
+            run()
+            seconds[name].append(time.process_time() - start)
+            peaks[name] = memory("VmHWM") - before
+    return {name: {"cpu_s": statistics.median(seconds[name][1:]), "peak": peaks[name]} for name in sides}
+
+
+def same(sides: Sides, mask: torch.Tensor | float = 1.0) -> Sides:
+    """Checked: the sides, whose tensors agree where the mask is."""
+    first, *others = ([x * mask for x in run()] for run in sides.values())
+    for other in others:
+        torch.testing.assert_close(first, other, rtol=1e-4, atol=1e-4)
+    return sides
+
+
+def verls(config: dict) -> dict[str, Callable] | None:
+    """verl's kernels by our names, on our arguments."""
+    if importlib.util.find_spec("verl") is None:
+        return None
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import ActorConfig
+
+    settings = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, **config)
+    return {
+        "grpo": core_algos.compute_grpo_outcome_advantage,
+        "gae": core_algos.compute_gae_advantage_return,
+        "vanilla": lambda *args: core_algos.compute_policy_loss_vanilla(*args, "token-mean", settings)[0],
+        "gspo": lambda *args: core_algos.compute_policy_loss_gspo(*args, "seq-mean-token-mean", settings)[0],
+    }
+
+
+def kernels() -> Iterator[tuple[str, Sides]]:
+    B, T, G = 512, 1024, 8
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(B, T, generator=g)
+    new = (old + 0.1 * torch.randn(B, T, generator=g)).requires_grad_()
+    mask = (torch.arange(T) < torch.randint(1, T + 1, (B, 1), generator=g)).long()
+    rewards = torch.zeros(B, T).scatter(1, mask.sum(1, keepdim=True) - 1, torch.randn(B, 1, generator=g))
+    values = torch.randn(B, T, generator=g) * mask
+    index = np.repeat(np.arange(B // G).astype(str), G).astype(object)
+    advantages = torch.randn(B, 1, generator=g) * mask
+    theirs = verls({"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0})
+
+    def gradient(loss: Callable) -> Callable:
+        return lambda: torch.autograd.grad(loss(old, new, advantages, mask), new)
+
+    def sides(name: str, ours: Callable, wrap: Callable) -> tuple[str, Sides]:
+        both = {"plainrl": ours} | ({"verl": theirs[name]} if theirs else {})
+        return name, same({side: wrap(function) for side, function in both.items()}, mask)
+
+    yield sides("grpo", get_adv_estimator_fn("grpo"), lambda f: lambda: f(rewards, mask, index))
+    yield sides("gae", compute_gae_advantage_return, lambda f: lambda: f(rewards, values, mask, 1.0, 0.95))
+    for name, mode in (("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")):
+        settings = {"cliprange_low": 0.2, "cliprange_high": 0.2} | ({"clip_ratio_c": 3.0} if name == "vanilla" else {})
+        loss = get_policy_loss_fn(name, settings)
+        yield sides(name, lambda *args, loss=loss, mode=mode: agg_loss(loss(*args)[0], args[3], mode), gradient)
+
+
+def log_probs() -> Iterator[tuple[str, Sides]]:
+    N, D, V = 2048, 256, 32_000
+    g = torch.Generator().manual_seed(0)
+    h, weight = (torch.randn(*shape, generator=g).requires_grad_() for shape in ((N, D), (V, D)))
+    y = torch.randint(V, (N,), generator=g)
+
+    def plain(h, weight):
+        log_p = torch.log_softmax(h @ weight.T / 16, -1)
+        return log_p.gather(-1, y[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    def gradient(function):
+        return lambda: torch.autograd.grad(sum(x.sum() for x in function(h, weight)), (h, weight))
+
+    chunked = gradient(lambda h, weight: LinearLogProbs.apply(h, weight, y, 1 / 16, 256))
+    yield "log_probs", same({"plainrl": chunked, "full logits": gradient(plain)})
+
+
+def prompts_and_model(world):
+    model = shard_model(load_model(TOY_MODEL), make_mesh(world), torch.float32)
+    prompts = DataProto.concat([rollout_batch([15] * 32, [1] * 32)] * 8)
+    for name in ("input_ids", "attention_mask", "position_ids"):
+        prompts.batch[name] = prompts.batch[name][:, :15]
+    ids = np.empty(len(prompts), object)
+    ids[:] = prompts.batch["input_ids"].tolist()
+    prompts.non_tensor_batch["raw_prompt_ids"] = ids
+    return prompts, model, load_tokenizer(TOY_MODEL)
+
+
+def hf(world) -> Iterator[tuple[str, Sides]]:
+    prompts, model, tokenizer = prompts_and_model(world)
+    engine = HFEngine(model, tokenizer)
+    engine.stop_ids = torch.tensor([-1])  # no row ends early, on either side
+    how = GenerationConfig(do_sample=True, max_new_tokens=16, min_new_tokens=16, pad_token_id=0, top_k=0)
+    ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+
+    @torch.no_grad()
+    def bare():
+        with unsharded(model):
+            return model.generate(ids, attention_mask=mask, generation_config=how)
+
+    yield "hf", {"plainrl": lambda: engine.generate(prompts, Sampling(16), list(range(256))), "generate": bare}
+
+
+def vllm(world) -> Iterator[tuple[str, Sides]]:
+    from vllm import SamplingParams
+
+    prompts, model, tokenizer = prompts_and_model(world)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"folder": Path(folder), "max_length": 64, "dtype": torch.float32, "gpu_memory": 0.3}
+        engine = make_engine("vllm", model, tokenizer, **settings)
+        sync_weights(engine, model, 0, tolerance=1e-3)
+        ids = [{"prompt_token_ids": row} for row in prompts.non_tensor_batch["raw_prompt_ids"]]
+        sampling = {"max_tokens": 16, "detokenize": False, "logprobs": 0, "stop_token_ids": engine.stop_ids}
+
+        def bare():
+            params = [SamplingParams(seed=seed, **sampling) for seed in range(256)]
+            return engine.llm.generate(ids, params, use_tqdm=False)
+
+        ours = engine.generate(prompts, Sampling(16), list(range(256))).batch["responses"].tolist()
+        theirs = [list(out.outputs[0].token_ids) for out in bare()]
+        assert all(row[: len(tokens)] == tokens for row, tokens in zip(ours, theirs))
+        yield "vllm", {"plainrl": lambda: engine.generate(prompts, Sampling(16), list(range(256))), "generate": bare}
+        engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=["kernels", "log_probs", "hf", "vllm"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    world = init_distributed()
+    parts = {"kernels": kernels, "log_probs": log_probs, "hf": partial(hf, world), "vllm": partial(vllm, world)}
+    results = environment() | {"repeats": args.repeats, "stages": {}}
+    for part in args.parts:
+        for name, sides in parts[part]():
+            found = results["stages"][name] = in_turns(sides, args.repeats)
+            for side, r in found.items():
+                ratio = r["cpu_s"] / found["plainrl"]["cpu_s"]
+                print(f"{name:10} {side:12} {r['cpu_s']:8.4f} CPU s  {ratio:5.2f}  {r['peak']:6.0f} MiB", flush=True)
+    if args.output:
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
