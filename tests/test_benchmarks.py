@@ -11,7 +11,7 @@ from tests.common import PYTHON, ROOT, TORCHRUN, environment, ran
 SMALL = {
     "data_proto": [*PYTHON, "-m", "benchmarks.data_proto", "--rows", "16", "--tokens", "16", "--repeats", "1"],
     "update": [*PYTHON, "-m", "benchmarks.update", "--rows", "16", "--repeats", "1", "--settings", "short"],
-    "stages": [*PYTHON, "-m", "benchmarks.stages", "--parts", "kernels", "log_probs", "hf", "--repeats", "1"],
+    "stages": [*PYTHON, "-m", "benchmarks.stages", "--parts", "kernels", "hf", "--repeats", "1"],
     "balance": [*TORCHRUN, "-m", "benchmarks.balance", "--prompts", "2", "--repeats", "1"],
 }
 
