@@ -28,8 +28,8 @@ $(VENV)/.ready: requirements.txt requirements-cpu.txt
 train: setup  ## train the embedded tiny model with grpo.py; more flags: make train ARGS="--seed 2"
 	$(BIN)/python grpo.py $(ARGS)
 
-test: setup  ## all tests; some of them: make test ARGS="-k rollout"
-	$(BIN)/python -m pytest $(ARGS)
+test: setup  ## all tests, two files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 A := grpo
 B := dapo

@@ -1,5 +1,6 @@
 """What several test files need: ranks, tiny models, batches, runs of the scripts."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -41,7 +42,11 @@ def _on_rank(rank: int, fn: Callable, size: int, folder: str, args: tuple) -> No
 def run_ranks(size: int, fn: Callable, *args) -> list:
     """The results of `fn(world, *args)` in `size` forked ranks of one gloo group; a rank's exception is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_on_rank, (fn, size, folder, args), nprocs=size, start_method="fork")
+        gc.freeze()  # a rank that finds a process group among what it inherited as garbage waits for its threads
+        try:
+            mp.start_processes(_on_rank, (fn, size, folder, args), nprocs=size, start_method="fork")
+        finally:
+            gc.unfreeze()
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 

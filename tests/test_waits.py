@@ -1,6 +1,7 @@
 """No silent wait: it is said who is waited for, a stage that does not end ends the job with the reason, and so does a
 rank that dies; torchrun starts the job anew, which goes on exactly. With real processes, stopped and killed."""
 
+import gc
 import multiprocessing
 import os
 import pdb  # noqa: T100
@@ -39,6 +40,7 @@ def start_ranks(tmp_path, store):
     started = []
 
     def on_rank(rank: int, size: int, port: int, main, args) -> None:
+        gc.freeze()  # as in run_ranks
         sys.stderr = os.fdopen(os.open(tmp_path / str(rank), os.O_WRONLY | os.O_CREAT), "w", buffering=1)
         job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in job.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
