@@ -8,8 +8,8 @@ prompts, group size, temperature 1, one optimizer update a step, no KL term, no 
 validation, no checkpoint, scores from the training process; for TRL no gradient checkpointing, which it has by default.
 Both programs compute the same tokens, because the model counts down: the last token of a prompt is a state 1 to 256,
 after state s come state s - 1 (one of its two tokens, sampled) and so on, after 1 the end. So a response has as many
-tokens as its prompt says, in both, which is checked in every step. Micro-batches: --micro_batch_tokens 16384 for
-grpo.py; for TRL, whose micro-batches are counted in rows, as many rows as was fastest of 8, 16, 32, ... (trl_rows).
+tokens as its prompt says, in both, which is checked in every step. Micro-batches: of grpo.py 16384 tokens, or 4096 where
+that is as fast; of TRL, which counts rows, as many as was fastest of 8, 16, 32, ... (trl_rows).
 
     step      from one scoring to the next: all that a step costs, logging and data loading included; step_cpu the same
               in CPU seconds
@@ -51,6 +51,7 @@ class Setting:
     prompt_length: int
     response_lengths: list[int]  # one for each prompt of a step
     trl_rows: int  # of TRL's micro-batch
+    tokens: int  # of grpo.py's
 
 
 def skewed_lengths(n: int) -> list[int]:
@@ -60,10 +61,10 @@ def skewed_lengths(n: int) -> list[int]:
 
 
 SETTINGS = {
-    "short": Setting(16, [16] * 64, 128),
-    "skewed": Setting(16, skewed_lengths(16), 64),
-    "long_prompt": Setting(512, [64, 128, 192, 256], 8),
-    "toy": Setting(16, [3, 5], 16),
+    "short": Setting(16, [16] * 64, 128, 4096),
+    "skewed": Setting(16, skewed_lengths(16), 64, 16384),
+    "long_prompt": Setting(512, [64, 128, 192, 256], 8, 16384),
+    "toy": Setting(16, [3, 5], 16, 16384),
 }
 OPTIONS = (
     "",
@@ -340,13 +341,15 @@ def compare(
     """
     for name in settings:
         for engine in engines:
-            programs = {"plainrl": partial(run_plainrl, flags=f"--rollout-engine {engine}")}
+            flags = f"--rollout-engine {engine} --micro-batch-tokens {SETTINGS[name].tokens}"
+            programs = {"plainrl": partial(run_plainrl, flags=flags)}
             programs |= {"trl": partial(run_trl, engine=engine)}
             results = in_turns(SETTINGS[name], programs, rounds, steps)
             results["ratio"] = {metric: results["trl"][metric] / results["plainrl"][metric] for metric in METRICS}
             sizes = {
                 "trl_version": version("trl"),
                 "trl_rows": SETTINGS[name].trl_rows,
+                "micro_batch_tokens": SETTINGS[name].tokens,
                 "rounds": rounds,
                 "steps": steps,
             }
