@@ -8,7 +8,7 @@ prompts, group size, temperature 1, one optimizer update a step, no KL term, no 
 validation, no checkpoint, scores from the training process; for TRL no gradient checkpointing, which it has by default.
 Both programs compute the same tokens, because the model counts down: the last token of a prompt is a state 1 to 256,
 after state s come state s - 1 (one of its two tokens, sampled) and so on, after 1 the end. So a response has as many
-tokens as its prompt says, in both, which is checked in every step. Micro-batches: of grpo.py 16384 tokens, or 4096 where
+tokens as its prompt says, in both, which is checked in every step. Micro-batches: of grpo.py 16384 tokens, 4096 where
 that is as fast; of TRL, which counts rows, as many as was fastest of 8, 16, 32, ... (trl_rows).
 
     step      from one scoring to the next: all that a step costs, logging and data loading included; step_cpu the same
