@@ -483,7 +483,7 @@ def rollouts_ahead(
 def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int) -> dict[str, Metric]:
     """weight_versions (B, T) of collect; version: of the weights at the start of the step."""
     stale = version - weight_versions[weight_versions >= 0]
-    oldest = max(stale.tolist(), default=0)
+    oldest = int(stale.max()) if len(stale) else 0
     assert oldest <= level, f"a token of {oldest} weight versions ago, at --async_level {level}"
     return {"async/staleness_mean": Mean(stale.sum().item(), len(stale)), "async/staleness_max": Max(oldest)}
 
