@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,10 @@ class VLLMEngine:
 
             counter = sampler.batched_count_greater_than
             sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
+            # vLLM looks for its kernels in vars() of all that is imported; the library under numba (and so under bm25s)
+            # makes a C function of every name that it is asked for, of __dict__ too, and vLLM dies of it
+            if llvm := sys.modules.get("llvmlite.binding.ffi"):
+                llvm.lib._fntab["__dict__"] = {}
         if is_first_on_node():  # nodes may not share the disk
             model.config.save_pretrained(folder)
             model.generation_config.save_pretrained(folder)
