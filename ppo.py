@@ -26,87 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import torch
 import tyro
 
-from lib import InputError
-from lib.advantages import (
-    ADV_TENSORS,
-    AdaptiveEntropyController,
-    AdaptiveKLController,
-    FixedKLController,
-    apply_kl_penalty,
-    compute_value_loss,
-    get_adv_estimator_fn,
-)
-from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
-from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
-from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
-from lib.core_algos import agg_loss, at_last_token, kl_penalty
-from lib.data_proto import DataProto
-from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
-from lib.distributed import (
-    all_gather_lists,
-    all_reduce_sum,
-    broadcast,
-    clip_grad_norm,
-    enter_stage,
-    init_distributed,
-    is_first_on_node,
-    make_mesh,
-    make_row_group,
-    run,
-    set_gradient_sync,
-    shard_model,
-    trainable_parameters,
-)
-from lib.memory import GIB, estimate_memory, memory_table
-from lib.metrics import (
-    Mean,
-    Sum,
-    Timer,
-    add_metrics,
-    data_metrics,
-    explained_variance,
-    extra_metrics,
-    mismatch_metrics,
-    reduce_metrics,
-    rows_dropped,
-    throughput_metrics,
-    token_means,
-    validation_metrics,
-)
-from lib.model import (
-    add_lora,
-    batched_log_probs,
-    batched_values,
-    check_model_path,
-    check_sequence_parallel,
-    check_tensor_parallel,
-    freeze,
-    load_critic,
-    load_model,
-    load_reward_model,
-    load_tokenizer,
-    response_log_probs,
-    response_values,
-    reward_model_scores,
-    without_adapters,
-)
-from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
-from lib.reward import RewardManager, load_scorers
-from lib.rollout import (
-    Sampling,
-    check_engine,
-    make_engine,
-    request_seeds,
-    rollouts_ahead,
-    staleness_metrics,
-    sync_weights,
-)
-from lib.rollout_correction import get_rollout_correction_fn
-from lib.tracking import Tracker, sample_rows
+from lib import InputError, is_first_on_node
 
 HERE = Path(__file__).parent
 
@@ -348,6 +270,88 @@ class Args:
     show_samples: int = 3
     """responses shown after each validation (samples.jsonl holds them all)"""
 
+
+if __name__ == "__main__":  # before the slow imports: --help and a misspelt flag answer at once
+    given = tyro.cli(Args, console_outputs=is_first_on_node())
+
+import numpy as np
+import torch
+
+from lib.advantages import (
+    ADV_TENSORS,
+    AdaptiveEntropyController,
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    compute_value_loss,
+    get_adv_estimator_fn,
+)
+from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
+from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
+from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
+from lib.core_algos import agg_loss, at_last_token, kl_penalty
+from lib.data_proto import DataProto
+from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
+from lib.distributed import (
+    all_gather_lists,
+    all_reduce_sum,
+    broadcast,
+    clip_grad_norm,
+    enter_stage,
+    init_distributed,
+    make_mesh,
+    make_row_group,
+    run,
+    set_gradient_sync,
+    shard_model,
+    trainable_parameters,
+)
+from lib.memory import GIB, estimate_memory, memory_table
+from lib.metrics import (
+    Mean,
+    Sum,
+    Timer,
+    add_metrics,
+    data_metrics,
+    explained_variance,
+    extra_metrics,
+    mismatch_metrics,
+    reduce_metrics,
+    rows_dropped,
+    throughput_metrics,
+    token_means,
+    validation_metrics,
+)
+from lib.model import (
+    add_lora,
+    batched_log_probs,
+    batched_values,
+    check_model_path,
+    check_sequence_parallel,
+    check_tensor_parallel,
+    freeze,
+    load_critic,
+    load_model,
+    load_reward_model,
+    load_tokenizer,
+    response_log_probs,
+    response_values,
+    reward_model_scores,
+    without_adapters,
+)
+from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
+from lib.reward import RewardManager, load_scorers
+from lib.rollout import (
+    Sampling,
+    check_engine,
+    make_engine,
+    request_seeds,
+    rollouts_ahead,
+    staleness_metrics,
+    sync_weights,
+)
+from lib.rollout_correction import get_rollout_correction_fn
+from lib.tracking import Tracker, sample_rows
 
 MAY_CHANGE_ON_RESUME = {
     *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
@@ -1048,4 +1052,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, tyro.cli(Args, console_outputs=is_first_on_node()))
+    run(main, given)

@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lib import InputError
+from lib import InputError, is_first_on_node
 
 # of every rank, at each gathering of weights that two mesh dimensions split: that it takes two collectives
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -145,11 +145,6 @@ def run(main: Callable[[Any], None], args: Any) -> None:
             _watcher.join()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def is_first_on_node() -> bool:
-    """True on one rank of each node, also before the process group exists."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 # ---- waits ---------------------------------------------------------------------------------------

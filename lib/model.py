@@ -42,7 +42,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
-from lib import InputError
+from lib import InputError, is_first_on_node
 from lib.batching import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import (
@@ -51,7 +51,6 @@ from lib.distributed import (
     TakeOwn,
     all_to_all,
     fsdp_modules,
-    is_first_on_node,
     trainable_parameters,
 )
 

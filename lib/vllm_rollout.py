@@ -20,9 +20,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from lib import InputError
+from lib import InputError, is_first_on_node
 from lib.data_proto import DataProto
-from lib.distributed import broadcast, compute_device, is_first_on_node, join_group
+from lib.distributed import broadcast, compute_device, join_group
 from lib.rollout import CheckedStream, Generated, Sampling, WeightSyncError, add_responses, stop_token_ids, turn_seed
 
 # ---- vLLM ----------------------------------------------------------------------------------------

@@ -446,3 +446,13 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, case):
     assert done.returncode == 2 and not (tmp_path / "runs").exists()
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ") and message in line
+
+
+@pytest.mark.parametrize("script", ["grpo", *SIBLINGS])
+@pytest.mark.parametrize("flag, answer", [("--help", "--max-grad-norm"), ("--max-grad-nom", "--max-grad-norm")])
+def test_flags_are_read_before_torch_is_imported(tmp_path, script, flag, answer):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    env = environment() | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*PYTHON, ROOT / f"{script}.py", flag], env=env, capture_output=True, text=True)
+    assert done.returncode == (0 if flag == "--help" else 2), done.stderr
+    assert answer in done.stdout + done.stderr
