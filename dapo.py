@@ -694,7 +694,9 @@ def main(args: Args) -> None:
         offload = "reward_model" in args.cpu_offload
         reward_model = shard_model(reward_model, own_mesh, compute_dtype, cpu_offload=offload)
     parameters = trainable_parameters(actor)
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
     models, schedulers = {"actor": (actor, optimizer)}, {"actor": scheduler}
     kl_control = FixedKLController(args.kl_coef)

@@ -668,7 +668,9 @@ def main(args: Args) -> None:
         offload = "reward_model" in args.cpu_offload
         reward_model = shard_model(reward_model, own_mesh, compute_dtype, cpu_offload=offload)
     parameters = trainable_parameters(actor)
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True
+    )
     # PPO: the policy's schedule begins after the critic's warm-up
     own_steps = replace(args, total_steps=args.total_steps - args.critic_warmup_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, own_steps, sizes))
@@ -686,7 +688,7 @@ def main(args: Args) -> None:
     critic = shard_model(adapt(critic), mesh, compute_dtype, cpu_offload="critic" in args.cpu_offload)
     critic_parameters = trainable_parameters(critic)
     critic_optimizer = torch.optim.AdamW(
-        critic_parameters, lr=args.critic_lr, betas=args.adam_betas, weight_decay=args.weight_decay
+        critic_parameters, lr=args.critic_lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True
     )
     critic_scheduler = torch.optim.lr_scheduler.LambdaLR(critic_optimizer, partial(lr_factor, args, sizes))
     models["critic"], schedulers["critic"] = (critic, critic_optimizer), critic_scheduler

@@ -214,7 +214,7 @@ def memory(options: Options, device: torch.device) -> list[dict]:
                 model.to(device)
             model = shard_model(model, make_mesh(init_distributed_once()), torch.bfloat16)
             parameters = trainable_parameters(model)
-            optimizer = torch.optim.AdamW(parameters, lr=1e-6)
+            optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
             length = tokens // count
             batch = random_batch([length // 4] * count, [length - length // 4] * count, model.config.vocab_size, device)
 
@@ -287,7 +287,7 @@ def throughput(options: Options, device: torch.device) -> list[dict]:
         model = random_model(shape(options, shape_name), device, checkpointing)
         numel = shard_numel(list(model.parameters()), 1)
         model = shard_model(model, make_mesh(init_distributed_once()), torch.bfloat16)
-        optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-6)
+        optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-6, fused=True)
         length = tokens // count
         batch = random_batch([length // 4] * count, [length - length // 4] * count, model.config.vocab_size, device)
 

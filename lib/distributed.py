@@ -6,6 +6,7 @@ process and eight run one code path. FSDP averages gradients over ranks: multipl
 counts by `world_size`.
 """
 
+import ctypes
 import faulthandler
 import json
 import logging
@@ -49,6 +50,8 @@ from lib import InputError, is_first_on_node
 # of every rank, at each gathering of weights that two mesh dimensions split: that it takes two collectives
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
 
 class World(NamedTuple):
     """Where this process stands among all processes of the job."""
@@ -87,6 +90,7 @@ def init_distributed(stage_timeout: float = 0) -> World:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+        _keep_freed_memory()
     timeout = timedelta(seconds=1.1 * stage_timeout or 1800)  # of a collective; the watcher knows more and comes first
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if stage_timeout:
@@ -98,6 +102,13 @@ def init_distributed(stage_timeout: float = 0) -> World:
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device)
+
+
+def _keep_freed_memory() -> None:
+    """glibc gives large tensors back to the system as they are freed, and a tenth of an update is then page faults."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # not on a Mac
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:

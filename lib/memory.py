@@ -18,8 +18,7 @@ bytes of the compute dtype (2 for bfloat16):
     activations       what autograd keeps of one micro-batch; with gradient checkpointing, the inputs of the layers
     work              what operators need beside that. log-probs: a layer's forward. loss: chunks of logits, and the
                       head's gradient in fp32. backward: a layer, recomputed if it is checkpointed, and its gradients.
-                      rollout: four copies of (rows, vocabulary). optimizer: 4 P / N, AdamW's square roots of all
-                      parameters at once (foreach, on a GPU)
+                      rollout: four copies of (rows, vocabulary). optimizer: none, AdamW is fused
     KV cache          rows x (prompt + response) x what a token keeps
     vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
 
@@ -174,7 +173,7 @@ def estimate_memory(
         }
         if offload_activations:
             host["activations"] = max(host["activations"], costs.kept)
-    moments["optimizer"] = gradients | {"work": max(gradients.values())}
+    moments["optimizer"] = dict(gradients)
 
     if cpu_offload:
         del moments["optimizer"]

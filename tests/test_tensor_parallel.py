@@ -70,7 +70,7 @@ def trained(world, path, folder, tensor, resume=None):
     mesh = make_mesh(world, tensor_parallel=tensor)
     model = shard_model(load_model(path, on_meta=True), mesh, torch.float32)
     parameters, group = trainable_parameters(model), make_row_group(world, mesh)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
     states = {"models": {"actor": (model, optimizer)}, "schedulers": {"actor": scheduler}}
     if resume is not None:
