@@ -33,6 +33,7 @@ VOCAB = 104
 
 def _on_rank(rank: int, fn: Callable, size: int, folder: str, args: tuple) -> None:
     torch.set_num_threads(1)
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # torch has no threads in a fork of a process that has had vLLM
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     torch.save(fn(World(rank, size, torch.device("cpu")), *args), f"{folder}/{rank}.pt")
     dist.barrier()

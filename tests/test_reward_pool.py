@@ -402,8 +402,9 @@ def test_one_in_ten_samples_misbehaves(hostile, capsys):
 # ---- the pool and the trainer ----------------------------------------------------------------------
 
 TRAINER = """
-import os, sys, time
+import os, signal, sys, time
 from lib.reward_pool import Pool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
 pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})])
              for kind in ("fork_and_hang_twice", "hang_ignoring_signals")])
