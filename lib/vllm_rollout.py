@@ -218,6 +218,7 @@ class VLLMEngine:
             stop_token_ids=self.stop_ids,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # one request's own
             **kwargs,
         )
 
