@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from benchmarks.update import environment, memory
+from benchmarks.update import environment, peak_memory
 from lib.advantages import compute_gae_advantage_return, get_adv_estimator_fn
 from lib.core_algos import agg_loss
 from lib.data_proto import DataProto
@@ -41,15 +41,14 @@ Sides = dict[str, Callable[[], object]]
 
 def in_turns(sides: Sides, repeats: int) -> dict[str, dict[str, float]]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    peaks = {}
     for _ in range(repeats + 1):  # the first is not counted
         for name, run in sides.items():
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-            before, start = memory("VmRSS"), time.process_time()
+            start = time.process_time()
             run()
             seconds[name].append(time.process_time() - start)
-            peaks[name] = memory("VmHWM") - before
-    return {name: {"cpu_s": statistics.median(seconds[name][1:]), "peak": peaks[name]} for name in sides}
+    return {
+        name: {"cpu_s": statistics.median(seconds[name][1:]), "peak": peak_memory(run)} for name, run in sides.items()
+    }
 
 
 def same(sides: Sides, mask: torch.Tensor | float = 1.0) -> Sides:

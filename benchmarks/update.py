@@ -23,6 +23,8 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -103,12 +105,12 @@ def memory(name: str) -> float:
     return int(re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 
-def peak_memory(model, batch: DataProto, max_tokens: int, options: dict) -> float:
-    model.zero_grad()
-    ctypes.CDLL(None).malloc_trim(0)
+def peak_memory(run: Callable[[], object]) -> float:
+    """MiB that `run` takes at most beyond what is there before."""
+    ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps would be taken again unseen
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = memory("VmRSS")
-    update(model, batch, max_tokens, **options)
+    run()
     return memory("VmHWM") - before
 
 
@@ -124,7 +126,8 @@ def measure(model, batch: DataProto, max_tokens: int, repeats: int) -> dict[str,
         seconds, cpu_seconds = (statistics.median(column) for column in zip(*times[name][1:]))
         results[name] = {"seconds": seconds, "cpu_seconds": cpu_seconds}
         results[name] |= computed_tokens(model, batch, max_tokens, options)
-        results[name]["peak_memory"] = peak_memory(model, batch, max_tokens, options)
+        model.zero_grad()
+        results[name]["peak_memory"] = peak_memory(partial(update, model, batch, max_tokens, **options))
     return results
 
 
