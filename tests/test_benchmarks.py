@@ -27,6 +27,8 @@ def test_responses_are_as_long_as_their_prompts_say(tmp_path):
     records, peak = run_plainrl(tmp_path, SETTINGS["toy"], WARM_UP + 2, flags="")
     [step] = steps_of_run(records, SETTINGS["toy"])  # raises where a step's lengths are others
     assert all(step[key] > 0 for key in ("step", "step_cpu", "rollout", "update"))
+    # from one scoring to the next: its own update, then the rollout of the step after it
+    assert records[WARM_UP]["update"] + records[WARM_UP + 1]["rollout"] < step["step"]
     assert peak > 100  # MiB: a process that has imported torch
     with pytest.raises(AssertionError, match="not the same work"):
         steps_of_run([*records, records[-1] | {"mean_length": 4.5}], SETTINGS["toy"])

@@ -116,13 +116,14 @@ def allocated(fn) -> int:
 def _recorded_peak(fn) -> int | None:
     """None if the profiler lost records, as it does where the clock was adjusted."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        torch.empty(1)  # there is a record, then, if none was lost
         fn()
     nodes = list(recorded.profiler.kineto_results.experimental_event_tree())
     for node in nodes:
         nodes.extend(node.children)
     records = [n.extra_fields for n in sorted(nodes, key=lambda n: n.start_time_ns) if n.name == "[memory]"]
     if not records:
-        return 0
+        return None
     before = records[0].total_allocated - records[0].alloc_size
     if before + sum(record.alloc_size for record in records) != records[-1].total_allocated:
         return None
