@@ -105,7 +105,7 @@ def init_distributed(stage_timeout: float = 0) -> World:
 
 
 def _keep_freed_memory() -> None:
-    """glibc gives large tensors back to the system as they are freed, and a tenth of an update is then page faults."""
+    """glibc gives large tensors back to the system as they are freed; 3 to 5 % of a step are then page faults."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # not on a Mac
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
         mallopt(M_TRIM_THRESHOLD, 1 << 30)

@@ -85,9 +85,8 @@ class VLLMEngine:
         settings = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
         if not on_gpu:  # seeded requests and chunked prefill crash on a CPU
             settings = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
-            settings["max_num_seqs"] = (
-                512  # vLLM: 256; a step of a tiny model costs what its scheduler does, not its rows
-            )
+            # instead of 256: a step of a tiny model costs what the scheduler takes, not what its rows do
+            settings["max_num_seqs"] = 512
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
         with torch.random.fork_rng():  # vLLM seeds the global generators
