@@ -17,7 +17,6 @@ This file is grpo.py with another baseline: make diff A=grpo B=remax.
 Every rank runs this file from top to bottom. Details, metrics and results: docs/remax.md.
 """
 
-import json
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -25,9 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
-from lib import InputError, is_first_on_node
+from lib.args import PolicyLoss, Sizes, check_common_flags, parse_json, read_flags, step_sizes
 
 HERE = Path(__file__).parent
 
@@ -162,9 +159,8 @@ class Args:
     """weight of the reward model's score"""
 
     # ---- algorithm
-    loss: str = "vanilla"
-    """policy loss in lib/policy_losses.py: vanilla, gspo, cispo, geo_mean, sapo, gpg, reinforce, dppo_tv, dppo_kl, dro,
-    two_sided, decoupled, clip_cov, kl_cov"""
+    loss: PolicyLoss = "vanilla"
+    """policy loss in lib/policy_losses.py"""
     loss_kwargs: str = "{}"
     """JSON of its hyper-parameters, such as {"cliprange_high": 4.0}; vanilla takes the three flags below"""
     clip_ratio_low: float = 0.2
@@ -252,8 +248,14 @@ class Args:
     """responses shown after each validation (samples.jsonl holds them all)"""
 
 
-if __name__ == "__main__":  # before the slow imports: --help and a misspelt flag answer at once
-    given = tyro.cli(Args, console_outputs=is_first_on_node())
+def check_flags(args: Args) -> None:
+    """Raises InputError for values and combinations that make no sense."""
+    check_common_flags(args)
+    # REMAX: no flags of its own
+
+
+if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
+    given = read_flags(Args, check_flags)
 
 import numpy as np
 import torch
@@ -304,7 +306,6 @@ from lib.metrics import (
 from lib.model import (
     add_lora,
     batched_log_probs,
-    check_model_path,
     check_sequence_parallel,
     check_tensor_parallel,
     freeze,
@@ -319,7 +320,7 @@ from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, comp
 from lib.reward import RewardManager, load_scorers
 from lib.rollout import (
     Sampling,
-    check_engine,
+    check_engine_import,
     make_engine,
     request_seeds,
     rollouts_ahead,
@@ -342,90 +343,6 @@ GATHERED = (  # over ranks, for the advantages
     *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),
     *("reward_baselines",),  # REMAX: instead of what group estimators need
 )
-
-
-@dataclass
-class Sizes:
-    """The arithmetic of a step. No prefix: over all ranks; local: on one rank."""
-
-    local_prompts: int
-    local_rows: int
-    local_mini_batch_rows: int
-    updates_per_step: int
-
-
-def step_sizes(args: Args, world_size: int) -> Sizes:
-    """Checks the batch arithmetic. Raises InputError with the formula and its numbers."""
-    for name in ("prompts_per_step", "group_size", "num_mini_batches", "update_epochs", "max_response_length"):
-        if getattr(args, name) < 1:
-            raise InputError(f"--{name} {getattr(args, name)}: must be at least 1")
-    if args.prompts_per_step % (world_size * args.num_mini_batches):
-        raise InputError(
-            "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
-            f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
-            f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
-        )
-    for name in ("sequence_parallel", "tensor_parallel"):
-        if getattr(args, name) < 1 or world_size % getattr(args, name):
-            raise InputError(f"--{name} {getattr(args, name)}: must divide the number of ranks, {world_size}")
-    if args.sequence_parallel * args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
-        raise InputError(
-            "sequence_parallel x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
-            f"{args.sequence_parallel} x {args.micro_batch_tokens} < "
-            f"{args.max_prompt_length} + {args.max_response_length}"
-        )
-    local_prompts = args.prompts_per_step // world_size
-    local_rows = local_prompts * args.group_size
-    return Sizes(
-        local_prompts, local_rows, local_rows // args.num_mini_batches, args.num_mini_batches * args.update_epochs
-    )
-
-
-def parse_json(text: str, flag: str) -> dict:
-    try:
-        settings = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"--{flag} {text}: not JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise InputError(f'--{flag} {text}: give a JSON object, such as {{"name": 1}}')
-    return settings
-
-
-def check_flags(args: Args) -> None:
-    """Raises InputError for values and combinations that make no sense."""
-    if args.temperature <= 0:
-        raise InputError(f"--temperature {args.temperature}: training samples need a temperature above 0")
-    if args.val_samples > 1 and args.val_temperature == 0:
-        raise InputError(f"--val_samples {args.val_samples} are all the same at --val_temperature 0: raise it")
-    if args.kl_target is not None and not (args.kl_coef and args.kl_placement == "reward"):
-        raise InputError("--kl_target steers the KL in the reward: it needs --kl_placement reward and a --kl_coef")
-    if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
-        raise InputError(f"--kl_horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
-    if args.old_log_probs == "rollout" and args.rollout_correction != "{}":
-        raise InputError("--old_log_probs rollout is the correction itself: drop it or --rollout_correction")
-    for name in ("sequence_parallel", "tensor_parallel"):
-        if getattr(args, name) > 1 and not (args.padding_free and args.attn_implementation == "packed_sdpa"):
-            raise InputError(
-                f"--{name} {getattr(args, name)}: needs --padding_free and --attn_implementation packed_sdpa"
-            )
-    without_tensor_parallel = {
-        "--rollout_engine hf": args.rollout_engine == "hf",
-        "--lora_rank": args.lora_rank > 0,
-        "--replicas": args.replicas > 1,
-        "--sequence_parallel": args.sequence_parallel > 1,
-        "--dry_run": args.dry_run > 0,
-    }
-    for flag, given in without_tensor_parallel.items():
-        if args.tensor_parallel > 1 and given:
-            raise InputError(f"--tensor_parallel {args.tensor_parallel} does not work with {flag}")
-    if args.async_level < 0:
-        raise InputError(f"--async_level {args.async_level}: must be at least 0")
-    if args.async_level and args.rollout_engine in ("hf", "vllm"):
-        raise InputError(
-            f"--async_level {args.async_level} needs --rollout_engine http://host:port, not a shared device"
-        )
-    if args.async_level and args.multi_turn != "{}":
-        raise InputError(f"--async_level {args.async_level}: episodes of --multi_turn do not run ahead; drop one")
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
@@ -529,25 +446,22 @@ def main(args: Args) -> None:
     # ---- sizes and inputs: everything that can be wrong is found before a model loads or a file is written
     world = init_distributed(args.stage_timeout)
     sizes = step_sizes(args, args.dry_run or world.size)
-    check_engine(args.rollout_engine, args.engine_ranks, args.dry_run or world.size)
-    if not args.dry_run:
-        check_model_path(args.model)
-    check_flags(args)
+    check_engine_import(args.rollout_engine)
     check_sequence_parallel(args.model, args.sequence_parallel, trust_remote_code=args.trust_remote_code)
     check_tensor_parallel(args.model, args.tensor_parallel, trust_remote_code=args.trust_remote_code)
     # REMAX: the one estimator that needs a greedy response
     estimate_advantages = get_adv_estimator_fn("remax")
     adv_tensors = ADV_TENSORS["remax"]
-    loss_settings = parse_json(args.loss_kwargs, "loss_kwargs")
+    loss_settings = parse_json(args, "loss_kwargs")
     if args.loss == "vanilla":
         loss_settings |= {"cliprange_low": args.clip_ratio_low, "cliprange_high": args.clip_ratio_high}
         loss_settings["clip_ratio_c"] = args.clip_ratio_c
     policy_loss = get_policy_loss_fn(args.loss, loss_settings)
-    token_masks = parse_json(args.token_masks, "token_masks")
+    token_masks = parse_json(args, "token_masks")
     if args.loss in TOKEN_MASKS:
         token_masks.setdefault(args.loss, {})
     check_token_masks(token_masks)
-    correction = parse_json(args.rollout_correction, "rollout_correction")
+    correction = parse_json(args, "rollout_correction")
     if args.async_level and not correction and args.old_log_probs != "rollout":  # for tokens of older weights
         correction = {"level": "token", "bounds": [0, 2]}
     correct_rollout = get_rollout_correction_fn(correction) if correction else None
@@ -560,26 +474,18 @@ def main(args: Args) -> None:
         or args.loss in LOSS_TENSORS
         or "old_log_probs" in adv_tensors
     )
-    if args.old_log_probs == "rollout" and {"top_entropy", "sum_pi_squared"} & {*token_masks, *adv_tensors}:
-        raise InputError(
-            "--old_log_probs rollout spares the forward pass that top_entropy, optimal_token_baseline need"
-        )
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
-    chat_template_kwargs = parse_json(args.chat_template_kwargs, "chat_template_kwargs")
-    multi_turn = load_multi_turn(parse_json(args.multi_turn, "multi_turn"), tokenizer, chat_template_kwargs)
+    chat_template_kwargs = parse_json(args, "chat_template_kwargs")
+    multi_turn = load_multi_turn(parse_json(args, "multi_turn"), tokenizer, chat_template_kwargs)
     if multi_turn is not None:
         chat_template_kwargs = chat_template_kwargs | {"tools": multi_turn.schemas or None}
     train_data, val_data = load_datasets(args, tokenizer, chat_template_kwargs)
     datasets = [data for data in (train_data, val_data) if data is not None]
-    reward_kwargs = parse_json(args.reward_kwargs, "reward_kwargs")
+    reward_kwargs = parse_json(args, "reward_kwargs")
     scorers = load_scorers(args.reward, datasets, reward_kwargs, args.reward_weights)
     val_scorers = load_scorers(args.val_reward, datasets, reward_kwargs)
-    if not (scorers or args.reward_model or (multi_turn and multi_turn.interaction)):
-        raise InputError("--reward without a scorer: name one, or a --reward_model")
     if args.total_epochs is not None:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
-    if args.resume == "auto" and not args.run_name:
-        raise InputError("--resume auto needs the --run_name of the run to resume")
     run_name = broadcast(args.run_name or f"{Path(__file__).stem}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(args.output_dir) / run_name
     checkpoint = find_checkpoint(args.resume, run_dir, asdict(args), MAY_CHANGE_ON_RESUME)

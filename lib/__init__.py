@@ -1,6 +1,10 @@
 """What has one right answer and is shared by the four scripts. What a paper might change is in the scripts."""
 
+import json
 import os
+import sys
+import time
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -10,3 +14,17 @@ class InputError(ValueError):
 def is_first_on_node() -> bool:
     """True on one rank of each node, also before the process group exists."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def launched_ranks() -> int:
+    """Ranks of the job, also before the process group exists."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+
+
+def report_mistake(message: str) -> None:
+    """Prints the message on stderr, once a node. Where torchrun or accelerate launched this process, their report of
+    some forty lines, which comes below it, ends with the message too."""
+    if is_first_on_node():
+        print(message, file=sys.stderr, flush=True)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the form is that of torch's ErrorHandler
+        Path(report).write_text(json.dumps({"message": f"\n{message}", "timestamp": int(time.time())}))

@@ -16,7 +16,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
+from lib.args import HUB_ID, check_source
 
 if TYPE_CHECKING:
     import datasets  # a second of import that rows of JSON can do without
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
 
 SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizing in one
-HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
 
 
 # ---- reading files ----
@@ -104,9 +103,8 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
             raise InputError(f"{path}: not readable as parquet ({reason}); write the file again") from error
+    check_source(str(source))
     hub = HUB_ID.fullmatch(str(source))
-    if hub is None or path.suffix in (".parquet", ".json", ".jsonl"):
-        raise InputError(f"{path}: no such file; check the path, or write it with one of the scripts in data/")
     return load_split(hub["id"], hub["split"] or "train")
 
 

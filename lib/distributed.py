@@ -45,7 +45,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lib import InputError, is_first_on_node
+from lib import InputError, report_mistake
 
 # of every rank, at each gathering of weights that two mesh dimensions split: that it takes two collectives
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -141,8 +141,7 @@ def run(main: Callable[[Any], None], args: Any) -> None:
         if dist.is_initialized():
             dist.barrier()  # the store may be in rank 0, and other ranks' watchers use it
     except InputError as error:
-        if is_first_on_node():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        report_mistake(f"error: {error}")
         sys.stdout.flush()
         os._exit(2)  # at once: a peer that waits in a collective must not hold this rank back
     except Exception as error:

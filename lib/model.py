@@ -43,6 +43,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from lib import InputError, is_first_on_node
+from lib.args import check_model_path
 from lib.batching import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import (
@@ -66,21 +67,6 @@ def split_gguf(path: str) -> tuple[str, dict[str, str]]:
     if path.endswith(".gguf"):
         return str(Path(path).parent), {"gguf_file": Path(path).name}
     return path, {}
-
-
-def check_model_path(path: str, flag: str = "--model") -> None:
-    """Raises InputError for a folder that cannot hold a model, before anything is loaded or written."""
-    local = Path(path)
-    if path.endswith(".gguf"):
-        if not local.is_file():
-            raise InputError(f"{flag} {path}: no such file")
-    elif local.is_dir():
-        if not (local / "config.json").is_file():
-            raise InputError(f"{flag} {path}: the folder has no config.json; give a folder saved by save_pretrained")
-        if not (any(local.glob("*.safetensors")) or any(local.glob("pytorch_model*.bin"))):
-            raise InputError(f"{flag} {path}: the folder has no weights (*.safetensors); is the download complete?")
-    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise InputError(f"{flag} {path}: no such folder")
 
 
 def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:

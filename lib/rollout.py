@@ -81,23 +81,14 @@ def make_engine(
     return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks)
 
 
-def check_engine(name: str, ranks: int, world_size: int) -> None:
-    """Raises InputError when there is no such engine or it cannot run here, before a model loads."""
-    if ranks < 1 or world_size % ranks:
-        raise InputError(f"--engine_ranks {ranks}: the number of ranks, {world_size}, must be a multiple of it")
-    if ranks > 1 and name != "vllm":
-        raise InputError(
-            f"--engine_ranks {ranks} splits a vLLM engine: it needs --rollout_engine vllm (a server is split by its "
-            "own --tensor-parallel-size)"
-        )
-    if name not in ("hf", "vllm") and not all(url.startswith(("http://", "https://")) for url in name.split(",")):
-        raise InputError(f"--rollout_engine {name}: must be hf, vllm or the URL of a vLLM server (http://host:port)")
+def check_engine_import(name: str) -> None:
+    """Raises InputError where the engine's package cannot be imported, before a model loads."""
     if name == "vllm":
         try:
             import vllm  # noqa: F401
         except ImportError as error:
             raise InputError(
-                f"--rollout_engine vllm: vLLM cannot be imported ({error}); use --rollout_engine hf"
+                f"--rollout-engine vllm: vLLM cannot be imported ({error}); use --rollout-engine hf"
             ) from error
 
 

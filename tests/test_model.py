@@ -41,7 +41,6 @@ from lib.model import (
     LinearLogProbs,
     batched_log_probs,
     batched_values,
-    check_model_path,
     load_critic,
     load_model,
     load_reward_model,
@@ -544,21 +543,6 @@ def test_dropout_is_off(tmp_path):
     batch = rollout_batch(PROMPTS, RESPONSES)
     a, b = (response_log_probs(model, batch, 1.0, padding_free=False)[0] for _ in range(2))
     assert model.training and torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: p / "absent", "no such folder"),
-        (lambda p: p / "absent.gguf", "no such file"),
-        (lambda p: p, "no config.json"),
-        (lambda p: (p / "config.json").write_text("{}") and p, "no weights"),
-    ],
-)
-def test_a_path_without_a_model_is_one_clear_line(tmp_path, make, message):
-    with pytest.raises(InputError, match=message) as error:
-        check_model_path(str(make(tmp_path)))
-    assert "--model" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_tokenizer_without_chat_template_is_refused(tmp_path):

@@ -279,18 +279,18 @@ def test_a_run_is_the_same_with_rows_that_no_rank_could_run_alone(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "ranks", "message"),
     [
-        ({"sequence_parallel": 2}, 1, "--sequence_parallel 2: must divide the number of ranks, 1"),
-        ({"sequence_parallel": 0}, 1, "--sequence_parallel 0: must"),
+        ({"sequence_parallel": 2}, 1, "--sequence-parallel 2: must divide the number of ranks, 1"),
+        ({"sequence_parallel": 0}, 1, "--sequence-parallel 0: must"),
         ({"sequence_parallel": 2, "micro_batch_tokens": 23}, 2, "must hold one row.*: 2 x 23 < 32 \\+ 16"),
-        ({"sequence_parallel": 2, "padding_free": False}, 2, "--sequence_parallel 2: needs --padding_free"),
+        ({"sequence_parallel": 2, "padding_free": False}, 2, "--sequence-parallel 2: needs --padding-free"),
         ({"sequence_parallel": 2, "attn_implementation": "eager"}, 2, "packed_sdpa"),
     ],
 )
-def test_what_cannot_be_is_refused(settings, ranks, message):
-    args = grpo.Args(**settings)
+def test_what_cannot_be_is_refused(settings, ranks, message, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(InputError, match=message):
-        grpo.step_sizes(args, ranks)
-        grpo.check_flags(args)
+        grpo.check_flags(grpo.Args(**settings))
 
 
 def test_models_that_cannot_be_split_are_refused(tmp_path):

@@ -22,7 +22,6 @@ from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Sampling,
     WeightSyncError,
-    check_engine,
     make_engine,
     request_seeds,
     rollouts_ahead,
@@ -465,14 +464,6 @@ def test_a_server_that_was_started_otherwise(world, tmp_path, message, monkeypat
             build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
         http.shutdown()
     assert "\n" not in str(raised.value)
-
-
-def test_what_is_no_engine():
-    for name in ("hf", "vllm" if importlib.util.find_spec("vllm") else "hf", "http://a:1", "http://a:1,https://b:2"):
-        check_engine(name, 1, 2)
-    for name in ("sglang", "", "http://a:1,b:2"):
-        with pytest.raises(InputError, match="http://host:port"):
-            check_engine(name, 1, 2)
 
 
 def test_no_server_there(world, tmp_path):

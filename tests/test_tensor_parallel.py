@@ -137,19 +137,20 @@ def test_a_run_with_vllm_is_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel": 3}, "--tensor_parallel 3: must divide the number of ranks, 4"),
-        ({"rollout_engine": "hf"}, "does not work with --rollout_engine hf"),
-        ({"lora_rank": 4}, "--lora_rank"),
+        ({"tensor_parallel": 3}, "--tensor-parallel 3: must divide the number of ranks, 4"),
+        ({"rollout_engine": "hf"}, "does not work with --rollout-engine hf"),
+        ({"lora_rank": 4}, "--lora-rank"),
         ({"replicas": 2}, "--replicas"),
-        ({"sequence_parallel": 2}, "--sequence_parallel"),
-        ({"dry_run": 4}, "--dry_run"),
-        ({"padding_free": False}, "--tensor_parallel 2: needs --padding_free"),
+        ({"sequence_parallel": 2}, "--sequence-parallel"),
+        ({"dry_run": 4}, "--dry-run"),
+        ({"padding_free": False}, "--tensor-parallel 2: needs --padding-free"),
     ],
 )
-def test_what_does_not_work_is_refused(settings, message):
+def test_what_does_not_work_is_refused(settings, message, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     args = grpo.Args(**{"tensor_parallel": 2, "rollout_engine": "vllm"} | settings)
     with pytest.raises(InputError, match=message):
-        grpo.step_sizes(args, 4)
         grpo.check_flags(args)
 
 
