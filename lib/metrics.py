@@ -8,7 +8,7 @@ this step is left out, not reported as 0.
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -324,6 +324,57 @@ def validation_metrics(
         for extra, values in (extras or {}).items():
             metrics[f"{name}/{extra}"] = float(np.mean(np.asarray(values, dtype=float)[rows]))
     return metrics
+
+
+# ---- trouble -------------------------------------------------------------------------------------
+
+STATES = {  # what is said where a metric has this value
+    "gradient 0": ("actor/grad_norm", 0),
+    "the critic's gradient 0": ("critic/grad_norm", 0),
+    "equal scores in every group": ("reward/zero_variance", 1),
+    "every response cut off": ("response_length/clip_ratio", 1),
+    "no row trained": ("training/rows_trained", 0),
+}
+COUNTS = {  # what is said, with the number, where a metric is above 0
+    "skipped updates (gradient not finite)": "training/skipped_updates",
+    "scorer errors": "reward/error_count",
+    "scorer timeouts": "reward/timeout_count",
+    "scorer crashes": "reward/crash_count",
+    "tool exceptions": "agent/tool_errors/exception",
+    "tool timeouts": "agent/tool_errors/timeout",
+    "rows without a score or a token": "training/rows_dropped/dead",
+    "unscored in validation": "val/unscored",
+}
+DROPPED = "training/rows_dropped/"
+
+
+def troubles(metrics: Mapping[str, float]) -> list[str]:
+    """What a reader of the console should hear of a step, in a few words each; mostly nothing."""
+    states = [text for text, (key, bad) in STATES.items() if metrics.get(key) == bad]
+    return states + [f"{text}: {metrics[key]:,.0f}" for text, key in COUNTS.items() if metrics.get(key)]
+
+
+def trouble_of_run(rows: Sequence[Mapping]) -> list[str]:
+    """The same of all rows of metrics.jsonl, and by what stage rows were dropped, and what was not finite."""
+
+    def column(key: str) -> list[float]:
+        return [row[key] for row in rows if row.get(key) is not None]
+
+    lines = []
+    for text, (key, bad) in STATES.items():
+        if steps := column(key).count(bad):
+            lines.append(f"{text} in {steps} of {len(column(key))} steps")
+    for text, key in COUNTS.items():
+        values = column(key)
+        if any(values):
+            lines.append(f"{text}: {sum(values):,.0f}, in {sum(map(bool, values))} of {len(values)} steps")
+    for key in dict.fromkeys(key for row in rows for key in row if key.startswith(DROPPED)):
+        if key not in COUNTS.values() and any(column(key)):
+            stage, rows_in = key.removeprefix(DROPPED), sum(column("training/rows_in"))
+            lines.append(f"rows dropped by {stage}: {sum(column(key)):,.0f} of {rows_in:,.0f}")
+    for key, steps in Counter(key for row in rows for key in row.get("nonfinite", ())).items():
+        lines.append(f"{key} not finite in {steps} of {len(rows)} rows of metrics.jsonl")
+    return lines
 
 
 # ---- time ----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.data_proto import DataProto
+from lib.metrics import trouble_of_run, troubles
 
 # what a step's console line shows
 NUMBERS = {
@@ -132,11 +133,14 @@ class Tracker:
             plot_curve(self.run_dir / "metrics.jsonl", path or self.run_dir / "curve.png", self.run_dir.resolve().name)
 
     def report(self) -> None:
-        """Draws the curve and prints the accuracy of the first and of the last validation, and where the files are."""
+        """Draws the curve and prints what went wrong in how many steps, the accuracy of the first and of the last
+        validation, and where the files are."""
         if not self.enabled:
             return
         self.curve()
         rows = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        for note in trouble_of_run(rows):
+            self.console.print(f"note: {note}", markup=False, soft_wrap=True)
         for key in dict.fromkeys(key for row in rows for key in row if _is_accuracy(key)):
             values = [row[key] for row in rows if row.get(key) is not None]
             self.console.print(f"{key}: {values[0]:.3f} before, {values[-1]:.3f} after training")
@@ -162,16 +166,17 @@ class Tracker:
             seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
             parts.append(f"eta {timedelta(seconds=round(seconds))}")
         validation = [f"{key} {values[key]:.3f}" for key in values if _is_accuracy(key)]
-        alarms = [f"{key} is {value}" for key, value in nonfinite.items()]
+        alarms, trouble = [f"{key} is {value}" for key, value in nonfinite.items()], troubles(values)
         if self.progress is None:
-            print(" | ".join([f"step {step}/{self.total_steps}", *parts, *validation, *alarms]), flush=True)
+            line = [f"step {step}/{self.total_steps}", *parts, *validation, *alarms, *trouble]
+            print(" | ".join(line), flush=True)
             return
         if validation or alarms:  # these stay on the screen, above the bar
             self.console.print(
-                Text(" | ".join([f"step {step}", *validation, *alarms]), style="red" if alarms else "bold")
+                Text(" | ".join([f"step {step}", *validation, *alarms, *trouble]), style="red" if alarms else "bold")
             )
         if parts:
-            self.progress.update(self.task, completed=step, numbers=" | ".join(parts))
+            self.progress.update(self.task, completed=step, numbers=" | ".join([*trouble, *parts]))
         self.progress.refresh()
 
     def _one_line(self, text: str, width: int) -> str:

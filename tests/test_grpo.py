@@ -190,7 +190,10 @@ def test_groups_without_signal_move_nothing(tmp_path, zero_variance):
     (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
     args = ["--reward", f"{tmp_path / 'same.py'}:score", "--zero-variance", zero_variance, "--total-steps", "2"]
     args += ["--entropy-coef", "0.1", "--kl-coef", "0.1", "--export-model", "--run-name", "run"]
-    ran(fork("grpo", tmp_path, *SMALL, *args))
+    done = ran(fork("grpo", tmp_path, *SMALL, *args))
+    assert done.stdout.count("| gradient 0 | equal scores in every group") == 2
+    assert "note: gradient 0 in 2 of 2 steps\n" in done.stdout
+    assert "note: rows dropped by zero_variance: 64 of 64\n" in done.stdout
     for row in metrics(tmp_path / "run"):
         assert row["training/rows_dropped/zero_variance"] == 32 and row["training/rows_trained"] == 0
         assert row["actor/grad_norm"] == 0 and row["actor/loss"] == 0

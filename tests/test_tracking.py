@@ -105,6 +105,72 @@ def test_plain_output_is_one_line_a_step(tmp_path, capsys):
     assert last == "step 20/20 | reward 0.500 | length 230 | 12,346 tok/s | eta 0:00:00"
 
 
+QUIET = {
+    "actor/grad_norm": 0.5,
+    "reward/zero_variance": 0.5,
+    "reward/error_count": 0,
+    "training/skipped_updates": 0,
+    "training/rows_in": 8,
+    "training/rows_trained": 8,
+    "training/rows_dropped/dead": 0,
+}
+TROUBLED = {
+    "actor/grad_norm": 0.0,
+    "reward/zero_variance": 1.0,
+    "reward/error_count": 2,
+    "training/skipped_updates": 1,
+    "training/rows_in": 8,
+    "training/rows_trained": 6,
+    "training/rows_dropped/dead": 2,
+}
+
+
+def test_a_step_in_trouble_says_so_on_its_line(tmp_path, capsys):
+    tracker = Tracker(tmp_path, {}, total_steps=4)
+    tracker.log(QUIET, 1)
+    tracker.log(TROUBLED, 2)
+    tracker.log({"val/toy/mean@1": 0.25, "val/unscored": 3.0}, 2)
+    tracker.close()
+    quiet, troubled, validation = capsys.readouterr().out.splitlines()
+    assert quiet == "step 1/4"
+    assert troubled == (
+        "step 2/4 | gradient 0 | equal scores in every group | skipped updates (gradient not finite): 1 | "
+        "scorer errors: 2 | rows without a score or a token: 2"
+    )
+    assert validation == "step 2/4 | val/toy/mean@1 0.250 | unscored in validation: 3"
+
+
+def test_the_report_sums_up_the_trouble_of_all_steps(tmp_path, capsys):
+    """Also of the steps before a resume."""
+    for resume_step, step in enumerate((QUIET, TROUBLED, TROUBLED | {"training/rows_dropped/token_masks": 4})):
+        tracker = Tracker(tmp_path, {}, total_steps=4, resume_step=resume_step)
+        tracker.log(step, resume_step + 1)
+        if resume_step < 2:
+            tracker.close()
+    tracker.log({"actor/loss": math.nan, "val/unscored": 0.0}, 4)
+    capsys.readouterr()
+    tracker.report()
+    tracker.close()
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("note:")] == [
+        "note: gradient 0 in 2 of 3 steps",
+        "note: equal scores in every group in 2 of 3 steps",
+        "note: skipped updates (gradient not finite): 2, in 2 of 3 steps",
+        "note: scorer errors: 4, in 2 of 3 steps",
+        "note: rows without a score or a token: 4, in 2 of 3 steps",
+        "note: rows dropped by token_masks: 4 of 24",
+        "note: actor/loss not finite in 1 of 4 rows of metrics.jsonl",
+    ]
+
+
+def test_a_quiet_run_ends_without_a_note(tmp_path, capsys):
+    tracker = Tracker(tmp_path, {}, total_steps=1)
+    tracker.log(QUIET, 1)
+    tracker.report()
+    tracker.close()
+    assert "note:" not in capsys.readouterr().out
+
+
 def test_samples_are_stored_whole_and_shown_short(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=20)
     hostile = "\x1b[2J[bold]red[/bold]\r\n\u202eend " + "long " * 200 + "#### 42"
