@@ -172,7 +172,7 @@ class Args:
     adv_estimator: str = "grpo"
     """advantage estimator in lib/advantages.py: grpo, dr_grpo (not divided by the standard deviation), rloo, opo, gpg,
     maxrl, grpo_passk, grpo_leave_one_out, grpo_batch_std, reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo,
-    optimal_token_baseline"""
+    optimal_token_baseline, tir_optimal_token_baseline"""
     adv_kwargs: str = "{}"
     """JSON of its hyper-parameters, such as {"epsilon": 1e-4}"""
     singleton: Literal["raw", "zero"] = "raw"
@@ -584,7 +584,7 @@ def main(args: Args) -> None:
     adv_settings = {"singleton": args.singleton} | parse_json(args.adv_kwargs, "adv_kwargs")
     estimate_advantages = get_adv_estimator_fn(args.adv_estimator, adv_settings)
     adv_tensors = ADV_TENSORS.get(args.adv_estimator, ())
-    if not set(adv_tensors) <= set(GATHERED):
+    if not set(adv_tensors) <= {*GATHERED, "rollout_is_weights"}:
         raise InputError(
             f"--adv_estimator {args.adv_estimator} needs {', '.join(adv_tensors)}: not made by this script"
         )
@@ -902,7 +902,7 @@ def main(args: Args) -> None:
                     kl_control.update(mean_kl, len(whole))
                 tensors["token_level_rewards"] = rewards
                 tensors["advantages"], tensors["returns"] = estimate_advantages(
-                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors}
+                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors if key in tensors}
                 )
                 if args.zero_variance != "keep":
                     without_signal = zero_variance_rows(tensors["token_level_scores"], live, uid)  # (B,)

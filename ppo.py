@@ -868,7 +868,7 @@ def main(args: Args) -> None:
                     kl_control.update(mean_kl, len(whole))
                 tensors["token_level_rewards"] = rewards
                 tensors["advantages"], tensors["returns"] = estimate_advantages(
-                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors}
+                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors if key in tensors}
                 )
                 # PPO: no groups, so none of zero variance
                 metrics["critic/explained_variance"] = explained_variance(tensors["values"], tensors["returns"], live)

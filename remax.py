@@ -817,7 +817,7 @@ def main(args: Args) -> None:
                     kl_control.update(mean_kl, len(whole))
                 tensors["token_level_rewards"] = rewards
                 tensors["advantages"], tensors["returns"] = estimate_advantages(
-                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors}
+                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors if key in tensors}
                 )
                 # REMAX: equal scores in a group are as good a signal as others
                 if token_masks:
