@@ -842,7 +842,7 @@ def main(args: Args) -> None:
                         token_masks, tensors | {"response_mask": keep}, seed=args.seed * 2**20 + step
                     )
                     stages["token_masks"] = keep = keep & tensors.get("loss_mask", keep)
-                tensors["loss_mask"], tensors["counted_mask"] = keep, counted
+                tensors |= {"loss_mask": keep, "counted_mask": counted, "live_mask": live}
                 mine = slice(world.rank * len(batch), (world.rank + 1) * len(batch))
                 batch.batch.update({key: tensor[mine] for key, tensor in tensors.items()})
 

@@ -353,7 +353,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     rollout_is_weights: Tensor | None = None,
     singleton: str = "raw",
 ) -> Pair:
-    """The optimal token baseline of several turns, as in verl: a row's nth valid token is compared with the others' nth,
+    """The optimal token baseline of several turns, as in verl: a row's nth valid token meets the others' nth,
     however much tool output stands between them.
     """
     order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first

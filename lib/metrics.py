@@ -118,13 +118,14 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     """Local metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
 
     Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and if they are there
-    advantages (B, T) and finish_reason ("length" = clipped; without it, a response that fills all T tokens is).
+    advantages and live_mask (B, T), and finish_reason ("length" = clipped; without it, a response that fills all T
+    tokens is).
 
     - reward/{mean,max,min}: the sum of a row's token_level_scores
     - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores,
       with all scores above `correct_above`, with none above
     - response_length/{mean,max,min}: tokens after the prompt, tool outputs included; response_length/clip_ratio
-    - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over trained tokens), rollout/dead_rows
+    - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over the tokens of live_mask), rollout/dead_rows
     """
     tensors = batch.batch
     trained = tensors["response_mask"].bool()  # (B, T)
@@ -144,7 +145,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
         "rollout/dead_rows": Sum(int((~alive).sum())),
     }
     if (advantages := tensors.get("advantages", None)) is not None:
-        metrics |= _spread("advantages", advantages[trained])
+        metrics |= _spread("advantages", advantages[tensors["live_mask"].bool()])
 
     groups = defaultdict(list)
     for uid, score in zip(batch.non_tensor_batch["uid"][alive.cpu().numpy()], scores.tolist()):

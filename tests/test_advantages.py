@@ -627,7 +627,8 @@ def test_turn_aligned_baseline_is_the_plain_one_where_no_tool_wrote(seed):
     b = random_batch(seed)
     b["mask"] = torch.arange(b["mask"].shape[1]) < b["mask"].sum(1, keepdim=True)  # responses of one turn
     args = [b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared")]
-    plain, aligned = compute_optimal_token_baseline_advantage(*args), ADV_ESTIMATORS["tir_optimal_token_baseline"](*args)
+    aligned = compute_multi_turn_optimal_token_baseline_advantage(*args)
+    plain = compute_optimal_token_baseline_advantage(*args)
     assert bits_equal(plain[0], aligned[0]) and bits_equal(plain[1], aligned[1])
 
 
