@@ -247,12 +247,13 @@ def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
     return 1.0 - none_right
 
 
-def maj_at_k(preds: Sequence[str | None], scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
+def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
     """Expected score of the most frequent answer among k of one prompt's n samples, drawn without replacement.
 
     Exact over all C(n, k) subsets when these are at most `max_subsets`, else the mean of that many seeded draws. An
     answer's score is the mean of its samples in the subset; a tie gives the mean score of the tied answers. A sample
-    without an answer (None) has no vote; a subset without any vote gives the mean of its scores.
+    without an answer (None, or "" as verl's scorers write it) has no vote; a subset without any vote gives the mean of
+    its scores.
     """
     n = len(preds)
     if not 1 <= k <= n or len(scores) != n:
@@ -260,7 +261,10 @@ def maj_at_k(preds: Sequence[str | None], scores: Sequence[float], k: int, max_s
     drawn = _subsets(n, k, max_subsets)  # (S, n), 1 = in the subset
     scores = np.asarray(scores, dtype=float)
     majority = drawn @ scores / k  # (S,)
-    answers = list(dict.fromkeys(pred for pred in preds if pred is not None))
+    answers = []  # compared by ==: an answer may be a list
+    for pred in preds:
+        if pred not in (None, "", *answers):
+            answers.append(pred)
     if answers:
         votes = np.array([[pred == answer for answer in answers] for pred in preds], dtype=float)  # (n, A)
         counts = drawn @ votes  # (S, A)

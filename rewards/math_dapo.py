@@ -47,7 +47,7 @@ def compute_score(
     strict_box_verify=False,
     **kwargs,
 ) -> dict:
-    """Returns {"score": 1.0 or wrong_score, "acc": 1.0 or 0.0, "pred": the normalised answer, "" if there is none}."""
+    """Returns {"score": 1.0 or wrong_score, "acc": 1.0 or 0.0, "pred": the normalised answer, None if there is none}."""
     tail = solution_str[-TAIL:]
     if strict_box_verify:
         answer = last_boxed(tail)
@@ -56,4 +56,4 @@ def compute_score(
         answer = lines[-1] if lines else None
     pred = "" if answer is None else normalise(answer)
     right = pred != "" and pred == normalise(str(ground_truth))
-    return {"score": 1.0 if right else wrong_score, "acc": float(right), "pred": pred}
+    return {"score": 1.0 if right else wrong_score, "acc": float(right), "pred": pred or None}

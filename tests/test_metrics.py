@@ -81,6 +81,9 @@ def test_maj_at_k_by_hand():
     assert maj_at_k(["7", "8"], [1, 0], 2) == 0.5  # a tie
     assert maj_at_k(["7", None, None], [1, 0, 0], 3) == 1.0  # no answer never wins, however frequent
     assert maj_at_k([None, None], [0, 0], 2) == 0.0
+    assert maj_at_k(["7", "", ""], [1, 0, 0], 3) == 1.0  # verl's scorers write no answer so
+    assert maj_at_k([[1, 2], [1, 2], {"a": 1}], [1, 1, 0], 3) == 1.0  # whatever JSON holds
+    assert maj_at_k([0, 0, None, None, None], [1, 1, 0, 0, 0], 5) == 1.0
     assert maj_at_k(["7", "7", "8"], [1, 1, 0], 3) == 1.0
     assert maj_at_k(["7", "8", "8"], [1, 0, 0], 3) == 0.0
     assert maj_at_k(["7", "8", "8"], [1, 0, 0], 1) == pytest.approx(1 / 3)
