@@ -730,7 +730,7 @@ def main(args: Args) -> None:
                     kl_control.update(mean_kl, len(whole))
                 tensors["token_level_rewards"] = rewards
                 tensors["advantages"], tensors["returns"] = estimate_advantages(
-                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors}
+                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors if key in tensors}
                 )
                 if args.zero_variance != "keep":
                     without_signal = zero_variance_rows(tensors["token_level_scores"], live, uid)  # (B,)
@@ -742,7 +742,7 @@ def main(args: Args) -> None:
                         token_masks, tensors | {"response_mask": keep}, seed=args.seed * 2**20 + step
                     )
                     stages["token_masks"] = keep = keep & tensors.get("loss_mask", keep)
-                tensors["loss_mask"], tensors["counted_mask"] = keep, counted
+                tensors |= {"loss_mask": keep, "counted_mask": counted, "live_mask": live}
                 mine = slice(world.rank * len(batch), (world.rank + 1) * len(batch))
                 batch.batch.update({key: tensor[mine] for key, tensor in tensors.items()})
 

@@ -775,7 +775,7 @@ def main(args: Args) -> None:
                     kl_control.update(mean_kl, len(whole))
                 tensors["token_level_rewards"] = rewards
                 tensors["advantages"], tensors["returns"] = estimate_advantages(
-                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors}
+                    rewards, live, uid, **{key: tensors[key] for key in adv_tensors if key in tensors}
                 )
                 # PPO: no groups, so none of zero variance
                 metrics["critic/explained_variance"] = explained_variance(tensors["values"], tensors["returns"], live)
@@ -784,7 +784,7 @@ def main(args: Args) -> None:
                         token_masks, tensors | {"response_mask": keep}, seed=args.seed * 2**20 + step
                     )
                     stages["token_masks"] = keep = keep & tensors.get("loss_mask", keep)
-                tensors["loss_mask"], tensors["counted_mask"] = keep, counted
+                tensors |= {"loss_mask": keep, "counted_mask": counted, "live_mask": live}
                 mine = slice(world.rank * len(batch), (world.rank + 1) * len(batch))
                 batch.batch.update({key: tensor[mine] for key, tensor in tensors.items()})
 
@@ -796,7 +796,10 @@ def main(args: Args) -> None:
                     for mini_batch in batch.split(sizes.local_mini_batch_rows):
                         counted = mini_batch.batch["counted_mask"]
                         counts = [int(counted.sum()), int(counted.any(1).sum())]
-                        global_tokens, global_rows = all_reduce_sum(counts, world.device)
+                        # PPO: a rejected row has no return, so the critic's loss has its own counts
+                        live = mini_batch.batch["live_mask"]
+                        counts += [int(live.sum()), int(live.any(1).sum())]
+                        global_tokens, global_rows, live_tokens, live_rows = all_reduce_sum(counts, world.device)
                         micro_batches, _ = prepare_dynamic_batch(
                             mini_batch,
                             args.micro_batch_tokens,
@@ -818,20 +821,21 @@ def main(args: Args) -> None:
                                 share_prompts=share_prompts,
                                 row_group=row_group,
                             )
+                            live = tensors["live_mask"]
                             value_losses, value_metrics = compute_value_loss(
-                                vpreds, tensors["returns"], tensors["values"], mask, args.cliprange_value
+                                vpreds, tensors["returns"], tensors["values"], live, args.cliprange_value
                             )
                             value_loss = agg_loss(
                                 value_losses,
-                                mask,
+                                live,
                                 args.loss_agg_mode,
-                                global_tokens=global_tokens,
-                                global_rows=global_rows,
+                                global_tokens=live_tokens,
+                                global_rows=live_rows,
                                 loss_scale_factor=args.loss_scale_factor or args.max_response_length,
                             )
                             (value_loss * world.size).backward()
                             value_metrics["critic/value"] = vpreds.detach()
-                            add_metrics(local, token_means(value_metrics, mask))
+                            add_metrics(local, token_means(value_metrics, live))
                             add_metrics(local, {"critic/vf_loss": Sum(value_loss.item() / sizes.updates_per_step)})
                             if step <= args.critic_warmup_steps:
                                 continue

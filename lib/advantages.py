@@ -344,6 +344,25 @@ def compute_optimal_token_baseline_advantage(
     return _rewards_dtype(token_level_rewards, advantages.to(response_mask.device), returns)
 
 
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    singleton: str = "raw",
+) -> Pair:
+    """The optimal token baseline of several turns, as in verl: a row's nth valid token meets the others' nth,
+    however much tool output stands between them.
+    """
+    order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first
+    tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    rewards, mask, *rest = (None if x is None else x.gather(1, order) for x in tensors)
+    pair = compute_optimal_token_baseline_advantage(rewards, mask, index, *rest, singleton)
+    return tuple(torch.zeros_like(x).scatter(1, order, x) for x in pair)
+
+
 def _gae_estimator(
     token_level_rewards: Tensor,
     response_mask: Tensor,
@@ -386,15 +405,18 @@ ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "maxrl": compute_maxrl_outcome_advantage,
     "gdpo": compute_gdpo_outcome_advantage,
     "optimal_token_baseline": compute_optimal_token_baseline_advantage,
+    "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
     "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
     "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
     "remax": _remax_estimator,
     "gae": _gae_estimator,
 }
 
+_OTB_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")  # the last where a correction weighs tokens
 ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that are given by keyword
     "gdpo": ("reward_components",),
-    "optimal_token_baseline": ("old_log_probs", "sum_pi_squared"),
+    "optimal_token_baseline": _OTB_TENSORS,
+    "tir_optimal_token_baseline": _OTB_TENSORS,
     "remax": ("reward_baselines",),
     "gae": ("values",),
 }

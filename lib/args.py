@@ -33,6 +33,7 @@ AdvEstimator = Literal[
     "reinforce_plus_plus_baseline",
     "gdpo",
     "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 ]
 """names in lib/advantages.py, without the estimators that ppo.py and remax.py are for"""
 PolicyLoss = Literal[

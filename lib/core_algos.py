@@ -38,13 +38,24 @@ def _lookup(kind: str, table: dict[str, Callable], name: str) -> Callable:
 def _bind(what: str, function: Callable, settings: Mapping, positional: int, tensors: Sequence[str] = ()) -> Callable:
     """The function with its settings; what it is called with, `positional` arguments and the tensors, comes later.
 
-    Raises InputError for a setting that the function does not have, and if one without default is missing.
+    Raises InputError for a setting that the function does not have, for one that is no number (no bool) where the
+    default is, and if one without default is missing.
     """
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*[None] * positional, **dict.fromkeys(tensors), **settings)
+        signature.bind(*[None] * positional, **dict.fromkeys(tensors), **settings)
     except TypeError as error:
         raise InputError(f"{what} with {dict(settings)}: {error}") from error
+    for name, value in settings.items():
+        kind = {bool: "true or false", int: "a number", float: "a number"}.get(type(signature.parameters[name].default))
+        if kind and not (is_number(value) if kind == "a number" else isinstance(value, bool)):
+            raise InputError(f"{what}: {name} must be {kind}, not {value!r}")
     return partial(function, **settings)
+
+
+def is_number(value) -> bool:
+    """Whether a setting from JSON is a number: not true, not NaN (Python's JSON has it); infinity is one."""
+    return type(value) in (int, float) and value == value
 
 
 # ----------------------------------------------------------------------------------- masked reductions

@@ -78,6 +78,7 @@ class DataProto:
     meta_info: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        self.non_tensor_batch, self.meta_info = self.non_tensor_batch or {}, self.meta_info or {}  # verl gives None
         self.check_consistency()
 
     def _derive(self, batch, non_tensor_batch, meta_info=None) -> "DataProto":

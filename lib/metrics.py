@@ -118,13 +118,14 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     """Local metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
 
     Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and if they are there
-    advantages (B, T) and finish_reason ("length" = clipped; without it, a response that fills all T tokens is).
+    advantages and live_mask (B, T), and finish_reason ("length" = clipped; without it, a response that fills all T
+    tokens is).
 
     - reward/{mean,max,min}: the sum of a row's token_level_scores
     - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores,
       with all scores above `correct_above`, with none above
     - response_length/{mean,max,min}: tokens after the prompt, tool outputs included; response_length/clip_ratio
-    - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over trained tokens), rollout/dead_rows
+    - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over the tokens of live_mask), rollout/dead_rows
     """
     tensors = batch.batch
     trained = tensors["response_mask"].bool()  # (B, T)
@@ -144,7 +145,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
         "rollout/dead_rows": Sum(int((~alive).sum())),
     }
     if (advantages := tensors.get("advantages", None)) is not None:
-        metrics |= _spread("advantages", advantages[trained])
+        metrics |= _spread("advantages", advantages[tensors["live_mask"].bool()])
 
     groups = defaultdict(list)
     for uid, score in zip(batch.non_tensor_batch["uid"][alive.cpu().numpy()], scores.tolist()):
@@ -246,12 +247,13 @@ def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
     return 1.0 - none_right
 
 
-def maj_at_k(preds: Sequence[str | None], scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
+def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
     """Expected score of the most frequent answer among k of one prompt's n samples, drawn without replacement.
 
     Exact over all C(n, k) subsets when these are at most `max_subsets`, else the mean of that many seeded draws. An
     answer's score is the mean of its samples in the subset; a tie gives the mean score of the tied answers. A sample
-    without an answer (None) has no vote; a subset without any vote gives the mean of its scores.
+    without an answer (None, or "" as verl's scorers write it) has no vote; a subset without any vote gives the mean of
+    its scores.
     """
     n = len(preds)
     if not 1 <= k <= n or len(scores) != n:
@@ -259,7 +261,10 @@ def maj_at_k(preds: Sequence[str | None], scores: Sequence[float], k: int, max_s
     drawn = _subsets(n, k, max_subsets)  # (S, n), 1 = in the subset
     scores = np.asarray(scores, dtype=float)
     majority = drawn @ scores / k  # (S,)
-    answers = list(dict.fromkeys(pred for pred in preds if pred is not None))
+    answers = []  # compared by ==: an answer may be a list
+    for pred in preds:
+        if pred not in (None, "", *answers):
+            answers.append(pred)
     if answers:
         votes = np.array([[pred == answer for answer in answers] for pred in preds], dtype=float)  # (n, A)
         counts = drawn @ votes  # (S, A)

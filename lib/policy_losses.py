@@ -94,6 +94,7 @@ def geo_mean(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low
 
     The bounds are on the *log* ratio. Each token of the row bears −A_t·exp(mean d), gradient through the whole row, so
     that seq-mean-token-mean gives the paper's mean of L_i (and takes the mean advantage where it varies within a row).
+    Rollout weights multiply tokens, as in all losses: they enter as their arithmetic mean over the row.
     """
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     d, sign = log_ratio.clamp(-20, 20), advantages.sign()
@@ -127,9 +128,11 @@ def dppo_tv(
     return -weights * advantages * log_prob, _metrics(log_ratio, far)
 
 
-def dppo_kl(old_log_prob, log_prob, advantages, response_mask, *, delta=0.05, ratio_high=20.0) -> Loss:
-    """DPPO, binary KL: as dppo_tv, but far is p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)) > delta, p = π_old, q = π, on
-    the side that the advantage pushes to.
+def dppo_kl(
+    old_log_prob, log_prob, advantages, response_mask, *, delta_low=0.05, delta_high=0.05, ratio_high=20.0
+) -> Loss:
+    """DPPO, binary KL: as dppo_tv, but far is a p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), p = π_old, q = π, that is
+    > delta_high where A > 0 and q > p, > delta_low where A < 0 and q < p.
     """
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     new, change = log_prob.detach(), log_ratio.detach()
@@ -137,7 +140,7 @@ def dppo_kl(old_log_prob, log_prob, advantages, response_mask, *, delta=0.05, ra
         -torch.expm1(x).clamp(max=-torch.finfo(x.dtype).eps) for x in (new - change, new)
     )  # p or q may be 1
     kl = -(new - change).exp() * change + not_p * (not_p / not_q).log()
-    far = (kl > delta) & (advantages * change > 0)
+    far = (advantages * change > 0) & (kl > torch.where(advantages > 0, delta_high, delta_low))
     weights = _exp(change).clamp(max=ratio_high).masked_fill(far, 0)
     return -weights * advantages * log_prob, _metrics(log_ratio, far)
 

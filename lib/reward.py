@@ -208,7 +208,7 @@ class PendingScores:
             token_level_scores (B, T), zero but for each row's last trained token; the scorer's other keys, a list of B
             values each, None where it did not give one; reward/timeout_count, crash_count and error_count. Of several
             scorers each has its own score as <name>, failed or not, and its keys as <name>/<key>; only "pred" keeps its
-            name and is the first scorer's that gives one.
+            name and is the first scorer's that has it.
 
         Raises:
             InputError: a scorer failed on all of its first 16 responses or more; the traceback follows the line.
@@ -230,14 +230,17 @@ class PendingScores:
         scores = torch.zeros(len(self.mask))
         extras: dict[str, list] = defaultdict(lambda: [None] * len(self.mask))
         several = len(manager.scorers) > 1
-        for k, scorer in enumerate(manager.scorers):
-            for row in self.samples:
-                score = results[k, row].pop("score")
+        for row in self.samples:
+            given: dict = {}
+            for k, scorer in enumerate(manager.scorers):
+                result = results[k, row]
+                score = result.pop("score")
                 scores[row] += scorer.weight * score
                 if several:
-                    extras[scorer.name][row] = score
-                for key, value in results[k, row].items():
-                    column = extras[f"{scorer.name}/{key}" if several and key != "pred" else key]
-                    column[row] = value if column[row] is None else column[row]
+                    result = {key if key == "pred" else f"{scorer.name}/{key}": result[key] for key in result}
+                    result[scorer.name] = score
+                given = result | given  # the first scorer's "pred" stays
+            for key, value in given.items():
+                extras[key][row] = value
         counts = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts

@@ -1,11 +1,12 @@
 """Correction for tokens sampled by another policy than the one that trains: engine mismatch, stale weights.
 
-Everything is bounded on r = π_train / π_rollout, by (low, high), inclusive. (verl's k1 rejection bounds 1/r: symmetric
-bounds hide it.) x = log r of a token; a row's r is exp(Σx) as a sequence, exp(mean x) as a geometric mean, over valid
-tokens; log r is clamped to ±20. Weights multiply the loss, rejection edits the mask. What the denominators count is the
-caller's choice: `agg_loss(losses * new_mask, response_mask, ...)` counts before rejection, which then does not enlarge
-the gradient of the rest; `agg_loss(losses, new_mask, ...)` with the global counts of new_mask counts after. A row left
-without a token is dead and belongs in no group statistics: correct before the advantages.
+Everything is bounded on r = π_train / π_rollout, by (low, high), inclusive, with low <= 1 <= high. (verl's k1 rejection
+bounds 1/r: symmetric bounds hide it.) x = log r of a token; a row's r is exp(Σx) as a sequence, exp(mean x) as a
+geometric mean, over valid tokens; log r is clamped to ±20. Weights multiply the loss, rejection edits the mask. What
+the denominators count is the caller's choice: `agg_loss(losses * new_mask, response_mask, ...)` counts before
+rejection, which then does not enlarge the gradient of the rest; `agg_loss(losses, new_mask, ...)` with the global
+counts of new_mask counts after. A row left without a token is dead and belongs in no group statistics: correct before
+the advantages.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lib import InputError
-from lib.core_algos import _bind, _keep, masked_mean, masked_sum
+from lib.core_algos import _bind, _keep, is_number, masked_mean, masked_sum
 
 REDUCE = {"sequence": masked_sum, "geometric": masked_mean, "seq_sum": masked_sum, "seq_mean": masked_mean}
 CRITERIA = tuple(f"{scope}_{k}" for scope in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))
@@ -37,18 +38,22 @@ def _passes(x: Tensor, mask: Tensor, criterion: str, limit: tuple[float, float] 
         x = x.clamp(-20, 20)
         values = x.square() / 2 if estimator == "k2" else torch.expm1(x) - x
         values = REDUCE[scope](values, mask, dim=-1)[:, None] if scope in REDUCE else values
-        low, high = _bounds(criterion, (0, limit))
+        low, high = 0, _upper(criterion, limit)
     passes = (low <= values) & (values <= high)
     return (passes | ~mask).all(-1, keepdim=True) if scope == "seq_max" else passes
 
 
 def _bounds(name: str, bounds) -> tuple[float, float]:
-    numbers = isinstance(bounds, tuple | list) and [b for b in bounds if isinstance(b, int | float)]
-    if not numbers or len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
-        raise InputError(
-            f"{name} needs 0 <= low <= high (k1 and weights: both, on r; k2, k3: only high), not {bounds!r}"
-        )
-    return numbers[0], numbers[1]
+    pair = isinstance(bounds, tuple | list) and len(bounds) == 2 and all(map(is_number, bounds))
+    if not pair or not 0 <= bounds[0] <= 1 <= bounds[1] or bounds[0] == bounds[1]:
+        raise InputError(f"{name} needs bounds on r, (low, high), around the 1 of on-policy tokens, not {bounds!r}")
+    return bounds[0], bounds[1]
+
+
+def _upper(name: str, limit) -> float:
+    if not is_number(limit) or not limit > 0:
+        raise InputError(f"{name} needs one number > 0, the largest value that passes, not {limit!r}")
+    return limit
 
 
 @torch.no_grad()
@@ -77,6 +82,8 @@ def compute_rollout_correction(
       the same four with k2, k3           upper limit of x²/2, of e^x − 1 − x: token, sum, mean, maximum over the row
     Raises InputError for an unknown name or bad bounds.
     """
+    if not isinstance(reject, Mapping | None):
+        raise InputError(f'reject needs an object, such as {{"seq_mean_k1": [0.99, 1.01]}}, not {reject!r}')
     mask = response_mask.bool()
     x = (_keep(old_log_prob, mask) - _keep(rollout_log_probs, mask)).double()
     new_mask, values = mask, _mismatch(old_log_prob, rollout_log_probs, x, mask)

@@ -1,9 +1,10 @@
 """One scorer a file, chosen by a row's data_source.
 
 A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)` and returns a number, or
-a dict with "score"; of its other keys, "pred" is the extracted answer (for maj@k) and numbers are logged by name. What
-each takes and gives is in its docstring. format.py and judge.py belong to no data source: give them as --reward
-rewards/format.py:compute_score. Nothing is imported before it is needed.
+a dict with "score"; of its other keys, "pred" is the extracted answer (for maj@k; None where there is none), "acc"
+whether it is right where the score says more than that, and numbers are logged by name. What each takes and gives is in
+its docstring. format.py and judge.py belong to no data source: give them as --reward rewards/format.py:compute_score.
+Nothing is imported before it is needed.
 """
 
 from importlib import import_module

@@ -6,6 +6,6 @@ A response is right when what follows its last "=" is the sum, to the character:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
-    """Returns {"score": 1.0 or 0.0, "pred": the answer, "" where the response has no "="}."""
-    pred = solution_str.rpartition("=")[2].strip() if "=" in solution_str else ""
+    """Returns {"score": 1.0 or 0.0, "pred": the answer, None where there is none}."""
+    pred = solution_str.rpartition("=")[2].strip() or None if "=" in solution_str else None
     return {"score": float(pred == str(ground_truth)), "pred": pred}

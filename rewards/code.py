@@ -344,7 +344,7 @@ def compute_score(
         sandbox_url: A SandboxFusion server's /run_code that runs the program, in place of this machine.
 
     Returns:
-        {"score", "pred": the program, "passed", "total", and how many cases ended as "wrong" (output, or a failed
+        {"score", "pred": the program or None, "passed", "total", and how many cases ended as "wrong" (output, or a failed
         assert), "error" (an exception or exit code), "crash" (a signal, or the process gone), "timeout"}
 
     Raises:
@@ -377,7 +377,7 @@ def compute_score(
     share = counts["passed"] / len(tests.cases)
     return {
         "score": share if partial else float(share == 1.0),
-        "pred": program,
+        "pred": program or None,
         "passed": counts["passed"],
         "total": len(tests.cases),
         **{reason: counts[reason] for reason in ("wrong", "error", "crash", "timeout")},

@@ -48,10 +48,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, f
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     equation = last_tagged(solution_str)
     if equation is None:
-        return {"score": 0.0, "acc": 0.0, "pred": ""}
+        return {"score": 0.0, "acc": 0.0, "pred": None}
     try:
         value, numbers = evaluate(equation)
         right = value == truth["target"] and Counter(numbers) == Counter(map(int, truth["numbers"]))
     except (ValueError, ZeroDivisionError):
         right = False
-    return {"score": 1.0 if right else format_score, "acc": float(right), "pred": equation}
+    return {"score": 1.0 if right else format_score, "acc": float(right), "pred": equation or None}

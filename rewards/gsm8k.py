@@ -2,7 +2,7 @@
 
 method="strict": the number after the last "####", as the prompt of data/gsm8k.py asks. method="flexible": the last
 number of the response, whatever stands around it. Numbers are compared as exact decimals, so 1,234 and $1234.00 are
-equal; a response without a number scores 0 with pred "".
+equal; a response without a number scores 0 with pred None.
 """
 
 import re
@@ -25,9 +25,9 @@ def canonical(number: str) -> str:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, method="strict", **kwargs) -> dict:
-    """Returns {"score": 1.0 or 0.0, "pred": the number in canonical form, "" if there is none}."""
+    """Returns {"score": 1.0 or 0.0, "pred": the number in canonical form, None if there is none}."""
     if method not in ("strict", "flexible"):
         raise InputError(f"rewards/gsm8k.py: method={method!r}; use strict or flexible")
     found = (STRICT if method == "strict" else FLEXIBLE).findall(solution_str)
-    pred = canonical(found[-1]) if found else ""
+    pred = canonical(found[-1]) if found else None
     return {"score": float(pred == canonical(str(ground_truth))), "pred": pred}

@@ -37,11 +37,11 @@ def equal(answer: str, truth: str) -> bool:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
-    """Returns {"score": 1.0 or 0.0, "pred": the answer as the response writes it, "" if it has none}."""
+    """Returns {"score": 1.0 or 0.0, "pred": the answer as the response writes it, None if it has none}."""
     truth, pred = str(ground_truth).strip(), last_boxed(solution_str)
     if pred is not None:
-        return {"score": float(equal(pred, truth)), "pred": pred}
+        return {"score": float(equal(pred, truth)), "pred": pred or None}
     found = _parse(solution_str[-TAIL:])
     pred = str(found[-1]).strip() if found else ""
     right = pred != "" and (pred == truth or _verify(_parse(f"\\boxed{{{truth}}}"), found))
-    return {"score": float(right), "pred": pred}
+    return {"score": float(right), "pred": pred or None}

@@ -3,7 +3,9 @@ r"""Scorer of DAPO-Math-17k and AIME as in DAPO (arXiv:2503.14476) and verl: 1 f
 The answer is the last line "Answer: ..." of the response's last 300 characters, as DAPO's prompt asks; with
 strict_box_verify=True the last \boxed{...} there. It is compared as text after Minerva's normalisation
 (arXiv:2206.14858): what follows the last =, no units, articles, \text{} or spaces, \frac12 as \frac{1}{2}. Numbers are
-compared as exact decimals. More lenient than verl: 025 and 25.0 are 25, "34." is 34, **Answer:** is Answer:.
+compared as exact decimals. verl 0.9.1 is stricter about numbers and marks: here 025 and 25.0 are 25, "34." is 34, and
+**Answer:** is Answer:. It is more lenient about the place: without such a line it takes a \boxed{...} of the last 100
+characters, which is wrong here.
 
 -1 is the paper's and verl's; dapo.py's overlong penalty is on that scale. wrong_score=0.0 makes it 0 and 1.
 """
@@ -45,7 +47,7 @@ def compute_score(
     strict_box_verify=False,
     **kwargs,
 ) -> dict:
-    """Returns {"score": 1.0 or wrong_score, "acc": 1.0 or 0.0, "pred": the normalised answer, "" if there is none}."""
+    """Returns {"score": 1.0 or wrong_score, "acc": 1.0 or 0.0, "pred": the normalised answer, None if there is none}."""
     tail = solution_str[-TAIL:]
     if strict_box_verify:
         answer = last_boxed(tail)
@@ -54,4 +56,4 @@ def compute_score(
         answer = lines[-1] if lines else None
     pred = "" if answer is None else normalise(answer)
     right = pred != "" and pred == normalise(str(ground_truth))
-    return {"score": 1.0 if right else wrong_score, "acc": float(right), "pred": pred}
+    return {"score": 1.0 if right else wrong_score, "acc": float(right), "pred": pred or None}

@@ -40,11 +40,11 @@ def extract_letter(response: str) -> str:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
-    """Returns {"score": 1.0 or 0.0, "pred": the letter or ""}. Raises InputError on a truth that is no letter."""
+    """Returns {"score": 1.0 or 0.0, "pred": the letter or None}. Raises InputError on a truth that is no letter."""
     truth = str(ground_truth).strip(" ().").upper()
     if not re.fullmatch("[A-J]", truth):
         raise InputError(
             f"rewards/multiple_choice.py: {data_source} has {ground_truth!r} as truth; give a letter A to J"
         )
     pred = extract_letter(solution_str)
-    return {"score": float(pred == truth), "pred": pred}
+    return {"score": float(pred == truth), "pred": pred or None}

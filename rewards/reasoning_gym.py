@@ -81,7 +81,7 @@ def looks_like_code(answer: str) -> bool:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
-    """Returns {"score": the task's score in [0, 1], "pred": the answer, "scorer_error": 1.0 or 0.0}.
+    """Returns {"score": the task's score in [0, 1], "pred": the answer or None, "scorer_error": 1.0 or 0.0}.
 
     Some tasks' scorers raise on an answer of the wrong form (prime_factorization on a word): score 0, scorer_error 1.
     """
@@ -90,8 +90,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     pred = extract_answer(solution_str)
     entry = load_entry(truth["entry"])
     if truth["task"] in EVALUATED and (len(pred) > LONGEST or looks_like_code(pred)):
-        return {"score": 0.0, "pred": pred, "scorer_error": 0.0}
+        return {"score": 0.0, "pred": pred or None, "scorer_error": 0.0}
     try:
-        return {"score": float(task.score_answer(pred, entry)), "pred": pred, "scorer_error": 0.0}
+        return {"score": float(task.score_answer(pred, entry)), "pred": pred or None, "scorer_error": 0.0}
     except Exception:  # noqa: BLE001 whatever a hundred scorers raise; the answer is at fault, and it is counted
-        return {"score": 0.0, "pred": pred, "scorer_error": 1.0}
+        return {"score": 0.0, "pred": pred or None, "scorer_error": 1.0}

@@ -29,7 +29,7 @@ def f1(prediction: str, answer: str) -> float:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, metric="em", **kwargs) -> dict:
-    """Returns {"score": the metric in [0, 1], "pred": the normalised prediction, "" if there is none}.
+    """Returns {"score": the metric in [0, 1], "pred": the normalised prediction, None if there is none}.
 
     Raises InputError: an unknown metric, a row without an answer.
     """
@@ -41,4 +41,4 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, m
         raise InputError(f"rewards/search_qa.py: a row of {data_source} has no answer: {ground_truth!r}")
     pred = normalise(last_tagged(solution_str) or "")
     score = max(float(pred == answer) if metric == "em" else f1(pred, answer) for answer in answers if answer)
-    return {"score": score, "pred": pred}
+    return {"score": score, "pred": pred or None}

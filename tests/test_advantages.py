@@ -23,6 +23,7 @@ from lib.advantages import (
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
     compute_grpo_leave_one_out_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
     compute_optimal_token_baseline_advantage,
     compute_remax_outcome_advantage,
     compute_value_loss,
@@ -236,6 +237,29 @@ def slow_otb(b, singleton):
     return advantages, returns
 
 
+def slow_turn_aligned_otb(b, singleton):
+    """As slow_otb, but the nth token that the policy wrote meets the nth of the others, wherever they stand."""
+    returns, advantages = slow_to_go(b), torch.zeros(b["mask"].shape, dtype=torch.float64)
+    energy = {}  # by row: W up to its nth token
+    for i in scores_of(b):
+        energy[i], total = [], 0.0
+        for t in valid_tokens(b, i):
+            pi, is_weight = math.exp(b["log_probs"][i, t].item()), b["is_weights"][i, t].item()
+            total += (1 - 2 * pi + b["sum_pi_squared"][i, t].item()) * is_weight**2
+            energy[i].append(total)
+    for i in energy:
+        mates = [j for j in energy if b["index"][j] == b["index"][i]]
+        second = max((len(energy[j]) for j in mates if j != i), default=0)
+        for n, t in enumerate(valid_tokens(b, i)):
+            here = [j for j in mates if n < len(energy[j])]
+            above = math.fsum(returns[j, valid_tokens(b, j)[n]].item() * energy[j][n] for j in here)
+            baseline = above / (math.fsum(energy[j][n] for j in here) + 1e-8) if n < second else 0.0
+            advantages[i, t] = returns[i, t].item() - baseline
+            if len(mates) == 1 and singleton == "zero":
+                advantages[i, t] = 0
+    return advantages, returns
+
+
 def lams_of(b):
     return [max(0.0, 1 - 1 / (ALPHA * max(int(m.sum()), 1))) for m in b["mask"]]
 
@@ -294,6 +318,12 @@ ESTIMATORS = {
         ),
         slow_otb,
     ),
+    "tir_optimal_token_baseline": (
+        lambda b, s: compute_multi_turn_optimal_token_baseline_advantage(
+            *(b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared", "is_weights")), singleton=s
+        ),
+        slow_turn_aligned_otb,
+    ),
     "gae": (
         lambda b, s: compute_gae_advantage_return(b["rewards"], b["values"], b["mask"], GAMMA, LAM),
         lambda b, s: with_values(b, [LAM] * len(b["mask"]), [LAM] * len(b["mask"])),
@@ -335,6 +365,7 @@ TENSORS = {  # of the shape that each has beside rewards (B, T)
     "values": lambda x: x,
     "old_log_probs": lambda x: x,
     "sum_pi_squared": lambda x: x,
+    "rollout_is_weights": lambda x: x,
     "reward_baselines": lambda x: x[:, 0],
     "reward_components": lambda x: x,
 }
@@ -423,7 +454,10 @@ def test_nothing_or_one_token_lives(name):
     assert fast(empty, "zero")[0].shape == (0, b["mask"].shape[1])
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae", "vapo", "remax", "optimal_token_baseline"}))
+TOKEN_BASELINES = {"gae", "vapo", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - TOKEN_BASELINES))
 @for_all(seed=seeds, size=st.integers(2, 7), reward=st.floats(-100, 100))
 def test_equal_rewards_give_exactly_zero(name, seed, size, reward):
     rng = random.Random(seed)
@@ -449,6 +483,7 @@ SINGLETONS = {  # A of a group of one with R = 2, "raw", beside a group with R =
     "maxrl": 0.0,
     "reinforce_plus_plus_baseline": (2 - 2 / 3) / math.sqrt(19 / 12 + 1e-8),  # 2, −½, ½ whitened
     "optimal_token_baseline": 2.0,
+    "tir_optimal_token_baseline": 2.0,
 }
 
 
@@ -585,6 +620,29 @@ def test_optimal_token_baseline_without_is_weights():
     args = [b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared")]
     ones = compute_optimal_token_baseline_advantage(*args, torch.ones_like(b["rewards"]))
     assert bits_equal(compute_optimal_token_baseline_advantage(*args)[0], ones[0])
+
+
+@for_all(seed=seeds)
+def test_turn_aligned_baseline_is_the_plain_one_where_no_tool_wrote(seed):
+    b = random_batch(seed)
+    b["mask"] = torch.arange(b["mask"].shape[1]) < b["mask"].sum(1, keepdim=True)  # responses of one turn
+    args = [b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared")]
+    aligned = compute_multi_turn_optimal_token_baseline_advantage(*args)
+    plain = compute_optimal_token_baseline_advantage(*args)
+    assert bits_equal(plain[0], aligned[0]) and bits_equal(plain[1], aligned[1])
+
+
+def test_turn_aligned_baseline_by_hand():
+    """pi = 0 and no squares: every token weighs 1, so W_n = n. The second row's tool wrote one token before its second.
+
+    Its second token has index 1 in both rows: B = mean of G there, which by position would have no partner."""
+    mask, rewards = torch.tensor([[1, 1, 0], [1, 0, 1]]), torch.tensor([[0.0, 1, 0], [0, 0, 3]])
+    args = rewards, mask, ["u", "u"], torch.full((2, 3), -math.inf), torch.zeros(2, 3)
+    aligned, returns = compute_multi_turn_optimal_token_baseline_advantage(*args)
+    assert returns.tolist() == [[1, 1, 0], [3, 0, 3]]
+    torch.testing.assert_close(aligned, torch.tensor([[-1.0, -1, 0], [1, 0, 1]]))
+    plain, _ = compute_optimal_token_baseline_advantage(*args)
+    torch.testing.assert_close(plain, torch.tensor([[-1.0, 0, 0], [1, 0, 3]]))  # alone at positions 1 and 2
 
 
 def test_estimator_inputs():

@@ -99,6 +99,12 @@ def test_inconsistent_rows_are_named(tensors, arrays, message):
         DataProto.from_dict(tensors, arrays)
 
 
+def test_none_is_nothing_as_in_verl():
+    data = DataProto(batch=None, non_tensor_batch=None, meta_info=None)
+    assert len(data) == 0 and data.non_tensor_batch == {} and data.meta_info == {}
+    assert len(data.select()) == len(data[:2]) == len(DataProto.concat([data, data])) == 0
+
+
 def test_check_consistency_of_what_was_put_in_later():
     data = make(3)
     data.non_tensor_batch["late"] = ["a", "b", "c"]

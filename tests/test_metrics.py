@@ -81,6 +81,9 @@ def test_maj_at_k_by_hand():
     assert maj_at_k(["7", "8"], [1, 0], 2) == 0.5  # a tie
     assert maj_at_k(["7", None, None], [1, 0, 0], 3) == 1.0  # no answer never wins, however frequent
     assert maj_at_k([None, None], [0, 0], 2) == 0.0
+    assert maj_at_k(["7", "", ""], [1, 0, 0], 3) == 1.0  # verl's scorers write no answer so
+    assert maj_at_k([[1, 2], [1, 2], {"a": 1}], [1, 1, 0], 3) == 1.0  # whatever JSON holds
+    assert maj_at_k([0, 0, None, None, None], [1, 1, 0, 0, 0], 5) == 1.0
     assert maj_at_k(["7", "7", "8"], [1, 1, 0], 3) == 1.0
     assert maj_at_k(["7", "8", "8"], [1, 0, 0], 3) == 0.0
     assert maj_at_k(["7", "8", "8"], [1, 0, 0], 1) == pytest.approx(1 / 3)
@@ -158,6 +161,7 @@ def batch_of(rows: list[dict]) -> DataProto:
         "response_mask": trained,
         "token_level_scores": scores,
         "advantages": torch.tensor([[r["advantage"]] * width_t for r in rows]),
+        "live_mask": trained.bool() & torch.tensor([[r["uid"] != "d"] for r in rows]),  # d is rejected
     }
     objects = {
         "uid": np.array([r["uid"] for r in rows], dtype=object),
@@ -179,7 +183,7 @@ ROWS = [
     row("b", 1.0, 3, 2, 2, advantage=0.1),
     row("c", 0.0, 1, 4, 4),
     row("c", 0.0, 1, 5, 5),
-    row("d", 1.0, 1, 1, 1),  # alone in its group
+    row("d", 1.0, 1, 1, 1, advantage=100.0),  # alone in its group; rejected, so that its advantage does not count
 ]
 EXPECTED = {
     "reward/mean": 4 / 7,
@@ -195,7 +199,7 @@ EXPECTED = {
     "prompt_length/mean": 13 / 7,
     "prompt_length/max": 3.0,
     "prompt_length/min": 1.0,
-    "advantages/mean": (3 * 0.5 - 4 * 0.5 + 3 * 0.1) / 20,
+    "advantages/mean": (3 * 0.5 - 4 * 0.5 + 3 * 0.1) / 19,
     "advantages/max": 0.5,
     "advantages/min": -0.5,
     "rollout/dead_rows": 1.0,

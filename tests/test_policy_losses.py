@@ -73,7 +73,7 @@ def slow_dppo_kl(old, new, advantage):
         kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     else:  # random_batch makes log-probs above 0 too; for them 1 − q is the smallest positive number there is at 1
         kl = p * (old - new) + (1 - p) * math.log((1 - p) / 2**-52)
-    if kl > 0.05 and ((advantage > 0 and new > old) or (advantage < 0 and new < old)):
+    if (advantage > 0 and new > old and kl > 0.1) or (advantage < 0 and new < old and kl > 0.05):
         return 0.0, 0.0
     return frozen(min(ratio_of(old, new), 2.0), new, advantage)
 
@@ -139,7 +139,7 @@ CASES = {
     "geo_mean": (pl.geo_mean, {"cliprange_high": 0.5}, (), slow_geo_mean),
     "sapo": (pl.sapo, {"tau_pos": 0.7, "tau_neg": 1.3}, (), tokenwise(slow_sapo)),
     "dppo_tv": (pl.dppo_tv, {"delta_low": 0.15, "delta_high": 0.1, "ratio_high": 2.0}, (), tokenwise(slow_dppo_tv)),
-    "dppo_kl": (pl.dppo_kl, {"ratio_high": 2.0}, (), tokenwise(slow_dppo_kl)),
+    "dppo_kl": (pl.dppo_kl, {"delta_low": 0.05, "delta_high": 0.1, "ratio_high": 2.0}, (), tokenwise(slow_dppo_kl)),
     "dro": (
         pl.dro,
         {"dro_beta": 0.3},
@@ -622,7 +622,7 @@ def test_correction_weights_equal_the_loop(level, action, normalize, seed):
 def test_rejection_equals_the_loop(criterion, seed):
     old, rollout, mask = mismatch_batch(seed, scale=0.4)
     rows = rows_of_x(old, rollout, mask)
-    for limit in ((0.5, 3.0), (0.9, 10.0), (1.05, 1.9)) if criterion.endswith("k1") else (0.02, 0.3):
+    for limit in ((0.5, 3.0), (0.9, 10.0), (0.99, 1.05)) if criterion.endswith("k1") else (0.02, 0.3):
         expected = {(i, t): 1 for i, row in enumerate(rows) for t in slow_rejection(row, criterion, limit)}
         for clean in (True, False):
             pair = (old, rollout) if clean else (poison(old, mask, seed), poison(rollout, mask, seed + 1))
@@ -749,6 +749,19 @@ def test_correction_settings_are_checked_before_there_is_a_batch():
         ({"bounds": [2, 1]}, "importance weight"),
         ({"reject": {"seq_k1": [0.5, 2]}}, "'seq_k1'"),
         ({"level": None, "reject": {"token_k3": [0, 1]}}, "token_k3"),
+        ({"bounds": [0, 0]}, r"importance weight needs .*not \[0, 0\]"),  # all of these train nothing
+        ({"bounds": [False, True]}, r"not \[False, True\]"),
+        ({"bounds": [1, 1]}, "importance weight"),
+        ({"bounds": [math.nan, 2]}, "importance weight"),
+        ({"bounds": [math.inf, math.inf]}, "importance weight"),
+        ({"action": "mask", "bounds": [1e9, 1e10]}, "importance weight"),  # log r ends at 20
+        ({"action": "mask", "bounds": [0, 0.9]}, "importance weight"),  # r = 1 on policy
+        ({"reject": {"seq_mean_k1": [1.1, 2]}}, "seq_mean_k1"),
+        ({"reject": {"token_k3": 0}}, "token_k3 needs"),
+        ({"reject": {"seq_sum_k2": True}}, "seq_sum_k2"),
+        ({"reject": {"seq_max_k2": math.nan}}, "seq_max_k2"),
+        ({"reject": ["seq_mean_k1"]}, "reject"),
+        ({"batch_normalize": "no"}, "batch_normalize"),
     ):
         with pytest.raises(InputError, match=message):
             get_rollout_correction_fn(bad)
@@ -784,6 +797,12 @@ def test_lookup_checks_name_and_hyper_parameters():
         ("ppo", {}, "'ppo'.*vanilla, gpg"),
         ("gspo", {"clip": 1.0}, "'gspo'.*clip"),
         ("dro", {}, "'dro'.*dro_beta"),
+        ("gspo", {"cliprange_low": True}, "cliprange_low must be a number, not True"),
+        ("sapo", {"tau_pos": "1.0"}, "tau_pos must be a number, not '1.0'"),
+        ("cispo", {"cliprange_high": math.nan}, "cliprange_high must be a number, not nan"),
     ):
         with pytest.raises(InputError, match=message):
             pl.get_policy_loss_fn(name, keywords)
+    pl.get_policy_loss_fn("vanilla", {"clip_ratio_c": math.inf})  # no dual clip
+    with pytest.raises(InputError, match="fraction must be a number"):
+        pl.check_token_masks({"top_entropy": {"fraction": True}})

@@ -670,6 +670,12 @@ def test_of_several_scorers_one_fails(manager_of):
     assert extras["pred"] == ["1", "2"]  # the first scorer's
 
 
+def test_no_answer_of_the_first_scorer_is_not_the_seconds(manager_of):
+    code = FORMS + "def silent(**_): return {'score': 0, 'pred': None}\n"
+    _, extras, _ = manager_of(code, "silent", "scaled").submit(batch_of(["1", "2"])).get()
+    assert extras["pred"] == [None, None] and extras["mine.scaled/digits"] == [1, 1]
+
+
 def test_without_workers_an_exception_stops_the_run_and_names_the_response(manager_of):
     with pytest.raises(ValueError, match="the key is missing") as caught:
         manager_of(FAILS, workers=0).submit(batch_of(["1", "4=4"], ["calm", "raise"]))
@@ -692,7 +698,7 @@ def test_scorers_of_this_project_by_data_source(workers):
     scores, extras, metrics = manager.submit(batch_of(["3+4=7", "=8", "=7"], sources)).get()
     manager.close()
     assert scores.sum(1).tolist() == [1, 0, 0] and metrics == counts()
-    assert extras == {"pred": ["7", "8", ""]}
+    assert extras == {"pred": ["7", "8", None]}
 
 
 @pytest.mark.parametrize(

@@ -293,17 +293,17 @@ def test_math_dapo_right(response, truth, pred):
     [
         ("Answer: 35", "34", "35"),
         ("Answer: 3\nAnswer: 4", "3", "4"),
-        ("34", "34", ""),
-        (r"\boxed{34}", "34", ""),  # strict_box_verify is for this
-        ("Answer: 34" + " and more" * 40, "34", ""),  # not in the last 300 characters
+        ("34", "34", None),
+        (r"\boxed{34}", "34", None),  # strict_box_verify is for this
+        ("Answer: 34" + " and more" * 40, "34", None),  # not in the last 300 characters
         ("Answer: 1,2", "12", "1,2"),
         ("Answer: (12)", "(1,2)", "(12)"),
         (r"Answer: (1,\ 2)", "(12)", "(1,2)"),
         ("Answer: the answer is 34", "34", "theansweris34"),
         ("Answer: ٣٤", "34", "٣٤"),
-        ("Answer: $", "34", ""),
-        ("Answer:", "34", ""),
-        ("", "34", ""),
+        ("Answer: $", "34", None),
+        ("Answer:", "34", None),
+        ("", "34", None),
     ],
 )
 def test_math_dapo_wrong(response, truth, pred):
@@ -363,12 +363,12 @@ def test_math_dapo_integers(number, shape):
 )
 def test_countdown(answer, score):
     truth = {"target": 24, "numbers": [2, 3, 4, 6]}
-    expected = {"score": score, "acc": float(score == 1.0), "pred": answer}
+    expected = {"score": score, "acc": float(score == 1.0), "pred": answer or None}
     for form_of in (truth, json.dumps(truth), {"target": np.int64(24), "numbers": np.array([6, 4, 3, 2])}):
         assert (
             countdown.compute_score("countdown", f"<think>hm</think> <answer> {answer} </answer>", form_of) == expected
         )
-    assert countdown.compute_score("countdown", answer, truth) == {"score": 0.0, "acc": 0.0, "pred": ""}
+    assert countdown.compute_score("countdown", answer, truth) == {"score": 0.0, "acc": 0.0, "pred": None}
 
 
 def test_countdown_options():
@@ -434,6 +434,7 @@ def test_geometry3k(response, truth, acc, form):
     scored = geometry3k.compute_score("hiyouga/geometry3k", response, truth)
     assert (scored["acc"], scored["format"]) == (acc, form)
     assert scored["score"] == pytest.approx(0.9 * acc + 0.1 * form)
+    assert scored["pred"] != ""  # no answer is None, and has no vote
     assert geometry3k.compute_score("", response, truth, format_score=0.0)["score"] == acc
 
 
@@ -448,16 +449,16 @@ def test_geometry3k(response, truth, acc, form):
         (r"\boxed{\textbf{(B)}}", "B"),
         (r"\boxed{(b)}", "B"),
         (r"\boxed{B. Paris}", "B"),
-        (r"\boxed{Paris}", ""),
-        (r"\boxed{a cat}", ""),
-        (r"\boxed{A, B}", ""),
-        (r"\boxed{A \text{ and } B}", ""),
-        (r"\boxed{B A}", ""),
-        (r"\boxed{AB}", ""),
+        (r"\boxed{Paris}", None),
+        (r"\boxed{a cat}", None),
+        (r"\boxed{A, B}", None),
+        (r"\boxed{A \text{ and } B}", None),
+        (r"\boxed{B A}", None),
+        (r"\boxed{AB}", None),
         (r"Answer: C, no: \boxed{B}", "B"),
         ("<think>A?</think> <answer>D</answer>", "D"),
         ("<answer> (d) because the rest is wrong </answer>", "D"),
-        ("<answer>A or B</answer>", ""),
+        ("<answer>A or B</answer>", None),
         ("Answer: B", "B"),
         ("Answer: (B)", "B"),
         ("**Answer:** B", "B"),
@@ -468,31 +469,31 @@ def test_geometry3k(response, truth, acc, form):
         ("The correct answer is: option C", "C"),
         ("the answer is **C**.", "C"),
         ("Answer: $C$", "C"),
-        ("Answer: Paris, (C)", ""),
+        ("Answer: Paris, (C)", None),
         ("The answer is (A) since (B) is false", "A"),
         ("The answer is A because B is false", "A"),
         ("The answer is B, not A", "B"),
         ("Answer: B. A is wrong", "B"),
-        ("Answer: A or B", ""),
-        ("Answer: (A) and (C)", ""),
-        ("Answer: A, B and C", ""),
-        ("Answer: B/C", ""),
-        ("The answer is not B", ""),
-        ("The answer is a good one", ""),
-        ("The answer is A good one", ""),
-        ("The answer is I think B", ""),
+        ("Answer: A or B", None),
+        ("Answer: (A) and (C)", None),
+        ("Answer: A, B and C", None),
+        ("Answer: B/C", None),
+        ("The answer is not B", None),
+        ("The answer is a good one", None),
+        ("The answer is A good one", None),
+        ("The answer is I think B", None),
         ("the answer is (I)", "I"),
-        ("Answer: K", ""),
-        ("Answer: Ｂ", ""),
+        ("Answer: K", None),
+        ("Answer: Ｂ", None),
         ("Answer: A\nOn reflection:\nAnswer: C", "C"),
-        ("Answer: A\nOn reflection:\nAnswer: B or C", ""),
+        ("Answer: A\nOn reflection:\nAnswer: B or C", None),
         ("B", "B"),
         ("(b)", "B"),
         ("B) Paris", "B"),
-        ("A cat sat here", ""),
-        ("I do not know", ""),
-        ("B\nbecause", ""),
-        ("", ""),
+        ("A cat sat here", None),
+        ("I do not know", None),
+        ("B\nbecause", None),
+        ("", None),
     ],
 )
 def test_multiple_choice(response, pred):
@@ -549,7 +550,7 @@ def test_search_qa(answer, truth, em, f1):
     assert search_qa.compute_score("nq", response, truth)["score"] == em
     assert search_qa.compute_score("nq", response, truth, metric="em")["score"] == em
     assert search_qa.compute_score("nq", response, truth, metric="f1")["score"] == pytest.approx(f1)
-    assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": ""}  # without the tags
+    assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": None}  # without the tags
 
 
 WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat", "Cat.", "?"]), max_size=6).map(" ".join)

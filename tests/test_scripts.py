@@ -301,6 +301,19 @@ def test_ppo_resumes_from_a_policy_that_has_not_moved_yet(critic_first, tmp_path
     assert ours == theirs
 
 
+def test_ppo_critic_learns_nothing_from_rows_that_rollout_correction_rejected(tmp_path):
+    """Every score is 1 and lambda is 1: the return of every live token is 1, and that of a rejected row's would be 0. V
+    starts at 0, so the loss of the first update is 1 / 2 exactly, whatever share of the rows is left."""
+    args = [*constant_reward(tmp_path), "--num-mini-batches", "1", "--total-steps", "1", "--kl-coef", "0"]
+    args += ["--temperature", "1.5", "--top-p", "0.9"]  # another policy than the trainer's
+    args += ["--rollout-correction", '{"level": null, "reject": {"seq_mean_k1": [0.95, 1.05]}}']
+    args += ["--micro-batch-tokens", "200"]
+    [row] = small("ppo", tmp_path, *args)
+    assert 0 < row["training/rows_dropped/rollout_correction"] < 32
+    assert row["critic/vf_loss"] == pytest.approx(0.5, rel=1e-6)  # a sum of fp32 shares
+    assert row["advantages/min"] == row["advantages/max"] == 0  # equal returns, whitened; none of a rejected row
+
+
 # ---- ReMax ---------------------------------------------------------------------------------------
 
 

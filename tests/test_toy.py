@@ -134,9 +134,9 @@ def test_warm_up_learns_and_writes_a_model_that_loads(tmp_path: Path):
         ("=422.0", 0.0, "422.0"),
         ("=422 or 423", 0.0, "422 or 423"),
         ("=421,422", 0.0, "421,422"),
-        ("=422=", 0.0, ""),
-        ("422", 0.0, ""),
-        ("", 0.0, ""),
+        ("=422=", 0.0, None),
+        ("422", 0.0, None),
+        ("", 0.0, None),
     ],
 )
 def test_scorer(response, score, pred):
