@@ -573,7 +573,7 @@ def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
 
 def main(args: Args) -> None:
     # ---- sizes and inputs: everything that can be wrong is found before a model loads or a file is written
-    world = init_distributed(args.stage_timeout)
+    world = init_distributed(args.stage_timeout, args.rollout_engine)
     sizes = step_sizes(args, args.dry_run or world.size)
     check_engine(args.rollout_engine, args.engine_ranks, args.dry_run or world.size)
     if not args.dry_run:
