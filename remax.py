@@ -444,7 +444,7 @@ def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
 
 def main(args: Args) -> None:
     # ---- sizes and inputs: everything that can be wrong is found before a model loads or a file is written
-    world = init_distributed(args.stage_timeout)
+    world = init_distributed(args.stage_timeout, args.rollout_engine)
     sizes = step_sizes(args, args.dry_run or world.size)
     check_engine_import(args.rollout_engine)
     check_sequence_parallel(args.model, args.sequence_parallel, trust_remote_code=args.trust_remote_code)

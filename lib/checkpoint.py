@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params
+from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params, new_cpu_group
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LRScheduler]
@@ -267,8 +267,8 @@ def export_hf(
 
 @cache
 def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group whose collectives cannot get between those of training."""
-    return dist.new_group(backend="gloo")
+    """One for each default group, by which training's collectives run."""
+    return new_cpu_group()
 
 
 def _first_failure(stage: Callable[[], None], group: dist.ProcessGroup) -> str | None:

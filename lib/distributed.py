@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.testing._internal.distributed.fake_pg
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -61,10 +63,11 @@ class World(NamedTuple):
     device: torch.device
 
 
-def init_distributed(stage_timeout: float = 0) -> World:
+def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> World:
     """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
 
-    stage_timeout: seconds that a stage may take, see "waits" below; 0: nobody watches.
+    stage_timeout: seconds that a stage may take, see "waits" below; 0: nobody watches. rollout_engine: as the flag;
+    with servers, which may be elsewhere, NCCL is not kept on loopback. What listens where: docs/security.md.
 
     On a CPU a process computes with one thread unless OMP_NUM_THREADS says otherwise: two threads of a tiny model spend
     their time waiting for each other.
@@ -72,7 +75,7 @@ def init_distributed(stage_timeout: float = 0) -> World:
     Raises:
         InputError: `accelerate launch --cpu --num_processes N`, which starts one process without a word.
     """
-    global _watcher
+    global _job, _watcher
     env = os.environ
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
     env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -83,7 +86,7 @@ def init_distributed(stage_timeout: float = 0) -> World:
         )
     if "RANK" not in env:  # plain `python script.py`
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        env["MASTER_PORT"] = "0"  # any free port
+        env["MASTER_PORT"] = "0"
     on_gpu = torch.cuda.is_available() and env.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     device = torch.device("cuda", int(env["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -92,16 +95,63 @@ def init_distributed(stage_timeout: float = 0) -> World:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
         _keep_freed_memory()
     timeout = timedelta(seconds=1.1 * stage_timeout or 1800)  # of a collective; the watcher knows more and comes first
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    if _on_one_node():
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        env.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        if not rollout_engine.startswith("http"):
+            env.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    store, rank, size = _meet(timeout)
     if stage_timeout:
         enter_stage("start")
         watched = (store.clone(), rank, size, stage_timeout)  # a clone: the main thread may be waiting in the store
         _watcher = threading.Thread(target=_watch, args=watched, name="watcher", daemon=True)
         _watcher.start()
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    # "fake" copies a rank's own values: of a single rank that is each collective, and it opens no port
+    backend = "fake" if size == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
+    _job = store, rank, size
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device)
+
+
+def _on_one_node() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The job's store, this rank and the number of ranks.
+
+    The store is the launcher's where that has one. Else a single process has it to itself, ranks of one node have it in
+    rank 0 on loopback, and only those of several nodes have it on all interfaces there.
+    """
+    env = os.environ
+    rank, size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if rank == 0 and _on_one_node():
+            print(
+                f"warning: the launcher's store listens on all network interfaces (port {port}); launch/one_node.sh "
+                "opens none to the network",
+                file=sys.stderr,
+                flush=True,
+            )
+        return next(dist.rendezvous("env://", timeout=timeout))
+    if size == 1:
+        return dist.HashStore(), rank, size
+    if not _on_one_node():
+        return next(dist.rendezvous("env://", timeout=timeout))
+    if rank == 0:
+        return listening_store("127.0.0.1", port, timeout), rank, size
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout), rank, size
+
+
+def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens on one address only; port 0: any that is free. Raises OSError where it cannot."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _keep_freed_memory() -> None:
@@ -138,8 +188,7 @@ def run(main: Callable[[Any], None], args: Any) -> None:
     """
     try:
         main(args)
-        if dist.is_initialized():
-            dist.barrier()  # the store may be in rank 0, and other ranks' watchers use it
+        _leave()
     except InputError as error:
         report_mistake(f"error: {error}")
         sys.stdout.flush()
@@ -150,11 +199,21 @@ def run(main: Callable[[Any], None], args: Any) -> None:
         get_error_handler().record_exception(error)
         raise
     finally:
-        if _watcher is not None:
-            _finished.set()
-            _watcher.join()
+        _stop_watching()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """The store may be in rank 0, which therefore goes last."""
+    if _job is None:
+        return
+    store, rank, size = _job
+    if rank == 0:
+        store.wait([f"left/{r}" for r in range(1, size)])
+    else:
+        _stop_watching()  # it uses the store
+        store.set(f"left/{rank}", "")
 
 
 # ---- waits ---------------------------------------------------------------------------------------
@@ -164,6 +223,7 @@ def run(main: Callable[[Any], None], args: Any) -> None:
 # over it ends the process. The launcher then ends the other ranks or, with --max-restarts, starts all of them anew.
 
 _stage = ("start", time.monotonic())  # of this rank, since when
+_job: tuple[dist.Store, int, int] | None = None  # its store, this rank, how many ranks; vLLM destroys the process group
 _watcher: threading.Thread | None = None
 _finished = threading.Event()
 
@@ -180,6 +240,12 @@ def enter_stage(name: str) -> None:
     """From now on this rank is in the stage `name`, such as "step 12 rollout"; its time starts anew."""
     global _stage
     _stage = (name, time.monotonic())
+
+
+def _stop_watching() -> None:
+    if _watcher is not None:
+        _finished.set()
+        _watcher.join()
 
 
 def _watch(*args) -> None:
@@ -215,8 +281,6 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
                 silence = time.time() - told_at
                 states[r] = (where, stayed + silence, silence if silence > silent_s else 0)
         except dist.DistError as error:
-            if not dist.is_initialized():  # vLLM takes the process group, and the store, along when it goes
-                return
             raise StoreLost(f"rank {rank} in {name} ({line}): {error}") from error
         if seconds >= timeout_s:
             raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
@@ -467,17 +531,33 @@ def _without_fsdp_hooks(modules: list[FSDPModule]) -> Iterator[None]:
 # ---- collectives ---------------------------------------------------------------------------------
 
 
-def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> dist.Backend:
-    """A process group beside the trainer's own, with processes that are no ranks of it; gloo on a CPU, else NCCL.
+def address_towards(host: str, port: int) -> str:
+    """This machine's, on the network by which it reaches the other. Raises OSError."""
+    with socket.create_connection((host, port)) as s:
+        return s.getsockname()[0]
+
+
+def join_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str
+) -> dist.Backend:
+    """A process group beside the trainer's own, with processes that are no ranks of it; gloo on a CPU, which listens on
+    `address`, else NCCL.
 
     Blocks until all have joined. Raises RuntimeError (also its operations) after `timeout_s` without an answer.
     """
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cpu":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=address)], timeout
+        return dist.ProcessGroupGloo(store, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def new_cpu_group() -> dist.ProcessGroup:
+    """All ranks again, whose collectives of CPU tensors and objects cannot get between those of the default group."""
+    return dist.new_group(backend="gloo" if dist.get_world_size() > 1 else "fake")
 
 
 def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -11,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from ipaddress import ip_address
 from itertools import accumulate
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
 from lib.data_proto import DataProto
-from lib.distributed import broadcast, compute_device, join_group
+from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store
 from lib.rollout import CheckedStream, Generated, Sampling, WeightSyncError, add_responses, stop_token_ids, turn_seed
 
 # ---- vLLM ----------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class VLLMEngine:
             settings["max_num_seqs"] = 512
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
-        with torch.random.fork_rng():  # vLLM seeds the global generators
+        with torch.random.fork_rng(), _groups_of_one():  # vLLM seeds the global generators
             self.llm = vllm.LLM(
                 str(folder),
                 load_format="dummy",
@@ -229,6 +230,18 @@ class VLLMEngine:
         self._check_weights()
         with torch.random.fork_rng():  # vLLM advances torch's global generator
             return self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompt_ids], params, use_tqdm=False)
+
+
+@contextmanager
+def _groups_of_one() -> Iterator[None]:
+    """Of a single process vLLM makes a dozen gloo groups, each with a port: here they are as the default group."""
+    new_group = dist.new_group
+    if dist.get_world_size() == 1:
+        dist.new_group = lambda ranks=None, **kwargs: new_group(ranks, **kwargs | {"backend": dist.get_backend()})
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
 
 
 def _generated(output) -> Generated:
@@ -381,14 +394,16 @@ class ServedEngine:
     def _connect(self, device: torch.device) -> dist.Backend:
         """The group of the first rank, 0 there, and of all workers, server after server."""
         sizes = [self._ask("GET", "/get_world_size", url=url)["world_size"] for url in self.servers]
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        info = {"port": store.port, "device": device.type, "size": 1 + sum(sizes), "timeout_s": SYNC_TIMEOUT_S}
+        host = _address_towards(self.servers)
+        store = listening_store(host, 0, timedelta(seconds=SYNC_TIMEOUT_S))
+        info = {"host": host, "port": store.port, "device": device.type}
+        info |= {"size": 1 + sum(sizes), "timeout_s": SYNC_TIMEOUT_S}
         replies = []
         for url, first_rank in zip(self.servers, accumulate([1, *sizes])):
-            own = {"init_info": info | {"host": _address_towards(url), "first_rank": first_rank}}
+            own = {"init_info": info | {"first_rank": first_rank}}
             replies.append(self._begin("POST", "/init_weight_transfer_engine", url=url, json=own))
         try:
-            group = join_group(store, 0, info["size"], device, SYNC_TIMEOUT_S)
+            group = join_group(store, 0, info["size"], device, SYNC_TIMEOUT_S, host)
         except RuntimeError as error:
             raise self._broken_off(error) from error
         self._finish(replies)
@@ -588,8 +603,9 @@ def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[
     yield names, tensors
 
 
-def _address_towards(url: str) -> str:
-    """This machine's, on the network by which it reaches the server."""
-    server = httpx.URL(url)
-    with socket.create_connection((server.host, server.port or {"http": 80, "https": 443}[server.scheme])) as s:
-        return s.getsockname()[0]
+def _address_towards(urls: list[str]) -> str:
+    """This machine's, on the network by which it reaches the servers; loopback if all of them are on it."""
+    addresses = []
+    for url in map(httpx.URL, urls):
+        addresses.append(address_towards(url.host, url.port or {"http": 80, "https": 443}[url.scheme]))
+    return next((address for address in addresses if not ip_address(address).is_loopback), addresses[0])

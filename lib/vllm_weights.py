@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from lib.distributed import join_group
+from lib.distributed import address_towards, join_group
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
@@ -97,7 +97,8 @@ class BroadcastEngine(DirectEngine):
         parallel = self.parallel_config
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         store = dist.TCPStore(init_info.host, init_info.port, is_master=False)
-        self.group = join_group(store, rank, init_info.size, self.device, init_info.timeout_s)
+        address = address_towards(init_info.host, init_info.port)
+        self.group = join_group(store, rank, init_info.size, self.device, init_info.timeout_s, address)
 
     def receive_weights(self, update_info):
         """One bucket: tensors of one dtype, end to end."""
