@@ -7,7 +7,7 @@ Works offline. The first `size` entries are train, the next `test_size` are test
 train (easy tasks have few) is left out and counted. Rows are scored by rewards/reasoning_gym.py (data_source
 "reasoning_gym/<task>"). To mix tasks, write one folder for each and give the trainer all the files (the task
 "composite" is not needed and not supported). Look at a task's score_answer before a long run: some give partial credit
-for trying, and that of game_of_life_halting (0.1.25) gives any answer that is not empty 1.0.
+for trying.
 """
 
 import os

@@ -3,26 +3,32 @@
 The ground truth is a JSON text {"task", "task_kwargs", "entry"}: what the task scores by. JSON has no tuples and no
 keys but strings, and some scorers compare with ==, so dump_entry() marks both and load_entry() restores them.
 The answer is what stands in the last <answer>...</answer>; without one, the last line that is not empty.
-Some tasks give partial credit between 0 and 1. The scorers of EVALUATED call eval(), or sympy's parse_expr, which is
-eval(), on what the model wrote: an answer that looks like code or has more than 10000 characters scores 0 and is not
-passed on. That is a fence, not a wall, and 9**9**9**9 is no code: score these tasks in a process of their own, under a
-time limit.
+Some tasks give partial credit between 0 and 1.
+
+Nothing that the model wrote is run. Nine of the scorers of reasoning-gym 0.1.25 call eval(), or sympy's parse_expr,
+which is eval(), on the answer: of LISTS they get a literal that was read and written anew here, the others are scored
+here (OWN). So are three that give 1 to the same answer whatever the question is: nan, 0, anything.
 """
 
-import builtins
+import ast
 import json
-import re
-import unicodedata
+import math
+from collections import Counter
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
 import reasoning_gym
+import sympy
+from reasoning_gym.algebra.complex_arithmetic import ComplexArithmeticDataset
 
+from rewards.algebra import algebra
 from rewards.answers import last_tagged
+from rewards.countdown import evaluate
 
-EVALUATED = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}  # eval(answer)
-EVALUATED |= {"countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"}
-LONGEST = 10_000  # characters
+LISTS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}  # a Python list has a part of the credit
+LONGEST = 10_000  # characters of such a list
+UNBOUNDED = {"simple_integration", "intermediate_integration"}  # sympy.simplify: scored under a time limit only
 
 
 def dump_entry(value):
@@ -71,13 +77,55 @@ def extract_answer(response: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def looks_like_code(answer: str) -> bool:
-    """Whether eval(answer) could do more than arithmetic: attributes, escapes, dunders, builtins."""
-    text = unicodedata.normalize("NFKC", answer)  # as Python reads identifiers
-    if "__" in text or "\\" in text or re.search(r"\.\s*[^\W\d]", text):
-        return True
-    names = set(re.findall(r"[^\W\d]\w*", text)) - {"abs"}
-    return not names.isdisjoint(vars(builtins))
+def _as_literal(answer: str, entry: dict) -> str:
+    """The answer, if it is right as it stands, else the literal that it is. Raises ValueError where it is none."""
+    if answer in (entry["answer"].strip(), *entry["metadata"].get("valid_answers", ())):
+        return answer
+    if len(answer) > LONGEST or "#" in answer:
+        raise ValueError(f"a comment, or more than {LONGEST} characters")
+    try:
+        return repr(ast.literal_eval(answer))
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from None
+
+
+# ---- in place of upstream's scorers: (answer, entry) -> score. What they raise is 0 ----
+
+
+def _use_all(answer: str, entry: dict, target: int, wrong: float) -> float:
+    value, numbers = evaluate(answer)
+    right = value == target and Counter(numbers) == Counter(entry["metadata"]["numbers"])
+    return 1.0 if right else wrong
+
+
+def _integral(answer: str, entry: dict) -> float:
+    variable = sympy.Symbol(entry["metadata"]["variable"])
+    difference = sympy.diff(algebra(answer), variable) - algebra(entry["metadata"]["integrand"])
+    return float(sympy.simplify(difference) == 0)
+
+
+def _complex(answer: str, entry: dict) -> float:
+    value = ComplexArithmeticDataset.parse_string_to_complex(answer)
+    return math.exp(-abs(value - complex(*entry["metadata"]["result"])))
+
+
+def _coin_flip(answer: str, entry: dict) -> float:
+    """Right to 0.1 %. Upstream gives a part for equal first digits, and so 1 for "0"."""
+    if len(answer) > 30 or "e" in answer.lower().replace("e-", ""):  # 1e999999999 is a number of that many digits
+        raise ValueError("not a probability")
+    return float(math.isclose(Fraction(answer.replace(",", "")), float(entry["answer"]), rel_tol=1e-3))
+
+
+OWN = {
+    "puzzle24": lambda answer, entry: _use_all(answer, entry, 24, wrong=0.01),
+    "countdown": lambda answer, entry: _use_all(answer, entry, entry["metadata"]["target"], wrong=0.05),
+    "simple_integration": _integral,
+    "intermediate_integration": _integral,
+    "polynomial_multiplication": lambda answer, entry: float(algebra(answer) == algebra(entry["answer"])),
+    "complex_arithmetic": _complex,
+    "coin_flip": _coin_flip,
+    "game_of_life_halting": lambda answer, entry: float(answer == entry["answer"]),
+}
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
@@ -86,12 +134,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     Some tasks' scorers raise on an answer of the wrong form (prime_factorization on a word): score 0, scorer_error 1.
     """
     truth = json.loads(ground_truth)
-    task = _task(truth["task"], json.dumps(truth["task_kwargs"], sort_keys=True))
-    pred = extract_answer(solution_str)
-    entry = load_entry(truth["entry"])
-    if truth["task"] in EVALUATED and (len(pred) > LONGEST or looks_like_code(pred)):
-        return {"score": 0.0, "pred": pred or None, "scorer_error": 0.0}
+    name, pred, entry = truth["task"], extract_answer(solution_str), load_entry(truth["entry"])
+    result = {"score": 0.0, "pred": pred or None, "scorer_error": 0.0}
+    if name in LISTS:
+        try:
+            pred = _as_literal(pred, entry)
+        except ValueError:
+            return result
+    score_answer = OWN.get(name) or _task(name, json.dumps(truth["task_kwargs"], sort_keys=True)).score_answer
     try:
-        return {"score": float(task.score_answer(pred, entry)), "pred": pred or None, "scorer_error": 0.0}
+        score = float(score_answer(pred, entry))
     except Exception:  # noqa: BLE001 whatever a hundred scorers raise; the answer is at fault, and it is counted
-        return {"score": 0.0, "pred": pred or None, "scorer_error": 1.0}
+        return result | {"scorer_error": float(name not in OWN)}
+    return result | {"score": score if math.isfinite(score) else 0.0}

@@ -1,24 +1,33 @@
 """The scorers in rewards/, and the scripts in data/ run as a user runs them."""
 
+import ast
 import importlib
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
 import pytest
 import reasoning_gym
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
 
 from lib import InputError
 from rewards import gsm8k, scorer_module
 from rewards import math as math_reward
 from rewards import reasoning_gym as gym_reward
+from rewards.algebra import algebra
 
 ROOT = Path(__file__).parent.parent
+no_deadline = settings(deadline=None)
 
 # ---- gsm8k ----
 
@@ -119,7 +128,6 @@ def test_last_boxed(text, boxed):
 # ---- reasoning_gym ----
 
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # entry["answer"] is None
-ACCEPTS_ANYTHING = {"game_of_life_halting"}  # its scorer compares bool(answer), of a text
 
 
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))  # composite is made of other data sets
@@ -140,7 +148,7 @@ def test_every_task_survives_json_and_is_scored_as_in_memory(task):
             assert scored["pred"] == answer.strip() and scored["scorer_error"] == 0.0
         for wrong in ("certainly wrong", "", "[1, [", "-1", "{}", "?" * 50):
             scored = gym_reward.compute_score("", f"<answer>{wrong}</answer>", text)
-            assert 0.0 <= scored["score"] < 1.0 or task in ACCEPTS_ANYTHING
+            assert 0.0 <= scored["score"] < 1.0
     assert (entry["answer"] is None) == (task in NO_ORACLE)
 
 
@@ -180,25 +188,189 @@ def test_a_scorer_that_raises_is_counted():
 
 
 def test_task_kwargs_reach_the_scorer():
-    _, truth = truth_of("puzzle24")
-    narrow = json.dumps({**json.loads(truth), "task_kwargs": {"min_value": 1, "max_value": 2}})
-    own = json.loads(truth)["entry"]["answer"]
-    assert gym_reward.compute_score("", own, truth)["score"] == 1.0
-    assert gym_reward.compute_score("", own, narrow)["score"] < 1.0
+    entry, truth = truth_of("decimal_arithmetic")
+    off = str(Decimal(entry["answer"]) + Decimal("0.05"))  # the tolerance is a unit of the last decimal
+    scores = []
+    for kwargs in ({}, {"min_num_decimal_places": 1, "max_num_decimal_places": 1}):
+        scores.append(gym_reward.compute_score("", off, json.dumps({**json.loads(truth), "task_kwargs": kwargs})))
+    assert [scored["score"] for scored in scores] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("task", sorted(gym_reward.EVALUATED))
+# Scorers of reasoning-gym 0.1.25 that call eval(), or sympy's parse_expr, which is eval(), on the answer.
+EVALUATED = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
+EVALUATED |= {"countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"}
+PAYLOADS = [
+    "open('ran', 'w')",
+    "ｏｐｅｎ('ran', 'w')",
+    "__import__('os').mkdir('ran')",
+    r"eval('\x6fpen(\'ran\')')",
+    "[open('ran', 'w')]",
+    "eval('op' 'en(\"ran\", \"w\")')",
+    "(lambda: [c for c in ().__class__.__base__.__subclasses__()])()",
+    "[*valid_solutions[0]]",
+    "valid_solutions[0]",
+    "list(oracle_answer)",
+    "oracle_answer",
+    "entry['answer']",
+    "self.config",
+    "target_poly",
+    "expected_result",
+    "parse_expr(metadata['integrand'])",
+    "f'{oracle_answer}'",
+    "[x for x in oracle_answer]",
+]
+
+
+def test_upstream_evaluates_in_no_task_but_these():
+    """Of a newer version, each new name here needs an own way to read the answer."""
+    calls = re.compile(r"\b(?:eval|exec|compile|parse_expr|sympify|parse_latex|import_module)\(")
+    found = {name for name, (cls, _) in DATASETS.items() if calls.search(inspect.getsource(cls.score_answer))}
+    assert found == EVALUATED | {"number_sorting"}  # that one evaluates the truth
+
+
+@pytest.mark.parametrize("task", sorted(EVALUATED))
 def test_code_in_an_answer_is_not_run(task, tmp_path, monkeypatch):
+    """Upstream's eval() sees nothing but the truth and literals that this project wrote; sympy's sees nothing."""
     monkeypatch.chdir(tmp_path)
-    _, truth = truth_of(task)
-    for code in (
-        "open('ran', 'w')",
-        "ｏｐｅｎ('ran', 'w')",
-        "__import__('os').mkdir('ran')",
-        r"eval('\x6fpen(\'ran\')')",
-    ):
-        assert gym_reward.compute_score("", f"<answer>{code}</answer>", truth)["score"] == 0.0
+    entry, truth = truth_of(task)
+    seen = []
+    monkeypatch.setattr("builtins.eval", lambda code, *_: seen.append(code) or ast.literal_eval(code))
+    for code in PAYLOADS:
+        for answer in (code, f"{entry['answer']} # {code}", f"[{code}]", f"{code}\n{entry['answer']}"):
+            scored = gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)
+            assert scored["score"] == 0.0 and scored["scorer_error"] == 0.0, answer
     assert list(tmp_path.iterdir()) == []
+    assert all(code == repr(ast.literal_eval(code)) for code in seen)
+
+
+@pytest.mark.parametrize("task", ["binary_matrix", "n_queens", "spiral_matrix", "string_insertion"])
+def test_a_python_list_for_an_answer_has_upstreams_score(task):
+    entry, truth = truth_of(task)
+    right = entry["metadata"]["valid_answers"][0] if task == "n_queens" else entry["answer"]
+    rows = [row.split(" ") for row in right.split("\n")]
+    written = str({"spiral_matrix": rows[0], "string_insertion": list(right)}.get(task, rows))
+    assert reasoning_gym.create_dataset(task, seed=1, size=1).score_answer(written, entry) in (0.1, 0.5)
+    scored = gym_reward.compute_score("", f"<answer>{written}</answer>", truth)
+    assert scored["score"] == (0.5 if task == "n_queens" else 0.1)
+
+
+def gym_truth(task, answer="", **metadata):
+    return json.dumps({"task": task, "task_kwargs": {}, "entry": {"answer": answer, "metadata": metadata}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "numbers", "right"),
+    [
+        ("(8 - 4) * 6 * 1", [1, 4, 6, 8], True),
+        ("8 / (3 - 8 / 3)", [3, 3, 8, 8], True),
+        ("4*6*1", [1, 4, 6, 8], False),
+        ("4 * 6 + 8 - 8", [1, 4, 6, 8], False),
+        ("1 + 4 + 6 + 8 + 5", [1, 4, 6, 8], False),
+        ("6 * 4 + 1 - 1", [1, 4, 6, 8], False),  # the same for every puzzle
+        ("24 + 0 * (1 + 4 + 6 + 8)", [1, 4, 6, 8], False),
+        ("24", [1, 4, 6, 8], False),
+        ("24 + x1 - x1", [1, 4, 6, 8], False),
+        ("(8 - 4) * 6 * 1 + 0.9", [1, 4, 6, 8], False),
+        ("6 * 4 ** 1 + 0 * 8", [1, 4, 6, 8], False),
+        ("(8-4)*6*1 = 24", [1, 4, 6, 8], False),
+    ],
+)  # fmt: skip
+def test_puzzles_of_numbers_use_each_of_them_once(answer, numbers, right):
+    for task in ("puzzle24", "countdown"):
+        truth = gym_truth(task, numbers=numbers, target=24)
+        scored = gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)
+        assert (scored["score"] == 1.0) == right and (right or scored["score"] <= 0.05), task
+    near = gym_truth("countdown", numbers=[100, 1000, 1, 3], target=100_000)  # to upstream's relative 1e-5
+    assert gym_reward.compute_score("", "<answer>100 * 1000 + 1 / 3</answer>", near)["score"] == 0.05
+
+
+INTEGRALS = [  # answer, of 6*x**2 + cos(x), right
+    ("2*x**3 + sin(x)", True),
+    ("2*x**3 + sin(x) + C", True),
+    ("2*x**3 + sin(x) - 5 + K", True),
+    ("x*x*x*2 + sin(x)*1.0", True),
+    ("(4*x**3 + 2*sin(x))/2", True),
+    ("2*X**3 + sin(X)", False),
+    ("2*x**3", False),
+    ("6*x**2 + cos(x)", False),
+    ("Integral(6*x**2 + cos(x), x)", False),  # the question itself
+    ("integrate(6*x**2 + cos(x), x)", False),
+    ("Integral(6*x**2 + cos(x))", False),
+    ("2*x**3 + sin(x) if x else 0", False),
+    ("2*x**3 + sin(x), 1", False),
+    ("2*x**3 + sin(x) + 9**9**9**9", False),
+    ("", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "right"), INTEGRALS)
+def test_integrals(answer, right):
+    for task in ("simple_integration", "intermediate_integration"):
+        truth = gym_truth(task, variable="x", integrand="6*x**2 + cos(x)")
+        scored = gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)
+        assert scored["score"] == float(right) and scored["scorer_error"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("x**2 + 3*x + 2", True),
+        ("2 + 3*x + x*x", True),
+        ("(x + 1)*(x + 2)", False),  # the question itself
+        ("expand((x + 1)*(x + 2))", False),
+        ("x**2 + 3*x", False),
+        ("S('x**2+3*x+2')", False),
+    ],
+)
+def test_products_of_polynomials(answer, right):
+    truth = gym_truth("polynomial_multiplication", answer="x**2 + 3*x + 2")
+    assert gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)["score"] == float(right)
+
+
+@no_deadline
+@given(st.text(alphabet="xyzCE123456789.+-*/() ,[]'\"\\_#=:ainpstqrexglo\n", max_size=40))
+def test_algebra_is_parsed_or_refused(text):
+    try:
+        parsed = algebra(text)
+    except ValueError:
+        return
+    assert isinstance(parsed, sympy.Expr)
+    assert all(isinstance(part, PARTS) for part in sympy.preorder_traversal(parsed)), parsed
+
+
+PARTS = (sympy.Add, sympy.Mul, sympy.Pow, sympy.Number, sympy.Symbol, sympy.NumberSymbol, sympy.Function)
+PARTS += (type(sympy.zoo), type(sympy.I), sympy.AccumBounds, sympy.Order)  # what sympy makes of 1/0 and sqrt(-1)
+
+DEGENERATE = [
+    "nan",
+    "NaN",
+    "inf",
+    "-inf",
+    "1e999",
+    "nan + nani",
+    "inf - infi",
+    "",
+    "[]",
+    "[nan]",
+    "{}",
+    "''",
+    '""',
+    "%",
+]
+
+
+@pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))
+def test_no_answer_is_right_for_every_question(task):
+    """nan for complex_arithmetic, 0 for coin_flip and anything for game_of_life_halting are, to upstream's scorers."""
+    entries = list(reasoning_gym.create_dataset(task, seed=3, size=6))
+    for answer in [*DEGENERATE, "0", "-1", "x", "[[]]"]:
+        scores = []
+        for entry in entries:
+            text = json.dumps({"task": task, "task_kwargs": {}, "entry": gym_reward.dump_entry(entry)})
+            if answer != entry["answer"]:
+                scores.append(gym_reward.compute_score("", f"<answer>{answer}</answer>", text)["score"])
+        assert not scores or sum(score >= 0.5 for score in scores) <= len(scores) / 2, (answer, scores)
+        assert answer not in DEGENERATE or max(scores, default=0.0) < 0.5, (answer, scores)
 
 
 # ---- the scripts in data/ ----

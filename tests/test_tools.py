@@ -666,9 +666,9 @@ def test_reasoning_gym_gives_further_tries():
     assert "'no' is not right" in turns[0][1] and right not in turns[0][1]
     turns, score = asyncio.run(episode(["no", "no"], max_tries=2))
     assert [turn[0] for turn in turns] == [False, True] and score < 1.0
-    with pytest.raises(InputError, match="countdown"):
-        evaluated = json.dumps({"task": "countdown", "task_kwargs": {}, "entry": {}})
-        asyncio.run(load_interaction("reasoning_gym")().start("1", ground_truth=evaluated))
+    with pytest.raises(InputError, match="simple_integration"):
+        simplified = json.dumps({"task": "simple_integration", "task_kwargs": {}, "entry": {}})
+        asyncio.run(load_interaction("reasoning_gym")().start("1", ground_truth=simplified))
 
 
 # ---- parsers -------------------------------------------------------------------------------------

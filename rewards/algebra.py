@@ -1,0 +1,51 @@
+"""Algebra that a model wrote, as a sympy expression. It is parsed here and nothing of it is run.
+
+sympy's own parse_expr is eval() of Python, and so finds every name, attribute and function that Python has.
+"""
+
+import ast
+import operator
+import re
+
+import sympy
+
+LONGEST = 2000  # characters
+CHARACTERS = re.compile(r"[\w\s.+\-*/()]*", re.ASCII)  # no comments, no text
+MAX_BITS = 4096  # of a power of numbers
+ELEMENTARY = "sqrt exp log ln Abs sign sec csc sin cos tan cot asin acos atan acot sinh cosh tanh asinh acosh atanh"
+FUNCTIONS = {name: getattr(sympy, name) for name in ELEMENTARY.split()} | {"abs": sympy.Abs}
+CONSTANTS = {"pi": sympy.pi, "E": sympy.E}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS |= {ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def algebra(text: str) -> sympy.Expr:
+    """The expression: numbers, symbols, pi, E, + - * / **, parentheses and the functions above, each of one argument.
+
+    A decimal is an exact fraction. Raises ValueError on any other text, and on a power with too many digits.
+    """
+    if len(text) > LONGEST or not CHARACTERS.fullmatch(text):
+        raise ValueError(f"not algebra, or more than {LONGEST} characters")
+    try:
+        return _expression(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last: nested too deeply for the parser
+        raise ValueError(str(error)) from None
+
+
+def _expression(node: ast.AST) -> sympy.Expr:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool) and abs(value) < 1e300:
+            return sympy.Rational(str(value))
+        case ast.Name(id=name) if re.fullmatch(r"[A-Za-z]\w{0,20}", name) and name not in FUNCTIONS:
+            return CONSTANTS.get(name) or sympy.Symbol(name)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_expression(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            left, right = _expression(left), _expression(right)
+            of_numbers = isinstance(op, ast.Pow) and left.is_Rational and right.is_Rational
+            if of_numbers and max(left.p.bit_length(), left.q.bit_length()) * abs(right) > MAX_BITS:
+                raise ValueError("a power with too many digits")
+            return OPERATORS[type(op)](left, right)
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            return FUNCTIONS[name](_expression(argument))
+    raise ValueError(f"{ast.unparse(node)!r} is not algebra")
