@@ -393,6 +393,8 @@ def parse_json(text: str, flag: str) -> dict:
 
 def check_flags(args: Args) -> None:
     """Raises InputError for values and combinations that make no sense."""
+    if not 0 <= args.seed < 2**32:
+        raise InputError(f"--seed {args.seed}: must be in 0..{2**32 - 1}")
     if args.temperature <= 0:
         raise InputError(f"--temperature {args.temperature}: training samples need a temperature above 0")
     if args.val_samples > 1 and args.val_temperature == 0:

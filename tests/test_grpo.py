@@ -329,6 +329,8 @@ BAD_INPUT = {
         lambda t: ["--no-filter-overlong-prompts", "--max-prompt-length", "3"],
         "max_prompt_length=3",
     ),
+    "negative seed": (lambda t: ["--seed", "-1"], "--seed -1: must be in 0..4294967295"),
+    "large seed": (lambda t: ["--seed", "4294967296"], "--seed 4294967296: must be in 0..4294967295"),
     "val samples": (lambda t: ["--val-samples", "4"], "--val_temperature 0"),
     "no scorer": (
         lambda t: ["--train-files", write(t / "a.jsonl", ROW | {"data_source": "mine"})],
