@@ -208,6 +208,8 @@ def _check_code_file(flag: str, spec: str) -> None:
 
 
 def _check_sampling(args: Any) -> None:
+    if not 0 <= args.seed < 2**32:
+        raise InputError(f"--seed {args.seed}: must be in 0..{2**32 - 1}")
     if args.temperature <= 0:
         raise InputError(f"--temperature {args.temperature}: training samples need a temperature above 0")
     if args.val_samples > 1 and args.val_temperature == 0:

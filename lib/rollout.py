@@ -94,7 +94,11 @@ def check_engine_import(name: str) -> None:
 
 def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
     """A seed for each response from (run seed, step, row of the global batch): the same for any number of ranks."""
-    return [int(s) for s in _splitmix64(torch.tensor(rows) + (step << 24) + (seed << 48)) & 0x7FFFFFFF]
+    high, low = divmod(seed, 1 << 15)  # low << 48 still fits in an int64
+    mixed = _splitmix64(torch.tensor(rows) + (step << 24) + (low << 48))
+    if high:
+        mixed = _splitmix64(mixed + high)
+    return [int(s) for s in mixed & 0x7FFFFFFF]
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -34,6 +34,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "--multi-turn [1]: give a JSON object": ["--multi-turn", "[1]"],
     "--temperature 0.0": ["--temperature", "0"],
     "at --val-temperature 0": ["--val-samples", "4"],
+    "--seed -1: must be in 0..4294967295": ["--seed", "-1"],
+    "--seed 4294967296: must be in 0..4294967295": ["--seed", "4294967296"],
     "must be hf, vllm or the URL": ["--rollout-engine", "sglang"],
     "--model ./absent: no such folder": ["--model", "./absent"],
     "--reward-model ./absent: no such folder": ["--reward-model", "./absent"],
