@@ -3,14 +3,14 @@
 GRPO's advantages and four changes, each a flag:
 
     clip-higher        max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)), eps_high 0.28 > eps_low 0.2: room for
-                       tokens of small probability                                         --clip_ratio_high
+                       tokens of small probability                                         --clip-ratio-high
     dynamic sampling   groups whose scores are all equal teach nothing: prompts are sampled until prompts_per_step
-                       groups have unequal scores; what is too many waits for the next step --zero_variance refill
-    token mean         the loss is averaged over all tokens of the mini-batch               --loss_agg_mode token-mean
+                       groups have unequal scores; what is too many waits for the next step --zero-variance refill
+    token mean         the loss is averaged over all tokens of the mini-batch               --loss-agg-mode token-mean
     overlong shaping   a response that reaches into the last L_buf of L_max tokens loses
-                       (length - (L_max - L_buf)) / L_buf * factor             --overlong_buffer, --overlong_factor
+                       (length - (L_max - L_buf)) / L_buf * factor             --overlong-buffer, --overlong-factor
 
-and no KL. --overlong_filtering (truncated responses are out of the loss) is the paper's other treatment of these.
+and no KL. --overlong-filtering (truncated responses are out of the loss) is the paper's other treatment of these.
 Where this departs from the paper: leftovers are kept, with their sampler's log-probs as pi_old; dual clip.
 This file is grpo.py with those changes: make diff A=grpo B=dapo.
 
@@ -65,7 +65,7 @@ class Args:
     padding_free: bool = True
     """lay the rows of a micro-batch end to end, without padding"""
     share_prompts: bool = True
-    """compute a prompt once for all its responses; needs --padding_free and packed_sdpa, otherwise without effect"""
+    """compute a prompt once for all its responses; needs --padding-free and packed_sdpa, otherwise without effect"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
@@ -87,13 +87,13 @@ class Args:
     """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
     sequence_parallel: int = 1
     """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
-    one (Ulysses); it divides the attention heads; needs --padding_free and packed_sdpa"""
+    one (Ulysses); it divides the attention heads; needs --padding-free and packed_sdpa"""
     tensor_parallel: int = 1
     """neighbouring ranks that compute their rows together, each with a share of every layer's weights, by transformers'
     plan for the model; it divides the key and value heads; needs a vLLM engine or server"""
     cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...] = ()
     """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update's forward
-    keeps waits there for the backward, best with --gradient_checkpointing, which leaves a tensor a layer; slower"""
+    keeps waits there for the backward, best with --gradient-checkpointing, which leaves a tensor a layer; slower"""
 
     # ---- data
     train_files: tuple[str, ...] = (str(HERE / "data/toy/train.jsonl"),)
@@ -163,8 +163,8 @@ class Args:
     reward_model_coef: float = 1.0
     """weight of the reward model's score"""
     reward_keys: tuple[str, ...] = ()
-    """keys of the scorer's result that are rewards of their own, for --adv_estimator gdpo, which weighs them by
-    --adv_kwargs '{"reward_weights": [...]}'"""
+    """keys of the scorer's result that are rewards of their own, for --adv-estimator gdpo, which weighs them by
+    --adv-kwargs '{"reward_weights": [...]}'"""
 
     # ---- algorithm
     adv_estimator: AdvEstimator = "grpo"
@@ -211,7 +211,7 @@ class Args:
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: float | None = None
-    """with --kl_placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
+    """with --kl-placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
     kl_horizon: int = 10000
     """responses over which beta adapts"""
     entropy_coef: float = 0.0
@@ -471,7 +471,7 @@ def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
 
 
 def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
-    """A table of what each of --dry_run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
+    """A table of what each of --dry-run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
     dtype = torch.bfloat16 if args.compute_dtype == "auto" else getattr(torch, args.compute_dtype)
     moments = estimate_memory(

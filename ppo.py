@@ -2,13 +2,13 @@
 
 A critic V, a language model with one output in the place of the vocabulary, is the baseline of every token:
 
-    r_t = score on the last token - beta log(pi_old / pi_ref)                                 (beta: --kl_coef)
+    r_t = score on the last token - beta log(pi_old / pi_ref)                                 (beta: --kl-coef)
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = sum over k of (gamma lam)^k delta_{t+k};  R_t = A_t + V_t;  A whitened
     L = mean over tokens of max(-A_t rho_t, -A_t clip(rho_t, 1 - eps_low, 1 + eps_high))      as in grpo.py
     L_V = mean over tokens of max((V - R_t)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R_t)^2) / 2
 
 Where this departs from the papers, by default: gamma and lam are 1, as is usual for language models; actor and critic
-share no weights, each has its optimizer; dual clip. --lam_policy and --length_adaptive_alpha are VAPO's (2504.05118).
+share no weights, each has its optimizer; dual clip. --lam-policy and --length-adaptive-alpha are VAPO's (2504.05118).
 This file is grpo.py with a critic: make diff A=grpo B=ppo.
 
     python ppo.py                                                  one process; a tiny model and task, on any machine
@@ -62,7 +62,7 @@ class Args:
     padding_free: bool = True
     """lay the rows of a micro-batch end to end, without padding"""
     share_prompts: bool = True
-    """compute a prompt once for all its responses; needs --padding_free and packed_sdpa, otherwise without effect"""
+    """compute a prompt once for all its responses; needs --padding-free and packed_sdpa, otherwise without effect"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
@@ -84,13 +84,13 @@ class Args:
     """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
     sequence_parallel: int = 1
     """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
-    one (Ulysses); it divides the attention heads; needs --padding_free and packed_sdpa"""
+    one (Ulysses); it divides the attention heads; needs --padding-free and packed_sdpa"""
     tensor_parallel: int = 1
     """neighbouring ranks that compute their rows together, each with a share of every layer's weights, by transformers'
     plan for the model; it divides the key and value heads; needs a vLLM engine or server"""
     cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...] = ()
     """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update's forward
-    keeps waits there for the backward, best with --gradient_checkpointing, which leaves a tensor a layer; slower"""
+    keeps waits there for the backward, best with --gradient-checkpointing, which leaves a tensor a layer; slower"""
 
     # ---- data
     train_files: tuple[str, ...] = (str(HERE / "data/toy/train.jsonl"),)
@@ -195,7 +195,7 @@ class Args:
     kl_placement: Literal["loss", "reward"] = "reward"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: float | None = None
-    """with --kl_placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
+    """with --kl-placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
     kl_horizon: int = 10000
     """responses over which beta adapts"""
     entropy_coef: float = 0.0
@@ -447,7 +447,7 @@ def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
 
 
 def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
-    """A table of what each of --dry_run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
+    """A table of what each of --dry-run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
     dtype = torch.bfloat16 if args.compute_dtype == "auto" else getattr(torch, args.compute_dtype)
     moments = estimate_memory(
@@ -484,8 +484,8 @@ def main(args: Args) -> None:
     check_tensor_parallel(args.model, args.tensor_parallel, trust_remote_code=args.trust_remote_code)
     if args.critic_model:  # PPO:
         trust = {"trust_remote_code": args.trust_remote_code}
-        check_sequence_parallel(args.critic_model, args.sequence_parallel, flag="--critic_model", **trust)
-        check_tensor_parallel(args.critic_model, args.tensor_parallel, flag="--critic_model", **trust)
+        check_sequence_parallel(args.critic_model, args.sequence_parallel, flag="--critic-model", **trust)
+        check_tensor_parallel(args.critic_model, args.tensor_parallel, flag="--critic-model", **trust)
     # PPO: the one estimator that needs a critic
     adv_settings = {name: getattr(args, name) for name in ("gamma", "lam", "lam_policy", "length_adaptive_alpha")}
     estimate_advantages = get_adv_estimator_fn("gae", adv_settings)

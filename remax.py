@@ -6,8 +6,8 @@ For each prompt x take the reward of one greedy response as the baseline of all 
     L = mean over tokens of max(-A_t rho_t, -A_t clip(rho_t, 1 - eps_low, 1 + eps_high))           as in grpo.py
 
 Where this departs from the paper, by default: the loss is a mean over all tokens of the mini-batch, not a sum over each
-response (--loss_agg_mode seq-mean-token-sum is the paper's); there is no KL (--kl_coef 0.05 --kl_placement reward
---kl_estimator k1 is the paper's). With one update a step the clip does nothing: rho is 1.
+response (--loss-agg-mode seq-mean-token-sum is the paper's); there is no KL (--kl-coef 0.05 --kl-placement reward
+--kl-estimator k1 is the paper's). With one update a step the clip does nothing: rho is 1.
 This file is grpo.py with another baseline: make diff A=grpo B=remax.
 
     python remax.py                                                  one process; a tiny model and task, on any machine
@@ -60,7 +60,7 @@ class Args:
     padding_free: bool = True
     """lay the rows of a micro-batch end to end, without padding"""
     share_prompts: bool = True
-    """compute a prompt once for all its responses; needs --padding_free and packed_sdpa, otherwise without effect"""
+    """compute a prompt once for all its responses; needs --padding-free and packed_sdpa, otherwise without effect"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
@@ -82,13 +82,13 @@ class Args:
     """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
     sequence_parallel: int = 1
     """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
-    one (Ulysses); it divides the attention heads; needs --padding_free and packed_sdpa"""
+    one (Ulysses); it divides the attention heads; needs --padding-free and packed_sdpa"""
     tensor_parallel: int = 1
     """neighbouring ranks that compute their rows together, each with a share of every layer's weights, by transformers'
     plan for the model; it divides the key and value heads; needs a vLLM engine or server"""
     cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...] = ()
     """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update's forward
-    keeps waits there for the backward, best with --gradient_checkpointing, which leaves a tensor a layer; slower"""
+    keeps waits there for the backward, best with --gradient-checkpointing, which leaves a tensor a layer; slower"""
 
     # ---- data
     train_files: tuple[str, ...] = (str(HERE / "data/toy/train.jsonl"),)
@@ -185,7 +185,7 @@ class Args:
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: float | None = None
-    """with --kl_placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
+    """with --kl-placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
     kl_horizon: int = 10000
     """responses over which beta adapts"""
     entropy_coef: float = 0.0
@@ -414,7 +414,7 @@ def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
 
 
 def describe_memory(args: Args, sizes: Sizes, critic_model: str = "") -> str:
-    """A table of what each of --dry_run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
+    """A table of what each of --dry-run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
     dtype = torch.bfloat16 if args.compute_dtype == "auto" else getattr(torch, args.compute_dtype)
     moments = estimate_memory(

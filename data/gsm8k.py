@@ -1,7 +1,7 @@
 """GSM8K (grade-school word problems whose answer is one number) -> train.parquet and test.parquet.
 
     python data/gsm8k.py --out data/gsm8k                    # openai/gsm8k from the hub
-    python data/gsm8k.py --out data/gsm8k --local_dir COPY   # a copy of it: train* and test* .parquet or .jsonl
+    python data/gsm8k.py --out data/gsm8k --local-dir COPY   # a copy of it: train* and test* .parquet or .jsonl
 
 Rows are scored by rewards/gsm8k.py (data_source "openai/gsm8k").
 """

@@ -1,7 +1,7 @@
 r"""MATH (competition problems with LaTeX answers) -> train.parquet and test.parquet.
 
     python data/math.py --out data/math                       # from the hub: train of MATH-lighteval, test MATH-500
-    python data/math.py --out data/math --local_dir COPY      # from a folder with train* and test* .parquet or .jsonl
+    python data/math.py --out data/math --local-dir COPY      # from a folder with train* and test* .parquet or .jsonl
 
 MATH-500 is part of MATH's test split, so no test problem is in train. Rows are scored by rewards/math.py. The ground
 truth is the row's "answer" where it has one, else the last \boxed{...} of its "solution"; a row with neither is left

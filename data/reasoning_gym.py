@@ -1,7 +1,7 @@
 """A task of reasoning-gym (about a hundred generators of puzzles with a scorer each) -> train.parquet and test.parquet.
 
     python data/reasoning_gym.py --task chain_sum --size 2000 --seed 1 --out data/chain_sum
-    python data/reasoning_gym.py --task leg_counting --task_kwargs '{"max_animals": 5}' --out data/legs
+    python data/reasoning_gym.py --task leg_counting --task-kwargs '{"max_animals": 5}' --out data/legs
 
 Works offline. The first `size` entries are train, the next `test_size` are test; a test entry whose question is also in
 train (easy tasks have few) is left out and counted. Rows are scored by rewards/reasoning_gym.py (data_source
@@ -33,7 +33,7 @@ def to_row(task: str, task_kwargs: dict, entry: dict, split: str, index: int) ->
     prompt = f"{entry['question']}\n\n{INSTRUCTION}"
     truth = json.dumps({"task": task, "task_kwargs": task_kwargs, "entry": dump_entry(entry)})
     info = {"split": split, "index": index, "question": entry["question"]}
-    info["interaction_kwargs"] = {"ground_truth": truth}  # for --multi_turn '{"interaction": "reasoning_gym"}'
+    info["interaction_kwargs"] = {"ground_truth": truth}  # for --multi-turn '{"interaction": "reasoning_gym"}'
     return make_row(f"reasoning_gym/{task}", prompt, truth, info)
 
 
@@ -51,17 +51,17 @@ def main(task: str, out: Path, size: int = 2000, test_size: int = 200, seed: int
     if task not in DATASETS or task == "composite":
         raise InputError(f"--task {task}: no such task; there are {', '.join(sorted(DATASETS.keys() - {'composite'}))}")
     if size < 1 or test_size < 0:
-        raise InputError(f"--size {size} --test_size {test_size}: at least 1, and not negative")
+        raise InputError(f"--size {size} --test-size {test_size}: at least 1, and not negative")
     try:
         kwargs = json.loads(task_kwargs)
     except json.JSONDecodeError as error:
-        raise InputError(f"--task_kwargs {task_kwargs}: not valid JSON ({error.msg})") from error
+        raise InputError(f"--task-kwargs {task_kwargs}: not valid JSON ({error.msg})") from error
     if not isinstance(kwargs, dict) or kwargs.keys() & {"seed", "size"}:
-        raise InputError(f"--task_kwargs {task_kwargs}: give a JSON object without seed and size (they are flags)")
+        raise InputError(f"--task-kwargs {task_kwargs}: give a JSON object without seed and size (they are flags)")
     try:
         source = reasoning_gym.create_dataset(task, seed=seed, size=size + test_size, **kwargs)
     except (AssertionError, TypeError, ValueError) as error:
-        raise InputError(f"--task {task} --task_kwargs {task_kwargs}: the task refuses them: {error}") from error
+        raise InputError(f"--task {task} --task-kwargs {task_kwargs}: the task refuses them: {error}") from error
     out.mkdir(parents=True, exist_ok=True)
     train = [source[i] for i in range(size)]
     seen = {entry["question"] for entry in train}

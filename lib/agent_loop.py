@@ -104,9 +104,9 @@ class MultiTurn:
     def __post_init__(self):
         for name in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tool_output", "tool_timeout"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise InputError(f"--multi_turn {name} {value}: must be above 0")
+                raise InputError(f"--multi-turn {name} {value}: must be above 0")
         if self.truncate not in ("left", "middle", "right"):
-            raise InputError(f"--multi_turn truncate {self.truncate}: choose left, middle or right")
+            raise InputError(f"--multi-turn truncate {self.truncate}: choose left, middle or right")
         check_template(self)
 
     @cached_property
@@ -134,7 +134,7 @@ class MultiTurn:
 
 
 def load_multi_turn(settings: dict, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict) -> MultiTurn | None:
-    """--multi_turn's JSON; None if it is empty. "tools": names for load_tools; "parser": a name for get_tool_parser, or
+    """--multi-turn's JSON; None if it is empty. "tools": names for load_tools; "parser": a name for get_tool_parser, or
     auto; "interaction": a name for load_interaction; all other keys are fields of MultiTurn.
 
     Raises InputError: an unknown key, or what these raise.
@@ -144,11 +144,11 @@ def load_multi_turn(settings: dict, tokenizer: PreTrainedTokenizerBase, chat_tem
     ours = {"tokenizer", "parse", "chat_template_kwargs"}
     known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
     if unknown := settings.keys() - known:
-        raise InputError(f"--multi_turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+        raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     limits = {name: value for name, value in settings.items() if name not in ("tools", "parser", "interaction")}
     tools, interaction = load_tools(tuple(settings.get("tools", ()))), settings.get("interaction")
     if not (tools or interaction):
-        raise InputError("--multi_turn without tools and without an interaction: name one, or drop the flag")
+        raise InputError("--multi-turn without tools and without an interaction: name one, or drop the flag")
     if tools:
         limits["parse"] = get_tool_parser(settings.get("parser", "auto"), tokenizer, tools)
     if interaction:

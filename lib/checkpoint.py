@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.args import as_flag
 from lib.data_proto import DataProto
 from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params, new_cpu_group
 
@@ -158,7 +159,7 @@ def find_checkpoint(resume: str, run_dir: Path, config: dict[str, Any], may_chan
     if resume == "never":
         if broadcast((run_dir / "config.json").exists()):
             raise InputError(
-                f"{run_dir} holds a run already: --resume auto goes on with it, another --run_name starts anew"
+                f"{run_dir} holds a run already: --resume auto goes on with it, another --run-name starts anew"
             )
         return None
     checkpoint = latest_checkpoint(run_dir / "checkpoints") if resume == "auto" else Path(resume)
@@ -171,7 +172,7 @@ def find_checkpoint(resume: str, run_dir: Path, config: dict[str, Any], may_chan
         before, now = json.loads(config_file.read_text()), json.loads(json.dumps(config))
         changed = [k for k in now if k in before and k not in may_change and now[k] != before[k]]
         if changed:
-            was = ", ".join(f"--{k} was {before[k]}, is {now[k]}" for k in changed)
+            was = ", ".join(f"{as_flag(k)} was {before[k]}, is {now[k]}" for k in changed)
             raise InputError(f"cannot resume {checkpoint} with another configuration: {was}")
     return checkpoint
 

@@ -127,7 +127,7 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
     folder = local_dir / config if config and (local_dir / config).is_dir() else local_dir
     files = sorted(path for path in folder.rglob(f"{split}*") if path.suffix in (".parquet", ".jsonl", ".json"))
     if not files:
-        raise InputError(f"{folder}: no {split}*.parquet, {split}*.jsonl or {split}*.json in it; check --local_dir")
+        raise InputError(f"{folder}: no {split}*.parquet, {split}*.jsonl or {split}*.json in it; check --local-dir")
     return [row for path in files for row in read_rows(path)]
 
 

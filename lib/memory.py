@@ -107,8 +107,8 @@ def estimate_memory(
         return network
 
     actor = build(AutoModelForCausalLM, model, "--model", lora_rank)
-    critic = build(AutoModelForTokenClassification, critic_model, "--critic_model", lora_rank) if critic_model else None
-    judge = build(AutoModelForSequenceClassification, reward_model, "--reward_model", 0) if reward_model else None
+    critic = build(AutoModelForTokenClassification, critic_model, "--critic-model", lora_rank) if critic_model else None
+    judge = build(AutoModelForSequenceClassification, reward_model, "--reward-model", 0) if reward_model else None
 
     # ---- held from the first step to the last
     held, gradients, accumulated = {}, {}, {}

@@ -194,7 +194,7 @@ def reward_components(extras: Mapping[str, list], keys: Sequence[str], device: t
     """
     for key in keys:
         if key not in extras or not all(isinstance(value, int | float | None) for value in extras[key]):
-            raise InputError(f"--reward_keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
+            raise InputError(f"--reward-keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
     return torch.tensor([[float(value or 0) for value in extras[key]] for key in keys], device=device).T
 
 

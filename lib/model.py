@@ -77,10 +77,10 @@ def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trus
     config = _text_config(path, flag, trust_remote_code)
     heads = getattr(config, "num_attention_heads", 0)
     if heads == 0 or heads % size:
-        raise InputError(f"--sequence_parallel {size}: must divide the {heads} attention heads of {flag} {path}")
+        raise InputError(f"--sequence-parallel {size}: must divide the {heads} attention heads of {flag} {path}")
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others:
-        raise InputError(f"--sequence_parallel {size}: {flag} {path} has layers of {min(others)}: drop the flag")
+        raise InputError(f"--sequence-parallel {size}: {flag} {path} has layers of {min(others)}: drop the flag")
 
 
 def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
@@ -92,10 +92,10 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
     plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
     others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
     if others:
-        raise InputError(f"--tensor_parallel {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag")
+        raise InputError(f"--tensor-parallel {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag")
     heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
     if any(n % size for n in heads):
-        raise InputError(f"--tensor_parallel {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
+        raise InputError(f"--tensor-parallel {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
 
 
 def _text_config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -169,14 +169,14 @@ def load_critic(
     # without classifier_dropout, transformers drops 10 % of what the head sees
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
     model, missing = _from_pretrained(
-        AutoModelForTokenClassification, path, "--critic_model", settings, on_meta=on_meta, **options
+        AutoModelForTokenClassification, path, "--critic-model", settings, on_meta=on_meta, **options
     )
     head = value_head(model)
     new = {name for name in missing if model.get_submodule(name.rpartition(".")[0]) is head}
     for name in new:
         zeros = torch.zeros(model.get_parameter(name).shape, dtype=dtype)  # also where the rest is on the meta device
         setattr(head, name.rpartition(".")[2], torch.nn.Parameter(zeros))
-    _refuse_missing(missing - new, model, path, "--critic_model")
+    _refuse_missing(missing - new, model, path, "--critic-model")
     return _prepare(model, token_values, gradient_checkpointing, offload_activations)
 
 
@@ -189,7 +189,7 @@ def load_reward_model(
     Raises:
         InputError: it has another number of outputs (or no head, being a causal LM), or no chat template.
     """
-    flag = "--reward_model"
+    flag = "--reward-model"
     options = {"dtype": dtype, "attn_implementation": "packed_sdpa", "trust_remote_code": trust_remote_code}
     model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, flag)
@@ -354,14 +354,14 @@ def add_lora(
     try:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_modules, exclude_modules=heads))
     except ValueError as error:
-        raise InputError(f"--lora_target_modules {target_modules}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"--lora-target-modules {target_modules}: {str(error).splitlines()[0]}") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, layer in model.named_modules():
             if isinstance(layer, LoraLayer):
                 if not isinstance(layer.get_base_layer(), torch.nn.Linear):
                     raise InputError(
-                        f"--lora_target_modules {target_modules}: {name} is not a linear layer; name some that are, "
+                        f"--lora-target-modules {target_modules}: {name} is not a linear layer; name some that are, "
                         "such as '.*[qkvo]_proj'"
                     )
                 layer.lora_A.to_empty(device="cpu")  # from the meta device, where the layer's weight may be
@@ -701,7 +701,7 @@ def reward_model_scores(
         try:
             text = rm_tokenizer.apply_chat_template(messages, tokenize=False)
         except (jinja2.TemplateError, TypeError) as error:
-            raise InputError(f"--reward_model: its chat template refuses {prompt!r:.200}: {error}") from error
+            raise InputError(f"--reward-model: its chat template refuses {prompt!r:.200}: {error}") from error
         conversations.append(rm_tokenizer(text, add_special_tokens=False)["input_ids"])
     rows = _conversation_batch(conversations, responses.device)
     packed = model.config._attn_implementation == "packed_sdpa"

@@ -59,7 +59,7 @@ def load_scorers(
     """
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
-        raise InputError(f"--reward_weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
+        raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
     scorers = []
     for spec, weight in zip(specs, weights):
         if spec == BY_DATA_SOURCE:

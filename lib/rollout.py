@@ -367,8 +367,8 @@ class GroupLayer(DynamicLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.attended:
             raise InputError(
-                "--rollout_engine hf: the model's attention takes no keyword arguments, and prompts cannot be shared: "
-                "--attn_implementation sdpa --no-padding-free"
+                "--rollout-engine hf: the model's attention takes no keyword arguments, and prompts cannot be shared: "
+                "--attn-implementation sdpa --no-padding-free"
             )
         self.attended = False
         t = self.get_seq_length()
@@ -479,7 +479,7 @@ def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int) -
     """weight_versions (B, T) of collect; version: of the weights at the start of the step."""
     stale = version - weight_versions[weight_versions >= 0]
     oldest = int(stale.max()) if len(stale) else 0
-    assert oldest <= level, f"a token of {oldest} weight versions ago, at --async_level {level}"
+    assert oldest <= level, f"a token of {oldest} weight versions ago, at --async-level {level}"
     return {"async/staleness_mean": Mean(stale.sum().item(), len(stale)), "async/staleness_max": Max(oldest)}
 
 

@@ -293,7 +293,7 @@ def _from_file(flag: str, spec: str):
 
 
 def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
-    """The tools of `--multi_turn {"tools": [...]}`, by name. A spec is one of
+    """The tools of `--multi-turn {"tools": [...]}`, by name. A spec is one of
 
         calculator | python | path/to/file.py:function_or_class
         search:corpus.jsonl           BM25 over {"contents"} or {"title", "text"} a line; another file: a passage a line
@@ -312,11 +312,11 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
                 validator.check_schema(validator.schema)
             except (TypeError, KeyError, NotImplementedError, jsonschema.SchemaError) as error:
                 raise InputError(
-                    f"--multi_turn tools {spec}: get_openai_tool_schema() must give {{'type': 'function', 'function': "
+                    f"--multi-turn tools {spec}: get_openai_tool_schema() must give {{'type': 'function', 'function': "
                     f"{{'name', 'description', 'parameters': a JSON schema}}}} ({_say(error).splitlines()[0]})"
                 ) from error
             if name in tools:
-                raise InputError(f"--multi_turn tools {spec}: there is a tool {name!r} already; rename one of the two")
+                raise InputError(f"--multi-turn tools {spec}: there is a tool {name!r} already; rename one of the two")
             tools[name] = tool
     return tools
 
@@ -337,13 +337,13 @@ def _tools_of(spec: str) -> list[BaseTool]:
         return _mcp_tools(rest)
     if not rest:
         raise InputError(
-            f"--multi_turn tools {spec}: use calculator, python, search:..., mcp:... or path/to/file.py:name"
+            f"--multi-turn tools {spec}: use calculator, python, search:..., mcp:... or path/to/file.py:name"
         )
-    found = _from_file("--multi_turn tools", spec)
+    found = _from_file("--multi-turn tools", spec)
     if not inspect.isclass(found):
         return [FunctionTool(found)]
     if not issubclass(found, BaseTool):
-        raise InputError(f"--multi_turn tools {spec}: {found.__name__} is no subclass of lib.tools.BaseTool")
+        raise InputError(f"--multi-turn tools {spec}: {found.__name__} is no subclass of lib.tools.BaseTool")
     return [found()]
 
 
@@ -351,9 +351,9 @@ def load_interaction(spec: str) -> type[BaseInteraction]:
     """ "reasoning_gym" or path/to/file.py:Class. Raises InputError."""
     if spec == "reasoning_gym":
         return ReasoningGym
-    found = _from_file("--multi_turn interaction", spec)
+    found = _from_file("--multi-turn interaction", spec)
     if not (inspect.isclass(found) and issubclass(found, BaseInteraction)):
-        raise InputError(f"--multi_turn interaction {spec}: it is no subclass of lib.tools.BaseInteraction")
+        raise InputError(f"--multi-turn interaction {spec}: it is no subclass of lib.tools.BaseInteraction")
     return found
 
 
@@ -483,7 +483,7 @@ def _bm25(path: Path) -> Callable[[str], list[str]]:
 
 def _read_corpus(path: Path) -> list[str]:
     if not path.is_file():
-        raise InputError(f"--multi_turn tools search:{path}: no such file")
+        raise InputError(f"--multi-turn tools search:{path}: no such file")
     passages = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
@@ -493,11 +493,11 @@ def _read_corpus(path: Path) -> list[str]:
             passages.append(row["contents"] if "contents" in row else f"{row.get('title', '')}\n{row['text']}".strip())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f'--multi_turn tools search:{path}: line {number} is no JSON object with "contents" or "text" '
+                f'--multi-turn tools search:{path}: line {number} is no JSON object with "contents" or "text" '
                 f"({_say(error)})"
             ) from error
     if not passages:
-        raise InputError(f"--multi_turn tools search:{path}: no passage in it")
+        raise InputError(f"--multi-turn tools search:{path}: no passage in it")
     return passages
 
 
@@ -554,9 +554,9 @@ def _mcp_tools(target: str) -> list[BaseTool]:
         command = [] if target.startswith(("http://", "https://")) else shlex.split(target)
         server = MCPServer(StdioServerParameters(command=command[0], args=command[1:]) if command else target)
     except ImportError as error:
-        raise InputError(f"--multi_turn tools mcp:{target}: pip install 'mcp>=2.3' ({error})") from error
+        raise InputError(f"--multi-turn tools mcp:{target}: pip install 'mcp>=2.3' ({error})") from error
     except Exception as error:
-        raise InputError(f"--multi_turn tools mcp:{target}: no MCP server answers there ({_say(error)})") from error
+        raise InputError(f"--multi-turn tools mcp:{target}: no MCP server answers there ({_say(error)})") from error
     return [MCPTool(server, tool) for tool in server.tools]
 
 
@@ -575,7 +575,7 @@ class ReasoningGym(BaseInteraction):
 
         if (task := json.loads(ground_truth)["task"]) in UNBOUNDED:
             raise InputError(
-                f"--multi_turn interaction reasoning_gym: to score {task} may take any time, which needs a process"
+                f"--multi-turn interaction reasoning_gym: to score {task} may take any time, which needs a process"
             )
         self.ground_truth, self.max_tries, self.tries, self.last = ground_truth, max_tries, 0, 0.0
 
@@ -617,7 +617,7 @@ def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = No
     if name.startswith("vllm:"):
         return functools.partial(_guarded, _vllm_parser(name.removeprefix("vllm:"), tokenizer, schemas))
     problem = f"there is no parser {name!r}" if name else "the chat template shows no format that is known here"
-    raise InputError(f"--multi_turn parser: {problem}; use {', '.join(own)} or vllm:NAME, one of vLLM's")
+    raise InputError(f"--multi-turn parser: {problem}; use {', '.join(own)} or vllm:NAME, one of vLLM's")
 
 
 def _format_of(template: str) -> str:
@@ -748,12 +748,12 @@ def _vllm_parser(name: str, tokenizer, schemas: list[dict]) -> Callable[[str], l
         request = ChatCompletionRequest(model="", messages=[], tools=schemas or None)
         cls(tokenizer, request.tools)  # raises where the tokenizer lacks its special tokens
     except ImportError as error:
-        raise InputError(f"--multi_turn parser vllm:{name}: vLLM is not installed ({error})") from error
+        raise InputError(f"--multi-turn parser vllm:{name}: vLLM is not installed ({error})") from error
     except KeyError as error:
         known = ", ".join(sorted(ToolParserManager.lazy_parsers))
-        raise InputError(f"--multi_turn parser vllm:{name}: vLLM has no such parser; it has {known}") from error
+        raise InputError(f"--multi-turn parser vllm:{name}: vLLM has no such parser; it has {known}") from error
     except (ValueError, RuntimeError) as error:
-        raise InputError(f"--multi_turn parser vllm:{name}: it does not fit the tokenizer ({_say(error)})") from error
+        raise InputError(f"--multi-turn parser vllm:{name}: it does not fit the tokenizer ({_say(error)})") from error
 
     def parse(text: str) -> list[ToolCall]:
         parser = cls(tokenizer, request.tools)  # it has a state

@@ -58,7 +58,7 @@ class VLLMEngine:
     ):
         heads = model.config.get_text_config().num_attention_heads
         if heads % ranks:
-            raise InputError(f"--engine_ranks {ranks}: the model's {heads} attention heads must be a multiple of it")
+            raise InputError(f"--engine-ranks {ranks}: the model's {heads} attention heads must be a multiple of it")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         on_gpu = compute_device(model).type == "cuda"
@@ -312,7 +312,7 @@ class ServedEngine:
         self.served_model, self.max_length = served["id"], served["max_model_len"]
         if self.max_length < max_length:
             raise InputError(
-                f"--rollout_engine {self.url}: the server's max_model_len is {self.max_length}, prompt and response "
+                f"--rollout-engine {self.url}: the server's max_model_len is {self.max_length}, prompt and response "
                 f"need {max_length}: start it with --max-model-len {max_length}"
             )
         self._reset_prefix_cache()  # asks for the dev mode before anything is trained
@@ -320,7 +320,7 @@ class ServedEngine:
         only_choice = self._wait(self._sample([0], Sampling(1, top_k=1), seed=0))
         if only_choice.log_probs[0] < -1e-3:
             raise InputError(
-                f"--rollout_engine {self.url}: the server's log-probs are not those of the distribution that it "
+                f"--rollout-engine {self.url}: the server's log-probs are not those of the distribution that it "
                 "samples from: start it with --logprobs-mode processed_logprobs"
             )
         self.weights_by = broadcast(self._weights_by() if dist.get_rank() == 0 else None)
@@ -437,7 +437,7 @@ class ServedEngine:
 
     def _broken_off(self, why) -> InputError:
         reason = str(why).partition("\n")[0]
-        return InputError(f"--rollout_engine {','.join(self.servers)}: the broadcast of weights broke off ({reason})")
+        return InputError(f"--rollout-engine {','.join(self.servers)}: the broadcast of weights broke off ({reason})")
 
     def _write_and_reload(self, stream: CheckedStream, folder: Path) -> None:
         """folder: a new one, since a network disk may show the old file of a known path."""
@@ -557,17 +557,17 @@ class ServedEngine:
             response = await self._client.request(method, url + path, **kwargs)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise InputError(
-                f"--rollout_engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
+                f"--rollout-engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
                 "it, or see its log for why it ended"
             ) from error
         if response.status_code == 404 and not path.startswith("/v1"):
             raise InputError(
-                f"--rollout_engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
+                f"--rollout-engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
                 "environment"
             )
         if response.is_error:
             what = " ".join(response.text.split())[:500]
-            raise InputError(f"--rollout_engine {url}: {path} failed with {response.status_code}: {what}")
+            raise InputError(f"--rollout-engine {url}: {path} failed with {response.status_code}: {what}")
         return response.json() if response.content else {}
 
     def _wait(self, coroutine):

@@ -1,6 +1,6 @@
 """Scorer that asks another model, over an OpenAI-compatible endpoint (vllm serve, SGLang, a hosted API).
 
-    --reward rewards/judge.py:compute_score --reward_kwargs '{"base_url": "http://localhost:8000/v1", "model": "judge"}'
+    --reward rewards/judge.py:compute_score --reward-kwargs '{"base_url": "http://localhost:8000/v1", "model": "judge"}'
 
 compute_score asks for a number from 0 to 10; compute_score_pairwise, whether the response is better than the ground
 truth, in both orders, so that a judge that prefers a position gives 0.5. The question is the row's

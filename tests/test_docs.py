@@ -101,6 +101,54 @@ def test_flags_of_commands_exist(doc):
                 assert flag.replace("-", "_").removeprefix("no_") in flags, (doc, flag)
 
 
+LAUNCHERS = {
+    *("--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--main_process_port", "--multi_gpu"),
+    *("--num_processes", "--use_fsdp", "--fsdp_version"),  # accelerate's, with underscores
+    *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
+}
+VLLM = {
+    *("--logprobs-mode", "--max-model-len", "--tensor-parallel-size", "--weight-transfer-config"),
+    *("--worker-extension-cls",),
+}
+OF_TOOLS = {"--local-dir", "--ranks"}  # of data/ and lib/memory.py
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z](?![\w-])")
+
+
+def test_flags_have_hyphens_everywhere():
+    """As --help writes them. Underscores work too, but nobody can look them up."""
+    folders = ("lib", "rewards", "data", "tests", "benchmarks", "docs", "launch")
+    paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    paths = [path for path in paths if path.is_file() and path.suffix in (".py", ".md", ".sh", ".yaml", "")]
+    flags = {(path.name, name) for path in paths for name in FLAG.findall(path.read_text())}
+    assert [(file, name) for file, name in flags if "_" in name and name not in LAUNCHERS] == []
+
+
+def test_flags_that_the_code_names_exist():
+    """In help, errors and comments."""
+    fields = {field.name for script in SCRIPTS for field in dataclasses.fields(args_of(script))}
+    ours = {"--help"} | {f"{prefix}{field.replace('_', '-')}" for field in fields for prefix in ("--", "--no-")}
+    paths = [ROOT / f"{script}.py" for script in SCRIPTS]
+    paths += [path for room in ("lib", "rewards") for path in (ROOT / room).rglob("*.py")]
+    lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
+    named = {name for line in lines for name in FLAG.findall(line)}
+    assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def test_the_row_of_the_readme_is_one(tmp_path):
+    from lib.dataset import RLHFDataset
+    from lib.model import load_tokenizer
+    from rewards import compute_score
+
+    [row] = re.findall(r"^```json\n(.*)\n```", text_of("README.md"), flags=re.M)
+    (tmp_path / "a.jsonl").write_text(row)
+    [item] = RLHFDataset(tmp_path / "a.jsonl", load_tokenizer(str(ROOT / "data/toy/model")), max_prompt_length=32)
+    truth = item["reward_model"]["ground_truth"]
+    assert compute_score(item["data_source"], f"={truth}", truth, item["extra_info"])["score"] == 1
+
+
 # ---- tables --------------------------------------------------------------------------------------
 
 

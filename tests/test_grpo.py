@@ -340,7 +340,7 @@ BAD_INPUT = {  # beside the flags of tests/test_args.py
     "unknown token mask": (lambda t: ["--token-masks", '{"magic": {}}'], "unknown token mask 'magic'"),
     "token mask's value": (lambda t: ["--token-masks", '{"top_entropy": {"fraction": 2}}'], "(0, 1]"),
     "unknown correction": (lambda t: ["--rollout-correction", '{"sigma": 1}'], "rollout correction with {'sigma': 1}"),
-    "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward_model"),
+    "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward-model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
     "unknown key of an episode": (
         lambda t: ["--multi-turn", '{"tool": ["python"]}'],
@@ -368,7 +368,7 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(tmp_path):
     again = launch("grpo", tmp_path, *args)
     assert again.returncode == 2 and "holds a run already" in again.stderr
     other = fork("grpo", tmp_path, *args, "--resume", "auto", "--clip-ratio-low", "0.3")
-    assert other.returncode == 2 and "--clip_ratio_low was 0.2, is 0.3" in other.stderr
+    assert other.returncode == 2 and "--clip-ratio-low was 0.2, is 0.3" in other.stderr
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 

@@ -336,7 +336,7 @@ def export_moe(world, path, folder):
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(tmp_path, target_modules, more, message):
-    with pytest.raises(InputError, match=f"--lora_target_modules {target_modules}: .*{message}") as error:
+    with pytest.raises(InputError, match=f"--lora-target-modules {target_modules}: .*{message}") as error:
         add_lora(load_model(save_tiny(tmp_path, **more)), **LORA, target_modules=target_modules)
     assert "\n" not in str(error.value)
 

@@ -265,5 +265,5 @@ def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
     with pytest.raises(InputError, match=r"--model .*: no model by its config: .+"):
         estimate_memory(str(tmp_path), **TOY)
-    with pytest.raises(InputError, match="--reward_model"):
+    with pytest.raises(InputError, match="--reward-model"):
         estimate_memory(TOY_MODEL, reward_model=str(tmp_path), **TOY)

@@ -384,7 +384,7 @@ def one_line(error) -> bool:
     ],
 )
 def test_what_cannot_be_a_critic_is_refused_by_its_flag(tmp_path, save, message):
-    with pytest.raises(InputError, match=f"--critic_model .*{message}") as error:
+    with pytest.raises(InputError, match=f"--critic-model .*{message}") as error:
         load_critic(save(tmp_path))
     assert one_line(error)
 
@@ -491,7 +491,7 @@ def test_scores_are_those_of_single_rows_at_their_last_token_whatever_the_pad_to
     ],
 )
 def test_what_cannot_be_a_reward_model_is_refused_by_its_flag(tmp_path, save, message):
-    with pytest.raises(InputError, match=f"--reward_model .*{message}") as error:
+    with pytest.raises(InputError, match=f"--reward-model .*{message}") as error:
         load_reward_model(save(tmp_path))
     assert one_line(error)
 
@@ -499,7 +499,7 @@ def test_what_cannot_be_a_reward_model_is_refused_by_its_flag(tmp_path, save, me
 def test_a_prompt_that_the_reward_models_template_refuses_is_one_clear_line(tmp_path):
     template = "{{ raise_exception('no system message') }}"
     model, tokenizer = load_reward_model(save_reward_model(tmp_path, template=template))
-    with pytest.raises(InputError, match=r"--reward_model.* no system message") as error:
+    with pytest.raises(InputError, match=r"--reward-model.* no system message") as error:
         reward_model_scores(model, tokenizer, conversations(), load_tokenizer(TOY_MODEL), 60)
     assert one_line(error)
 

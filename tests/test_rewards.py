@@ -405,7 +405,7 @@ def test_gsm8k_script(tmp_path):
     datasets.Dataset.from_list([row] * 3).to_parquet(tmp_path / "copy/main/train-00000-of-00001.parquet")
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "copy/main/test-00000-of-00001.parquet")
     write_jsonl(tmp_path / "copy/socratic/train.jsonl", [{"question": "not this", "answer": "#### 0"}])
-    done = run_script("gsm8k.py", "--out", "made", "--local_dir", "copy", cwd=tmp_path)
+    done = run_script("gsm8k.py", "--out", "made", "--local-dir", "copy", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "made/train.parquet: 3 rows" in done.stdout
     check_rows(read(tmp_path / "made/train.parquet"), 3)
@@ -420,7 +420,7 @@ def test_math_script(tmp_path):
     write_jsonl(tmp_path / "copy/train.jsonl", [solved, {**solved, "solution": "open"}])
     answered = {"problem": "Two?", "solution": "", "answer": "2", "subject": "Algebra", "level": 2, "unique_id": "a"}
     write_jsonl(tmp_path / "copy/test.jsonl", [answered])
-    done = run_script("math.py", "--out", "made", "--local_dir", "copy", cwd=tmp_path)
+    done = run_script("math.py", "--out", "made", "--local-dir", "copy", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "train.parquet: 1 rows, 1 left out" in done.stdout
     train, test = read(tmp_path / "made/train.parquet"), read(tmp_path / "made/test.parquet")
@@ -432,7 +432,7 @@ def test_math_script(tmp_path):
 
 def test_reasoning_gym_script(tmp_path):
     kwargs = '{"min_terms": 2, "max_terms": 3}'
-    args = ["--task", "chain_sum", "--size", 6, "--test_size", 2, "--seed", 5, "--task_kwargs", kwargs]
+    args = ["--task", "chain_sum", "--size", 6, "--test-size", 2, "--seed", 5, "--task-kwargs", kwargs]
     done = run_script("reasoning_gym.py", *args, "--out", "made", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = read(tmp_path / "made/train.parquet")
@@ -471,8 +471,8 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
         ("math", {"local_dir": "copy"}, "copy train row 0: no column 'problem'; it has question"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
-        ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test_size 200: at least 1"),
-        ("reasoning_gym", {"task": "gcd", "task_kwargs": "{"}, "--task_kwargs {: not valid JSON"),
+        ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
+        ("reasoning_gym", {"task": "gcd", "task_kwargs": "{"}, "--task-kwargs {: not valid JSON"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": '{"size": 1}'}, "without seed and size"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": '{"colour": 1}'}, "the task refuses them"),
     ],

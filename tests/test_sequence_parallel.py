@@ -296,8 +296,8 @@ def test_what_cannot_be_is_refused(settings, ranks, message, monkeypatch):
 def test_models_that_cannot_be_split_are_refused(tmp_path):
     path = save_tiny(tmp_path)
     check_sequence_parallel(path, 2)
-    with pytest.raises(InputError, match="--sequence_parallel 4: must divide the 2 attention heads of --critic_model"):
-        check_sequence_parallel(path, 4, flag="--critic_model")
+    with pytest.raises(InputError, match="--sequence-parallel 4: must divide the 2 attention heads of --critic-model"):
+        check_sequence_parallel(path, 4, flag="--critic-model")
     config = json.loads(Path(path, "config.json").read_text())
     layers = {"layer_types": ["full_attention", "linear_attention"], "model_type": "qwen3_next"}
     Path(path, "config.json").write_text(json.dumps(config | layers))

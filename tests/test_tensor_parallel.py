@@ -156,8 +156,8 @@ def test_what_does_not_work_is_refused(settings, message, monkeypatch):
 
 def test_models_that_cannot_be_split_are_refused(tmp_path):
     check_tensor_parallel(save_tiny(tmp_path / "a", **QWEN3), 2)
-    with pytest.raises(InputError, match="must divide the 1 key and value heads of --critic_model"):
-        check_tensor_parallel(save_tiny(tmp_path / "b"), 2, flag="--critic_model")
+    with pytest.raises(InputError, match="must divide the 1 key and value heads of --critic-model"):
+        check_tensor_parallel(save_tiny(tmp_path / "b"), 2, flag="--critic-model")
     experts = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, **TWO_KEY_HEADS}
     with pytest.raises(InputError, match="layers in its plan"):
         check_tensor_parallel(save_tiny(tmp_path / "c", **experts), 2)
