@@ -340,6 +340,7 @@ from lib.metrics import (
     rows_dropped,
     throughput_metrics,
     token_means,
+    validated_rows,
     validation_metrics,
 )
 from lib.model import (
@@ -398,11 +399,11 @@ def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
 
 
 def validate(args: Args, generate, dataset, tokenizer, score, world, sizes: Sizes, tracker: Tracker, step: int):
-    """mean@n, pass@k and maj@k over all validation prompts, by data_source. A collective."""
+    """The metrics of lib/metrics.py's validation_metrics, over all validation prompts. A collective."""
     sampling = Sampling(args.max_response_length, args.val_temperature, args.val_top_p)
     per_rank = math.ceil(len(dataset) / world.size)
     per_call = max(1, sizes.local_rows // args.val_samples)
-    results, shown, unscored = [], [], 0
+    results, shown = [], []
     for start in range(0, per_rank, per_call):
         enter_stage(f"validation at step {step}")
         # the same number on every rank: what is beyond the data set's end keeps the others company
@@ -412,17 +413,12 @@ def validate(args: Args, generate, dataset, tokenizer, score, world, sizes: Size
         numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
         batch = generate(batch, sampling, request_seeds(args.seed, -1, numbers))
         batch.batch["token_level_scores"], extras, _ = score(batch)
-        preds = extras.get("pred", [None] * len(batch))
         batch = batch[: sum(row < len(dataset) for row in rows) * args.val_samples]
-        scores = batch.batch["token_level_scores"].sum(1).tolist()  # 0 where there is none
-        unscored += int((~batch.batch["response_mask"].any(1)).sum())
-        prompt_numbers = [n // args.val_samples for n in numbers]
-        results += list(zip(batch.non_tensor_batch["data_source"], prompt_numbers, scores, preds))
+        results += validated_rows(batch, extras, [n // args.val_samples for n in numbers])
         shown += sample_rows(batch, tokenizer)
-    results = sorted(all_gather_lists(results), key=lambda result: result[1])  # by prompt, for any number of ranks
+    results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # in one order, for any number of ranks
     tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
-    [unscored] = all_reduce_sum([unscored], world.device)
-    return validation_metrics(*(list(column) for column in zip(*results))) | {"val/unscored": unscored}
+    return validation_metrics(results)
 
 
 def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]:

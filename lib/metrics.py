@@ -6,7 +6,7 @@ trained token (padding, failed rollouts) are counted and stay out of every other
 this step is left out, not reported as 0.
 """
 
-import math
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import combinations
 from math import comb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,14 +133,10 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     prompt_width = tensors["prompts"].shape[1]
     scores = tensors["token_level_scores"].sum(-1)[alive]
     lengths = tensors["attention_mask"][:, prompt_width:].sum(-1)
-    if "finish_reason" in batch.non_tensor_batch:
-        clipped = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
-    else:
-        clipped = (lengths == trained.shape[1]).cpu()
     metrics = {
         **_spread("reward", scores),
         **_spread("response_length", lengths[alive]),
-        "response_length/clip_ratio": Mean(int(clipped[alive.cpu()].sum()), int(alive.sum())),
+        "response_length/clip_ratio": Mean(int(_truncated(batch)[alive.cpu()].sum()), int(alive.sum())),
         **_spread("prompt_length", tensors["attention_mask"][:, :prompt_width].sum(-1)[alive]),
         "rollout/dead_rows": Sum(int((~alive).sum())),
     }
@@ -157,6 +153,14 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     return metrics
 
 
+def _truncated(batch: DataProto) -> torch.Tensor:
+    """(B,) bool, on the CPU: responses that the limit cut off."""
+    if "finish_reason" in batch.non_tensor_batch:
+        return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    responses = batch.batch["responses"]
+    return batch.batch["attention_mask"][:, -responses.shape[1] :].bool().all(1).cpu()
+
+
 def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """training/rows_dropped/<stage>: rows that lost their last token there. stages: masks (B, T), each in the former.
 
@@ -170,13 +174,21 @@ def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
-    """reward/<key>: the mean of the finite numbers that a scorer gave beside its score; not of text and None."""
+    """reward/<key>/mean: of the numbers that a scorer gave beside its score; not of text and None, nor of "pred".
+
+    A level of their own, and so in validation: whatever a scorer calls its numbers, they are not taken for others.
+    """
     metrics: dict[str, Metric] = {}
     for name, values in extras.items():
-        numbers = [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
-        if numbers:
-            metrics[f"reward/{name}"] = Mean(sum(numbers), len(numbers))
+        numbers = [float(value) for value in values if _is_number(value)]
+        if numbers and name != "pred":
+            metrics[f"reward/{name}/mean"] = Mean(sum(numbers), len(numbers))
     return metrics
+
+
+def _is_number(value) -> bool:
+    """Not NaN or infinite, nor an integer that no float holds."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
@@ -286,48 +298,99 @@ def _subsets(n: int, k: int, max_subsets: int) -> np.ndarray:
     return drawn
 
 
-def validation_metrics(
-    data_sources: Sequence[str],
-    uids: Sequence[str],
-    scores: Sequence[float],
-    preds: Sequence[str | None] | None = None,
-    extras: Mapping[str, Sequence[float]] | None = None,
-    correct_above: float = 0.5,
-) -> dict[str, float]:
-    """val/<data_source>/... from the rows of all ranks, one row a sample, n samples of every prompt (uid).
+def best_at_k(values: Sequence[float], k: int) -> float:
+    """Expected maximum of k of n values, drawn without replacement: Σ_j x_j·C(j − 1, k − 1) / C(n, k) of sorted x."""
+    n = len(values)
+    if not 1 <= k <= n:
+        raise ValueError(f"best@k needs 1 <= k <= n, got k={k}, n={n}")
+    return float(np.dot(np.sort(values), [comb(below, k - 1) / comb(n, k) for below in range(n)]))
 
-    mean@n with a 95 % bootstrap interval over prompts (1000 seeded draws: mean@n/ci_low, /ci_high); pass@k with "right"
-    meaning a score above `correct_above`; maj@k if there are `preds`; k = 1, 2, 4, ... n. Each of `extras` as its mean.
+
+class Validated(NamedTuple):
+    """One response to a validation prompt."""
+
+    prompt: int  # its number in the data set
+    data_source: str
+    numbers: dict[str, float]  # "score" and those that the scorer gave beside it; none if it was aborted or not scored
+    answer: Any  # the scorer's "pred"; None or "": no answer
+    truncated: bool
+
+
+def validated_rows(batch: DataProto, extras: Mapping[str, list], prompts: Sequence[int]) -> list[Validated]:
+    """The rows of a scored batch, for `validation_metrics`. extras: B values by key; prompts: B numbers."""
+    scored = batch.batch["response_mask"].any(1).tolist()
+    scores = batch.batch["token_level_scores"].sum(1).tolist()
+    truncated, rows = _truncated(batch).tolist(), []
+    for i, data_source in enumerate(batch.non_tensor_batch["data_source"]):
+        given = {key: column[i] for key, column in extras.items()}
+        answer = given.pop("pred", None)
+        given = {"score": scores[i]} | given if scored[i] else {}
+        numbers = {key: float(value) for key, value in given.items() if _is_number(value)}
+        rows.append(Validated(prompts[i], data_source, numbers, answer, truncated[i]))
+    return rows
+
+
+def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) -> dict[str, float]:
+    """val/<data_source>/... from the responses of all ranks, n to every prompt; k = 1, 2, 4, ... n.
+
+    - mean@n, best@k, maj@k of the score, and under <key>/ of each number that the scorer gave: the mean of the samples,
+      the expected maximum of k, the value of the most frequent answer among k
+    - pass@k: the chance that one of k is right, which is above `correct_above`: the scorer's "acc" where it gives one
+      (of several scorers the first that does), else the score
+    - mean@n/ci_low, ci_high of what is read as right: its 95 % bootstrap interval over prompts (1000 seeded draws)
+    - clip_ratio: the share of truncated responses
+    - unscored, and val/unscored of all sources: responses that are in no other number. Their prompts have fewer than n
+      samples, and are not in the numbers at k where they have fewer than k
 
     Raises:
-        ValueError: prompts of one data source have different numbers of samples (a failed one counts: score 0).
+        ValueError: prompts of one data source have different numbers of responses.
     """
-    scores = np.asarray(scores, dtype=float)
-    rows_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for row, (source, uid) in enumerate(zip(data_sources, uids)):
-        rows_of[source][uid].append(row)
-    metrics = {}
-    for source, prompts in rows_of.items():
-        sizes = {len(rows) for rows in prompts.values()}
+    of_source: dict[str, dict[int, list[Validated]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        of_source[row.data_source][row.prompt].append(row)
+    metrics = {"val/unscored": sum(not row.numbers for row in rows)}
+    for source, prompts in of_source.items():
+        sizes = {len(samples) for samples in prompts.values()}
         if len(sizes) > 1:
             raise ValueError(f"{source}: prompts with {sorted(sizes)} samples; every prompt needs the same number")
-        rows = np.array(list(prompts.values()))  # (prompts, n)
-        n, name = rows.shape[1], f"val/{source}"
-        prompt_means = scores[rows].mean(1)
-        metrics[f"{name}/mean@{n}"] = float(prompt_means.mean())
-        rng = np.random.default_rng(0)
-        draws = [prompt_means[rng.integers(len(rows), size=len(rows))].mean() for _ in range(1000)]
-        for bound, percent in (("low", 2.5), ("high", 97.5)):
-            metrics[f"{name}/mean@{n}/ci_{bound}"] = float(np.percentile(draws, percent))
-        right = (scores[rows] > correct_above).sum(1)
-        votes = preds is not None and any(preds[row] is not None for row in rows.flat)
+        of_this = _source_metrics(list(prompts.values()), correct_above)
+        metrics |= {f"val/{source}/{name}": value for name, value in of_this.items()}
+    return metrics
+
+
+def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dict[str, float]:
+    n = len(prompts[0])
+    scored = [[row for row in samples if row.numbers] for samples in prompts]
+    every = [row for samples in scored for row in samples]
+    metrics = {"unscored": n * len(prompts) - len(every)}
+    if every:
+        metrics["clip_ratio"] = float(np.mean([row.truncated for row in every]))
+    keys = dict.fromkeys(key for row in every for key in row.numbers)
+    accuracy = next((key for key in keys if f"/{key}".endswith("/acc")), "score")
+    for key in keys:
+        having = [[row for row in samples if key in row.numbers] for samples in scored]
+        values = [[row.numbers[key] for row in samples] for samples in having if samples]
+        answers = [[row.answer for row in samples] for samples in having if samples]
+        voted = any(answer not in (None, "") for samples in answers for answer in samples)
+        means = np.array([np.mean(samples) for samples in values])
+        name = "" if key == "score" else f"{key}/"
+        metrics[f"{name}mean@{n}"] = float(means.mean())
+        if key == accuracy:
+            rng = np.random.default_rng(0)
+            draws = [means[rng.integers(len(means), size=len(means))].mean() for _ in range(1000)]
+            for bound, percent in (("low", 2.5), ("high", 97.5)):
+                metrics[f"{name}mean@{n}/ci_{bound}"] = float(np.percentile(draws, percent))
         for k in sorted({2**power for power in range(n.bit_length())} | {n}):
-            metrics[f"{name}/pass@{k}"] = float(pass_at_k(n, right, k).mean())
-            if votes:
-                each = [maj_at_k([preds[i] for i in prompt], scores[prompt], k) for prompt in rows]
-                metrics[f"{name}/maj@{k}"] = float(np.mean(each))
-        for extra, values in (extras or {}).items():
-            metrics[f"{name}/{extra}"] = float(np.mean(np.asarray(values, dtype=float)[rows]))
+            enough = [pair for pair in zip(values, answers) if len(pair[0]) >= k]
+            if not enough:
+                break
+            if k > 1:
+                metrics[f"{name}best@{k}"] = float(np.mean([best_at_k(samples, k) for samples, _ in enough]))
+            if voted:
+                metrics[f"{name}maj@{k}"] = float(np.mean([maj_at_k(votes, samples, k) for samples, votes in enough]))
+            if key == accuracy:
+                right = [pass_at_k(len(x), sum(value > correct_above for value in x), k) for x, _ in enough]
+                metrics[f"pass@{k}"] = float(np.mean(right))
     return metrics
 
 

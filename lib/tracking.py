@@ -124,7 +124,8 @@ class Tracker:
         fifth = (self.console.width - 20) // 5  # borders and score take 20
         for row in rows[:show]:
             prompt, response = self._one_line(row["prompt"], 2 * fifth), self._one_line(row["response"], 3 * fifth)
-            table.add_row(*map(Text, (f"{row['score']:.3g}", prompt, response)))
+            score = "none" if row["score"] is None else f"{row['score']:.3g}"
+            table.add_row(*map(Text, (score, prompt, response)))
         self.console.print(table)
 
     def curve(self, path: str | Path | None = None) -> None:
@@ -133,7 +134,7 @@ class Tracker:
             plot_curve(self.run_dir / "metrics.jsonl", path or self.run_dir / "curve.png", self.run_dir.resolve().name)
 
     def report(self) -> None:
-        """Draws the curve and prints what went wrong in how many steps, the accuracy of the first and of the last
+        """Draws the curve and prints what went wrong in how many steps, the number of the first and of the last
         validation, and where the files are."""
         if not self.enabled:
             return
@@ -141,7 +142,7 @@ class Tracker:
         rows = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         for note in trouble_of_run(rows):
             self.console.print(f"note: {note}", markup=False, soft_wrap=True)
-        for key in dict.fromkeys(key for row in rows for key in row if _is_accuracy(key)):
+        for key in dict.fromkeys(key for row in rows for key in _validated(row)):
             values = [row[key] for row in rows if row.get(key) is not None]
             self.console.print(f"{key}: {values[0]:.3f} before, {values[-1]:.3f} after training")
         self.console.print(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/", soft_wrap=True)
@@ -165,7 +166,7 @@ class Tracker:
         if parts and done > 0:
             seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
             parts.append(f"eta {timedelta(seconds=round(seconds))}")
-        validation = [f"{key} {values[key]:.3f}" for key in values if _is_accuracy(key)]
+        validation = [f"{key} {values[key]:.3f}" for key in _validated(values)]
         alarms, trouble = [f"{key} is {value}" for key, value in nonfinite.items()], troubles(values)
         if self.progress is None:
             line = [f"step {step}/{self.total_steps}", *parts, *validation, *alarms, *trouble]
@@ -213,6 +214,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
     the text ("policy" has response_mask 1), how many tokens it is, and the reward that it got besides the score."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
+    scored = tensors["response_mask"].any(1).tolist()
     attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
     rows = []
     for i in range(len(batch)):
@@ -220,7 +222,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
         shown = {
             "prompt": "\n".join(str(message["content"]) for message in row["raw_prompt"]),
             "response": tokenizer.decode(responses[i][attended[i]]),
-            "score": scores[i],
+            "score": scores[i] if scored[i] else None,
             "ground_truth": row["reward_model"]["ground_truth"],
         }
         if "turn_rewards" in tensors:
@@ -261,12 +263,13 @@ def _cut_after(file: Path, step: int) -> None:
         print(f"tracking: {file}: dropped {cut} rows after step {step}", flush=True)
 
 
-def _is_accuracy(key: str) -> bool:
-    return key.startswith("val/") and "/mean@" in key and "/ci_" not in key
+def _validated(metrics: Mapping[str, Any]) -> list[str]:
+    """Of each data source the accuracy, or the mean score where the scorer gives none: what has an interval."""
+    return [key for key in metrics if key.startswith("val/") and f"{key}/ci_low" in metrics]
 
 
 def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
-    """Over steps: train reward (raw, smoothed) and validation accuracy with its interval; the mean response length."""
+    """Over steps: train reward (raw, smoothed) and validation with its interval; the mean response length."""
     from matplotlib.figure import Figure  # a second of import that the start of a run can do without
 
     lines = Path(metrics_file).read_text().splitlines(keepends=True)
@@ -287,12 +290,12 @@ def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
         if len(steps):
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             axes.plot(steps, _smooth(values), color=color, linewidth=2, label=label)
-    keys = dict.fromkeys(key for row in rows for key in row if _is_accuracy(key))
+    keys = dict.fromkeys(key for row in rows for key in _validated(row))
     for key, color in zip(keys, ("tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")):
         left.plot(*series(key), color=color, marker="o", markersize=4, linewidth=1.5, label=key)
         (steps, low), (_, high) = series(f"{key}/ci_low"), series(f"{key}/ci_high")
         left.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-    left.set_ylabel("reward, accuracy")
+    left.set_ylabel("reward, validation")
     right.set_ylabel("tokens")
     for axes in (left, right):
         axes.set_xlabel("step")

@@ -344,8 +344,8 @@ def compute_score(
         sandbox_url: A SandboxFusion server's /run_code that runs the program, in place of this machine.
 
     Returns:
-        {"score", "pred": the program or None, "passed", "total", and how many cases ended as "wrong" (output, or a failed
-        assert), "error" (an exception or exit code), "crash" (a signal, or the process gone), "timeout"}
+        {"score", "pred": the program or None, "passed", "total", and how many cases ended as "wrong" (output, or a
+        failed assert), "error" (an exception or exit code), "crash" (a signal, or the process gone), "timeout"}
 
     Raises:
         InputError: the ground truth cannot be read, or no sandbox works here. RuntimeError: the sandbox failed.

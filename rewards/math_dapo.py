@@ -47,7 +47,7 @@ def compute_score(
     strict_box_verify=False,
     **kwargs,
 ) -> dict:
-    """Returns {"score": 1.0 or wrong_score, "acc": 1.0 or 0.0, "pred": the normalised answer, None if there is none}."""
+    """Returns {"score": 1.0 or wrong_score, "acc": 1.0 or 0.0, "pred": the normalised answer or None}."""
     tail = solution_str[-TAIL:]
     if strict_box_verify:
         answer = last_boxed(tail)

@@ -220,8 +220,8 @@ FLAGS = {
             *("--entropy-coef", "0.01", "--entropy-target", "9"),
         ],
         {
-            "reward/right": lambda x: 0 < x < 1,
-            "reward/short": lambda x: -1 <= x < 0,
+            "reward/right/mean": lambda x: 0 < x < 1,
+            "reward/short/mean": lambda x: -1 <= x < 0,
             "advantages/mean": lambda x: abs(x) < 1e-6,  # whitened over all tokens, in fp32
             "advantages/max": lambda x: x > 0.5,
             "actor/behave_ratio": lambda x: 0.5 < x < 1,
@@ -288,7 +288,7 @@ def test_the_reward_model_is_added_to_the_scorer(tmp_path):
     args = ["--reward", f"{tmp_path / 'two.py'}:score", "--reward-model", str(judge), "--reward-model-coef", "0.5"]
     ran(fork("grpo", tmp_path, *SMALL, *args, "--total-steps", "1", "--run-name", "run"))
     [row] = metrics(tmp_path / "run")
-    assert row["reward/mean"] == pytest.approx(2 + 0.5 * row["reward/reward_model"])
+    assert row["reward/mean"] == pytest.approx(2 + 0.5 * row["reward/reward_model/mean"])
     assert row["reward/min"] < row["reward/max"] and row["actor/grad_norm"] > 0
 
 
@@ -391,10 +391,41 @@ def test_your_own_reward_dataset_and_validation_by_sampling(tmp_path):
         )
     )
     train, val_row = metrics(tmp_path / "run")
-    assert train["reward/chars"] > 0
+    assert train["reward/chars/mean"] > 0
     assert {
-        f"val/toy/arithmetic/{m}" for m in ("mean@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4")
+        f"val/toy/arithmetic/{m}"
+        for m in ("mean@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4", "best@4", "chars/mean@4", "clip_ratio")
     } <= val_row.keys()
     assert list((tmp_path / "run/tensorboard").iterdir()) and list((tmp_path / "run").glob("wandb*"))
     ran(fork("grpo", tmp_path, "--run-name", "only", "--val-only", "--val-files", val))
     assert [row["step"] for row in metrics(tmp_path / "only/val_only")] == [0]
+
+
+PLUS_MINUS = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if int(ground_truth) % 3 == 0:
+        raise ValueError("no score")
+    right = solution_str.endswith("=" + ground_truth)
+    return {"score": 1 if right else -1, "acc": right, "mean": 7}
+"""
+
+
+def test_validation_shows_accuracy_and_what_is_unscored(tmp_path):
+    """Against samples.jsonl. An unscored response counted as 0 would raise the mean of scores around -0.4."""
+    (tmp_path / "mine.py").write_text(PLUS_MINUS)
+    args = ["--val-only", "--val-reward", f"{tmp_path / 'mine.py'}:score", "--max-response-length", "6"]
+    args += ["--val-temperature", "1"]
+    done = ran(fork("grpo", tmp_path, *args, "--run-name", "run"))
+    [row] = metrics(tmp_path / "run/val_only")
+    samples = [json.loads(line) for line in (tmp_path / "run/val_only/samples.jsonl").read_text().splitlines()]
+    assert [s["score"] is None for s in samples] == [int(s["ground_truth"]) % 3 == 0 for s in samples]
+    scores = [s["score"] for s in samples if s["score"] is not None]
+    name = "val/toy/arithmetic"
+    assert row[f"{name}/mean@1"] == pytest.approx(sum(scores) / len(scores)) and row[f"{name}/mean@1"] < 0
+    assert row[f"{name}/acc/mean@1"] == row[f"{name}/pass@1"] == pytest.approx(scores.count(1) / len(scores))
+    assert row[f"{name}/mean/mean@1"] == 7 and 0 < row[f"{name}/clip_ratio"] < 1
+    assert row["val/unscored"] == row[f"{name}/unscored"] == len(samples) - len(scores) > 0
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("step 0/")]
+    assert line.endswith(
+        f"{name}/acc/mean@1 {row[f'{name}/acc/mean@1']:.3f} | unscored in validation: {row['val/unscored']:.0f}"
+    )

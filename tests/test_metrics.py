@@ -14,7 +14,9 @@ from lib.metrics import (
     Min,
     Sum,
     Timer,
+    Validated,
     add_metrics,
+    best_at_k,
     data_metrics,
     extra_metrics,
     maj_at_k,
@@ -23,6 +25,7 @@ from lib.metrics import (
     reduce_metrics,
     throughput_metrics,
     token_means,
+    validated_rows,
     validation_metrics,
 )
 from tests.common import run_ranks
@@ -104,39 +107,117 @@ def test_maj_at_k_samples_many_subsets():
 # ---- validation ----------------------------------------------------------------------------------
 
 
+def validated(sources, prompts, scores, answers=None, truncated=None, **keys) -> list[Validated]:
+    """Rows of these columns; a score of None is a response without one, a key of None one that its scorer left out."""
+    rows = []
+    for i, score in enumerate(scores):
+        numbers = {"score": score} | {key: column[i] for key, column in keys.items()}
+        numbers = {} if score is None else {key: x for key, x in numbers.items() if x is not None}
+        answer, cut = answers[i] if answers else None, bool(truncated[i]) if truncated else False
+        rows.append(Validated(prompts[i], sources[i], numbers, answer, cut))
+    return rows
+
+
+def without_intervals(metrics: dict) -> dict:
+    return {key: value for key, value in metrics.items() if "/ci_" not in key}
+
+
 def test_validation_metrics_by_hand():
     sources = ["a", "b", "a", "a", "b", "a"]  # rows of prompts are interleaved; "b" has one sample a prompt
-    uids = ["p", "x", "q", "p", "y", "q"]
+    prompts = [0, 1, 2, 0, 3, 2]
     scores = [1.0, 1.0, 0.0, 0.0, 0.5, 0.0]
-    preds = ["1", "1", None, None, "2", "3"]
-    metrics = validation_metrics(sources, uids, scores, preds, {"format": [1, 0, 1, 1, 1, 1]})
-    intervals = {key: metrics.pop(key) for key in list(metrics) if "ci_" in key}
-    assert metrics == {
+    answers = ["1", "1", None, None, "2", "3"]
+    metrics = validation_metrics(
+        validated(sources, prompts, scores, answers, [1, 0, 0, 0, 1, 0], format=[1, None, 1, 0, None, 1])
+    )
+    assert without_intervals(metrics) == {
+        "val/unscored": 0,
+        "val/a/unscored": 0,
+        "val/a/clip_ratio": 0.25,
         "val/a/mean@2": 0.25,
+        "val/a/best@2": 0.5,
         "val/a/pass@1": 0.25,
         "val/a/pass@2": 0.5,
         "val/a/maj@1": 0.25,
         "val/a/maj@2": 0.5,
-        "val/a/format": 1.0,
+        "val/a/format/mean@2": 0.75,
+        "val/a/format/best@2": 1.0,
+        "val/a/format/maj@1": 0.75,
+        "val/a/format/maj@2": 1.0,  # of those that voted, where the other has no answer
+        "val/b/unscored": 0,
+        "val/b/clip_ratio": 0.5,
         "val/b/mean@1": 0.75,
         "val/b/pass@1": 0.5,  # 0.5 is not above the threshold
         "val/b/maj@1": 0.75,
-        "val/b/format": 0.5,
     }
-    assert intervals["val/a/mean@2/ci_low"] == 0.0 and intervals["val/a/mean@2/ci_high"] == 0.5
-    assert "val/b/pass@1" in validation_metrics(sources, uids, scores, correct_above=0.4)
-    assert validation_metrics(sources, uids, scores, correct_above=0.4)["val/b/pass@1"] == 1.0
-    without_answers = validation_metrics(sources, uids, scores, [None] * 4 + ["2", None])
+    assert metrics["val/a/mean@2/ci_low"] == 0.0 and metrics["val/a/mean@2/ci_high"] == 0.5
+    rows = validated(sources, prompts, scores)
+    assert validation_metrics(rows, correct_above=0.4)["val/b/pass@1"] == 1.0
+    without_answers = validation_metrics(validated(sources, prompts, scores, [None, "", "", None, "2", None]))
     assert {key for key in without_answers if "maj" in key} == {"val/b/maj@1"}
-    three = validation_metrics(["a"] * 3, ["p"] * 3, [1, 0, 0])
+    three = validation_metrics(validated(["a"] * 3, [0] * 3, [1, 0, 0]))
     assert {key for key in three if "pass" in key} == {"val/a/pass@1", "val/a/pass@2", "val/a/pass@3"}
     with pytest.raises(ValueError, match=r"a: prompts with \[1, 2\] samples"):
-        validation_metrics(["a"] * 3, ["p", "p", "q"], [1, 0, 0])
+        validation_metrics(validated(["a"] * 3, [0, 0, 1], [1, 0, 0]))
+
+
+@pytest.mark.parametrize("key", ["acc", "math_dapo.compute_score/acc"])
+def test_what_a_scorer_calls_acc_is_the_accuracy(key):
+    """math_dapo's scores are 1 and -1: their mean is no accuracy, and its -1 is as wrong as another's 0."""
+    scores, acc, answers = [1.0, -1.0, -1.0, 5.0], [1, 0, 0, 0], ["7", "8", "8", "9"]
+    metrics = validation_metrics(validated(["aime"] * 4, [0, 0, 1, 1], scores, answers, **{key: acc}))
+    assert metrics["val/aime/mean@2"] == 1.0 and metrics["val/aime/maj@2"] == 1.0
+    assert metrics[f"val/aime/{key}/mean@2"] == 0.25 and metrics[f"val/aime/{key}/maj@2"] == 0.25
+    assert metrics[f"val/aime/{key}/best@2"] == metrics["val/aime/pass@2"] == 0.5  # not the 5
+    assert [name for name in metrics if name.endswith("ci_low")] == [f"val/aime/{key}/mean@2/ci_low"]
+
+
+def test_unscored_responses_are_in_no_number_but_their_own():
+    """Left out they lower no mean, and raise none of negative scores; a prompt without a score is not there at all."""
+    scores = [-1.0, -1.0, None, None, 1.0, None]
+    answers, truncated = ["7", "7", "8", "8", "9", None], [1, 0, 1, 1, 0, 1]
+    metrics = validation_metrics(validated(["a"] * 6, [0, 0, 1, 1, 2, 2], scores, answers, truncated))
+    assert without_intervals(metrics) == {
+        "val/unscored": 3,
+        "val/a/unscored": 3,
+        "val/a/clip_ratio": 1 / 3,
+        "val/a/mean@2": 0.0,
+        "val/a/maj@1": 0.0,
+        "val/a/pass@1": 0.5,
+        "val/a/best@2": -1.0,  # of the prompt that has two
+        "val/a/maj@2": -1.0,
+        "val/a/pass@2": 0.0,
+    }
+    nothing = validation_metrics(validated(["a"] * 2, [0, 1], [None, None]))
+    assert nothing == {"val/unscored": 2, "val/a/unscored": 2}
+
+
+def test_best_at_k_equals_enumeration():
+    rng = np.random.default_rng(0)
+    for n in range(1, 8):
+        values = rng.normal(size=n).round(1).tolist()
+        for k in range(1, n + 1):
+            expected = np.mean([max(subset) for subset in combinations(values, k)])
+            assert best_at_k(values, k) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert best_at_k(list(range(2000)), 1000) == pytest.approx(1000 * 2001 / 1001 - 1)  # without overflow
+    with pytest.raises(ValueError, match="best@k needs"):
+        best_at_k([1.0], 2)
+
+
+def test_validated_rows_take_what_a_scorer_gave():
+    batch = batch_of([row("a", -1.0, 2, 6, 6, "length"), row("a", 2.0, 2, 3, 3), row("b", 5.0, 2, 3, 0)])
+    batch.non_tensor_batch["data_source"] = np.array(["x", "y", "x"], dtype=object)
+    extras = {"pred": [3, None, "4"], "acc": [True, 0.5, 1], "text": ["a", "b", "c"], "big": [10**400, math.nan, 1]}
+    assert validated_rows(batch, extras, [4, 4, 5]) == [
+        Validated(4, "x", {"score": -1.0, "acc": 1.0}, 3, True),
+        Validated(4, "y", {"score": 2.0, "acc": 0.5}, None, False),
+        Validated(5, "x", {}, "4", False),
+    ]
 
 
 def test_bootstrap_interval_has_the_width_of_the_standard_error():
     scores = np.random.default_rng(0).random(400) > 0.3
-    metrics = validation_metrics(["a"] * 400, [str(i) for i in range(400)], scores)
+    metrics = validation_metrics(validated(["a"] * 400, list(range(400)), scores.astype(float).tolist()))
     half_width = 1.96 * scores.std() / math.sqrt(400)
     assert metrics["val/a/mean@1/ci_low"] == pytest.approx(scores.mean() - half_width, abs=0.01)
     assert metrics["val/a/mean@1/ci_high"] == pytest.approx(scores.mean() + half_width, abs=0.01)
@@ -310,4 +391,28 @@ def test_mismatch_is_of_the_trainer_over_the_sampler():
 
 def test_extras_of_the_scorer_are_averaged_where_they_are_numbers():
     extras = {"format": [1.0, None, 0], "pred": ["a", "b", None], "bad": [math.nan, 3, 1]}
-    assert reduce_metrics(extra_metrics(extras)) == {"reward/format": 0.5, "reward/bad": 2.0}
+    assert reduce_metrics(extra_metrics(extras)) == {"reward/format/mean": 0.5, "reward/bad/mean": 2.0}
+
+
+def test_no_key_of_a_scorer_stands_for_another_metric():
+    names = [
+        "mean",
+        "max",
+        "zero_variance",
+        "all_right",
+        "baseline",
+        "error_count",
+        "mean/mean",
+        "mean@1",
+        "pass@1",
+        "",
+    ]
+    names += ["unscored", "clip_ratio", "mean@1/ci_low"]
+    own = data_metrics(batch_of(ROWS)).keys() | {"reward/baseline", "reward/error_count"}
+    extras = {name: [1.0] for name in names}
+    assert len(extra_metrics(extras)) == len(names) and not own & extra_metrics(extras).keys()
+    plain, more = (
+        validation_metrics([Validated(0, "a", {"score": 0.25} | given, "7", False)])
+        for given in ({}, dict.fromkeys(names, 1.0))
+    )
+    assert {key: more[key] for key in plain} == plain and len(more) == len(plain) + 2 * len(names)  # mean@1, maj@1

@@ -227,6 +227,9 @@ def give_itself():
     result["me"] = result
     return result
 
+def give_the_reward_models_key():
+    return {"score": 1.0, "reward_model": 2.0}
+
 def leave_child_and_hang():
     leave_pid(subprocess.Popen(["sleep", "1000"]).pid)
     hang()
@@ -317,6 +320,7 @@ KINDS = {
     "give_text": ("error", "gave a str as score"),
     "give_list": ("error", "gave a list as score"),
     "give_no_score": ("error", "a dict without \"score\": ['acc']"),
+    "give_the_reward_models_key": ("error", 'gave a key "reward_model"'),
     "give_lock": ("error", "gave a lock beside its score"),
     "give_module": ("error", "gave a module as score"),
     "give_fraction": ("error", "gave a Fraction as score"),

@@ -31,6 +31,8 @@ no_deadline = settings(deadline=None)
 
 # ---- gsm8k ----
 
+LONG = 12345678901234567890123456789012345678901
+
 
 @pytest.mark.parametrize(
     ("response", "truth", "strict", "flexible"),

@@ -135,6 +135,14 @@ def test_a_response_without_a_score_trains_nothing_and_is_counted(tmp_path, scri
         assert row["training/rows_dropped/dead"] >= row["rollout/dead_rows"] > 0
 
 
+def test_remax_baseline_is_the_mean_of_the_greedy_responses_that_have_a_score(tmp_path):
+    by_prompt = FAILS.replace("fate % 4 == 0", "int(ground_truth) % 3 == 0").replace("return fate % 2", "return 1")
+    (tmp_path / "fails.py").write_text(by_prompt)
+    [row] = small("remax", tmp_path, "--reward", f"{tmp_path / 'fails.py'}:score", "--total-steps", "1")
+    assert 0 < row["training/rows_dropped/dead"] == 4 / 5 * row["reward/error_count"]  # 4 samples and a greedy one
+    assert row["reward/baseline"] == row["reward/mean"] == 1 and row["response_length/baseline"] >= 3
+
+
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_two_ranks_train_as_one(tmp_path, case):
     """The same prompts, seeds and global mini-batches. 1e-3: eight updates of fp32 sums in another order; a token that

@@ -95,7 +95,7 @@ def test_unknown_or_missing_tracker(tmp_path, monkeypatch):
 
 def test_plain_output_is_one_line_a_step(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=20)
-    tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1}, 0)
+    tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1, "val/toy/clip_ratio": 0, "val/unscored": 0}, 0)
     tracker.log(STEP, 1)
     tracker.log(STEP, 20)
     tracker.close()
@@ -129,7 +129,7 @@ def test_a_step_in_trouble_says_so_on_its_line(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=4)
     tracker.log(QUIET, 1)
     tracker.log(TROUBLED, 2)
-    tracker.log({"val/toy/mean@1": 0.25, "val/unscored": 3.0}, 2)
+    tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1, "val/unscored": 3.0}, 2)
     tracker.close()
     quiet, troubled, validation = capsys.readouterr().out.splitlines()
     assert quiet == "step 1/4"
@@ -171,6 +171,20 @@ def test_a_quiet_run_ends_without_a_note(tmp_path, capsys):
     assert "note:" not in capsys.readouterr().out
 
 
+def test_the_accuracy_is_shown_where_the_scorer_gives_one(tmp_path, capsys):
+    """The number with an interval; other numbers of the scorer are for the logs."""
+    validation = {"val/unscored": 3, "val/aime/mean@1": -0.5, "val/aime/acc/mean@1": 0.25, "val/aime/chars/mean@1": 7.0}
+    tracker = Tracker(tmp_path, {}, total_steps=20)
+    tracker.log(validation | {"val/aime/acc/mean@1/ci_low": 0.1, "val/aime/acc/mean@1/ci_high": 0.3}, 0)
+    tracker.samples([{"prompt": "p", "response": "r", "score": None}], 0)
+    tracker.report()
+    tracker.close()
+    line, *rest, last, _ = capsys.readouterr().out.splitlines()
+    assert line == "step 0/20 | val/aime/acc/mean@1 0.250 | unscored in validation: 3"
+    assert last == "val/aime/acc/mean@1: 0.250 before, 0.250 after training"
+    assert any("none" in row for row in rest) and lines(tmp_path / "samples.jsonl")[0]["score"] is None
+
+
 def test_samples_are_stored_whole_and_shown_short(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=20)
     hostile = "\x1b[2J[bold]red[/bold]\r\n\u202eend " + "long " * 200 + "#### 42"
@@ -189,7 +203,7 @@ TERMINAL_SCRIPT = """
 import sys
 from lib.tracking import Tracker
 tracker = Tracker(sys.argv[1], {}, total_steps=4)
-tracker.log({"val/toy/mean@1": 0.25}, 0)
+tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1}, 0)
 for step in (1, 2, 3):
     tracker.log({"reward/mean": step / 10, "response_length/mean": 20.0, "perf/tokens_per_s": 1000.0}, step)
     print("said by the script", step)
