@@ -118,7 +118,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     """Local metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
 
     Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and if they are there
-    advantages (B, T) and finish_reason ("length" = clipped; without it, a response that fills all T tokens is).
+    advantages (B, T) and finish_reason ("length" = clipped).
 
     - reward/{mean,max,min}: the sum of a row's token_level_scores
     - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores,
@@ -132,17 +132,15 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     prompt_width = tensors["prompts"].shape[1]
     scores = tensors["token_level_scores"].sum(-1)[alive]
     lengths = tensors["attention_mask"][:, prompt_width:].sum(-1)
-    if "finish_reason" in batch.non_tensor_batch:
-        clipped = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
-    else:
-        clipped = (lengths == trained.shape[1]).cpu()
     metrics = {
         **_spread("reward", scores),
         **_spread("response_length", lengths[alive]),
-        "response_length/clip_ratio": Mean(int(clipped[alive.cpu()].sum()), int(alive.sum())),
         **_spread("prompt_length", tensors["attention_mask"][:, :prompt_width].sum(-1)[alive]),
         "rollout/dead_rows": Sum(int((~alive).sum())),
     }
+    if "finish_reason" in batch.non_tensor_batch:
+        clipped = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+        metrics["response_length/clip_ratio"] = Mean(int(clipped[alive.cpu()].sum()), int(alive.sum()))
     if (advantages := tensors.get("advantages", None)) is not None:
         metrics |= _spread("advantages", advantages[trained])
 
