@@ -361,6 +361,7 @@ from lib.reward import RewardManager, load_scorers
 from lib.rollout import (
     Sampling,
     check_engine_import,
+    fit_columns,
     make_engine,
     request_seeds,
     sync_weights,
@@ -435,9 +436,10 @@ def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]
 
 
 def concat(batches: list[DataProto]) -> DataProto:
-    """DAPO: DataProto.concat that allows for empty ones, which have no keys."""
+    """DAPO: DataProto.concat of rollouts of any widths; empty ones have no keys."""
     # DAPO:
-    return DataProto.concat([batch for batch in batches if len(batch)] or [DataProto()])
+    batches = [batch for batch in batches if len(batch)]
+    return DataProto.concat(fit_columns(batches)) if batches else DataProto()
 
 
 def lr_factor(args: Args, sizes: Sizes, update: int) -> float:
@@ -529,7 +531,9 @@ def main(args: Args) -> None:
     )
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     chat_template_kwargs = parse_json(args, "chat_template_kwargs")
-    multi_turn = load_multi_turn(parse_json(args, "multi_turn"), tokenizer, chat_template_kwargs)
+    multi_turn = load_multi_turn(
+        parse_json(args, "multi_turn"), tokenizer, chat_template_kwargs, args.max_prompt_length
+    )
     if multi_turn is not None:
         chat_template_kwargs = chat_template_kwargs | {"tools": multi_turn.schemas or None}
     train_data, val_data = load_datasets(args, tokenizer, chat_template_kwargs)
@@ -731,7 +735,7 @@ def main(args: Args) -> None:
             filled = max(needed - len(pool), 0)
             pool = concat([pool, rejected[:filled]])
             mine = np.arange(needed).reshape(-1, args.group_size)[world.rank :: world.size].ravel()
-            batch, pool = pool[mine], pool[needed:]
+            batch, pool = concat([pool[:needed]])[mine], pool[needed:]
             with timer("rollout"):  # DAPO:
                 plan, imbalance = balance_groups(
                     batch, actor, args.group_size, args.num_mini_batches, share_prompts=share_prompts

@@ -492,7 +492,9 @@ def main(args: Args) -> None:
     )
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     chat_template_kwargs = parse_json(args, "chat_template_kwargs")
-    multi_turn = load_multi_turn(parse_json(args, "multi_turn"), tokenizer, chat_template_kwargs)
+    multi_turn = load_multi_turn(
+        parse_json(args, "multi_turn"), tokenizer, chat_template_kwargs, args.max_prompt_length
+    )
     if multi_turn is not None:
         chat_template_kwargs = chat_template_kwargs | {"tools": multi_turn.schemas or None}
     train_data, val_data = load_datasets(args, tokenizer, chat_template_kwargs)

@@ -2,6 +2,7 @@
 
     .venv-trl/bin/python -m benchmarks.vs_trl compare        the venv is that of benchmarks/requirements-trl.txt
     python -m benchmarks.vs_trl options                      grpo.py alone, with and without its options
+    python -m benchmarks.vs_trl limits                       grpo.py alone, the same responses under larger limits
 
 Each run is a process of its own, with one thread, and does the same: a random Llama of 0.66 M parameters in float32,
 prompts, group size, temperature 1, one optimizer update a step, no KL term, no importance-sampling correction, no
@@ -64,6 +65,7 @@ SETTINGS = {
     "short": Setting(16, [16] * 64, 128, 4096),
     "skewed": Setting(16, skewed_lengths(16), 64, 16384),
     "long_prompt": Setting(512, [64, 128, 192, 256], 8, 16384),
+    "nine": Setting(16, [9] * 32, 64, 16384),
     "toy": Setting(16, [3, 5], 16, 16384),
 }
 OPTIONS = (
@@ -74,6 +76,10 @@ OPTIONS = (
     "--gradient-checkpointing",
     "--rollout-engine vllm",
 )
+LIMITS = {
+    "--max-response-length": (16, 2048, 16384),
+    "--max-prompt-length": (32, 2048, 16384),
+}
 METRICS = ("step", "step_cpu", "rollout", "update", "peak_mib")
 
 # ---- the same task for both ----------------------------------------------------------------------
@@ -369,5 +375,24 @@ def options(
         write(output, name, SETTINGS[name], {"rounds": rounds, "steps": steps}, results)
 
 
+def limits(
+    settings: tuple[Literal[tuple(SETTINGS)], ...] = ("nine",),
+    rounds: int = 2,
+    steps: int = 6,
+    output: Path = RESULTS / "limits.json",
+) -> None:
+    """grpo.py on the same tokens under larger limits; ratio: the largest over the smallest. nine: 32 prompts of 16
+    tokens, responses of 9, groups of 8; settings and the rest as for compare."""
+    for flag, values in LIMITS.items():
+        for name in settings:
+            flags = {value: f"{flag} {value} --micro-batch-tokens 65536" for value in values}
+            programs = {f"{flag} {value}": partial(run_plainrl, flags=flags[value]) for value in values}
+            results = in_turns(SETTINGS[name], programs, rounds, steps)
+            first, *_, last = results.values()
+            results["ratio"] = {metric: last[metric] / first[metric] for metric in METRICS}
+            write(output, f"{name}/{flag}", SETTINGS[name], {"rounds": rounds, "steps": steps}, results)
+
+
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"compare": compare, "options": options, "trl": train_with_trl})
+    commands = {"compare": compare, "options": options, "limits": limits, "trl": train_with_trl}
+    tyro.extras.subcommand_cli_from_dict(commands)

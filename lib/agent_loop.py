@@ -100,6 +100,7 @@ class MultiTurn:
     episode_timeout: float | None = None  # seconds; an episode that takes longer is not trained on
     reward_coef: float = 1.0  # weight of the rewards that tools and interaction give, beside the scorer's
     chat_template_kwargs: dict = field(default_factory=dict)  # the data set's
+    max_prompt_length: int | None = None  # the data set's, which may cut longer prompts; None: it cuts none
 
     def __post_init__(self):
         for name in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tool_output", "tool_timeout"):
@@ -133,7 +134,9 @@ class MultiTurn:
         return text.encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
 
 
-def load_multi_turn(settings: dict, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict) -> MultiTurn | None:
+def load_multi_turn(
+    settings: dict, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict, max_prompt_length: int
+) -> MultiTurn | None:
     """--multi-turn's JSON; None if it is empty. "tools": names for load_tools; "parser": a name for get_tool_parser, or
     auto; "interaction": a name for load_interaction; all other keys are fields of MultiTurn.
 
@@ -141,7 +144,7 @@ def load_multi_turn(settings: dict, tokenizer: PreTrainedTokenizerBase, chat_tem
     """
     if not settings:
         return None
-    ours = {"tokenizer", "parse", "chat_template_kwargs"}
+    ours = {"tokenizer", "parse", "chat_template_kwargs", "max_prompt_length"}
     known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
     if unknown := settings.keys() - known:
         raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
@@ -153,7 +156,8 @@ def load_multi_turn(settings: dict, tokenizer: PreTrainedTokenizerBase, chat_tem
         limits["parse"] = get_tool_parser(settings.get("parser", "auto"), tokenizer, tools)
     if interaction:
         limits["interaction"] = load_interaction(interaction)
-    return MultiTurn(tokenizer, tools, chat_template_kwargs=chat_template_kwargs, **limits)
+    limits |= {"chat_template_kwargs": chat_template_kwargs, "max_prompt_length": max_prompt_length}
+    return MultiTurn(tokenizer, tools, **limits)
 
 
 @dataclass
@@ -562,8 +566,8 @@ def generate_multi_turn(
     """One episode per row of `prompts`, as engine.generate for single turns; row i is sampled with seeds[i].
 
     A row's raw_prompt_ids must be what the template makes of raw_prompt and settings.schemas; it may have tools_kwargs
-    and interaction_kwargs. sampling.max_response_length is T, of the whole episode. Beside what a single turn gives, a
-    row gets finish_reason (a FinishReason's value), messages, num_turns, segments (their starts and ends in the
+    and interaction_kwargs. sampling.max_response_length is that of the whole episode. Beside what a single turn gives,
+    a row gets finish_reason (a FinishReason's value), messages, num_turns, segments (their starts and ends in the
     response), weight_version, agent_metrics, and turn_rewards (B, T): of the calls and of the interaction's answers on
     the last token of the turn that they answer; on the last of all, the tools' calc_reward and the interaction's score.
 
@@ -588,7 +592,7 @@ def generate_multi_turn(
             )
         )
     ids = settings.encode(requests[0].rendered)
-    if ids != requests[0].prompt_ids and len(ids) <= prompts.batch["input_ids"].shape[1]:  # a longer one was cut
+    if ids != requests[0].prompt_ids and len(ids) <= (settings.max_prompt_length or len(ids)):  # a longer one was cut
         raise InputError(
             "multi-turn: raw_prompt_ids are not what the chat template makes of raw_prompt and the tools; the data set "
             "must be given the same tools and chat_template_kwargs"
@@ -609,7 +613,6 @@ def generate_multi_turn(
         prompts,
         [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests],
         engine.pad_token_id,
-        sampling.max_response_length,
         [request.loss_mask for request in requests],
         [request.position_ids for request in requests],
     )

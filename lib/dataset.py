@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import jinja2
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -317,10 +318,10 @@ class RLHFDataset(Dataset):
         if len(ids) > self.max_prompt_length:
             ids = self._truncate(ids)
         n_pad = self.max_prompt_length - len(ids)
-        mask = torch.tensor([0] * n_pad + [1] * len(ids))
+        mask = F.pad(torch.ones(len(ids), dtype=torch.long), (n_pad, 0))
         extra_info = fields.get("extra_info", {})
         item = {
-            "input_ids": torch.tensor([self.pad_token_id] * n_pad + ids),  # (P,)
+            "input_ids": F.pad(torch.tensor(ids, dtype=torch.long), (n_pad, 0), value=self.pad_token_id),  # (P,)
             "attention_mask": mask,  # (P,)
             "position_ids": (mask.cumsum(0) - 1).clamp(min=0),  # (P,)
             "raw_prompt_ids": ids,
@@ -381,7 +382,8 @@ def load_dataset_class(spec: str) -> type[Dataset]:
 
 
 def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,)."""
+    """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). P of input_ids, attention_mask
+    and position_ids (B, P) is that of the longest prompt: columns that are padding in all rows are left out."""
     batch = {}
     for key in items[0]:
         values = [item[key] for item in items]
@@ -389,6 +391,9 @@ def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
             batch[key] = torch.stack(values)
         else:
             batch[key] = np.fromiter(values, dtype=object, count=len(values))
+    if "attention_mask" in batch:
+        longest = int(batch["attention_mask"].sum(1).max())
+        batch |= {key: batch[key][:, -longest:] for key in ("input_ids", "attention_mask", "position_ids")}
     return batch
 
 

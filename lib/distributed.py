@@ -568,8 +568,10 @@ def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
 
 
 def all_reduce_max(value: int, device: torch.device) -> int:
+    """The largest of the ranks' values; without a process group this one."""
     tensor = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)
 
 

@@ -118,8 +118,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     """Local metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
 
     Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and if they are there
-    advantages and live_mask (B, T), and finish_reason ("length" = clipped; without it, a response that fills all T
-    tokens is).
+    advantages and live_mask (B, T), and finish_reason ("length" = clipped).
 
     - reward/{mean,max,min}: the sum of a row's token_level_scores
     - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores,
@@ -136,10 +135,11 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     metrics = {
         **_spread("reward", scores),
         **_spread("response_length", lengths[alive]),
-        "response_length/clip_ratio": Mean(int(_truncated(batch)[alive.cpu()].sum()), int(alive.sum())),
         **_spread("prompt_length", tensors["attention_mask"][:, :prompt_width].sum(-1)[alive]),
         "rollout/dead_rows": Sum(int((~alive).sum())),
     }
+    if "finish_reason" in batch.non_tensor_batch:
+        metrics["response_length/clip_ratio"] = Mean(int(_truncated(batch)[alive.cpu()].sum()), int(alive.sum()))
     if (advantages := tensors.get("advantages", None)) is not None:
         metrics |= _spread("advantages", advantages[tensors["live_mask"].bool()])
 
@@ -155,10 +155,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
 
 def _truncated(batch: DataProto) -> torch.Tensor:
     """(B,) bool, on the CPU: responses that the limit cut off."""
-    if "finish_reason" in batch.non_tensor_batch:
-        return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
-    responses = batch.batch["responses"]
-    return batch.batch["attention_mask"][:, -responses.shape[1] :].bool().all(1).cpu()
+    return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
 
 
 def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
@@ -29,7 +30,7 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import compute_device, iter_full_params, merged_shards, unsharded
+from lib.distributed import all_reduce_max, compute_device, iter_full_params, merged_shards, unsharded
 from lib.metrics import Max, Mean, Metric
 from lib.model import response_log_probs
 
@@ -119,42 +120,66 @@ def add_responses(
     prompts: DataProto,
     rows: list[Generated],
     pad_token_id: int,
-    width: int,
     masks: list[list[int]] | None = None,
     position_ids: list[list[int]] | None = None,
 ) -> DataProto:
-    """The prompts with their responses, right-padded to `width`: what every engine returns.
+    """The prompts with their responses: what every engine returns. A collective.
+
+    P and T are the longest prompt and response of all ranks, whatever the prompts' padding and the limits: what comes
+    after it costs as much as there are tokens. Prompts are left-padded, responses right-padded.
 
     A row's finish_reason may also be one of lib/agent_loop.py; "abort" and "error" leave no trained token. masks: which
     tokens were sampled, if not all. position_ids: if a response is not simply what follows its prompt.
     """
-    B = len(rows)
-    responses = torch.full((B, width), pad_token_id)  # (B, T)
-    rollout_log_probs = torch.zeros(B, width)
-    response_mask = torch.zeros(B, width, dtype=torch.long)
+    B, device = len(rows), prompts.batch["input_ids"].device
+    lengths = torch.tensor([len(row.token_ids) for row in rows])
+    longest_prompt = int(prompts.batch["attention_mask"].sum(1).max())
+    P, T = (all_reduce_max(longest, device) for longest in (longest_prompt, max(1, int(lengths.max()))))
+    responses = torch.full((B, T), pad_token_id)
+    rollout_log_probs = torch.zeros(B, T)
+    response_mask = torch.zeros(B, T, dtype=torch.long)
     for i, row in enumerate(rows):
         n = len(row.token_ids)
         responses[i, :n] = torch.tensor(row.token_ids)
         rollout_log_probs[i, :n] = torch.tensor(row.log_probs)
         if row.finish_reason not in ("abort", "error"):
             response_mask[i, :n] = 1 if masks is None else torch.tensor(masks[i])
-    attended = torch.arange(width)[None] < torch.tensor([len(row.token_ids) for row in rows])[:, None]
-    device = prompts.batch["input_ids"].device
-    attention_mask = torch.cat([prompts.batch["attention_mask"], attended.long().to(device)], 1)  # (B, L)
-    positions = prompts.batch["position_ids"][:, -1:] + torch.arange(1, width + 1, device=device)  # (B, T)
+    attended = (torch.arange(T) < lengths[:, None]).long().to(device)
+    ids, mask, before = (prompts.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
+    left = (P - ids.shape[1], 0)  # below 0: columns that no rank needs
+    ids, mask, before = F.pad(ids, left, value=pad_token_id), F.pad(mask, left), F.pad(before, left)  # (B, P)
+    positions = before[:, -1:] + torch.arange(1, T + 1, device=device)  # (B, T)
     for position, own in zip(positions, position_ids or []):
         position[: len(own)] = torch.tensor(own)
     tensors = {
-        "prompts": prompts.batch["input_ids"],
+        "prompts": ids,
         "responses": responses.to(device),
-        "input_ids": torch.cat([prompts.batch["input_ids"], responses.to(device)], 1),
-        "attention_mask": attention_mask,
-        "position_ids": torch.cat([prompts.batch["position_ids"], positions], 1),
+        "input_ids": torch.cat([ids, responses.to(device)], 1),  # (B, L)
+        "attention_mask": torch.cat([mask, attended], 1),
+        "position_ids": torch.cat([before, positions], 1),
         "response_mask": response_mask.to(device),
         "rollout_log_probs": rollout_log_probs.to(device),
     }
     objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
+
+
+def fit_columns(batches: list[DataProto]) -> list[DataProto]:
+    """The same rows, in all batches with P and T columns of the longest prompt and response among them."""
+    masks = [(batch.batch["attention_mask"], batch.batch["responses"].shape[1]) for batch in batches]
+    P = max(int(mask[:, :-width].sum(1).max()) for mask, width in masks)
+    T = max(1, *(int(mask[:, -width:].sum(1).max()) for mask, width in masks))
+    fitted = []
+    for batch in batches:
+        left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["responses"].shape[1]
+        pads = {"prompts": (left, 0)}
+        pads |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), (left, right))
+        of_responses = ("responses", "response_mask", "rollout_log_probs", "turn_rewards", "token_level_scores")
+        pads |= dict.fromkeys(of_responses, (0, right))
+        batch = batch.select()
+        batch.batch.update({key: F.pad(batch.batch[key], pad) for key, pad in pads.items() if key in batch.batch})
+        fitted.append(batch)
+    return fitted
 
 
 # ---- transformers --------------------------------------------------------------------------------
@@ -235,17 +260,12 @@ class HFEngine:
         with self.session():
             limits = [sampling.max_response_length] * len(seeds)
             rows = self._sample(prompts.non_tensor_batch["raw_prompt_ids"], sampling, seeds, limits)
-        return add_responses(
-            prompts,
-            rows,
-            self.pad_token_id,
-            sampling.max_response_length,
-        )
+        return add_responses(prompts, rows, self.pad_token_id)
 
     @torch.no_grad()
     def _sample(self, prompt_ids, sampling: Sampling, seeds, limits: list[int]) -> list[Generated]:
         """Row i has limits[i] tokens at most, which stands above sampling.max_response_length."""
-        T, device = max(limits), compute_device(self.model)
+        device = compute_device(self.model)
         stop_ids = self.stop_ids.to(device)
         seeds, limits = torch.tensor(seeds, device=device), torch.tensor(limits, device=device)
         keys = [tuple(ids) for ids in prompt_ids]
@@ -273,13 +293,13 @@ class HFEngine:
             cache.batch_select_indices(prompt_of_row)
         logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], positions[prompt_of_row, -1:]
 
-        tokens = torch.full((len(keys), T), self.pad_token_id, device=device)
-        log_probs = torch.zeros(len(keys), T, device=device)
+        tokens, log_probs = [], []  # (R,) at each t
         lengths = torch.zeros_like(limits)
         rows = torch.arange(len(keys), device=device)  # rows of the batch that still run
-        for t in range(T):
+        for t in range(int(limits.max())):
             token, log_prob = sample_tokens(logits, sampling, seeds[rows], t)
-            tokens[rows, t], log_probs[rows, t] = token, log_prob
+            tokens.append(torch.full_like(lengths, self.pad_token_id).index_copy(0, rows, token))
+            log_probs.append(log_prob.new_zeros(len(keys)).index_copy(0, rows, log_prob))
             running = ~torch.isin(token, stop_ids) & (limits[rows] > t + 1)
             lengths[rows] = t + 1
             if not running.any():
@@ -293,6 +313,7 @@ class HFEngine:
             logits = self.model(
                 input_ids=token[:, None], position_ids=position, past_key_values=cache, **inputs
             ).logits[:, -1]
+        tokens, log_probs = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), of the longest
         stopped = torch.isin(tokens.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
         return [
             Generated(row[:n], lps[:n], "stop" if stop else "length")

@@ -202,12 +202,8 @@ class VLLMEngine:
         params = [self._params(**_vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
         outputs = self._run([prompt_ids for prompts, _ in everyones for prompt_ids in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        return add_responses(
-            prompts,
-            [_generated(out) for out in outputs[before : before + len(prompts)]],
-            self.pad_token_id,
-            sampling.max_response_length,
-        )
+        rows = [_generated(out) for out in outputs[before : before + len(prompts)]]
+        return add_responses(prompts, rows, self.pad_token_id)
 
     def _params(self, max_tokens: int, **kwargs):
         from vllm import SamplingParams
@@ -513,7 +509,7 @@ class ServedEngine:
     def collect(self, prompts: DataProto, sampling: Sampling, rows: list[Future]) -> DataProto:
         """As generate, and weight_versions (B, T): of each token, -1 where none was sampled."""
         rows = [row.result() for row in rows]
-        batch = add_responses(prompts, rows, self.pad_token_id, sampling.max_response_length)
+        batch = add_responses(prompts, rows, self.pad_token_id)
         versions = torch.full_like(batch.batch["responses"], -1)
         for i, row in enumerate(rows):
             versions[i, : len(row.weight_versions)] = torch.tensor(row.weight_versions)

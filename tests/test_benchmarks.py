@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from benchmarks import vs_trl
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, make_task, run_plainrl, skewed_lengths, steps_of_run
 from tests.common import PYTHON, ROOT, TORCHRUN, environment, ran
 
@@ -32,6 +33,14 @@ def test_responses_are_as_long_as_their_prompts_say(tmp_path):
     assert peak > 100  # MiB: a process that has imported torch
     with pytest.raises(AssertionError, match="not the same work"):
         steps_of_run([*records, records[-1] | {"mean_length": 4.5}], SETTINGS["toy"])
+
+
+def test_limits_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr(vs_trl, "LIMITS", {"--max-response-length": (5, 500)})
+    vs_trl.limits(("toy",), rounds=1, steps=1, output=tmp_path / "limits.json")
+    record = json.loads((tmp_path / "limits.json").read_text())["toy/--max-response-length"]
+    small, large = record["--max-response-length 5"], record["--max-response-length 500"]
+    assert all(record["ratio"][key] == large[key] / small[key] > 0 for key in METRICS)
 
 
 def test_the_skewed_lengths_are_those_of_the_docstring():

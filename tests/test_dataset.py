@@ -342,6 +342,18 @@ def test_load_dataset_class(tmp_path, tokenizer):
 # ---- batches ----
 
 
+def test_a_batch_is_as_wide_as_its_longest_prompt(tmp_path, tokenizer):
+    rows = [make_row("x" * n) for n in (1, 7, 4)]
+    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_length=100)
+    items = [dataset[i] for i in range(3)]
+    batch = collate_fn(items)
+    for key in ("input_ids", "attention_mask", "position_ids"):
+        assert torch.equal(batch[key], torch.stack([item[key][-27:] for item in items])), key  # 20 of the template + 7
+    assert [row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"])] == [
+        *batch["raw_prompt_ids"]
+    ]
+
+
 def test_collate_never_makes_2d_object_arrays():
     items = [
         {"t": torch.tensor([i, i]), "ids": [i, i], "d": {"a": 1}, "s": "x", "n": i, "a": np.arange(2)} for i in (0, 1)
@@ -443,7 +455,7 @@ def test_real_loader_mid_epoch_and_across_its_end(tmp_path, tokenizer, num_worke
     assert isinstance(first, StatefulDataLoader)
     batches = iter(first)
     batch = next(batches)
-    assert batch["input_ids"].shape == (2, 30) and batch["raw_prompt"].shape == (2,)
+    assert batch["input_ids"].shape == (2, 21) and batch["raw_prompt"].shape == (2,)
     for done in range(1, 7):  # the epochs end within steps 3 and at 5
         state = first.state_dict()
         assert state == {"position": 4 * done, "num_rows": 10, "seed": 3, "shuffle": True}

@@ -37,13 +37,14 @@ from lib.rollout import (
     Sampling,
     WeightSyncError,
     can_group,
+    fit_columns,
     make_engine,
     request_seeds,
     sample_tokens,
     sync_weights,
 )
 from lib.vllm_rollout import VLLMEngine
-from tests.common import TOY_MODEL, save_tiny
+from tests.common import TOY_MODEL, rollout_batch, save_tiny
 
 WIDTH = 24  # prompt
 TOLERANCE = 1e-3
@@ -117,6 +118,7 @@ def test_responses_are_what_the_loss_needs(engine_and_model):
     T, prompts = 12, random_prompts(40)
     out = engine.generate(prompts, Sampling(T), request_seeds(1, 1, list(range(40))))
     batch, stop = out.batch, set(map(int, engine.stop_ids))
+    assert batch["responses"].shape == (40, T)
     assert torch.equal(batch["prompts"], prompts.batch["input_ids"])
     assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], 1))
     assert torch.equal(batch["attention_mask"][:, WIDTH:], batch["response_mask"])
@@ -132,6 +134,39 @@ def test_responses_are_what_the_loss_needs(engine_and_model):
         ids = batch["responses"][i][: lengths[i]].tolist()
         assert (ids[-1] in stop) == (reason == "stop") and not stop & set(ids[:-1])
         assert reason == "stop" or len(ids) == T
+
+
+def test_rows_are_as_wide_as_the_longest_prompt_and_response(engine_and_model):
+    """Not as the padding that came with the prompts, nor as the limit."""
+    engine, _ = engine_and_model
+    prompts, seeds = random_prompts(40), request_seeds(1, 1, list(range(40)))
+    lengths = engine.generate(prompts, Sampling(12), seeds).batch["response_mask"].sum(1)
+    prompt_lengths = prompts.batch["attention_mask"].sum(1)
+    short = ((lengths < 12) & (prompt_lengths < WIDTH)).nonzero()[:, 0].tolist()
+    P, T = int(prompt_lengths[short].max()), int(lengths[short].max())
+    out = engine.generate(prompts[short], Sampling(12), [seeds[i] for i in short])
+    assert out.batch["prompts"].shape[1] == P and out.batch["responses"].shape[1] == T
+    assert out.batch["input_ids"].shape[1] == out.batch["position_ids"].shape[1] == P + T
+    assert torch.equal(out.batch["prompts"], prompts[short].batch["input_ids"][:, -P:])
+
+
+def test_rollouts_of_several_widths_become_one():
+    wide, narrow = rollout_batch([3, 9, 5], [2, 4, 1]), rollout_batch([4, 2], [7, 6], seed=1)
+    for batch in (wide, narrow):
+        batch.batch["rollout_log_probs"] = -torch.rand(batch.batch["responses"].shape) * batch.batch["response_mask"]
+    whole = DataProto.concat(fit_columns([wide, narrow]))
+    assert whole.batch["prompts"].shape == (5, 9) and whole.batch["responses"].shape == (5, 7)
+    for row, own in enumerate([(wide, 0), (wide, 1), (wide, 2), (narrow, 0), (narrow, 1)]):
+        before, after = ({key: x[i] for key, x in part.batch.items()} for part, i in (own, (whole, row)))
+        for key in before:
+            mask = {"prompts": "prompts", "input_ids": "attention_mask", "position_ids": "attention_mask"}.get(key)
+            at = [row[mask or "response_mask"].bool() for row in (before, after)]
+            if key in ("attention_mask", "response_mask"):
+                assert before[key].sum() == after[key].sum()
+            else:
+                assert torch.equal(before[key][at[0]], after[key][at[1]]), key
+    [back] = fit_columns([whole[:3]])
+    assert all(torch.equal(back.batch[key], wide.batch[key]) for key in ("input_ids", "attention_mask", "responses"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -99,6 +99,25 @@ def test_every_row_is_accounted_for(default_run, script):
             assert row["training/rows_in"] == row["training/rows_trained"] + dropped + left_over
 
 
+# ---- cost by tokens, not by limits ----
+
+
+@pytest.mark.parametrize("script", ["grpo", "dapo"])
+def test_no_number_depends_on_limits_that_no_row_reaches(tmp_path, script):
+    """To the bit: tensors are as wide as the step's longest row, dapo.py's leftovers of earlier steps included."""
+    args = [*SMALL, "--total-steps", "3", "--val-every", "2", "--val-files", str(tmp_path / "val.jsonl")]
+    args += ["--micro-batch-tokens", "9000"] + ["--overlong-buffer", "0"] * (script == "dapo")
+    lines = (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:20]
+    (tmp_path / "val.jsonl").write_text("\n".join(lines))
+    for name, prompt, response in (("small", "32", "30"), ("large", "3000", "4000")):
+        limits = ["--max-prompt-length", prompt, "--max-response-length", response]
+        ran(fork(script, tmp_path, *args, *limits, "--run-name", name))
+    small, large = (metrics(tmp_path / name) for name in ("small", "large"))
+    assert small == large and max(row.get("response_length/max", 0) for row in small) < 30
+    if script == "dapo":
+        assert any(row.get("training/rows_left_over") for row in small)
+
+
 # ---- 1 rank and 2 --------------------------------------------------------------------------------
 
 IN_THE_REWARD = ["--kl-placement", "reward", "--kl-estimator", "k1", "--kl-target", "0.01", "--kl-horizon", "100"]
