@@ -23,7 +23,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
 from lib.args import PolicyLoss, Sizes, check_common_flags, check_model_path, parse_json, read_flags, step_sizes
@@ -38,17 +40,17 @@ class Args:
     """name of the run, which writes to output_dir/run_name; empty: <script>-s<seed>-<date and time>"""
     output_dir: str = "runs"
     """folder of all runs"""
-    seed: int = 1
+    seed: Annotated[int, Interval(ge=0, lt=2**32)] = 1
     """seed of sampling and data order; a run repeats itself"""
-    total_steps: int = 60
+    total_steps: Annotated[int, Ge(1)] = 60
     """number of steps, each of prompts_per_step x group_size responses"""
-    total_epochs: int | None = None
+    total_epochs: Annotated[int | None, Ge(1)] = None
     """if given, it sets total_steps: the steps that this many passes over the training prompts take, rounded up"""
-    dry_run: int = 0
+    dry_run: Annotated[int, Ge(0)] = 0
     """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
     resume: str = "never"
     """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder"""
-    stage_timeout: float = 1800.0
+    stage_timeout: Annotated[float, Ge(0)] = 1800.0
     """seconds that a stage (start, rollout, update, save, ...) may take before it ends the job with the reason; after a
     30th of that it is printed where the ranks are; 0: no limit"""
 
@@ -67,9 +69,9 @@ class Args:
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
-    lora_rank: int = 0
+    lora_rank: Annotated[int, Ge(0)] = 0
     """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights"""
-    lora_alpha: float = 32.0
+    lora_alpha: Annotated[float, Gt(0)] = 32.0
     """the adapters' update is multiplied by lora_alpha / lora_rank"""
     lora_target_modules: str = "all-linear"
     """linear layers that get adapters: all-linear, or a regular expression of names such as .*[qkvo]_proj"""
@@ -80,12 +82,12 @@ class Args:
     reduce_each_micro_batch: bool = False
     """reduce gradients over ranks after each micro-batch: 4 bytes x parameters / ranks instead of 4 bytes x parameters
     of memory on each rank, for more communication"""
-    replicas: int = 1
+    replicas: Annotated[int, Ge(1)] = 1
     """copies of the model (HSDP), each split over ranks / replicas; 1: one copy split over all ranks"""
-    sequence_parallel: int = 1
+    sequence_parallel: Annotated[int, Ge(1)] = 1
     """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
     one (Ulysses); it divides the attention heads; needs --padding-free and packed_sdpa"""
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, Ge(1)] = 1
     """neighbouring ranks that compute their rows together, each with a share of every layer's weights, by transformers'
     plan for the model; it divides the key and value heads; needs a vLLM engine or server"""
     cpu_offload: tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...] = ()
@@ -99,7 +101,7 @@ class Args:
     """the same, for validation"""
     dataset_class: str = ""
     """path/to/file.py:ClassName of your own dataset class; empty: lib/dataset.py's RLHFDataset"""
-    max_prompt_length: int = 32
+    max_prompt_length: Annotated[int, Ge(1)] = 32
     """tokens of a prompt, template included"""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """what happens to a longer prompt that was not filtered out"""
@@ -109,75 +111,75 @@ class Args:
     """JSON of keywords for the chat template, such as {"enable_thinking": false}"""
     shuffle: bool = True
     """a new order of the training prompts in each epoch"""
-    loader_workers: int = 0
+    loader_workers: Annotated[int, Ge(0)] = 0
     """processes that tokenize ahead"""
 
     # ---- rollout
     rollout_engine: str = "hf"
     """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
     server that runs already (several: commas between)"""
-    engine_ranks: int = 1
+    engine_ranks: Annotated[int, Ge(1)] = 1
     """neighbouring ranks that share one vLLM engine, split over them (tensor parallel): for models that one GPU cannot
     hold beside training"""
-    async_level: int = 0
+    async_level: Annotated[int, Ge(0)] = 0
     """steps that rollouts may run ahead of training, on an engine of its own (http://...): their tokens are then of up
     to that many weights before. Above 0 rollout_correction is {"level": "token", "bounds": [0, 2]} unless given"""
-    prompts_per_step: int = 256
+    prompts_per_step: Annotated[int, Ge(1)] = 256
     """prompts of one step, over all ranks"""
-    group_size: int = 1
+    group_size: Annotated[int, Ge(1)] = 1
     """responses per prompt"""
-    max_response_length: int = 16
+    max_response_length: Annotated[int, Ge(1)] = 16
     """tokens of a response at most"""
-    temperature: float = 1.0
+    temperature: Annotated[float, Gt(0)] = 1.0
     """sampling temperature; the loss uses log-probs at this temperature"""
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """nucleus sampling; below 1 the trainer's log-probs are not those of the sampler, see rollout/ metrics"""
-    top_k: int = -1
+    top_k: Annotated[int, Ge(-1)] = -1
     """sample among the k most likely tokens; -1: among all"""
     multi_turn: str = "{}"
     """JSON of an episode's tools and limits, such as {"tools": ["calculator"], "max_turns": 4}: see MultiTurn in
     lib/agent_loop.py; max_response_length is then that of the whole episode"""
-    gpu_memory: float = 0.4
+    gpu_memory: Annotated[float, Interval(gt=0, lt=1)] = 0.4
     """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
 
     # ---- reward
     reward: tuple[str, ...] = ("data_source",)
     """scorers, whose scores are added: data_source (each row's, from rewards/), path/to/file.py:function (your own)"""
-    reward_weights: tuple[float, ...] = ()
+    reward_weights: Annotated[tuple[float, ...], Interval(ge=-1e4, le=1e4)] = ()
     """a weight for each of them; empty: 1"""
     reward_kwargs: str = "{}"
     """JSON of keywords for every scorer"""
-    reward_workers: int = 2
+    reward_workers: Annotated[int, Ge(0)] = 2
     """processes of each rank that score; 0: score in the training process, for breakpoint()"""
-    reward_timeout: float = 30.0
+    reward_timeout: Annotated[float, Gt(0)] = 30.0
     """seconds that a scorer has for a response"""
-    reward_memory: int = 2048
+    reward_memory: Annotated[int, Ge(1)] = 2048
     """MiB that a scorer may take beyond what its imports took"""
-    reward_failure_score: float | None = None
+    reward_failure_score: Annotated[float | None, Interval(ge=-1e12, le=1e12)] = None
     """score of a response whose scorer hangs, crashes or raises; empty: it is in no group and trains nothing"""
     reward_model: str = ""
     """Hugging Face id or folder of a sequence classifier with one output, whose score is added to the scorer's"""
-    reward_model_coef: float = 1.0
+    reward_model_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
     """weight of the reward model's score"""
 
     # ---- algorithm
-    gamma: float = 1.0
+    gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """discount of a token's reward"""
-    lam: float = 1.0
+    lam: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """lambda of the advantages: 1 trusts the rewards to come, 0 the critic's next value"""
-    lam_policy: float | None = None
+    lam_policy: Annotated[float | None, Interval(ge=0, le=1)] = None
     """VAPO's decoupled GAE: lambda of the policy's advantages, where --lam is only that of the critic's returns"""
-    length_adaptive_alpha: float | None = None
+    length_adaptive_alpha: Annotated[float | None, Gt(0)] = None
     """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha x response length) (0.05 in the paper)"""
     loss: PolicyLoss = "vanilla"
     """policy loss in lib/policy_losses.py"""
     loss_kwargs: str = "{}"
     """JSON of its hyper-parameters, such as {"cliprange_high": 4.0}; vanilla takes the three flags below"""
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
-    clip_ratio_high: float = 0.2
+    clip_ratio_high: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """dual clip: bound of the ratio where the advantage is negative"""
     token_masks: str = "{}"
     """JSON of token selections and their hyper-parameters: top_entropy, m2po, off_policy_sequence keep their tokens in
@@ -186,21 +188,21 @@ class Args:
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
     """how token losses become one loss: see agg_loss in lib/core_algos.py"""
-    loss_scale_factor: float | None = None
+    loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
-    kl_coef: float = 0.001
+    kl_coef: Annotated[float, Ge(0)] = 0.001
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"] = "k1"
     """estimator of that KL; in the loss, + and _unbiased have the gradient of the KL; in the reward, k1 is usual"""
     kl_placement: Literal["loss", "reward"] = "reward"
     """add the KL to the loss, or subtract it from the reward of each token"""
-    kl_target: float | None = None
+    kl_target: Annotated[float | None, Gt(0)] = None
     """with --kl-placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
-    kl_horizon: int = 10000
+    kl_horizon: Annotated[int, Ge(1)] = 10000
     """responses over which beta adapts"""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, Interval(ge=-1, le=1)] = 0.0
     """weight of the entropy bonus"""
-    entropy_target: float | None = None
+    entropy_target: Annotated[float | None, Ge(0)] = None
     """nats: entropy_coef moves by 0.005 a step to hold the entropy here, and is 0 above it; empty: it is fixed"""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
     """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
@@ -210,61 +212,61 @@ class Args:
     {"level": null, "reject": {"seq_mean_k1": [0.99, 1.01]}}: see lib/rollout_correction.py"""
 
     # ---- update
-    num_mini_batches: int = 4
+    num_mini_batches: Annotated[int, Ge(1)] = 4
     """optimizer updates per pass over a step's responses"""
-    update_epochs: int = 1
+    update_epochs: Annotated[int, Ge(1)] = 1
     """passes over a step's responses"""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: Annotated[int, Ge(1)] = 16384
     """tokens of one forward and backward on one rank"""
-    lr: float = 1e-4
+    lr: Annotated[float, Ge(0)] = 1e-4
     """learning rate (for a model of billions of parameters: 1e-6)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """course of the learning rate after the warm-up"""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Ge(0)] = 0
     """steps in which the learning rate rises from 0"""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Ge(0)] = 0.0
     """of AdamW"""
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: Annotated[tuple[float, float], Interval(ge=0, lt=1)] = (0.9, 0.999)
     """of AdamW"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """the gradient's norm is clipped to this"""
 
     # ---- critic
     critic_model: str = ""
     """Hugging Face id, folder or .gguf file that the critic starts from; empty: the policy's, with a new value head"""
-    critic_lr: float = 3e-4
+    critic_lr: Annotated[float, Ge(0)] = 3e-4
     """learning rate of the critic (for a model of billions of parameters: 1e-5); schedule as the policy's"""
-    critic_warmup_steps: int = 0
+    critic_warmup_steps: Annotated[int, Ge(0)] = 0
     """first steps, in which only the critic learns"""
-    cliprange_value: float = 0.5
+    cliprange_value: Annotated[float, Gt(0)] = 0.5
     """a value that has moved further than this in a step's updates is held back"""
 
     # ---- validation
     val_before_train: bool = True
     """validate the start model"""
-    val_every: int = 5
+    val_every: Annotated[int, Ge(0)] = 5
     """validate every n steps and after the last; 0: never"""
     val_only: bool = False
     """validate (with resume: that checkpoint) and stop; writes to <run>/val_only"""
     val_reward: tuple[str, ...] = ()
     """scorers of validation, as --reward; empty: those of training"""
-    val_samples: int = 1
+    val_samples: Annotated[int, Ge(1)] = 1
     """responses per validation prompt: n in mean@n, pass@k, maj@k"""
-    val_temperature: float = 0.0
+    val_temperature: Annotated[float, Ge(0)] = 0.0
     """sampling temperature in validation; 0: greedy"""
-    val_top_p: float = 1.0
+    val_top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """nucleus sampling in validation"""
 
     # ---- checkpoints and logs
-    save_every: int = 50
+    save_every: Annotated[int, Ge(0)] = 50
     """save a checkpoint every n steps and after the last; 0: never"""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Annotated[int, Ge(0)] = 2
     """keep the newest n checkpoints; 0: all"""
     export_model: bool = True
     """after the last step save the policy in Hugging Face form to <run>/model"""
     track: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """log there too; metrics.jsonl is always written"""
-    show_samples: int = 3
+    show_samples: Annotated[int, Ge(0)] = 3
     """responses shown after each validation (samples.jsonl holds them all)"""
 
 
@@ -274,10 +276,6 @@ def check_flags(args: Args) -> None:
     # PPO: its own flags
     if args.critic_model:
         check_model_path(args.critic_model, "--critic-model")
-    if not (args.cliprange_value > 0 and args.critic_warmup_steps >= 0 and 0 <= args.gamma <= 1):
-        raise InputError("--cliprange-value must be > 0, --critic-warmup-steps >= 0, --gamma in 0..1")
-    if args.length_adaptive_alpha is not None and not args.length_adaptive_alpha > 0:
-        raise InputError(f"--length-adaptive-alpha {args.length_adaptive_alpha}: must be > 0")
     if args.lam_policy is not None and args.length_adaptive_alpha is not None:
         raise InputError("--lam-policy and --length-adaptive-alpha both say what lambda the policy has: drop one")
 

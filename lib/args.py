@@ -7,14 +7,18 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
+import operator
 import re
 import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import tyro
+from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from lib import InputError, is_first_on_node, launched_ranks, report_mistake
 
@@ -53,6 +57,8 @@ PolicyLoss = Literal[
     "kl_cov",
 ]
 """names in lib/policy_losses.py"""
+HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
+WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
 
 
@@ -80,15 +86,39 @@ def as_flag(name: str) -> str:
 
 
 def parse_json(args: Any, name: str) -> dict:
-    """The JSON object of the field `name`. Raises InputError."""
+    """The JSON object of the field `name`, its numbers finite. Raises InputError."""
     text = getattr(args, name)
     try:
-        settings = json.loads(text)
-    except json.JSONDecodeError as error:
+        settings = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except RecursionError as error:
+        raise InputError(f"{as_flag(name)}: nested too deeply") from error
+    except ValueError as error:
         raise InputError(f"{as_flag(name)} {text}: not JSON ({error})") from error
     if not isinstance(settings, dict):
         raise InputError(f'{as_flag(name)} {text}: give a JSON object, such as {{"name": 1}}')
     return settings
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def check_ranges(args: Any) -> None:
+    """Raises InputError for a number, alone or in a tuple, that is not finite or not in the range at its field."""
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        value, bounds = getattr(args, name), []
+        for given in getattr(hint, "__metadata__", ()):
+            bounds += given if isinstance(given, Interval) else [given]
+        for number in value if isinstance(value, tuple) else [value]:
+            if not isinstance(number, int | float):
+                continue
+            if not abs(number) < math.inf:
+                raise InputError(f"{as_flag(name)} {number}: must be a finite number")
+            if not all(HOLDS[type(bound)](number, *astuple(bound)) for bound in bounds):
+                must = " and ".join(f"{WORDS[type(bound)]} {astuple(bound)[0]}" for bound in bounds)
+                raise InputError(f"{as_flag(name)} {number}: must be {must}")
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -106,9 +136,6 @@ class Sizes:
 
 def step_sizes(args: Any, world_size: int) -> Sizes:
     """Checks the batch arithmetic. Raises InputError with the formula and its numbers."""
-    for name in ("prompts_per_step", "group_size", "num_mini_batches", "update_epochs", "max_response_length"):
-        if getattr(args, name) < 1:
-            raise InputError(f"{as_flag(name)} {getattr(args, name)}: must be at least 1")
     if args.prompts_per_step % (world_size * args.num_mini_batches):
         raise InputError(
             "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
@@ -116,7 +143,7 @@ def step_sizes(args: Any, world_size: int) -> Sizes:
             f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
         )
     for name in ("sequence_parallel", "tensor_parallel"):
-        if getattr(args, name) < 1 or world_size % getattr(args, name):
+        if world_size % getattr(args, name):
             raise InputError(f"{as_flag(name)} {getattr(args, name)}: must divide the number of ranks, {world_size}")
     if args.sequence_parallel * args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
         raise InputError(
@@ -136,6 +163,7 @@ def step_sizes(args: Any, world_size: int) -> Sizes:
 
 def check_common_flags(args: Any) -> None:
     """Raises InputError for values and combinations that make no sense in any of the scripts."""
+    check_ranges(args)
     for field in fields(args):
         if field.default == "{}":
             parse_json(args, field.name)
@@ -143,6 +171,9 @@ def check_common_flags(args: Any) -> None:
     step_sizes(args, world_size)
     check_engine(args.rollout_engine, args.engine_ranks, world_size)
     _check_models_and_files(args)
+    if not args.dry_run:
+        check_output_dir(args.output_dir)
+    _check_patterns(args)
     _check_sampling(args)
     _check_kl(args)
     _check_parallel(args)
@@ -153,7 +184,7 @@ def check_common_flags(args: Any) -> None:
 
 def check_engine(name: str, ranks: int, world_size: int) -> None:
     """Raises InputError when there is no such engine or it cannot run here."""
-    if ranks < 1 or world_size % ranks:
+    if world_size % ranks:
         raise InputError(f"--engine-ranks {ranks}: the number of ranks, {world_size}, must be a multiple of it")
     if ranks > 1 and name != "vllm":
         raise InputError(
@@ -207,15 +238,28 @@ def _check_code_file(flag: str, spec: str) -> None:
         raise InputError(f"{flag} {spec}: give an existing file and a name in it, as path/to/file.py:name")
 
 
+def check_output_dir(folder: str) -> None:
+    """Raises InputError for a folder in which nothing can be written, or that cannot be made."""
+    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise InputError(f"--output-dir {folder}: {there} is not a folder")
+    try:
+        tempfile.TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        raise InputError(f"--output-dir {folder}: {there} cannot be written: {error.strerror}") from error
+
+
+def _check_patterns(args: Any) -> None:
+    for name in ("freeze", "lora_target_modules"):
+        try:
+            re.compile(getattr(args, name))
+        except re.error as error:
+            raise InputError(f"{as_flag(name)} {getattr(args, name)}: not a regular expression: {error}") from error
+
+
 def _check_sampling(args: Any) -> None:
-    if not 0 <= args.seed < 2**32:
-        raise InputError(f"--seed {args.seed}: must be in 0..{2**32 - 1}")
-    if args.temperature <= 0:
-        raise InputError(f"--temperature {args.temperature}: training samples need a temperature above 0")
     if args.val_samples > 1 and args.val_temperature == 0:
         raise InputError(f"--val-samples {args.val_samples} are all the same at --val-temperature 0: raise it")
-    if args.async_level < 0:
-        raise InputError(f"--async-level {args.async_level}: must be at least 0")
     if args.async_level and args.rollout_engine in ("hf", "vllm"):
         raise InputError(
             f"--async-level {args.async_level} needs --rollout-engine http://host:port, not a shared device"
@@ -224,7 +268,7 @@ def _check_sampling(args: Any) -> None:
         raise InputError(f"--async-level {args.async_level}: episodes of --multi-turn do not run ahead; drop one")
     if args.old_log_probs == "rollout" and parse_json(args, "rollout_correction"):
         raise InputError("--old-log-probs rollout is the correction itself: drop it or --rollout-correction")
-    reading = {"top_entropy", "optimal_token_baseline"} & {
+    reading = {"top_entropy", "optimal_token_baseline", "tir_optimal_token_baseline"} & {
         *parse_json(args, "token_masks"),
         getattr(args, "adv_estimator", None),
     }

@@ -1,13 +1,20 @@
 """Bad flags: one line each, before torch is imported, and last where a launcher prints a report of its own."""
 
+import importlib
 import importlib.util
 import json
+import math
 import subprocess
+from dataclasses import dataclass
+from typing import Annotated, get_args, get_type_hints
 
 import pytest
+from annotated_types import Gt, Interval, Le
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lib import InputError
-from lib.args import check_engine, check_model_path
+from lib.args import check_engine, check_model_path, check_output_dir, check_ranges
 from tests.common import ACCELERATE, PYTHON, ROOT, TORCHRUN, environment, launch
 
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
@@ -32,10 +39,25 @@ BAD_FLAGS = {  # what the message says, by flags
     "30 < 32 + 16": ["--micro-batch-tokens", "30"],
     "--loss-kwargs {x: not JSON": ["--loss-kwargs", "{x"],
     "--multi-turn [1]: give a JSON object": ["--multi-turn", "[1]"],
-    "--temperature 0.0": ["--temperature", "0"],
+    "--temperature 0.0: must be above 0": ["--temperature", "0"],
+    "--max-grad-norm -1.0: must be above 0": ["--max-grad-norm", "-1"],
+    "--lr nan: must be a finite number": ["--lr", "nan"],
+    "--kl-coef inf: must be a finite number": ["--kl-coef", "inf"],
+    "--clip-ratio-low -0.2: must be at least 0": ["--clip-ratio-low", "-0.2"],
+    "--top-p 0.0: must be above 0 and at most 1": ["--top-p", "0"],
+    "--adam-betas 1.0: must be at least 0 and below 1": ["--adam-betas", "0.9", "1"],
+    "--val-samples 0: must be at least 1": ["--val-samples", "0"],
+    "--replicas 0: must be at least 1": ["--replicas", "0"],
+    "--seed -1: must be at least 0 and below 4294967296": ["--seed", "-1"],
+    "--seed 4294967296: must be at least 0 and below": ["--seed", "4294967296"],
+    "--reward-weights 1e+38": ["--reward-weights", "1e38"],
+    "NaN is no finite number": ["--loss-kwargs", '{"x": NaN}'],
+    "1e999 is no finite number": ["--reward-kwargs", '{"x": 1e999}'],
+    "--reward-kwargs: nested too deeply": ["--reward-kwargs", "[" * 100_000],
+    "--freeze model.(: not a regular expression": ["--freeze", "model.("],
+    "--lora-target-modules *_proj: not a regular expression": ["--lora-rank", "4", "--lora-target-modules", "*_proj"],
+    "--output-dir README.md: README.md is not a folder": ["--output-dir", "README.md"],
     "at --val-temperature 0": ["--val-samples", "4"],
-    "--seed -1: must be in 0..4294967295": ["--seed", "-1"],
-    "--seed 4294967296: must be in 0..4294967295": ["--seed", "4294967296"],
     "must be hf, vllm or the URL": ["--rollout-engine", "sglang"],
     "--model ./absent: no such folder": ["--model", "./absent"],
     "--reward-model ./absent: no such folder": ["--reward-model", "./absent"],
@@ -67,6 +89,7 @@ OWN_BAD_FLAGS = {
     },
     "ppo": {
         "--critic-model ./absent: no such folder": ["--critic-model", "./absent"],
+        "--gamma 1.5: must be at least 0 and at most 1": ["--gamma", "1.5"],
         "drop one": ["--lam-policy", "1", "--length-adaptive-alpha", "1"],
     },
     "remax": {},
@@ -74,7 +97,7 @@ OWN_BAD_FLAGS = {
         "go together": ["--reward-keys", "right"],
         "--zero-variance refill compares": ["--group-size", "1"],
         "--max-gen-batches 0": ["--max-gen-batches", "0"],
-        "--overlong-buffer 17: must be in 0..16": ["--overlong-buffer", "17"],
+        "--overlong-buffer 17: must be at most 16": ["--overlong-buffer", "17"],
         "cannot run ahead": AHEAD,
     },
 }
@@ -84,11 +107,50 @@ OWN_BAD_FLAGS = {
 def test_a_bad_flag_is_one_line_before_torch_is_imported(script):
     cases = BAD_FLAGS | OWN_BAD_FLAGS[script]
     command = [*PYTHON, "-c", DRIVER, str(ROOT / f"{script}.py"), json.dumps(list(cases.values()))]
-    done = subprocess.run(command, env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for message, (code, said, torch_imported) in zip(cases, json.loads(done.stdout)):
         assert code == 2 and message in said and not torch_imported, (message, said)
         assert "argument" in said.lower() or "option" in said or said.splitlines() == [said.strip()]
+
+
+def test_every_number_has_its_range_at_the_field():
+    """Also that the defaults are in it."""
+    for script in OWN_BAD_FLAGS:
+        args_class = importlib.import_module(script).Args
+        check_ranges(args_class())
+        for name, hint in get_type_hints(args_class, include_extras=True).items():
+            if {int, float} & {hint, *get_args(hint), *get_args(get_args(hint)[0] if get_args(hint) else None)}:
+                assert getattr(hint, "__metadata__", ()), f"{script}: {name} has no range"
+
+
+@given(st.floats(), st.floats(), st.floats())
+def test_a_number_is_taken_where_its_bounds_hold(value, low, high):
+    @dataclass
+    class Some:
+        number: Annotated[float | None, Gt(low), Le(high)] = None
+        pair: Annotated[tuple[float, ...], Interval(ge=low, lt=high)] = ()
+
+    check_ranges(Some())
+    for args, holds in (
+        (Some(number=value), low < value <= high),
+        (Some(pair=(value, value)), low <= value < high),
+    ):
+        if holds and math.isfinite(value):
+            check_ranges(args)
+        else:
+            with pytest.raises(InputError, match=r"^--(number|pair) "):
+                check_ranges(args)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    check_output_dir(str(tmp_path / "new/newer"))
+    with pytest.raises(InputError, match=r"--output-dir .*/file/runs: .*/file is not a folder"):
+        check_output_dir(str(tmp_path / "file/runs"))
+    with pytest.raises(InputError, match="cannot be written"):
+        check_output_dir("/proc/runs")
 
 
 def test_the_help_needs_no_torch():

@@ -336,7 +336,7 @@ BAD_INPUT = {  # beside the flags of tests/test_args.py
     "no chat template": (lambda t: ["--model", model_folder(t / "m", template=False)], "no chat template"),
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
     "estimator without the parameter": (lambda t: ["--adv-kwargs", '{"gama": 1}'], "gama"),
-    "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "2"], "coef in 0..1"),
+    "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "-0.5"], "coef in 0..1"),
     "unknown token mask": (lambda t: ["--token-masks", '{"magic": {}}'], "unknown token mask 'magic'"),
     "token mask's value": (lambda t: ["--token-masks", '{"top_entropy": {"fraction": 2}}'], "(0, 1]"),
     "unknown correction": (lambda t: ["--rollout-correction", '{"sigma": 1}'], "rollout correction with {'sigma': 1}"),
