@@ -326,7 +326,7 @@ def _tools_of(spec: str) -> list[BaseTool]:
     if spec == "calculator":
         return [FunctionTool(calculator)]
     if spec == "python":
-        from rewards.code import sandbox_level
+        from rewards.sandbox import sandbox_level
 
         sandbox_level()  # raises InputError where none works
         return [FunctionTool(python)]
@@ -428,10 +428,10 @@ def python(code: str) -> str:
         code: The program. Only what it prints is shown.
     """
     from rewards import _sandbox
-    from rewards.code import _connect, _hang_up, make_spec, sandbox_level
+    from rewards.sandbox import connect, hang_up, make_spec, sandbox_level
 
     program = PYTHON_SHELL.format(program=code)
-    conn = _connect(make_spec(level=sandbox_level(), form="stdin", program=program, total_timeout=PYTHON_S))
+    conn = connect(make_spec(level=sandbox_level(), form="stdin", program=program, total_timeout=PYTHON_S))
     try:
         _sandbox.send(conn, "")
         reply = _sandbox.receive(conn, time.monotonic() + PYTHON_S)
@@ -440,7 +440,7 @@ def python(code: str) -> str:
     except (EOFError, ConnectionError):
         raise RuntimeError("the program's process is gone") from None
     finally:
-        _hang_up(conn)
+        hang_up(conn)
     ended = f"(the program was ended by signal {-reply['exit']})" if reply["exit"] < 0 else ""
     return reply["stdout"] + ended or "(the program printed nothing)"
 

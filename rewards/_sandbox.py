@@ -1,4 +1,4 @@
-"""The far side of rewards/code.py, run as a script: programs are run here, behind a kernel's walls. Linux only.
+"""The far side of rewards/sandbox.py, run as a script: programs are run here, behind a kernel's walls. Linux only.
 
     scorer -- zygote -- supervisor -- init [-- program]     one supervisor a sample; `|` below is the wall
                             |          |         |
@@ -18,6 +18,7 @@ import builtins
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import math
 import operator
@@ -486,6 +487,24 @@ def run_calls(conn, spec: dict, folder: str, null: int) -> None:
         run_tests(conn, channel, names)
 
 
+def run_functions(conn, spec: dict, folder: str, null: int) -> None:
+    """Answers every message with [function(message)], or [] where that fails; each in a process of its own."""
+    function = getattr(sys.modules[spec["module"]], spec["name"])
+    while True:
+        argument = receive(conn)
+        channel, theirs = socket.socketpair()
+        files = [null, null, null, theirs.fileno()]
+        pid = run_program(spec, folder, files, lambda: send(socket.socket(fileno=3), function(argument)))  # noqa: B023
+        theirs.close()
+        with channel:
+            try:
+                answer = [receive(channel)]
+            except (EOFError, OSError, ValueError):
+                answer = []
+        end_program(pid)
+        send(conn, answer)
+
+
 def init(conn, spec: dict, folder: str) -> None:
     os.setpgid(0, 0)
     drop_privileges(spec["level"])
@@ -499,6 +518,8 @@ def init(conn, spec: dict, folder: str) -> None:
             run_scripts(conn, spec, folder, null)
         elif spec["form"] == "calls":
             run_calls(conn, spec, folder, null)
+        elif spec["form"] == "function":
+            run_functions(conn, spec, folder, null)
         else:  # "remote": the program is elsewhere, and the scorer passes the calls on
             run_tests(conn, conn, spec["names"])
 
@@ -537,10 +558,14 @@ def supervise(conn) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def zygote() -> None:
+def zygote(module: str = "", *folders: str) -> None:
+    """Forks a supervisor for each socket that comes over standard input. The module is imported before, and warmed."""
     control = socket.socket(fileno=os.dup(0))
     sys.set_int_max_str_digits(0)
     exec(PRELUDE, {})  # warm
+    if module:
+        sys.path += folders
+        importlib.import_module(module).warm()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -555,4 +580,4 @@ def zygote() -> None:
 
 
 if __name__ == "__main__":
-    zygote()
+    zygote(*sys.argv[1:])

@@ -14,42 +14,26 @@ place, nor give the program a function, and an object that is no plain value sta
 methods can be used). What remains possible: a program may answer by the arguments alone (a table of known inputs), and
 in MBPP's form a test may call helpers of the program's own.
 
-sandbox_level() says what holds: "namespaces" (no network, no process but its own, no file but the interpreter's
-libraries and an own /tmp); "landlock" where the kernel refuses namespaces: the same, but a program has no child
-processes; "rlimits" where it has neither: no network and no child processes, but what the user can read and write, a
-program can, the scorer's memory with it. Both are said once, as a warning. Memory is limited a process, so at most
-memory_mb * processes.
+What the walls are made of, and what each kind lets through, is in rewards/sandbox.py.
 """
 
 import ast
 import builtins
 import json
 import math
-import os
 import re
 import socket
-import subprocess
-import sys
-import sysconfig
-import threading
 import time
 import urllib.request
-import warnings
 from collections import Counter
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from lib import InputError
 from rewards import _sandbox
+from rewards.sandbox import GRACE, connect, hang_up, make_spec, sandbox_level
 
 FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-GRACE = 10  # seconds for the sandbox to start, and to end
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-_zygote: socket.socket | None = None
-_lock = threading.Lock()
-os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))  # a thread may have held it
 
 
 class Tests(NamedTuple):
@@ -130,104 +114,13 @@ def same_output(got: str, expected: str) -> bool:
     return len(lines) == len(truths) and all(map(same_line, lines, truths))
 
 
-# ---- the sandbox ----
-
-
-@lru_cache
-def _folders() -> dict:
-    """The libraries that a program can read, and within them what it cannot: installed packages may hold the tests."""
-    stdlib = sysconfig.get_path("stdlib")
-    shared = [str(Path(sys.base_prefix) / "lib"), stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
-    real = sorted({os.path.realpath(path) for path in shared if Path(path).exists()})
-    readable = [path for path in real if not any(path.startswith(other + "/") for other in real)]
-    hidden = [f"{stdlib}/site-packages", f"{stdlib}/dist-packages", "/usr/lib/python3/dist-packages"]
-    return {"readable": readable, "hidden": [path for path in map(os.path.realpath, hidden) if Path(path).exists()]}
-
-
-def _start_zygote() -> socket.socket:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-S", "-s", "-P", "-B", _sandbox.__file__]
-        subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/", process_group=0)
-    return ours
-
-
-def _connect(spec: dict) -> socket.socket:
-    """A sandbox that is ready for its first message. Starts the zygote where it is not there, or not there any more."""
-    global _zygote
-    ours, theirs = socket.socketpair()
-    try:
-        with theirs, _lock:
-            try:
-                _zygote = _zygote or _start_zygote()
-                socket.send_fds(_zygote, [b"+"], [theirs.fileno()])
-            except ConnectionError:
-                _zygote = _start_zygote()
-                socket.send_fds(_zygote, [b"+"], [theirs.fileno()])
-        _sandbox.send(ours, spec)
-        answer = _sandbox.receive(ours, time.monotonic() + GRACE)
-    except (EOFError, OSError) as error:
-        answer = f"it does not start ({type(error).__name__})"
-    if answer != "ready":
-        ours.close()
-        raise RuntimeError(f"rewards/code.py: the {spec['level']} sandbox failed: {answer}")
-    return ours
-
-
-def _hang_up(conn: socket.socket) -> None:
-    """Ends the sample, and waits until no process of it is left: then nobody holds the other end."""
-    with conn:
-        conn.shutdown(socket.SHUT_WR)
-        conn.settimeout(GRACE)
-        try:
-            while conn.recv(1 << 20):
-                pass
-        except ConnectionError:
-            pass
-        except TimeoutError:
-            raise RuntimeError(f"rewards/code.py: a sandbox has not ended in {GRACE} s") from None
-
-
-@lru_cache
-def sandbox_level() -> str:
-    """ "namespaces", "landlock" or "rlimits": the strongest that works here. Raises InputError where none does."""
-    errors = []
-    for level in ("namespaces", "landlock", "rlimits"):
-        spec = make_spec(level=level, form="stdin", program="print(input())")
-        try:
-            if _attempt(spec, Tests("stdin", [("1", "1")]), set(), time.monotonic() + GRACE) == ["passed"]:
-                break
-            errors.append(f"{level}: a program that prints fails")
-        except RuntimeError as error:
-            errors.append(str(error))
-    else:
-        raise InputError(f"rewards/code.py: no sandbox works here, use sandbox_url ({'; '.join(errors)})")
-    if level != "namespaces":
-        lost = {"landlock": "without child processes", "rlimits": "they can read and write all that you can"}[level]
-        warnings.warn(f"rewards/code.py: programs run in a {level} sandbox: {lost} ({errors[0]})", stacklevel=2)
-    return level
-
-
-def make_spec(packages: tuple = ("numpy",), **options) -> dict:
-    """What a sandbox is told first; `options` are level, form, program, and those that differ from these defaults."""
-    site = sysconfig.get_path("purelib")
-    paths = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
-    paths = {"packages": [path for path in paths if Path(path).is_dir()], "sys_path": [site], **_folders()}
-    limits = {
-        "timeout": 10.0,
-        "total_timeout": 60.0,
-        "memory_mb": 1024,
-        "processes": 16,
-        "folder_mb": 64,
-        "output_mb": 8,
-    }
-    return {**paths, **limits, "prelude": "", **options}
+# ---- a program and its tests in the sandbox ----
 
 
 def _attempt(spec: dict, tests: Tests, final: set, end: float, pass_call=None) -> list[str]:
     """The verdicts of one sandbox: of all cases, or to the first in `final`."""
     verdicts: list[str] = []
-    conn = _connect(spec)
+    conn = connect(spec)
     try:
         if tests.form == "calls":
             _sandbox.send(conn, {"setup": tests.setup, "entries": tests.entries, "cases": tests.cases})
@@ -250,7 +143,7 @@ def _attempt(spec: dict, tests: Tests, final: set, end: float, pass_call=None) -
     except (EOFError, ConnectionError):
         verdicts.append("crash")
     finally:
-        _hang_up(conn)
+        hang_up(conn)
     return verdicts
 
 

@@ -1,31 +1,53 @@
 r"""Scorer for mathematics: the response's last \boxed{...}, or without one what math-verify finds in it.
 
 math-verify (LaTeX -> sympy, then equality of expressions, sets, intervals, equations, matrices) decides. Units do not
-count, and 10 % is both 10 and 0.1. Its time may be quadratic in a text's length: a boxed answer of more than 1000
-characters is only compared as text (the longest in MATH-500 has 159), and a response without one is searched in its
-last 10000. math-verify's time limits are SIGALRM, which works only in the main thread; in any other thread they are
-off, and the caller must hold the limit. In the main thread they replace an alarm already set. The name is safe while it
-is imported as rewards.math: never put rewards/ itself on sys.path.
+count, and 10 % is both 10 and 0.1. A text of the model's is read in the sandbox (rewards/_math.py), by a process that
+does not know the truth; here its result, which is data, is compared. A number is read here: it can name nothing.
+
+math-verify's time may be quadratic in a text's length: a boxed answer of more than 1000 characters is only compared as
+text (the longest in MATH-500 has 159), and a response without one is searched in its last 10000. The comparison's time
+limit is SIGALRM, which works only in the main thread; in any other thread it is off, and the caller must hold the
+limit. In the main thread it replaces an alarm already set. The name is safe while it is imported as rewards.math: never
+put rewards/ itself on sys.path.
 """
 
+import re
 import threading
+from functools import lru_cache
 
 from math_verify import parse, verify
 
+from rewards import _math
 from rewards.answers import last_boxed
+from rewards.sandbox import evaluate
 
 LONGEST, TAIL = 1000, 10_000  # characters
+NUMBER = re.compile(r"\\boxed\{-?[0-9][0-9.,/]{0,40}\}")
+PACKAGES = ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "mpmath")
 
 
 def _seconds() -> int | None:
-    return 5 if threading.current_thread() is threading.main_thread() else None
+    return _math.SECONDS if threading.current_thread() is threading.main_thread() else None
 
 
-def _parse(text: str) -> list:
+@lru_cache(maxsize=1024)
+def _parse_here(text: str) -> list:
     return parse(text, parsing_timeout=_seconds())
 
 
-def _verify(gold: list, answer: list) -> bool:
+def _parse(text: str) -> list:
+    """What math-verify finds in a text of the model's."""
+    if NUMBER.fullmatch(text):
+        return _parse_here(text)
+    found = evaluate("rewards._math:read", text, 2 * _math.SECONDS, PACKAGES) or []
+    try:
+        return [_math.load(data) for data in found]
+    except Exception:  # noqa: BLE001 what sympy's classes raise on arguments that the sandbox made up
+        return []
+
+
+def _verify(truth: str, answer: list) -> bool:
+    gold = _parse_here(f"\\boxed{{{truth}}}")
     return bool(gold and answer) and verify(gold, answer, timeout_seconds=_seconds())
 
 
@@ -33,7 +55,7 @@ def equal(answer: str, truth: str) -> bool:
     """Whether math-verify takes the LaTeX `answer` for `truth`; "" is never right."""
     if answer == truth or max(len(answer), len(truth)) > LONGEST:
         return answer == truth != ""
-    return _verify(_parse(f"\\boxed{{{truth}}}"), _parse(f"\\boxed{{{answer}}}"))
+    return _verify(truth, _parse(f"\\boxed{{{answer}}}"))
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
@@ -43,5 +65,5 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
         return {"score": float(equal(pred, truth)), "pred": pred or None}
     found = _parse(solution_str[-TAIL:])
     pred = str(found[-1]).strip() if found else ""
-    right = pred != "" and (pred == truth or _verify(_parse(f"\\boxed{{{truth}}}"), found))
+    right = pred != "" and (pred == truth or _verify(truth, found))
     return {"score": float(right), "pred": pred or None}

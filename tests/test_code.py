@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from lib import InputError
-from rewards import _sandbox, code
+from rewards import _sandbox, code, sandbox
 from tests.common import ROOT
 
 LEVELS = ["namespaces", "landlock", "rlimits"]
@@ -41,6 +41,8 @@ def level(request, monkeypatch):
     except RuntimeError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(code, "sandbox_level", lambda: request.param)
+    monkeypatch.setattr(sandbox, "sandbox_level", lambda: request.param)
+    sandbox._idle.clear()
     return request.param
 
 
@@ -472,7 +474,7 @@ def sandbox_processes() -> set[int]:
     """Processes of any sandbox of this checkout, zygotes left out; zombies count."""
     found = set()
     for process in psutil.process_iter(["pid", "cmdline"]):
-        if process.info["cmdline"] and process.info["cmdline"][-1] == _sandbox.__file__:
+        if _sandbox.__file__ in (process.info["cmdline"] or ()):
             found.add(process.info["pid"])
     return found - {p.pid for p in psutil.Process().children()}
 
@@ -559,7 +561,7 @@ def _score_one(program):
 def test_a_killed_zygote_is_replaced():
     assert score(RIGHT, TRUTH)["score"] == 1.0
     for process in psutil.Process().children():
-        if process.cmdline()[-1] == _sandbox.__file__:
+        if _sandbox.__file__ in process.cmdline():
             process.kill()
             process.wait()
     assert score(RIGHT, TRUTH)["score"] == 1.0
@@ -601,31 +603,68 @@ def test_without_privileges():
 
 
 def test_the_level_is_said(monkeypatch):
-    attempt = code._attempt
+    real = sandbox.connect
     works = {"namespaces", "landlock", "rlimits"}
 
     def refused(spec, *args):
         if spec["level"] not in works:
             raise RuntimeError(f"{spec['level']} refused")
-        return attempt(spec, *args)
+        return real(spec, *args)
 
-    monkeypatch.setattr(code, "_attempt", refused)
+    monkeypatch.setattr(sandbox, "connect", refused)
     for lost, says in (
         ("namespaces", "child processes"),
         ("landlock", "read and write all"),
         ("rlimits", None),
     ):
         works.remove(lost)
-        code.sandbox_level.cache_clear()
+        sandbox.sandbox_level.cache_clear()
         if says is None:
             with pytest.raises(InputError, match="no sandbox works here"):
-                code.sandbox_level()
+                sandbox.sandbox_level()
         else:
             with pytest.warns(UserWarning, match=says):
-                assert code.sandbox_level() in works
+                assert sandbox.sandbox_level() in works
             assert score(RIGHT, TRUTH)["score"] == 1.0
     monkeypatch.undo()
-    code.sandbox_level.cache_clear()
+    sandbox.sandbox_level.cache_clear()
+
+
+# ---- functions ----
+
+SECRET = "the truth of this row"
+
+
+def test_a_function_in_the_sandbox_knows_its_argument_and_nothing_else(level, monkeypatch):
+    monkeypatch.setenv("PLAINRL_TEST", SECRET)
+    for _ in range(2):  # the second by the same sandbox, in a process of its own
+        seen = sandbox.evaluate("tests.in_sandbox:look_around", [[SECRET[:5], SECRET[5:]], ["test_", "code"]], 10)
+        assert seen["found"] == [] and seen["calls"] == 1
+        assert seen["reached"] == [] or level == "rlimits"
+        assert "network" not in seen["reached"]
+
+
+@pytest.mark.parametrize("how", ["hang", "exit", "raise", "no JSON", "write"])
+def test_a_function_that_misbehaves_costs_its_own_argument(how, level):
+    before = sandbox_processes()
+    start = time.monotonic()
+    assert sandbox.evaluate("tests.in_sandbox:misbehave", how, 0.5) in (None, "write")
+    assert time.monotonic() - start < 15
+    assert sandbox.evaluate("tests.in_sandbox:misbehave", "well", 10) == "well"
+    for conn in sandbox._idle.pop("tests.in_sandbox:misbehave"):
+        sandbox.hang_up(conn)
+    while sandbox_processes() - before:
+        assert time.monotonic() - start < 20
+        time.sleep(0.01)
+
+
+def test_a_sandbox_that_is_killed_is_no_wrong_answer():
+    function = "tests.in_sandbox:misbehave"
+    assert sandbox.evaluate(function, "well", 10) == "well"
+    sandbox._idle[function][0].shutdown(2)  # as it looks from here
+    with pytest.raises(RuntimeError, match="the sandbox of"):
+        sandbox.evaluate(function, "well", 10)
+    assert sandbox.evaluate(function, "well", 10) == "well"
 
 
 # ---- SandboxFusion ----

@@ -28,7 +28,7 @@ from math_verify import parse, verify
 import rewards
 from lib import InputError
 from lib.reward_pool import Pool
-from rewards import countdown, geometry3k, gsm8k, judge, math_dapo, multiple_choice, search_qa
+from rewards import _math, countdown, geometry3k, gsm8k, judge, math_dapo, multiple_choice, search_qa
 from rewards import format as form
 from rewards import math as math_reward
 from rewards.answers import last_boxed, last_tagged
@@ -230,6 +230,79 @@ MATH = [  # ground truth, response, right
 def test_math_agrees_with_math_verify(truth, response, right):
     assert math_reward.compute_score("", response, truth)["score"] == float(right)
     assert verify(parse(f"${truth}$"), parse(response)) == right
+
+
+FORMS = r"""f(x)=x^2|\int_0^1 x dx|\sum_{i=1}^n i|\lim_{x\to 0} x|\binom{5}{2}|5!|\lfloor x\rfloor|A \cup B
+x \in \mathbb{R}|\mathbb{R}\setminus\{1\}|3+2i|\log_2 8|\sin 30^\circ|x\equiv 3 \pmod 5|\frac{d}{dx}x^2|a=1,b=2
+0.1\overline{6}|12_5|1{,}000|\max(1,2)|[1,2]\cup[2,4]|\{x : x>1\}|e^{i\pi}|-\infty|\emptyset|y=\pm\frac{1}{2}x
+A^{-1}|x \ne 1|\frac{1}{0}|\sqrt[3]{2}|x\%|0.5\%|\overline{AB}|\begin{bmatrix}1&2\\3&4\end{bmatrix}|\vec{a}+\vec b
+\mathbb{Z}|\arctan 1|f^{-1}(x)|9^{9^{9}}|3:4"""
+
+
+def test_what_the_sandbox_reads_arrives_as_it_was():
+    """The same objects, as far as math-verify can tell: each form against each truth."""
+    texts = [response for _, response, _ in MATH] + [f"\\boxed{{{form}}}" for form in re.split(r"\||\n", FORMS)]
+    pairs = []
+    for text in texts:
+        parsed = parse(text)
+        data = json.loads(json.dumps([_math.dump(value) for value in parsed]))
+        pairs.append((text, parsed, [_math.load(value) for value in data]))
+        for before, after in zip(parsed, pairs[-1][2], strict=True):
+            assert before == after and type(before) is type(after), text
+            assert [*map(str, getattr(before, "args", ()))] == [*map(str, getattr(after, "args", ()))], text
+    for truth in [r"\{1,2,3\}"]:
+        gold = parse(f"\\boxed{{{truth}}}")
+        for text, before, after in pairs:
+            if "9^9" not in text.replace("{", ""):
+                assert verify(gold, before) == verify(gold, after), (truth, text)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["Add", ["open('ran', 'w')"]],
+        ["Symbol", ["open('ran', 'w')"]],
+        ["own", "FiniteSet", ["open('ran', 'w')"]],
+        ["function", "f", ["open('ran', 'w')"]],
+        ["matrix", [["open('ran', 'w')"]], [1, 1]],
+        ["rational", "open('ran', 'w')"],
+        ["sympify", []],
+        ["parse_expr", [["Integer", []]]],
+        ["__builtins__", []],
+        ["S", []],
+        ["own", "open", []],
+        ["float", ["a"], "b"],
+        [],
+        {"a": 1},
+        7,
+        None,
+    ],
+)
+def test_what_the_sandbox_makes_up_is_data(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, TypeError, LookupError, AttributeError)):
+        _math.load(data)
+    monkeypatch.setattr(math_reward, "evaluate", lambda *_: [data])
+    assert math_reward.compute_score("", r"\boxed{x}", "x+1")["score"] == 0.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_numbers_and_the_truth_are_read_beside_the_truth(monkeypatch):
+    here = []
+    monkeypatch.setattr(math_reward, "parse", lambda text, **kwargs: here.append(text) or parse(text, **kwargs))
+    math_reward._parse_here.cache_clear()
+    for response in [
+        r"\boxed{17}",
+        r"\boxed{1,000.5}",
+        r"\boxed{-1/2}",
+        r"\boxed{x}",
+        r"\boxed{9^9}",
+        "it is 3",
+        "$y$",
+    ]:
+        math_reward.compute_score("", response, "z")
+        geometry3k.compute_score("", response, "z")
+    assert set(here) == {r"\boxed{z}", r"\boxed{17}", r"\boxed{1,000.5}", r"\boxed{-1/2}"}
 
 
 def test_a_long_answer_is_compared_as_text():

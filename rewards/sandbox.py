@@ -1,0 +1,166 @@
+"""Sandboxes: processes without network, files and neighbours, for what a model wrote. The near side of _sandbox.py.
+
+A zygote is started once a process; it forks what is asked for, behind walls that the kernel has. sandbox_level() says
+which walls hold here:
+
+    namespaces   no network, no process but its own, no file but the interpreter's libraries and a /tmp of its own
+    landlock     the same where the kernel refuses namespaces, but without child processes
+    rlimits      where it has neither: no network and no child processes; but what the user can read and write, a
+                 program can, the scorer's memory with it
+
+Memory is limited a process, so at most memory_mb * processes.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import warnings
+from collections import defaultdict
+from functools import lru_cache
+from pathlib import Path
+
+from lib import InputError
+from rewards import _sandbox
+
+GRACE = 10  # seconds for the sandbox to start, and to end
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+_zygotes: dict[str, socket.socket] = {}  # by the module that it has imported; a worker's forks share them
+_idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes of evaluate(), by function
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread may have held it
+    _idle.clear()  # they are the parent's
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@lru_cache
+def _folders() -> dict:
+    """The libraries that a program can read, and within them what it cannot: installed packages may hold the tests."""
+    stdlib = sysconfig.get_path("stdlib")
+    shared = [str(Path(sys.base_prefix) / "lib"), stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
+    real = sorted({os.path.realpath(path) for path in shared if Path(path).exists()})
+    readable = [path for path in real if not any(path.startswith(other + "/") for other in real)]
+    hidden = [f"{stdlib}/site-packages", f"{stdlib}/dist-packages", "/usr/lib/python3/dist-packages"]
+    return {"readable": readable, "hidden": [path for path in map(os.path.realpath, hidden) if Path(path).exists()]}
+
+
+def make_spec(packages: tuple = ("numpy",), **options) -> dict:
+    """What a sandbox is told first; `options` are level, form, program, and those that differ from these defaults."""
+    site = sysconfig.get_path("purelib")
+    paths = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
+    paths = {"packages": [path for path in paths if Path(path).is_dir()], "sys_path": [site], **_folders()}
+    limits = {
+        "timeout": 10.0,
+        "total_timeout": 60.0,
+        "memory_mb": 1024,
+        "processes": 16,
+        "folder_mb": 64,
+        "output_mb": 8,
+    }
+    return {**paths, **limits, "prelude": "", **options}
+
+
+def _start_zygote(module: str) -> socket.socket:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-S", "-s", "-P", "-B", _sandbox.__file__]
+        if module:
+            command += [module, str(ROOT), sysconfig.get_path("purelib")]
+        subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/", process_group=0)
+    return ours
+
+
+def connect(spec: dict, module: str = "") -> socket.socket:
+    """A sandbox that is ready for its first message. Starts the zygote where it is not there, or not there any more."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, _lock:
+            try:
+                zygote = _zygotes.get(module) or _zygotes.setdefault(module, _start_zygote(module))
+                socket.send_fds(zygote, [b"+"], [theirs.fileno()])
+            except ConnectionError:
+                _zygotes[module] = _start_zygote(module)
+                socket.send_fds(_zygotes[module], [b"+"], [theirs.fileno()])
+        _sandbox.send(ours, spec)
+        answer = _sandbox.receive(ours, time.monotonic() + GRACE)
+    except (EOFError, OSError) as error:
+        answer = f"it does not start ({type(error).__name__})"
+    if answer != "ready":
+        ours.close()
+        raise RuntimeError(f"the {spec['level']} sandbox failed: {answer}")
+    return ours
+
+
+def hang_up(conn: socket.socket) -> None:
+    """Ends the sandbox, and waits until no process of it is left: then nobody holds the other end."""
+    with conn:
+        conn.shutdown(socket.SHUT_WR)
+        conn.settimeout(GRACE)
+        try:
+            while conn.recv(1 << 20):
+                pass
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            raise RuntimeError(f"a sandbox has not ended in {GRACE} s") from None
+
+
+@lru_cache
+def sandbox_level() -> str:
+    """ "namespaces", "landlock" or "rlimits": the strongest that works here. Raises InputError where none does."""
+    errors = []
+    for level in ("namespaces", "landlock", "rlimits"):
+        try:
+            conn = connect(make_spec(level=level, form="stdin", program="print(input())"))
+            try:
+                _sandbox.send(conn, "works")
+                if _sandbox.receive(conn, time.monotonic() + GRACE) == {"exit": 0, "stdout": "works\n"}:
+                    break
+            finally:
+                hang_up(conn)
+            errors.append(f"{level}: a program that prints fails")
+        except (RuntimeError, EOFError, OSError) as error:
+            errors.append(str(error))
+    else:
+        raise InputError(f"no sandbox works here ({'; '.join(errors)})")
+    if level != "namespaces":
+        lost = {"landlock": "without child processes", "rlimits": "they can read and write all that you can"}[level]
+        warnings.warn(f"programs run in a {level} sandbox: {lost} ({errors[0]})", stacklevel=2)
+    return level
+
+
+def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
+    """function(argument) in a sandbox; both are JSON. None where the function raises, dies or takes longer.
+
+    function: "module:name" of this project. The module's warm() is called once, in the zygote; each call then has a
+    process of its own, forked from there, that knows the argument and nothing else of this process.
+    """
+    module, _, name = function.partition(":")
+    idle = _idle[function]
+    try:
+        conn = idle.pop()
+    except IndexError:
+        options = {"form": "function", "module": module, "name": name, "packages": packages, "total_timeout": seconds}
+        conn = connect(make_spec(level=sandbox_level(), **options), module)
+    try:
+        _sandbox.send(conn, argument)
+        [value] = _sandbox.receive(conn, time.monotonic() + seconds) or [None]
+    except TimeoutError:
+        hang_up(conn)
+        return None
+    except (EOFError, OSError, ValueError) as error:
+        hang_up(conn)
+        raise RuntimeError(f"the sandbox of {function} is gone: {error!r}") from None
+    idle.append(conn)
+    return value
