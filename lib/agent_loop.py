@@ -36,6 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.metrics import Mean, Metric, Sum
+from lib.reward_pool import LARGEST_SCORE
 from lib.rollout import Generated, Sampling, add_responses, turn_seed
 from lib.tools import (
     ERROR_KINDS,
@@ -106,6 +107,8 @@ class MultiTurn:
         for name in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tool_output", "tool_timeout"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise InputError(f"--multi-turn {name} {value}: must be above 0")
+        if not abs(self.reward_coef) <= 1e4:
+            raise InputError(f"--multi-turn reward_coef {self.reward_coef}: must be at least -10000 and at most 10000")
         if self.truncate not in ("left", "middle", "right"):
             raise InputError(f"--multi-turn truncate {self.truncate}: choose left, middle or right")
         check_template(self)
@@ -208,8 +211,8 @@ class AsyncRolloutRequest:
         self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
 
     def reward(self, value: float) -> None:
-        if not math.isfinite(value):
-            raise ValueError(f"a reward of {value}")
+        if not abs(value) <= LARGEST_SCORE:
+            raise ValueError(f"a reward of {value}; numbers up to {LARGEST_SCORE:g} are taken")
         self.turn_rewards.append(float(value))
         self.rewarded.append(len(self.token_ids) - 1)
 

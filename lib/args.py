@@ -21,6 +21,7 @@ import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from lib import InputError, is_first_on_node, launched_ranks, report_mistake
+from lib.user_code import load_object
 
 T = TypeVar("T")
 AdvEstimator = Literal[
@@ -224,18 +225,10 @@ def _check_models_and_files(args: Any) -> None:
         check_model_path(args.model)
         if args.reward_model:
             check_model_path(args.reward_model, "--reward-model")
-    if args.dataset_class:  # which may take other sources than ours
-        _check_code_file("--dataset-class", args.dataset_class)
-    else:
+    if not args.dataset_class:  # which may take other sources than ours
         validates = args.val_before_train or args.val_every or args.val_only
         for source in (*args.train_files, *(args.val_files if validates else ())):
             check_source(source)
-
-
-def _check_code_file(flag: str, spec: str) -> None:
-    file, _, name = spec.rpartition(":")
-    if not (name.isidentifier() and Path(file).expanduser().is_file()):
-        raise InputError(f"{flag} {spec}: give an existing file and a name in it, as path/to/file.py:name")
 
 
 def check_output_dir(folder: str) -> None:
@@ -307,7 +300,7 @@ def _check_reward(args: Any) -> None:
     for name in ("reward", "val_reward"):
         for spec in getattr(args, name):
             if spec != "data_source":
-                _check_code_file(as_flag(name), spec)
+                load_object(as_flag(name), spec)
     if len(args.reward_weights) not in (0, len(args.reward)):
         raise InputError(
             f"--reward-weights has {len(args.reward_weights)} numbers for the {len(args.reward)} scorers of --reward"

@@ -12,11 +12,9 @@ Traps this module avoids:
 """
 
 import bisect
-import importlib.util
 import json
 import multiprocessing
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,6 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
 from lib.args import HUB_ID, check_source
+from lib.user_code import load_object
 
 if TYPE_CHECKING:
     import datasets  # a second of import that rows of JSON can do without
@@ -357,24 +356,11 @@ def _check_rows_of_forked(rows: range) -> np.ndarray:
 def load_dataset_class(spec: str) -> type[Dataset]:
     """The class that "path/to/file.py:ClassName" names. Scripts call it with RLHFDataset's arguments.
 
-    Raises InputError: not of this form, no such file or class, not a subclass of torch.utils.data.Dataset.
+    Raises InputError: what load_object raises, or it is not a subclass of torch.utils.data.Dataset.
     """
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not name.isidentifier():
-        raise InputError(f"dataset class {spec!r}: write it as path/to/file.py:ClassName")
-    if not path.is_file():
-        raise InputError(f"dataset class {spec!r}: no such file: {path}")
-    module_name = f"dataset_class_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # a worker process that is spawned, not forked, unpickles the class by this name
-    module_spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if found is None:
-        raise InputError(f"dataset class {spec!r}: {path} has no class {name}")
+    found = load_object("--dataset-class", spec)
     if not (isinstance(found, type) and issubclass(found, Dataset)):
-        raise InputError(f"dataset class {spec!r}: {name} is not a subclass of torch.utils.data.Dataset")
+        raise InputError(f"--dataset-class {spec}: it is not a subclass of torch.utils.data.Dataset")
     return found
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import enter_stage
+from lib.reward_pool import LARGEST_SCORE
 
 # ---- reduction over ranks ------------------------------------------------------------------------
 
@@ -199,10 +200,11 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 def reward_components(extras: Mapping[str, list], keys: Sequence[str], device: torch.device) -> torch.Tensor:
     """(B, K): the K rewards of each row that a scorer gave beside its score; 0 where it gave none (aborted, failed).
 
-    Raises InputError for a key that no row has, or that is not a number.
+    Raises InputError for a key that no row has, or that is not a number or one above 1e12.
     """
     for key in keys:
-        if key not in extras or not all(isinstance(value, int | float | None) for value in extras[key]):
+        values = [value for value in extras.get(key, [""]) if value is not None]
+        if not all(isinstance(value, int | float) and abs(value) <= LARGEST_SCORE for value in values):
             raise InputError(f"--reward-keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
     return torch.tensor([[float(value or 0) for value in extras[key]] for key in keys], device=device).T
 

@@ -24,7 +24,8 @@ from lib import InputError
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.metrics import Sum
-from lib.reward_pool import Pool, call, checked, load_function, load_scorer
+from lib.reward_pool import Pool, call, checked, load_scorer
+from lib.user_code import load_object
 
 BY_DATA_SOURCE = "data_source"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -86,13 +87,11 @@ def _modules_for(datasets: list) -> list[str]:
 
 
 def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
+    function = load_object("--reward", spec)
+    if not callable(function):
+        raise InputError(f"--reward {spec}: it is not a function")
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
-    if not path.is_file() or not name:
-        raise InputError(f"--reward {spec}: give an existing file and a function in it, as path/to/file.py:function")
-    function = load_function(f"{path}:{name}")
-    if not callable(function):
-        raise InputError(f"--reward {spec}: {path} has no function {name!r}")
     signature = inspect.signature(function)
     batched = "solution_strs" in signature.parameters
     arguments = [f"{key}s" if batched else key for key in ARGUMENTS]

@@ -17,7 +17,7 @@ The memory limit, and the killing of processes that left the worker's group, nee
 import ctypes
 import faulthandler
 import functools
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -38,28 +38,21 @@ from pathlib import Path
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 0.1  # after the time limit, for faulthandler to say where the scorer hangs
+LARGEST_SCORE = 1e12  # beyond it a gradient's norm, a sum of squares in float32, may overflow: no update
 LONGEST_RESULT = 2**20  # bytes, as JSON
 LONGEST_TRACEBACK = 4000  # characters, of the end
 
 # ---- a scorer: loaded, called, its result checked --------------------------------------------------
 
 
-def load_function(spec: str) -> Callable:
-    """What "path/to/file.py:function" names; None where the file lacks it. Raises what the file raises."""
-    path, _, name = spec.rpartition(":")
-    module_name = f"reward_{Path(path).stem}"  # math.py must not become the math that others import
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses look there
-    module_spec.loader.exec_module(module)
-    return getattr(module, name, None)
-
-
 def load_scorer(spec: str, modules: list[str], kwargs: dict) -> Callable:
     """The function of a spec, or with "data_source" that of rewards/, whose `modules` are imported now."""
     for module in modules:
         importlib.import_module(module)
-    function = importlib.import_module("rewards").compute_score if spec == "data_source" else load_function(spec)
+    if spec == "data_source":
+        function = importlib.import_module("rewards").compute_score
+    else:
+        function = importlib.import_module("lib.user_code").load_object("--reward", spec)
     return functools.partial(function, **kwargs)
 
 
@@ -96,8 +89,8 @@ def checked(result) -> dict:
         score = score.tolist()
     if not isinstance(score, int | float):
         raise TypeError(f"the scorer gave a {type(score).__name__} as score, not a number")
-    if not abs(score) < 3e38:  # what float32 holds
-        raise ValueError(f"the scorer gave {score}")
+    if not abs(score) <= LARGEST_SCORE:
+        raise ValueError(f"the scorer gave {score}; numbers up to {LARGEST_SCORE:g} are taken")
     text = json.dumps(result | {"score": float(score)}, default=_plain)
     if len(text) > LONGEST_RESULT:
         raise ValueError(f"the scorer gave a result of {len(text)} bytes; at most {LONGEST_RESULT} are taken")

@@ -9,7 +9,6 @@ blocks or ignores its cancellation for ever, C code that keeps the interpreter's
 import ast
 import asyncio
 import functools
-import importlib.util
 import inspect
 import json
 import math
@@ -17,7 +16,6 @@ import numbers
 import operator
 import re
 import shlex
-import sys
 import threading
 import time
 import traceback
@@ -34,6 +32,8 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lib import InputError
+from lib.reward_pool import LARGEST_SCORE
+from lib.user_code import load_object
 
 ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")
 TOP_K = 3  # passages of a search
@@ -192,8 +192,8 @@ def _checked(value) -> tuple[str, float, dict]:
         raise TypeError(
             f"the tool returned a {type(text).__name__}; a text, a number or (text, reward, metrics) is taken"
         )
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise ValueError(f"the tool gave {reward!r} as reward, not a finite number")
+    if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_SCORE:
+        raise ValueError(f"the tool gave {reward!r} as reward; numbers up to {LARGEST_SCORE:g} are taken")
     if not isinstance(metrics, dict) or not all(isinstance(number, numbers.Real) for number in metrics.values()):
         raise TypeError("the tool's metrics are no dict of numbers")
     return str(text), float(reward), metrics
@@ -272,26 +272,6 @@ async def run_tool_call(
 # ---- loading -------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _load_file(path: Path):
-    """The file's module; once, so that what is in one file shares its globals."""
-    spec = importlib.util.spec_from_file_location(f"tools_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _from_file(flag: str, spec: str):
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise InputError(f"{flag} {spec}: no such file; give path/to/file.py:name")
-    found = getattr(_load_file(path), name, None)
-    if not callable(found):
-        raise InputError(f"{flag} {spec}: {path} has no function or class {name!r}")
-    return found
-
-
 def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     """The tools of `--multi-turn {"tools": [...]}`, by name. A spec is one of
 
@@ -339,11 +319,11 @@ def _tools_of(spec: str) -> list[BaseTool]:
         raise InputError(
             f"--multi-turn tools {spec}: use calculator, python, search:..., mcp:... or path/to/file.py:name"
         )
-    found = _from_file("--multi-turn tools", spec)
-    if not inspect.isclass(found):
+    found = load_object("--multi-turn tools", spec)
+    if callable(found) and not inspect.isclass(found):
         return [FunctionTool(found)]
-    if not issubclass(found, BaseTool):
-        raise InputError(f"--multi-turn tools {spec}: {found.__name__} is no subclass of lib.tools.BaseTool")
+    if not (inspect.isclass(found) and issubclass(found, BaseTool)):
+        raise InputError(f"--multi-turn tools {spec}: it is neither a function nor a subclass of lib.tools.BaseTool")
     return [found()]
 
 
@@ -351,7 +331,7 @@ def load_interaction(spec: str) -> type[BaseInteraction]:
     """ "reasoning_gym" or path/to/file.py:Class. Raises InputError."""
     if spec == "reasoning_gym":
         return ReasoningGym
-    found = _from_file("--multi-turn interaction", spec)
+    found = load_object("--multi-turn interaction", spec)
     if not (inspect.isclass(found) and issubclass(found, BaseInteraction)):
         raise InputError(f"--multi-turn interaction {spec}: it is no subclass of lib.tools.BaseInteraction")
     return found

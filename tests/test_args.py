@@ -64,7 +64,6 @@ BAD_FLAGS = {  # what the message says, by flags
     "absent.jsonl: no such file": ["--train-files", "absent.jsonl"],
     "--reward absent.py:score: give an existing file": ["--reward", "absent.py:score"],
     "--val-reward README.md: give an existing file": ["--val-reward", "README.md"],
-    "--dataset-class absent.py:Mine: give an existing file": ["--dataset-class", "absent.py:Mine"],
     "1 numbers for the 2 scorers": ["--reward", "data_source", "data_source", "--reward-weights", "1"],
     "--reward without a scorer": ["--reward"],
     "--kl-target steers": ["--kl-target", "0.1", "--kl-coef", "0"],

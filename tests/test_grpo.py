@@ -340,6 +340,7 @@ BAD_INPUT = {  # beside the flags of tests/test_args.py
     "unknown token mask": (lambda t: ["--token-masks", '{"magic": {}}'], "unknown token mask 'magic'"),
     "token mask's value": (lambda t: ["--token-masks", '{"top_entropy": {"fraction": 2}}'], "(0, 1]"),
     "unknown correction": (lambda t: ["--rollout-correction", '{"sigma": 1}'], "rollout correction with {'sigma': 1}"),
+    "no such dataset class": (lambda t: ["--dataset-class", "absent.py:Mine"], "--dataset-class absent.py:Mine: give"),
     "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward-model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
     "unknown key of an episode": (

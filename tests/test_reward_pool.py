@@ -183,6 +183,10 @@ def take_memory_at_once():
 def give_nan():
     return float("nan")
 
+def give_1e38():
+    return 1e38
+
+
 def give_inf():
     return {"score": -float("inf")}
 
@@ -316,6 +320,7 @@ KINDS = {
     "take_memory_at_once": ("error", "MemoryError"),
     "give_nan": ("error", "the scorer gave nan"),
     "give_inf": ("error", "the scorer gave -inf"),
+    "give_1e38": ("error", "the scorer gave 1e+38; numbers up to 1e+12 are taken"),
     "give_none": ("error", "gave a NoneType as score"),
     "give_text": ("error", "gave a str as score"),
     "give_list": ("error", "gave a list as score"),
@@ -708,10 +713,10 @@ def test_scorers_of_this_project_by_data_source(workers):
 @pytest.mark.parametrize(
     ("specs", "settings", "message"),
     [
-        (["none.py:f"], {}, "--reward none.py:f: give an existing file and a function in it"),
-        (["{file}"], {}, "give an existing file and a function in it"),
-        (["{file}:absent"], {}, "has no function 'absent'"),
-        (["{file}:number"], {}, "has no function 'number'"),
+        (["none.py:f"], {}, "--reward none.py:f: give an existing file and a name in it"),
+        (["{file}"], {}, "give an existing file and a name in it"),
+        (["{file}:absent"], {}, "has no 'absent'"),
+        (["{file}:number"], {}, "it is not a function"),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),

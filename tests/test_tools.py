@@ -621,10 +621,10 @@ def test_tools_of_a_file_share_it(tool_file):
     [
         (("calculator", "calculator"), "there is a tool 'calculator' already"),
         (("calculater",), "use calculator, python"),
-        (("nowhere.py:f",), "no such file"),
-        (("{file}:nothing",), "no function or class 'nothing'"),
-        (("{file}:number",), "no function or class 'number'"),
-        (("{file}:Other",), "no subclass of lib.tools.BaseTool"),
+        (("nowhere.py:f",), "give an existing file"),
+        (("{file}:nothing",), "has no 'nothing'"),
+        (("{file}:number",), "neither a function nor"),
+        (("{file}:Other",), "neither a function nor"),
         (("{file}:NoSchema",), "NotImplementedError"),
         (("{file}:BadSchema",), "'text' is not valid"),
     ],
@@ -636,7 +636,7 @@ def test_tools_that_cannot_be_loaded(tool_file, specs, words):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"), [("{file}:Other", "no subclass"), ("gym", "no such file"), ("{file}:X", "'X'")]
+    ("spec", "words"), [("{file}:Other", "no subclass"), ("gym", "give an existing file"), ("{file}:X", "'X'")]
 )
 def test_interactions_that_cannot_be_loaded(tool_file, spec, words):
     with pytest.raises(InputError, match=words):

@@ -1,0 +1,78 @@
+"""The user's own code: one loader for all flags that take path/to/file.py:name.
+
+Standard library only: flags are read, and reward workers started, without torch.
+"""
+
+import functools
+import importlib.util
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lib import InputError
+
+IMPORT_LIMIT_S = 120.0
+
+
+def load_object(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
+    """What "path/to/file.py:name" names. The file is run once in a process (again where it has
+    changed), so that what is in it shares its globals.
+
+    Raises InputError, which begins with the flag: no such file or name, or running the file raises, exits or takes
+    longer than `limit_s` (C code that never returns is not stopped).
+    """
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not (name.isidentifier() and path.is_file()):
+        raise InputError(f"{flag} {spec}: give an existing file and a name in it, as path/to/file.py:name")
+    try:
+        with _time_limit(limit_s):
+            module = _run_file(path, path.stat().st_mtime_ns)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also sys.exit(), which would end the run without a word
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        where = f" in line {lines[-1]}" if lines else ""
+        raise InputError(f"{flag} {spec}: the file cannot be imported: {what}{where}") from error
+    if not hasattr(module, name):
+        raise InputError(f"{flag} {spec}: {path} has no {name!r}")
+    return getattr(module, name)
+
+
+@functools.cache
+def _run_file(path: Path, changed_at_ns: int) -> ModuleType:
+    module_name = f"user_{path.stem}"  # math.py must not become the math that others import
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
+
+
+class ImportTimeout(BaseException):
+    """Not an Exception, which the file may catch."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises ImportTimeout in the block after so many seconds and each second from then on; in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_):
+        raise ImportTimeout(f"it has not returned after {seconds:g} s; what takes long belongs into the function")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

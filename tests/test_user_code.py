@@ -1,0 +1,64 @@
+"""lib/user_code.py: whatever is wrong in a file of the user's is one line, with the flag and the line."""
+
+import signal
+
+import pytest
+
+from lib import InputError
+from lib.agent_loop import load_multi_turn
+from lib.dataset import load_dataset_class
+from lib.model import load_tokenizer
+from lib.reward import load_scorers
+from lib.user_code import load_object
+from tests.common import TOY_MODEL
+
+BROKEN = {
+    "import absent_package\ndef f(): pass": "ModuleNotFoundError: No module named 'absent_package' in line 1",
+    "x = 1\nx / 0\n": "ZeroDivisionError: division by zero in line 2",
+    "import sys\nsys.exit(0)": "SystemExit: 0 in line 2",
+    "def f(:": "SyntaxError: ",
+    "raise ValueError('two\\nlines')": "ValueError: two in line 1",
+    "while True: pass": "it has not returned after 0.2 s; what takes long belongs into the function in line 1",
+    "import time\nwhile True:\n try: time.sleep(9)\n except Exception: pass": "not returned after 0.2 s",
+    "g = 1": "has no 'f'",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_a_file_that_fails_or_hangs_is_one_line(tmp_path, code):
+    (tmp_path / "mine.py").write_text(code)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(InputError) as raised:
+        load_object("--reward", f"{tmp_path / 'mine.py'}:f", limit_s=0.2)
+    message = str(raised.value)
+    assert message.startswith(f"--reward {tmp_path / 'mine.py'}:f: ") and BROKEN[code] in message
+    assert "\n" not in message
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_file_is_run_once(tmp_path):
+    (tmp_path / "mine.py").write_text("calls = []\ndef f(): calls.append(1)\ndef g(): return calls\n")
+    load_object("--reward", f"{tmp_path / 'mine.py'}:f")()
+    assert load_object("--multi-turn tools", f"{tmp_path}/../{tmp_path.name}/mine.py:g")() == [1]
+
+
+@pytest.mark.parametrize("spec", ["mine.py", "mine.py:", ":f", "absent.py:f", "mine.py:a.b", ""])
+def test_what_is_no_name_in_a_file_is_refused(tmp_path, spec, monkeypatch):
+    (tmp_path / "mine.py").write_text("a = 1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="give an existing file and a name in it"):
+        load_object("--reward", spec)
+
+
+def test_every_flag_that_takes_a_file_loads_it_so(tmp_path):
+    spec = f"{tmp_path / 'mine.py'}:f"
+    (tmp_path / "mine.py").write_text("1 / 0")
+    tokenizer = load_tokenizer(TOY_MODEL)
+    for flag, load in {
+        "--reward": lambda: load_scorers([spec], []),
+        "--dataset-class": lambda: load_dataset_class(spec),
+        "--multi-turn tools": lambda: load_multi_turn({"tools": [spec]}, tokenizer, {}),
+        "--multi-turn interaction": lambda: load_multi_turn({"interaction": spec}, tokenizer, {}),
+    }.items():
+        with pytest.raises(InputError, match=f"{flag} .*: ZeroDivisionError: division by zero in line 1"):
+            load()
