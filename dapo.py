@@ -14,8 +14,8 @@ and no KL. --overlong-filtering (truncated responses are out of the loss) is the
 Where this departs from the paper: leftovers are kept, with their sampler's log-probs as pi_old; dual clip.
 This file is grpo.py with those changes: make diff A=grpo B=dapo.
 
-    python dapo.py                                                  one process; a tiny model and task, on any machine
-    accelerate launch --multi_gpu --num_processes 8 dapo.py ...     one node; torchrun --nproc-per-node 8 does the same
+    python dapo.py                              one process; a tiny model and task, on any machine
+    GPUS=8 launch/one_node.sh dapo.py ...       one node; by torchrun or accelerate themselves: docs/scaling.md
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 dapo.py ...     two nodes
 
 Every rank runs this file from top to bottom. Details, metrics and results: docs/dapo.md.

@@ -13,8 +13,8 @@ loaded (--kl-coef 0.04 is the paper's); a ratio above clip_ratio_c is cut where 
 
 ppo.py, remax.py and dapo.py are this file with the changes of their papers: make diff A=grpo B=dapo shows them.
 
-    python grpo.py                                                  one process; a tiny model and task, on any machine
-    accelerate launch --multi_gpu --num_processes 8 grpo.py ...     one node; or torchrun --nproc-per-node 8 grpo.py ...
+    python grpo.py                              one process; a tiny model and task, on any machine
+    GPUS=8 launch/one_node.sh grpo.py ...       one node; by torchrun or accelerate themselves: docs/scaling.md
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 grpo.py ...     two nodes
 
 Every rank runs this file from top to bottom. Details, metrics and results: docs/grpo.md.

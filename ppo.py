@@ -11,8 +11,8 @@ Where this departs from the papers, by default: gamma and lam are 1, as is usual
 share no weights, each has its optimizer; dual clip. --lam-policy and --length-adaptive-alpha are VAPO's (2504.05118).
 This file is grpo.py with a critic: make diff A=grpo B=ppo.
 
-    python ppo.py                                                  one process; a tiny model and task, on any machine
-    accelerate launch --multi_gpu --num_processes 8 ppo.py ...     one node; torchrun --nproc-per-node 8 does the same
+    python ppo.py                              one process; a tiny model and task, on any machine
+    GPUS=8 launch/one_node.sh ppo.py ...       one node; by torchrun or accelerate themselves: docs/scaling.md
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ppo.py ...     two nodes
 
 Every rank runs this file from top to bottom. Details, metrics and results: docs/ppo.md.

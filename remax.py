@@ -10,8 +10,8 @@ response (--loss-agg-mode seq-mean-token-sum is the paper's); there is no KL (--
 --kl-estimator k1 is the paper's). With one update a step the clip does nothing: rho is 1.
 This file is grpo.py with another baseline: make diff A=grpo B=remax.
 
-    python remax.py                                                  one process; a tiny model and task, on any machine
-    accelerate launch --multi_gpu --num_processes 8 remax.py ...     one node; torchrun --nproc-per-node 8 does the same
+    python remax.py                              one process; a tiny model and task, on any machine
+    GPUS=8 launch/one_node.sh remax.py ...       one node; by torchrun or accelerate themselves: docs/scaling.md
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 remax.py ...     two nodes
 
 Every rank runs this file from top to bottom. Details, metrics and results: docs/remax.md.

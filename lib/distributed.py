@@ -236,6 +236,10 @@ class StoreLost(RuntimeError):
     """The job's store does not answer: it was in the launcher on the first node, or in rank 0."""
 
 
+class LauncherLost(RuntimeError):
+    """torchrun or accelerate, which would end or restart the other ranks, is gone."""
+
+
 def enter_stage(name: str) -> None:
     """From now on this rank is in the stage `name`, such as "step 12 rollout"; its time starts anew."""
     global _stage
@@ -251,7 +255,7 @@ def _stop_watching() -> None:
 def _watch(*args) -> None:
     try:
         _watch_stages(*args)
-    except (StageTimeout, StoreLost) as error:
+    except (StageTimeout, StoreLost, LauncherLost) as error:
         faulthandler.dump_traceback()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         get_error_handler().record_exception(error)  # for the launcher's report
@@ -262,6 +266,7 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
     beat_s, first_line_s, silent_s = timeout_s / 360, timeout_s / 30, max(1, timeout_s / 90)
     store.set_timeout(timedelta(seconds=first_line_s))
     started_at, watched = time.time(), None
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     while not _finished.wait(beat_s):
         line = _line_of_main_thread()
         if line == "debugger":  # a prompt may stay as long as it likes
@@ -269,6 +274,8 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
         if watched is not _stage:
             watched, next_line_s = _stage, first_line_s
         name, seconds = watched[0], time.monotonic() - watched[1]
+        if launcher not in (None, os.getppid()):
+            raise LauncherLost(f"rank {rank} in {name} ({line}): its launcher, process {launcher}, is gone")
         try:
             store.set(f"rank {rank}", json.dumps([f"{name} ({line})", seconds, time.time()]))
             store.get(f"rank {rank}")  # which fails, other than set, when nobody is there

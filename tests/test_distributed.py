@@ -97,6 +97,7 @@ def test_every_launcher_gives_all_ranks_sharding_and_weights(tmp_path, name):
     lines = sorted(re.findall(r"rank \d of \d sharded \w+ weights \d+\.\d{3}", done.stdout))  # ranks may share a line
     expected = [f"rank {r} of {size} sharded True weights {total:.3f}" for r in range(size)]
     assert lines == expected, done.stdout + done.stderr
+    assert ("warning: the launcher's store listens on all network interfaces" in done.stderr) == (size == 2)
 
 
 def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(tmp_path):

@@ -17,10 +17,9 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from benchmarks import gpu_check
-from tests.common import BIN, ROOT, SMALL, environment, fork, metrics, ran
+from tests.common import ROOT, SMALL, environment, fork, metrics, ran
 
 LAUNCH = ROOT / "launch"
-PATH = {"PATH": f"{BIN}:{os.environ['PATH']}"}
 STEPS = [*SMALL, "--total-steps", "2", "--num-mini-batches", "2"]
 SIX_STEPS = [*STEPS, "--total-steps", "6"]
 
@@ -60,9 +59,7 @@ def free_port() -> int:
 
 
 def shell(arguments: list[str], **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        arguments, env=environment() | PATH | env, capture_output=True, text=True, timeout=200, cwd=ROOT
-    )
+    return subprocess.run(arguments, env=environment() | env, capture_output=True, text=True, timeout=200, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +122,7 @@ def test_the_file_of_two_nodes_trains_as_one_process(tmp_path, one_process):
 # ---- torchrun and Slurm --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["torchrun_nodes.sh", "slurm.sh"])
+@pytest.mark.parametrize("name", ["one_node.sh", "torchrun_nodes.sh", "slurm.sh"])
 def test_the_scripts_are_bash(name):
     ran(shell(["bash", "-n", str(LAUNCH / name)]))
     assert os.access(LAUNCH / name, os.X_OK)
@@ -148,7 +145,7 @@ def test_two_nodes_go_on_after_a_kill(tmp_path, two_nodes, one_process, killed, 
     run = [str(LAUNCH / "torchrun_nodes.sh"), "grpo.py", *SIX_STEPS, "--output-dir", str(tmp_path)]
     run += ["--run-name", "run", "--save-every", "1", "--resume", "auto"]
     supervised = ["bash", "-c", 'until "$@"; do sleep 1; done', "bash", *run]
-    env = environment() | PATH | {"GPUS": "1", "PORT": str(free_port()), "PET_MAX_RESTARTS": "1"}
+    env = environment() | {"GPUS": "1", "PORT": str(free_port()), "PET_MAX_RESTARTS": "1"}
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen([*two_nodes, *supervised], env=env, stdout=log, stderr=log, cwd=ROOT)
     try:
@@ -176,7 +173,7 @@ def test_slurm_starts_a_torchrun_on_each_node_that_resumes(tmp_path):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "42"}
-    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{tmp_path}:{environment()['PATH']}"}
     done = ran(shell([str(LAUNCH / "slurm.sh"), "grpo.py", "--lr", "1e-6"], **slurm))
     line = (
         "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id plainrl --rdzv-endpoint node7:29500 "

@@ -4,7 +4,6 @@ docs/security.md says it in a table.
 """
 
 import ipaddress
-import os
 import subprocess
 import time
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common import BIN, PYTHON, ROOT, SMALL, command, environment
+from tests.common import ONE_NODE, PYTHON, SMALL, command, environment
 
 NODE = """
 set -euo pipefail
@@ -27,7 +26,6 @@ needs_namespaces = pytest.mark.skipif(
     subprocess.run([*UNSHARE, "ip", "link", "add", "name", "cable0", "type", "veth"], capture_output=True).returncode,
     reason="needs network namespaces",
 )
-ONE_NODE = [str(ROOT / "launch/one_node.sh")]
 
 
 def listening(pid: int) -> set[str]:
@@ -43,9 +41,9 @@ def listening(pid: int) -> set[str]:
     return addresses
 
 
-def listened(arguments: list[str], folder: Path, **env: str) -> set[str]:
+def listened(arguments: list[str], folder: Path) -> set[str]:
     """What was listened on while the command ran, on a node of its own."""
-    env = environment() | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOSTS": str(folder / "hosts")} | env
+    env = environment() | {"HOSTS": str(folder / "hosts")}
     with (folder / "log").open("w") as log:
         job = subprocess.Popen([*UNSHARE, "bash", "-c", NODE, "bash", *arguments], env=env, stdout=log, stderr=log)
     addresses, here = set(), Path("/proc/self/ns/net").readlink()
@@ -74,4 +72,4 @@ def test_a_single_process_opens_no_port(tmp_path, script, args):
 @needs_namespaces
 def test_ranks_of_one_node_listen_on_loopback(tmp_path):
     args = [*SMALL, "--total-steps", "1", "--save-every", "1", "--run-name", "run"]
-    assert listened(command("grpo", tmp_path, *args, launcher=ONE_NODE), tmp_path, GPUS="2") == {"127.0.0.1"}
+    assert listened(command("grpo", tmp_path, *args, launcher=ONE_NODE), tmp_path) == {"127.0.0.1"}

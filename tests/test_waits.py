@@ -20,7 +20,7 @@ import torch.distributed as dist
 import lib.distributed
 from lib.distributed import enter_stage, init_distributed, run
 from lib.metrics import Timer
-from tests.common import ACCELERATE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics
+from tests.common import ACCELERATE, ONE_NODE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics
 from tests.test_scripts import saved
 
 WAIT_S = 60  # for what has to come in that time at the latest
@@ -195,6 +195,9 @@ def main(arguments):
     open(f"{pids}{world.rank}", "w").write(str(os.getpid()))
     enter_stage("step 3 rollout")
     dist.barrier()
+    if world.rank == 1 and signal_name == "orphaned":
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
     if world.rank == 1:
         os.kill(os.getpid(), getattr(signal, signal_name))
     enter_stage("step 3 reward")
@@ -213,7 +216,9 @@ def jobs(tmp_path_factory):
     """By what happens to rank 1 of 2: launcher, log. All at once, for the time that they take to start."""
     folder, jobs = tmp_path_factory.mktemp("jobs"), {}
     (folder / "probe.py").write_text(PROBE)
-    for name, launcher in {"SIGKILL torchrun": TORCHRUN, "SIGKILL accelerate": ACCELERATE, "SIGSTOP": TORCHRUN}.items():
+    launchers = {"SIGKILL torchrun": TORCHRUN, "SIGKILL accelerate": ACCELERATE, "SIGSTOP": TORCHRUN}
+    launchers["orphaned"] = ONE_NODE
+    for name, launcher in launchers.items():
         arguments = [*launcher, str(folder / "probe.py"), name.split()[0], str(folder / f"{name}-")]
         jobs[name] = start(arguments, folder / name), folder / name
     return jobs
@@ -230,6 +235,18 @@ def test_a_killed_rank_ends_the_job_within_a_minute_and_is_named(jobs, launcher)
     assert not psutil.pid_exists(pid_of(0, log)) and not psutil.pid_exists(pid_of(1, log))
     cause = log.read_text().split("Root Cause")[1]
     assert re.search(r"rank +: 1 ", cause) and "Signal 9 (SIGKILL)" in cause
+
+
+def test_the_end_of_the_launcher_ends_its_ranks_at_once(jobs):
+    """Also where the store is not the launcher's. Rank 0 waits in a collective, until its watcher sees it."""
+    job, log = jobs["orphaned"]
+    assert job.wait(WAIT_S) == -signal.SIGKILL
+    deadline = time.monotonic() + WAIT_S
+    while any(psutil.pid_exists(pid_of(rank, log)) for rank in (0, 1)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    said = log.read_text()
+    assert "LauncherLost: rank 0 in step 3 reward (probe.py:" in said and "StageTimeout" not in said
+    assert "LauncherLost: rank 1" in said or "StoreLost: rank 1" in said  # whichever it sees first
 
 
 def test_a_stopped_rank_ends_the_job_at_the_deadline_and_the_launcher_repeats_the_reason(jobs):
@@ -259,7 +276,7 @@ def test_a_scorer_that_hangs_in_the_training_process_ends_the_run(tmp_path):
 def test_torchrun_starts_the_job_anew_after_a_killed_rank_and_it_goes_on_exactly(tmp_path):
     """As if nothing had been, in every metric and every bit of the last checkpoint."""
     args = [*SMALL, "--save-every", "1", "--total-steps", "6", "--resume", "auto"]
-    launchers = {"whole": TORCHRUN, "killed": [*TORCHRUN, "--max-restarts", "2"]}
+    launchers = {"whole": TORCHRUN, "killed": [*ONE_NODE, "--max-restarts", "2"]}
     jobs = {
         name: start(command("grpo", tmp_path, *args, "--run-name", name, launcher=launcher), tmp_path / f"{name}.log")
         for name, launcher in launchers.items()
