@@ -63,11 +63,11 @@ class Args:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU"""
     attn_implementation: str = "packed_sdpa"
-    """packed_sdpa (lib/model.py) runs everywhere; flash_attention_2 needs its package; any other: --no-padding-free"""
+    """packed_sdpa (lib/model.py) runs everywhere; flash_attention_2 needs its package; any other has padded rows"""
     padding_free: bool = True
-    """lay the rows of a micro-batch end to end, without padding"""
+    """lay the rows of a micro-batch end to end, without padding, where the model allows it (docs/models.md)"""
     share_prompts: bool = True
-    """compute a prompt once for all its responses; needs --padding-free and packed_sdpa, otherwise without effect"""
+    """compute a prompt once for all its responses, where rows are packed and attention is packed_sdpa"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
@@ -356,6 +356,7 @@ from lib.model import (
     reward_model_scores,
     without_adapters,
 )
+from lib.packing import layout
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
 from lib.reward import RewardManager, load_scorers
 from lib.rollout import (
@@ -521,7 +522,6 @@ def main(args: Args) -> None:
         correction = {"level": "token", "bounds": [0, 2]}
     correct_rollout = get_rollout_correction_fn(correction) if correction else None
     kl_in_reward = args.kl_coef > 0 and args.kl_placement == "reward"
-    share_prompts = args.share_prompts and args.padding_free and args.attn_implementation == "packed_sdpa"
     needs_old_log_probs = (
         sizes.updates_per_step > 1
         or args.old_log_probs == "recompute"
@@ -572,6 +572,8 @@ def main(args: Args) -> None:
             args.model,
             dtype=torch.float32 if trainable and not args.lora_rank else compute_dtype,  # masters where W trains
             attn_implementation=args.attn_implementation,
+            padding_free=args.padding_free,
+            share_prompts=args.share_prompts,
             gradient_checkpointing=args.gradient_checkpointing and trainable,
             offload_activations="activations" in args.cpu_offload,
             trust_remote_code=args.trust_remote_code,
@@ -738,7 +740,7 @@ def main(args: Args) -> None:
             batch, pool = concat([pool[:needed]])[mine], pool[needed:]
             with timer("rollout"):  # DAPO:
                 plan, imbalance = balance_groups(
-                    batch, actor, args.group_size, args.num_mini_batches, share_prompts=share_prompts
+                    batch, actor, args.group_size, args.num_mini_batches, share_prompts=actor.share_prompts
                 )
                 batch = exchange_groups(batch, plan)
                 metrics |= imbalance
@@ -752,8 +754,6 @@ def main(args: Args) -> None:
                     batch=batch,
                     temperature=args.temperature,
                     micro_batch_tokens=args.micro_batch_tokens,
-                    padding_free=args.padding_free,
-                    share_prompts=share_prompts,
                     row_group=row_group,
                 )
                 if args.old_log_probs == "rollout":
@@ -829,10 +829,7 @@ def main(args: Args) -> None:
                         counts = [int(counted.sum()), int(counted.any(1).sum())]
                         global_tokens, global_rows = all_reduce_sum(counts, world.device)
                         micro_batches, _ = prepare_dynamic_batch(
-                            mini_batch,
-                            args.micro_batch_tokens,
-                            share_prompts=share_prompts,
-                            row_group=row_group,
+                            mini_batch, args.micro_batch_tokens, **layout(actor), row_group=row_group
                         )
                         for i, micro in enumerate(micro_batches):
                             reduce_now = args.reduce_each_micro_batch or i == len(micro_batches) - 1
@@ -843,8 +840,6 @@ def main(args: Args) -> None:
                                 actor,
                                 micro,
                                 args.temperature,
-                                padding_free=args.padding_free,
-                                share_prompts=share_prompts,
                                 row_group=row_group,
                             )
                             old_log_probs = tensors.get("old_log_probs", log_probs.detach())

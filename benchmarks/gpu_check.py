@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import lib.model
+import lib.packing
 from lib.data_proto import DataProto
 from lib.distributed import init_distributed, make_mesh, shard_model, trainable_parameters
 from lib.memory import estimate_memory, shard_numel
@@ -74,6 +75,7 @@ def random_model(path: str, device: torch.device, gradient_checkpointing: bool =
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(path, **config), dtype=torch.float32, attn_implementation="packed_sdpa"
         )
+    lib.packing.lay_out(model, path)
     return lib.model._prepare(model, lib.model.token_log_probs, gradient_checkpointing)
 
 

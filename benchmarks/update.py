@@ -85,17 +85,18 @@ def computed_tokens(model, batch: DataProto, max_tokens: int, options: dict) -> 
     tokens = queries = needed = 0
 
     def count(module, args, kwargs):
-        nonlocal tokens, queries, needed
+        nonlocal tokens, queries
         runs, n = kwargs.get("packed_runs"), kwargs["input_ids"].numel()
         tokens += n
-        needed += int(kwargs["attention_mask"].sum()) if runs is None else n
         queries += n if runs is None else sum(run.count * run.length for run in runs)
 
     handle = model.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
     with torch.no_grad():
         update_options = {key: options[key] for key in ("padding_free", "share_prompts")}
         for micro in prepare_dynamic_batch(batch, max_tokens, share_prompts=options["share_prompts"])[0]:
+            before = tokens
             response_log_probs(model, micro, 1.0, **update_options)
+            needed += tokens - before if options["padding_free"] else int(micro.batch["attention_mask"].sum())
     handle.remove()
     return {"tokens": tokens, "padding": 1 - needed / tokens, "attention_padding": 1 - needed / queries}
 

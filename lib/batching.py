@@ -2,6 +2,7 @@
 collectives must meet."""
 
 import heapq
+import itertools
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, all_gather_lists, all_reduce_max, all_to_all_objects
+from lib.packing import ATTENTION_LAYERS
 
 # ---- rows over ranks -----------------------------------------------------------------------------
 
@@ -74,9 +76,13 @@ def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share
     size: s tokens cost s + s^2 L D / N. With `share_prompts` a prompt counts once. A mixture's experts are not in N.
     """
     config = model.config.get_text_config()
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = sum(kind in ATTENTION_LAYERS for kind in kinds)
     weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
-    quadratic = config.num_hidden_layers * config.num_attention_heads * head_size / weights
+    quadratic = 0.0
+    if layers:
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        quadratic = layers * config.num_attention_heads * head_size / weights
     attention = batch.batch["attention_mask"].double()
     tokens = attention.sum(1)  # (B,)
     prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1)
@@ -130,14 +136,16 @@ def prepare_dynamic_batch(
     max_tokens: int,
     *,
     share_prompts: bool = False,
+    padding_free: bool = True,
     row_group: RowGroup | None = None,
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """Splits rows into micro-batches of at most `max_tokens` tokens (padding not counted), equally many on every rank.
+    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank.
 
     With `share_prompts` rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts
-    their prompt once. First-fit decreasing; then the ranks that need fewer split the micro-batch of most rows until all
-    have as many. A row longer than `max_tokens` is alone. The longest micro-batches come first, on every rank, so that
-    ranks wait little for each other. A collective: every rank calls it, with the same number of rows.
+    their prompt once. Without `padding_free` each row counts as much as the longest of its micro-batch. First-fit
+    decreasing; then the ranks that need fewer split the micro-batch of most rows until all have as many. A row longer
+    than `max_tokens` is alone. The longest micro-batches come first, on every rank, so that ranks wait little for each
+    other. A collective: every rank calls it, with the same number of rows.
 
     A `row_group` of n ranks makes its micro-batches together, so that each rank runs at most max_tokens: n x max_tokens
     over its ranks' rows where they split the tokens. Each rank gets its own rows of them, which may be none.
@@ -159,6 +167,8 @@ def prepare_dynamic_batch(
         own, prompt, group = (all_gather_lists(numbers, ranks) for numbers in (own, prompt, group))
 
     def tokens(rows: list[int]) -> int:
+        if not padding_free:
+            return len(rows) * max((own[r] for r in rows), default=0)
         return sum(own[r] for r in rows) + sum({group[r]: prompt[r] for r in rows}.values())
 
     parts: list[list[int]] = []  # the rows of one prompt, or as many of them as fit
@@ -169,14 +179,18 @@ def prepare_dynamic_batch(
             parts.append([row])
     bins: list[list[int]] = []
     room: list[int] = []
+    longest: list[int] = []  # row of each bin: the first
     for part in sorted(parts, key=lambda rows: -tokens(rows)):
-        place = next((i for i, free in enumerate(room) if free >= tokens(part)), None)
+        size = tokens(part)
+        sizes = itertools.repeat(size) if padding_free else longest
+        place = next((i for i, (free, takes) in enumerate(zip(room, sizes)) if free >= takes), None)
         if place is None:
             place = len(bins)
             bins.append([])
             room.append(max_tokens)
+            longest.append(size)
         bins[place] += part
-        room[place] -= tokens(part)
+        room[place] -= size if padding_free else longest[place]
     wanted = all_reduce_max(len(bins), attention.device)
     heap = [(-len(rows), rows) for rows in bins]
     heapq.heapify(heap)

@@ -54,6 +54,7 @@ from lib.distributed import (
     fsdp_modules,
     trainable_parameters,
 )
+from lib.packing import STATE_LAYERS, attention_and_packing, lay_out, sequence_rows
 
 disable_progress_bar()  # of loading: one bar a rank
 # a table of weights that are missing or too many, on each rank: `_from_pretrained` says in one line what is wrong
@@ -74,13 +75,10 @@ def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trus
     other ways than attention, too."""
     if size == 1:
         return
-    config = _text_config(path, flag, trust_remote_code)
+    config = _packed_config(path, "--sequence-parallel", size, flag, trust_remote_code)
     heads = getattr(config, "num_attention_heads", 0)
     if heads == 0 or heads % size:
         raise InputError(f"--sequence-parallel {size}: must divide the {heads} attention heads of {flag} {path}")
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if others:
-        raise InputError(f"--sequence-parallel {size}: {flag} {path} has layers of {min(others)}: drop the flag")
 
 
 def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
@@ -88,7 +86,7 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
     ranks."""
     if size == 1:
         return
-    config = _text_config(path, flag, trust_remote_code)
+    config = _packed_config(path, "--tensor-parallel", size, flag, trust_remote_code)
     plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
     others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
     if others:
@@ -98,12 +96,19 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
         raise InputError(f"--tensor-parallel {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
 
 
-def _text_config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
+def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config of a model whose layers are all attention over packed rows. Raises InputError for any other."""
     folder, gguf = split_gguf(path)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf).get_text_config()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except (OSError, ValueError) as error:
         raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
+    reason, text = attention_and_packing(config, "packed_sdpa")[1], config.get_text_config()
+    if text.model_type in STATE_LAYERS:
+        reason = "it has layers that carry a state from token to token"
+    if reason:
+        raise InputError(f"{split} {size}: {flag} {path} cannot be split: {reason}; drop {split}")
+    return text
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -127,6 +132,8 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "packed_sdpa",
+    padding_free: bool = True,
+    share_prompts: bool = True,
     gradient_checkpointing: bool = False,
     offload_activations: bool = False,
     trust_remote_code: bool = False,
@@ -137,6 +144,8 @@ def load_model(
     `dtype` is explicit because transformers otherwise takes the checkpoint's, and AdamW on bf16 weights loses small
     updates. The model gets the method `token_log_probs`, which FSDP treats as a forward.
 
+    padding_free, share_prompts: how `response_log_probs` lays out its rows, where the model allows it: the model's
+    attributes of these names. If it has to be padded rows, one line says why.
     offload_activations: what autograd keeps of `token_log_probs` waits in CPU memory for the backward pass.
     on_meta: read no weights yet; `shard_model` reads of the safetensors files what its rank holds, so that no process
     ever holds the whole model. Where transformers has to convert the weights, they are all read now, as without it.
@@ -144,6 +153,7 @@ def load_model(
     options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     model, missing = _from_pretrained(AutoModelForCausalLM, path, "--model", {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, "--model")
+    lay_out(model, f"--model {path}", attn_implementation, padding_free, share_prompts)
     return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
 
 
@@ -152,6 +162,8 @@ def load_critic(
     *,
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "packed_sdpa",
+    padding_free: bool = True,
+    share_prompts: bool = True,
     gradient_checkpointing: bool = False,
     offload_activations: bool = False,
     trust_remote_code: bool = False,
@@ -177,6 +189,7 @@ def load_critic(
         zeros = torch.zeros(model.get_parameter(name).shape, dtype=dtype)  # also where the rest is on the meta device
         setattr(head, name.rpartition(".")[2], torch.nn.Parameter(zeros))
     _refuse_missing(missing - new, model, path, "--critic-model")
+    lay_out(model, f"--critic-model {path}", attn_implementation, padding_free, share_prompts)
     return _prepare(model, token_values, gradient_checkpointing, offload_activations)
 
 
@@ -195,8 +208,7 @@ def load_reward_model(
     _refuse_missing(missing, model, path, flag)
     if model.config.num_labels != 1:
         raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
-    if getattr(model.config, "attn_logit_softcapping", None) is not None:
-        model.set_attn_implementation("eager")  # packing knows no soft-capped attention
+    lay_out(model, f"{flag} {path}")
     model = _prepare(model, token_values).requires_grad_(False).eval()
     return model, load_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag)
 
@@ -217,9 +229,11 @@ def _from_pretrained(
     folder, gguf = split_gguf(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
-        for name, value in vars(config).items():  # log-probs of sampling and training must be the same function
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
+        attn_implementation, _ = attention_and_packing(config, attn_implementation)
+        for part in (config, config.get_text_config()):  # log-probs of sampling and training must be the same function
+            for name, value in vars(part).items():
+                if ("dropout" in name or "jitter" in name or name.endswith("pdrop")) and isinstance(value, float):
+                    setattr(part, name, 0.0)
         for name, value in settings.items():
             setattr(config, name, value)
         if on_meta and not gguf:
@@ -435,10 +449,12 @@ def packed_sdpa(
     """
     if group_cache is not None:
         return group_cache.attend(module, query, key, value, scaling), None
-    if packed_runs is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise InputError(f"{type(module).__name__}: packing knows no soft-capped or sink attention: --no-padding-free")
+        raise InputError(f"{type(module).__name__} has soft caps or sinks: --attn-implementation eager")
+    if packed_runs is None:
+        if attention_mask is not None and attention_mask.shape[3] < key.shape[2]:
+            raise InputError(f"{type(module).__name__} gets no keywords from its layer: --no-padding-free")
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if sequence_group is not None:
         query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))
     window, gqa = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
@@ -543,7 +559,8 @@ class LinearLogProbs(torch.autograd.Function):
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
     """False where the head adds a bias or the model caps or scales its logits: these go through its own forward."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+    changes = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "unpadded_vocab_size")
+    changes += ("logit_scale", "logits_scaling", "logits_mup_width_multiplier", "lm_head_multiplier")
     return head.bias is None and all(getattr(config, name, None) in (None, 1.0) for name in changes)
 
 
@@ -560,7 +577,7 @@ def token_log_probs(
 
     inputs: what the decoder takes, over (b, l) positions; select (n,): places among the b * l, some of them repeatedly.
     """
-    if logits_are_a_plain_product(self):
+    if logits_are_a_plain_product(self) and self.get_decoder() is not self:
         h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
         h = F.embedding(select, h.flatten(0, 1))  # (n, D); its backward is twice as fast on a CPU as that of an index
         weight = self.get_output_embeddings().weight
@@ -586,8 +603,7 @@ def response_log_probs(
 
     Args:
         batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
-        padding_free: pack the rows; otherwise run them padded (for models whose attention cannot be packed).
-        share_prompts: compute a prompt that rows have in common once (packed_sdpa only; otherwise it has no effect).
+        padding_free, share_prompts: as `load_model` says, if also asked for here.
         sum_pi_squared: also the sum over the vocabulary of the squared probabilities, without gradient, for the
             optimal token baseline (arXiv 2602.07078).
         row_group: ranks that run their batches as one (packed_sdpa only): a collective, forward and backward. A rank's
@@ -616,10 +632,11 @@ def batched_log_probs(
     row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`response_log_probs` of a whole batch without gradients, in micro-batches. A collective."""
-    share_prompts = share_prompts and _can_share_prompts(model, padding_free)
-    options = {"share_prompts": share_prompts, "row_group": row_group}
+    share_prompts = share_prompts and padding_free and model.share_prompts
+    padding_free = padding_free and model.padding_free
+    options = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
-    options |= {"padding_free": padding_free, "sum_pi_squared": sum_pi_squared}
+    options |= {"sum_pi_squared": sum_pi_squared}
     parts = [response_log_probs(model, micro, temperature, **options) for micro in micro_batches]
     return tuple(restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts))
 
@@ -673,10 +690,11 @@ def batched_values(
     row_group: RowGroup | None = None,
 ) -> torch.Tensor:
     """`response_values` of a whole batch without gradients, in micro-batches. A collective."""
-    share_prompts = share_prompts and _can_share_prompts(model, padding_free)
-    options = {"share_prompts": share_prompts, "row_group": row_group}
+    share_prompts = share_prompts and padding_free and model.share_prompts
+    padding_free = padding_free and model.padding_free
+    options = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
-    parts = [response_values(model, micro, padding_free=padding_free, **options) for micro in micro_batches]
+    parts = [response_values(model, micro, **options) for micro in micro_batches]
     return restore_dynamic_batch(torch.cat(parts), rows)
 
 
@@ -704,8 +722,7 @@ def reward_model_scores(
             raise InputError(f"--reward-model: its chat template refuses {prompt!r:.200}: {error}") from error
         conversations.append(rm_tokenizer(text, add_special_tokens=False)["input_ids"])
     rows = _conversation_batch(conversations, responses.device)
-    packed = model.config._attn_implementation == "packed_sdpa"
-    values = batched_values(model, rows, micro_batch_tokens, padding_free=packed)  # (B, 1)
+    values = batched_values(model, rows, micro_batch_tokens)  # (B, 1)
     return values[:, 0].float().masked_fill(~trained, 0)
 
 
@@ -790,10 +807,6 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     return inputs | tensors | {"packed_runs": runs, "sequence_group": group}, (N + padding) // n
 
 
-def _can_share_prompts(model: PreTrainedModel, padding_free: bool) -> bool:
-    return padding_free and model.config._attn_implementation == "packed_sdpa"
-
-
 def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
 ) -> tuple[dict, torch.Tensor, torch.Tensor]:
@@ -802,25 +815,19 @@ def _response_inputs(
 
     A row may hold several sequences end to end (lib/agent_loop.py): one begins wherever position_ids is 0.
     """
+    padding_free = padding_free and model.padding_free
     fields = ("input_ids", "attention_mask", "position_ids", "response_mask")
     ids, attention, positions, trained = (batch.batch[name] for name in fields)
     attention, trained = attention.bool(), trained.bool()
     L, T = ids.shape[1], trained.shape[1]
     target = trained.flatten().nonzero()[:, 0]  # (n,)
     row, column = target // T, L - T - 1 + target % T  # token t of the response is predicted one place to its left
-    first = attention & (positions == 0)
-    if not padding_free:
-        if (first.sum(1) > 1).any():
-            raise InputError("an episode whose history was rewritten is several sequences: drop --no-padding-free")
-        return {"input_ids": ids, "attention_mask": attention, "position_ids": positions}, row * L + column, target
-
-    attention = attention.clone()
     if len(target):  # nothing depends on what stands behind the last token of a row that predicts
         predicts = torch.zeros_like(attention)
         predicts[row, column] = True
-        attention &= predicts.flip(1).cumsum(1).flip(1) > 0
+        attention = attention & (predicts.flip(1).cumsum(1).flip(1) > 0)
     owner = own = torch.arange(len(ids), device=ids.device)  # (B,) the row whose prompt stands for this row's
-    if share_prompts and _can_share_prompts(model, padding_free):
+    if share_prompts and padding_free and model.share_prompts:
         owner = _prompt_owners(prompt_groups(batch), attention.any(1) & (positions[:, L - T] > 0))
     shared = owner.bincount(minlength=len(ids))[owner] > 1  # (B,)
     attention[:, : L - T] &= (owner == own)[:, None]
@@ -837,18 +844,26 @@ def _response_inputs(
     rank = torch.tensor(order, device=ids.device).argsort()
     token = token[rank[sequence].argsort(stable=True)]
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": positions.flatten()[token][None]}  # (1, N)
-    if model.config._attn_implementation == "packed_sdpa":
-        inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt, ids.device)
-        # transformers passes a 4-D mask on untouched; without one it would build a dense (N, N) mask
-        inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
-    else:  # flash attention
-        cu_seqlens = F.pad(torch.tensor([lengths[i] for i in order], device=ids.device).cumsum(0), (1, 0)).int()
-        inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     place = torch.zeros_like(ids).flatten()  # (B * L,)
     place[token] = torch.arange(len(token), device=ids.device)
     row = torch.where(column < L - T, owner[row], row)
-    return inputs, place[row * L + column], target
+    select = place[row * L + column]
+    if not padding_free:
+        [places], back = sequence_rows(order, lengths, prompt, ids.device, one_size=True)
+        start = inputs["position_ids"][0, places[:, :1]]
+        positions = start + torch.arange(places.shape[1], device=ids.device)  # go on where there is padding
+        return {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}, back[select], target
+    if model.takes_rows:
+        inputs["sequence_rows"] = sequence_rows(order, lengths, prompt, ids.device)
+    if model.config._attn_implementation.startswith("flash"):
+        cu_seqlens = F.pad(torch.tensor([lengths[i] for i in order], device=ids.device).cumsum(0), (1, 0)).int()
+        inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    else:
+        inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt, ids.device)
+        # transformers passes a 4-D mask on untouched; without one it would build a dense (N, N) mask
+        inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
+    return inputs, select, target
 
 
 def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ has its own seed, so a sample depends on neither its batch nor its rank, and a r
 those of the distribution that was sampled from (temperature, top-p and top-k applied).
 """
 
+import inspect
 import math
 import zlib
 from collections import deque
@@ -33,6 +34,7 @@ from lib.data_proto import DataProto
 from lib.distributed import all_reduce_max, compute_device, iter_full_params, merged_shards, unsharded
 from lib.metrics import Max, Mean, Metric
 from lib.model import response_log_probs
+from lib.packing import SAMPLED_BY_HF, carries_state
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
 
 
 LONG_PROMPT = 128  # tokens; of shorter ones a copy a row costs less than to attend in two parts
+NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa --no-padding-free"
 ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 
@@ -201,6 +204,7 @@ class HFEngine:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model, self.pad_token_id = model, tokenizer.pad_token_id
+        self._cache_keyword = cache_keyword(model)
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
         self._waiting: dict[str, tuple[list[int], Sampling, int]] = {}
         self.version: int | None = None
@@ -283,14 +287,14 @@ class HFEngine:
             input_ids=ids,
             attention_mask=mask if first.any() else None,
             position_ids=positions,
-            past_key_values=cache,
             logits_to_keep=1,
+            **{self._cache_keyword: cache},
         ).logits[:, -1]
         grouped = width >= LONG_PROMPT and can_group(self.model, cache)
         if grouped:
             cache = GroupCache(cache, mask == 0, prompt_of_row)
         else:
-            cache.batch_select_indices(prompt_of_row)
+            cache.reorder_cache(prompt_of_row)
         logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], positions[prompt_of_row, -1:]
 
         tokens, log_probs = [], []  # (R,) at each t
@@ -307,18 +311,27 @@ class HFEngine:
             if not running.all():
                 keep = running.nonzero()[:, 0]
                 rows, token, mask, position = rows[keep], token[keep], mask[keep], position[keep]
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)
             mask, position = torch.cat([mask, mask.new_ones(len(rows), 1)], 1), position + 1
             inputs = cache.inputs if grouped else {"attention_mask": mask}
-            logits = self.model(
-                input_ids=token[:, None], position_ids=position, past_key_values=cache, **inputs
-            ).logits[:, -1]
+            inputs = inputs | {self._cache_keyword: cache}
+            logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
         tokens, log_probs = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), of the longest
         stopped = torch.isin(tokens.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
         return [
             Generated(row[:n], lps[:n], "stop" if stop else "length")
             for row, lps, n, stop in zip(tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist())
         ]
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """The name by which the model takes a cache. Raises InputError where this engine would sample from another policy:
+    a cache of the model's own kind, or a state that its layers carry over padding, or otherwise than in training."""
+    text, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
+    names = [name for name in ("past_key_values", "cache_params") if name in takes]
+    if not names or (carries_state(model) and text.model_type not in SAMPLED_BY_HF):
+        raise InputError(f"--rollout-engine hf does not know how {type(model).__name__} keeps its state: take vllm")
+    return names[0]
 
 
 class GroupCache(Cache):
@@ -334,8 +347,8 @@ class GroupCache(Cache):
         self.inputs = {"attention_mask": torch.empty(1, 1, 1, 1, device=hidden.device), "group_cache": self}
         self._group(prompt_of_row)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
+    def reorder_cache(self, indices: torch.Tensor) -> None:
+        super().reorder_cache(indices)
         left, prompt_of_row = self.prompt_of_row[indices].unique(return_inverse=True)
         if len(left) < self.prompts:
             self.hidden = None if self.hidden is None else self.hidden[left]
@@ -358,6 +371,10 @@ class GroupCache(Cache):
         """
         layer = self.layers[module.layer_idx]
         layer.attended = True
+        if key.data_ptr() != layer.keys.data_ptr() or value.data_ptr() != layer.values.data_ptr():
+            raise InputError(
+                f"--rollout-engine hf: {type(module).__name__} attends to other keys than it caches: {NOT_GROUPED}"
+            )
         R, H_kv, t, _ = key.shape
         q = query.float().view(R, H_kv, -1, query.shape[-1])
         q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -387,10 +404,7 @@ class GroupLayer(DynamicLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not self.attended:
-            raise InputError(
-                "--rollout-engine hf: the model's attention takes no keyword arguments, and prompts cannot be shared: "
-                "--attn-implementation sdpa --no-padding-free"
-            )
+            raise InputError(f"--rollout-engine hf: the model's attention takes no keyword arguments: {NOT_GROUPED}")
         self.attended = False
         t = self.get_seq_length()
         if t % ROOM == 0:
@@ -403,7 +417,7 @@ class GroupLayer(DynamicLayer):
         self._fill(t + 1)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def reorder_cache(self, indices: torch.Tensor) -> None:
         if t := self.get_seq_length():
             self._key_buffer, self._value_buffer = self._key_buffer[indices], self._value_buffer[indices]
             self._fill(t)
@@ -420,8 +434,13 @@ def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
 def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Whether GroupCache can stand for `cache`: packed_sdpa, and all layers with full or sliding attention."""
     config = model.config.get_text_config()
-    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-    special = ("attention_chunk_size", "num_kv_shared_layers", "attn_logit_softcapping")
+    plain = config.model_type not in (
+        "diffllama",
+        "hrm_text",
+        "jetmoe",
+    )  # whose attention takes no cached keys as they are
+    plain &= all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    special = ("attention_chunk_size", "num_kv_shared_layers", "attn_logit_softcapping", "kv_lora_rank")
     unknown = any(getattr(config, name, None) for name in special)
     return plain and not unknown and model.config._attn_implementation == "packed_sdpa"
 
