@@ -253,11 +253,14 @@ def export_hf(
         weights |= {name: value.cpu() for name, value in model.state_dict().items() if name in buffers}
         with torch.device("meta"):  # a model without adapters, whose save_pretrained writes the whole
             whole = type(model)(model.config)
-        if model.can_generate():
-            whole.generation_config = model.generation_config
         whole.to(next(iter(weights.values())).dtype).save_pretrained(tmp, state_dict=weights)
+        own = getattr(model, "generation_config", None)  # which save_pretrained may refuse: temperature, no do_sample
         if adapter:
+            model.generation_config = getattr(whole, "generation_config", None)
             model.save_pretrained(tmp / "adapter", state_dict=adapter)
+            model.generation_config = own
+        if own is not None:
+            own.to_json_file(tmp / "generation_config.json")
         tokenizer.save_pretrained(tmp)
         _publish(tmp, out_dir)
     dist.barrier()

@@ -80,7 +80,6 @@ class VLLMEngine:
                 llvm.lib._fntab["__dict__"] = {}
         if is_first_on_node():  # nodes may not share the disk
             model.config.save_pretrained(folder)
-            model.generation_config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         dist.barrier()
         settings = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
@@ -97,6 +96,7 @@ class VLLMEngine:
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=max(max_length, 33),  # the probe of sync_weights is 32 tokens, and samples one
                 seed=0,
+                generation_config="vllm",  # the model's own would add to what a request says
                 logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
                 weight_transfer_config={"backend": "direct"},
                 tensor_parallel_size=ranks,
@@ -268,6 +268,16 @@ STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/ag
 BUCKET_BYTES = 256 << 20  # of one broadcast, or one tensor; three buckets are in memory at a time
 SYNC_TIMEOUT_S = 300.0  # for all servers to join the group, or to take a bucket
 HEALTH_S = 2.0  # between two questions whether they are alive
+NEUTRAL = {  # vLLM's server takes what a request leaves out from the model's generation_config.json, or from its flags
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "watermarking": False,
+}
 STOP_S = 0.5  # between the answers of requests that a pause has stopped; what does not come is sampled again
 
 
@@ -533,6 +543,7 @@ class ServedEngine:
                 self._posted.discard(request)
             if not request.cancelled():
                 choice = request.result()
+                self._check_length(choice, settings["max_tokens"], len(prompt_ids) + len(row.token_ids))
                 if choice["token_ids"]:
                     row.token_ids += choice["token_ids"]
                     row.log_probs += choice["logprobs"]["token_logprobs"]
@@ -542,8 +553,17 @@ class ServedEngine:
                     return row
             stops += 1
 
+    def _check_length(self, choice: dict, asked: int, before: int) -> None:
+        asked = min(asked, self.max_length - before)
+        if choice["finish_reason"] == "length" and len(choice["token_ids"]) < asked:
+            raise InputError(
+                f"--rollout_engine {self.url}: the server ended a response after {len(choice['token_ids'])} of {asked} "
+                "tokens: start it with --generation-config vllm and without --override-generation-config"
+            )
+
     async def _complete(self, prompt_ids: list[int], **settings) -> dict:
         settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
+        settings = NEUTRAL | settings
         body = {"model": self.served_model, "prompt": list(map(int, prompt_ids)), **settings}
         return (await self._request("POST", "/v1/completions", json=body))["choices"][0]
 

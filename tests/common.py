@@ -64,6 +64,16 @@ def save_tiny(
     return str(folder)
 
 
+def give_generation_config(folder: str) -> None:
+    """The model's own way to sample, none of which may reach a rollout. vLLM's server takes from it what a request
+    leaves out, transformers' generate all of it."""
+    file = Path(folder, "generation_config.json")
+    config = json.loads(file.read_text()) | {"do_sample": True, "temperature": 0.6, "top_k": 5, "top_p": 0.8}
+    config |= {"min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+    config |= {"suppress_tokens": [20, 21], "begin_suppress_tokens": [22], "forced_eos_token_id": 23}
+    file.write_text(json.dumps(config | {"max_new_tokens": 5, "min_new_tokens": 4, "no_repeat_ngram_size": 1}))
+
+
 def randomize_lora_b(model, seed: int = 0) -> None:
     """Adapters start at B = 0, where neither a merge nor the gradient of A shows."""
     g = torch.Generator().manual_seed(seed)
@@ -199,7 +209,8 @@ def free_port() -> int:
 
 @contextmanager
 def serve(model: str, max_length: int) -> Iterator[tuple[str, subprocess.Popen]]:
-    """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/scaling.md says."""
+    """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/scaling.md says, but with the
+    model's generation config."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]

@@ -515,6 +515,7 @@ def test_export_reloads_equal(size, tied, tmp_path):
     def export(world, folder):
         model = tiny_model(3, tied).eval()
         model.generation_config.max_new_tokens = 17
+        model.generation_config.temperature = 0.6  # without do_sample: transformers loads it and does not save it
         expected = model(input_ids=ids).logits
         model = shard_model(model, make_mesh(world), torch.float32)
         with torch.no_grad():
@@ -533,7 +534,7 @@ def test_export_reloads_equal(size, tied, tmp_path):
     assert again.dtype == torch.float32
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
     assert torch.equal(again.eval()(input_ids=ids).logits, expected)
-    assert again.generation_config.max_new_tokens == 17
+    assert (again.generation_config.max_new_tokens, again.generation_config.temperature) == (17, 0.6)
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "fp32")("two one").input_ids == [2, 1]
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
     assert half.dtype == torch.bfloat16

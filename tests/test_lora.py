@@ -285,6 +285,7 @@ def export(world, path, folder):
     model = lora_model(world, path)
     with torch.no_grad():
         model(input_ids=torch.arange(4, 9)[None])  # leaves the root's parameters whole
+    model.generation_config.temperature = 0.6  # without do_sample: transformers loads it and does not save it
     export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
     with torch.no_grad():
         return model(input_ids=torch.arange(4, 20)[None]).logits

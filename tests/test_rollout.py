@@ -43,8 +43,8 @@ from lib.rollout import (
     sample_tokens,
     sync_weights,
 )
-from lib.vllm_rollout import VLLMEngine
-from tests.common import TOY_MODEL, rollout_batch, save_tiny
+from lib.vllm_rollout import NEUTRAL, VLLMEngine
+from tests.common import TOY_MODEL, give_generation_config, rollout_batch, save_tiny
 
 WIDTH = 24  # prompt
 TOLERANCE = 1e-3
@@ -96,7 +96,9 @@ def engine_and_model(request, world, tmp_path_factory):
         pytest.importorskip("vllm")
         import bm25s  # noqa: F401  a run with the search tool has it before vLLM, whose start must survive it
     folder = tmp_path_factory.mktemp(request.param)
-    engine, model = build(request.param, save_tiny(folder / "model"), folder / "engine")
+    path = save_tiny(folder / "model")
+    give_generation_config(path)  # the policy is the model alone
+    engine, model = build(request.param, path, folder / "engine")
     sync_weights(engine, model, 0, tolerance=TOLERANCE)
     yield engine, model
     close(engine)
@@ -167,6 +169,16 @@ def test_rollouts_of_several_widths_become_one():
                 assert torch.equal(before[key][at[0]], after[key][at[1]]), key
     [back] = fit_columns([whole[:3]])
     assert all(torch.equal(back.batch[key], wide.batch[key]) for key in ("input_ids", "attention_mask", "responses"))
+
+
+def test_a_request_names_all_that_a_server_would_complete():
+    """From the model's generation config: what vLLM has there, in this version and the next."""
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    completed = CompletionRequest.__private_attributes__["_DEFAULT_SAMPLING_PARAMS"].default
+    assert "repetition_penalty" in completed and completed.keys() <= NEUTRAL.keys()
+    assert all(NEUTRAL[name] == value for name, value in completed.items() if name != "top_k")  # -1 and 0 are the same
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -35,6 +35,7 @@ from tests.common import (
     TOY_MODEL,
     fork,
     free_port,
+    give_generation_config,
     launch,
     metrics,
     ran,
@@ -60,9 +61,11 @@ def world():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """(URL, folder that it serves, process)."""
+    """(URL, folder that it serves, process). The server takes what a request leaves out from the model's generation
+    config: no log-prob of a sample would be right."""
     folder = tmp_path_factory.mktemp("served")
     path = save_tiny(folder / "model")
+    give_generation_config(path)
     load_tokenizer(TOY_MODEL).save_pretrained(path)
     with serve(path, MAX_LENGTH) as (url, process):
         yield url, path, process
@@ -453,6 +456,20 @@ WRONG = {
     },
     "/v1/models failed with 404": {},
 }
+
+
+def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
+    """As --override-generation-config '{"max_new_tokens": 1}' does, whatever a request asks for."""
+    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
+    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain}
+    monkeypatch.setattr(Stub, "answers", answers, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Stub) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        engine, _ = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+        engine.version = 0
+        with pytest.raises(InputError, match="ended a response after 1 of 8 tokens: start it with --generation-config"):
+            engine.generate(random_prompts(1), Sampling(8), [1])
+        http.shutdown()
 
 
 @pytest.mark.parametrize("message", WRONG)
