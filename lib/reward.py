@@ -128,7 +128,7 @@ class RewardManager:
     ):
         self.scorers, self.tokenizer, self.timeout_s, self.failure_score = scorers, tokenizer, timeout_s, failure_score
         if workers:
-            self._pool = Pool([asdict(scorer) for scorer in scorers], workers, memory_mb)
+            self._pool = Pool([asdict(scorer) | {"time_limit_s": timeout_s} for scorer in scorers], workers, memory_mb)
         else:
             self._pool = None
             self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in scorers]

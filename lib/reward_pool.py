@@ -18,6 +18,7 @@ import ctypes
 import faulthandler
 import functools
 import importlib
+import inspect
 import json
 import math
 import os
@@ -45,14 +46,20 @@ LONGEST_TRACEBACK = 4000  # characters, of the end
 # ---- a scorer: loaded, called, its result checked --------------------------------------------------
 
 
-def load_scorer(spec: str, modules: list[str], kwargs: dict) -> Callable:
-    """The function of a spec, or with "data_source" that of rewards/, whose `modules` are imported now."""
+def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
+    """The function of a spec, or with "data_source" that of rewards/, whose `modules` are imported now.
+
+    One with a parameter time_limit_s gets the seconds that it has for a response, so that it can end in time itself:
+    a call that has to be stopped has no score. None: as the function has it.
+    """
     for module in modules:
         importlib.import_module(module)
     if spec == "data_source":
         function = importlib.import_module("rewards").compute_score
     else:
         function = importlib.import_module("lib.user_code").load_object("--reward", spec)
+    if time_limit_s is not None and (spec == "data_source" or "time_limit_s" in inspect.signature(function).parameters):
+        kwargs = kwargs | {"time_limit_s": time_limit_s}
     return functools.partial(function, **kwargs)
 
 
@@ -311,7 +318,8 @@ def _main(fd: int, trainer_pid: int) -> None:
         scorers = []
         for scorer in setup["scorers"]:
             try:
-                function = load_scorer(scorer["spec"], scorer["modules"], scorer["kwargs"])
+                settings = scorer["modules"], scorer["kwargs"], scorer.get("time_limit_s")
+                function = load_scorer(scorer["spec"], *settings)
             except BaseException as error:  # noqa: BLE001 whatever the user's file raises, each sample then shows it
                 function = functools.partial(_raise, error)
             scorers.append((function, scorer["batched"]))
@@ -331,9 +339,9 @@ def _raise(error: BaseException, **_):
 class Pool:
     """Runs scorers in `workers` processes.
 
-    scorers: dicts of spec, modules, kwargs (load_scorer), batched. memory_mb: MiB that a worker may take beyond what
-    the imports took. Tasks are (scorer's index, time limit in s, samples); a sample is a dict of compute_score's
-    arguments, and only a batched scorer gets several.
+    scorers: dicts of spec, modules, kwargs, time_limit_s if there is one (load_scorer), batched. memory_mb: MiB that a
+    worker may take beyond what the imports took. Tasks are (scorer's index, time limit in s, samples); a sample is a
+    dict of compute_score's arguments, and only a batched scorer gets several.
     """
 
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int):

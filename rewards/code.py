@@ -34,6 +34,7 @@ from rewards import _sandbox
 from rewards.sandbox import GRACE, connect, hang_up, make_spec, sandbox_level
 
 FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+CASES_SHARE = 0.8  # of the time limit; what is left is for sandboxes to start and to end
 
 
 class Tests(NamedTuple):
@@ -158,11 +159,14 @@ def _verdict(conn: socket.socket, deadline: float, pass_call) -> str:
 # ---- SandboxFusion ----
 
 
-def _post(url: str, code: str, stdin: str, timeout: float) -> tuple[str, str]:
+def _post(url: str, code: str, stdin: str, timeout: float, end: float) -> tuple[str, str]:
     """Runs a script on a SandboxFusion server (github.com/bytedance/SandboxFusion): its verdict and its output.
 
     Raises RuntimeError where the server does not answer, or reports a fault of its own: that is no wrong program.
     """
+    timeout = min(timeout, end - time.monotonic())
+    if timeout <= 0:
+        return "timeout", ""
     body = {"code": code, "language": "python", "stdin": stdin, "compile_timeout": timeout, "run_timeout": timeout}
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     for attempt in range(3):
@@ -188,13 +192,13 @@ def _attempt_remote(url: str, spec: dict, tests: Tests, final: set, end: float) 
     program, timeout = spec["program"], spec["timeout"]
     if tests.form == "stdin":
         text, expected = tests.cases[0]
-        verdict, out = _post(url, program, text, timeout)
+        verdict, out = _post(url, program, text, timeout, end)
         return ["wrong" if verdict == "passed" and not same_output(out, expected) else verdict]
 
     def pass_call(request: list) -> dict:
         code = f"{Path(_sandbox.__file__).read_text().partition(chr(10) + 'if __name__')[0]}\n"
         code += f"answer_once({program!r}, {spec['prelude']!r})\n"
-        verdict, out = _post(url, code, json.dumps(request) + "\n", timeout)
+        verdict, out = _post(url, code, json.dumps(request) + "\n", timeout, end)
         try:
             return json.loads(out.splitlines()[-1]) if verdict == "passed" else {"error": [verdict, ""]}
         except (ValueError, IndexError):
@@ -220,10 +224,10 @@ def compute_score(
     *,
     partial: bool = False,
     timeout: float = 6.0,
-    total_timeout: float = 60.0,
     memory_mb: int = 1024,
     packages: tuple = ("numpy",),
     sandbox_url: str = "",
+    time_limit_s: float = 60.0,
     **kwargs,
 ) -> dict:
     """Runs the program of `solution_str` against `ground_truth`.
@@ -232,9 +236,10 @@ def compute_score(
         partial: The score is the share of passed cases; without it, 1.0 for all passed and otherwise 0.0, and cases
             after the first failure are not run.
         timeout: Seconds for one case (HumanEval: for the problem's one check).
-        total_timeout: Seconds for all cases, those that are left count as "timeout"; and of processor time a process.
         packages: Installed packages, beside the standard library, that a program can import.
         sandbox_url: A SandboxFusion server's /run_code that runs the program, in place of this machine.
+        time_limit_s: Seconds after which the caller ends this call, given by the reward pool (--reward-timeout). All
+            cases together have 0.8 of them, as processor time a process too; those that are left count as "timeout".
 
     Returns:
         {"score", "pred": the program or None, "passed", "total", and how many cases ended as "wrong" (output, or a
@@ -243,6 +248,8 @@ def compute_score(
     Raises:
         InputError: the ground truth cannot be read, or no sandbox works here. RuntimeError: the sandbox failed.
     """
+    total_timeout = CASES_SHARE * time_limit_s
+    end = time.monotonic() + total_timeout
     tests = parse_tests(ground_truth)
     program = extract_program(solution_str)
     spec = make_spec(
@@ -255,7 +262,6 @@ def compute_score(
         memory_mb=memory_mb,
         packages=packages,
     )
-    end = time.monotonic() + total_timeout
     final = {"crash", "timeout"} | (set() if partial else {"wrong", "error"})
     verdicts: list[str] = []
     while len(verdicts) < len(tests.cases) and (partial or not final & set(verdicts)):

@@ -6,8 +6,8 @@ compute_score asks for a number from 0 to 10; compute_score_pairwise, whether th
 truth, in both orders, so that a judge that prefers a position gives 0.5. The question is the row's
 extra_info["question"]; of a template, {question}, {response}, {reference} and {rubric} are replaced and nothing else.
 
-A server that is busy or fails is asked again with growing pauses (openai's client) until deadline_s, which has to be
-below the reward pool's own limit. A reply without a verdict is an error, which the pool counts: never a silent 0. A
+A server that is busy or fails is asked again with growing pauses (openai's client) until 0.8 of the reward pool's time
+limit (--reward-timeout) are over. A reply without a verdict is an error, which the pool counts: never a silent 0. A
 worker of the pool waits for one answer at a time, so the number of workers is the number of requests at once (twice
 that for pairs). A response can try to talk the judge round: look at samples with high scores.
 """
@@ -71,12 +71,13 @@ async def ask(
     model: str,
     *,
     api_key_env="OPENAI_API_KEY",
-    deadline_s=25.0,
+    time_limit_s=30.0,
     max_tokens=1024,
     temperature=0.0,
     **kwargs,
 ) -> list[str]:
-    """The judge's replies, asked for at once. Raises TimeoutError, openai.OpenAIError."""
+    """The judge's replies, asked for at once. Raises TimeoutError after 0.8 of the time limit; openai.OpenAIError."""
+    deadline_s = 0.8 * time_limit_s
     api_key = os.environ.get(api_key_env, "none")  # a local server wants none
     try:
         async with (
@@ -120,6 +121,7 @@ async def compute_score(
     model,
     prompt_template=PROMPT,
     rubric=RUBRIC,
+    time_limit_s=30.0,
     **kwargs,
 ) -> dict:
     """Takes ask()'s keywords. Returns {"score": the judge's number divided by 10}.
@@ -127,7 +129,9 @@ async def compute_score(
     Raises InputError: no question. TimeoutError, openai.OpenAIError: no reply. ValueError: no score in the reply.
     """
     values = {"response": solution_str, "reference": ground_truth, "rubric": rubric}
-    [reply] = await ask([fill(prompt_template, values, extra_info)], base_url, model, **kwargs)
+    [reply] = await ask(
+        [fill(prompt_template, values, extra_info)], base_url, model, time_limit_s=time_limit_s, **kwargs
+    )
     return {"score": parse_score(reply)}
 
 
@@ -141,6 +145,7 @@ async def compute_score_pairwise(
     model,
     prompt_template=PAIR_PROMPT,
     rubric=RUBRIC,
+    time_limit_s=30.0,
     **kwargs,
 ) -> dict:
     """The response against the ground truth as {A} and {B}, in both orders; takes ask()'s keywords.
@@ -150,7 +155,7 @@ async def compute_score_pairwise(
     """
     orders = [{"A": solution_str, "B": ground_truth}, {"A": ground_truth, "B": solution_str}]
     prompts = [fill(prompt_template, order | {"rubric": rubric}, extra_info) for order in orders]
-    replies = await ask(prompts, base_url, model, **kwargs)
+    replies = await ask(prompts, base_url, model, time_limit_s=time_limit_s, **kwargs)
     first, second = [verdict(VERDICT, reply).upper() for reply in replies]
     wins = [{"A": 1.0, "TIE": 0.5, "B": 0.0}[first], {"A": 0.0, "TIE": 0.5, "B": 1.0}[second]]
     return {"score": sum(wins) / 2, "agree": float(wins[0] == wins[1])}

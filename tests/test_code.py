@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from lib import InputError
+from lib.reward_pool import Pool
 from rewards import _sandbox, code, sandbox
 from tests.common import ROOT
 
@@ -137,7 +138,7 @@ def test_reasons():
     result = score(f"def f(x):\n    {body}", calls, partial=True, timeout=0.5)
     assert result["passed"] == 3 and reasons(result) == {"wrong": 1, "error": 2, "crash": 1, "timeout": 1}
 
-    assert reasons(score("while True: pass", ["assert f()"] * 50, partial=True, timeout=0.3, total_timeout=0.5)) == {
+    assert reasons(score("while True: pass", ["assert f()"] * 50, partial=True, timeout=0.3, time_limit_s=0.6)) == {
         "timeout": 50
     }
     assert reasons(score("def f(:", ["assert f()"] * 3, partial=True)) == {"error": 3}
@@ -515,7 +516,25 @@ def test_the_processor_time_of_a_case_is_no_limit_for_all():
     spin = "import time\ndef f(x):\n    end = time.process_time() + 0.15\n"
     spin += "    while time.process_time() < end: pass\n    return x"
     # 3 s of processor; the limit of wall time is wide, for machines that do other work too
-    assert score(spin, ["assert f(1) == 1"] * 20, timeout=2.0, total_timeout=60.0)["score"] == 1.0
+    assert score(spin, ["assert f(1) == 1"] * 20, timeout=2.0, time_limit_s=75.0)["score"] == 1.0
+
+
+@pytest.mark.parametrize("seconds", [60, 2])  # one case that is too slow, five that are together
+def test_slow_programs_score_0_before_the_pool_takes_them_for_a_failure(seconds):
+    """A response whose scorer was stopped would be in no group. 1.2 of the 6 seconds are for the sandbox to start."""
+    scorer = {"spec": "data_source", "modules": ["rewards.code"], "kwargs": {"timeout": 30.0}, "batched": False}
+    slow = {
+        "data_source": "code",
+        "solution_str": f"import time\ndef f():\n    time.sleep({seconds})",
+        "extra_info": {},
+    }
+    pool = Pool([scorer | {"time_limit_s": 6.0}], 1, 2048)
+    try:
+        tasks = pool.submit([(0, 6.0, [slow | {"ground_truth": ["assert f() is None"] * 5}])])
+        [(_, [[kind, result]])] = pool.collect(tasks)
+    finally:
+        pool.close()
+    assert kind == "ok" and result["score"] == 0 and result["timeout"] == 1
 
 
 def test_a_setup_that_the_program_fails():
@@ -732,6 +751,13 @@ def url():
 def test_sandbox_fusion(program, truth, expected, url):
     result = score(program, truth, sandbox_url=url, timeout=5.0 if "while" not in program else 0.5)
     assert reasons(result) == expected and result["score"] == float(not expected)
+
+
+def test_sandbox_fusion_within_the_time_limit(url):
+    result = score(
+        "while True: pass", {"inputs": ["1"], "outputs": ["1"]}, sandbox_url=url, timeout=60.0, time_limit_s=1.0
+    )
+    assert reasons(result) == {"timeout": 1}
 
 
 def test_sandbox_fusion_that_fails_is_no_wrong_program(url, monkeypatch):

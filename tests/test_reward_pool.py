@@ -685,6 +685,21 @@ def test_no_answer_of_the_first_scorer_is_not_the_seconds(manager_of):
     assert extras["pred"] == [None, None] and extras["mine.scaled/digits"] == [1, 1]
 
 
+ASKS = """
+def asks(data_source, solution_str, ground_truth, extra_info=None, *, time_limit_s=9.0, **kwargs):
+    return {"score": time_limit_s, "others": len(kwargs)}
+
+def asks_not(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return {"score": 0, "others": len(kwargs)}
+"""
+
+
+@pytest.mark.parametrize("workers, seconds", [(1, 30.0), (0, 9.0)])  # without workers nothing stops it
+def test_a_scorer_that_asks_for_its_time_limit_gets_it(manager_of, workers, seconds):
+    _, extras, _ = manager_of(ASKS, "asks", "asks_not", workers=workers, timeout_s=30.0).submit(batch_of(["1"])).get()
+    assert extras["mine.asks"] == [seconds] and extras["mine.asks/others"] == extras["mine.asks_not/others"] == [0]
+
+
 def test_without_workers_an_exception_stops_the_run_and_names_the_response(manager_of):
     with pytest.raises(ValueError, match="the key is missing") as caught:
         manager_of(FAILS, workers=0).submit(batch_of(["1", "4=4"], ["calm", "raise"]))

@@ -896,18 +896,18 @@ def test_a_busy_judge_is_asked_again():
 
 def test_the_judges_deadline_and_refusals():
     with pytest.raises(TimeoutError, match=r"m at http://127.*gave no reply in 0.5 s"):
-        judged(lambda *_: 503, deadline_s=0.5)
+        judged(lambda *_: 503, time_limit_s=0.625)  # of which a fifth is left
     release = threading.Event()
     try:
         with judge_server(lambda *_: f"Score: {int(release.wait(20))}") as (url, _):
-            call = judge.compute_score("", "a", "b", {"question": "c"}, base_url=url, model="m", deadline_s=0.5)
+            call = judge.compute_score("", "a", "b", {"question": "c"}, base_url=url, model="m", time_limit_s=0.5)
             with pytest.raises(TimeoutError):
                 asyncio.run(call)
             release.set()
     finally:
         release.set()
     with pytest.raises(openai.AuthenticationError):  # at once, not at the deadline
-        judged(lambda *_: 401, deadline_s=600.0)
+        judged(lambda *_: 401, time_limit_s=600.0)
 
 
 def by_content(prompt, _):
