@@ -537,10 +537,11 @@ def main(args: Args) -> None:
     if multi_turn is not None:
         chat_template_kwargs = chat_template_kwargs | {"tools": multi_turn.schemas or None}
     train_data, val_data = load_datasets(args, tokenizer, chat_template_kwargs)
-    datasets = [data for data in (train_data, val_data) if data is not None]
+    validated = [] if val_data is None else [val_data]
     reward_kwargs = parse_json(args, "reward_kwargs")
-    scorers = load_scorers(args.reward, datasets, reward_kwargs, args.reward_weights)
-    val_scorers = load_scorers(args.val_reward, datasets, reward_kwargs)
+    scored = [train_data] if args.val_reward else [train_data, *validated]
+    scorers = load_scorers(args.reward, scored, reward_kwargs, args.reward_weights)
+    val_scorers = load_scorers(args.val_reward, validated, reward_kwargs)
     if args.total_epochs is not None:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
     run_name = broadcast(args.run_name or f"{Path(__file__).stem}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -168,7 +168,8 @@ class RLHFDataset(Dataset):
 
     Every row is templated and tokenized once here, so that a bad row stops the run before a model loads. A prompt
     longer than P is left out if filter_overlong_prompts; otherwise `truncation` says what goes: "left" (its start),
-    "right" (its end), "middle", or "error". `dropped` counts rows left out by reason, `truncated` those to be cut.
+    "right" (its end), "middle", or "error". `dropped` counts rows left out by reason, `truncated` those to be cut;
+    `without_ground_truth` is the file and number of the first row kept that has none, for scorers that take one.
     num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16.
 
     Raises InputError, with file and row (counted from 0), on whatever is wrong in the files.
@@ -214,7 +215,7 @@ class RLHFDataset(Dataset):
         if n_read == 0:
             raise InputError(f"{names or 'data files'}: no rows; check the files")
 
-        lengths = self._prompt_lengths(n_read, num_proc)
+        lengths, has_truth = self._check_rows(n_read, num_proc).T
         too_long = lengths > max_prompt_length
         self.dropped = {"prompt_too_long": int(too_long.sum()) if filter_overlong_prompts else 0}
         self.truncated = 0 if filter_overlong_prompts else int(too_long.sum())
@@ -230,6 +231,8 @@ class RLHFDataset(Dataset):
                 f"{names}: no row left: {n_read} read, {n_read} too long for max_prompt_length={max_prompt_length} "
                 f"(the shortest prompt has {lengths.min()} tokens); raise max_prompt_length"
             )
+        without = self.kept[has_truth[self.kept] == 0]
+        self.without_ground_truth = self._where(int(without[0])) if len(without) else None
 
     def _open(self, source, number: int) -> tuple[str, Sequence[dict]]:
         name = str(source) if isinstance(source, str | Path) else f"data set {number} in memory"
@@ -277,15 +280,17 @@ class RLHFDataset(Dataset):
             raise InputError(f"{self._where(row)}: the chat template refuses this prompt: {error}") from error
         return text, self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _check_row(self, row: int) -> int:
-        """Checks a row's form; its prompt's length in tokens."""
+    def _check_row(self, row: int) -> tuple[int, bool]:
+        """Checks a row's form; its prompt's length in tokens, and whether it has a ground truth."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(fields.get(column, {}), dict):
                 raise InputError(f"{self._where(row)}: {column!r} is {fields[column]!r:.60}; it must be a dict")
-        return len(self._tokenize(row, self._messages(row, fields.get(self.prompt_key)))[1])
+        ids = self._tokenize(row, self._messages(row, fields.get(self.prompt_key)))[1]
+        return len(ids), "ground_truth" in fields.get("reward_model", {})
 
-    def _prompt_lengths(self, n_read: int, num_proc: int | None) -> np.ndarray:
+    def _check_rows(self, n_read: int, num_proc: int | None) -> np.ndarray:
+        """(n_read, 2) integers: what _check_row gives."""
         if num_proc is None:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -297,9 +302,9 @@ class RLHFDataset(Dataset):
         _forked = self
         bounds = np.linspace(0, n_read, 4 * num_proc + 1).astype(int).tolist()
         with ProcessPoolExecutor(num_proc, mp_context=multiprocessing.get_context("fork")) as pool:
-            lengths = list(pool.map(_check_rows_of_forked, map(range, bounds, bounds[1:])))
+            checked = list(pool.map(_check_rows_of_forked, map(range, bounds, bounds[1:])))
         _forked = None
-        return np.concatenate(lengths)
+        return np.concatenate(checked)
 
     @property
     def data_sources(self) -> set[str]:
@@ -346,11 +351,11 @@ class RLHFDataset(Dataset):
         return ids[:head] + ids[head - limit :]
 
 
-_forked: RLHFDataset | None = None  # what the processes of _prompt_lengths inherit
+_forked: RLHFDataset | None = None  # what the processes of _check_rows inherit
 
 
 def _check_rows_of_forked(rows: range) -> np.ndarray:
-    return np.array([_forked._check_row(row) for row in rows], dtype=int)
+    return np.array([_forked._check_row(row) for row in rows], dtype=int).reshape(-1, 2)
 
 
 def load_dataset_class(spec: str) -> type[Dataset]:

@@ -42,6 +42,7 @@ class Scorer:
     kwargs: dict
     weight: float
     batched: bool
+    takes_truth: bool  # not if its parameter has a default
 
 
 def load_scorers(
@@ -56,7 +57,8 @@ def load_scorers(
     "score" and whatever is to be logged; batched, a list of them. A row's score is the sum of weight x score; without
     weights, 1 each.
 
-    Raises InputError: no such file or function, one that cannot be called so, a data_source that rewards/ lacks.
+    Raises InputError: no such file or function, one that cannot be called so, a data_source that rewards/ lacks, a row
+    without a ground truth for a scorer whose parameter ground_truth (or ground_truths) has no default.
     """
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
@@ -64,9 +66,16 @@ def load_scorers(
     scorers = []
     for spec, weight in zip(specs, weights):
         if spec == BY_DATA_SOURCE:
-            scorers.append(Scorer(spec, spec, _modules_for(datasets), kwargs, weight, batched=False))
+            modules = _modules_for(datasets)
+            scorers.append(Scorer(spec, spec, modules, kwargs, weight, batched=False, takes_truth=True))
         else:
             scorers.append(_from_file(spec, kwargs, weight))
+        row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
+        if row and scorers[-1].takes_truth:
+            raise InputError(
+                f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} takes; add it (a scorer that does "
+                "without gives the parameter a default: ground_truth=None)"
+            )
     for name, count in Counter(scorer.name for scorer in scorers).items():
         if count > 1:
             raise InputError(f"--reward: {count} scorers are called {name}; rename a file or a function")
@@ -100,7 +109,9 @@ def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
     except TypeError as error:
         called = ", ".join(f"{key}=" for key in [*arguments, *kwargs])
         raise InputError(f"--reward {spec}: it cannot be called as {name}({called}): {error}") from error
-    return Scorer(f"{path.stem}.{name}", f"{path}:{name}", [], kwargs, weight, batched)
+    truth = signature.parameters.get("ground_truths" if batched else "ground_truth")
+    takes_truth = truth is not None and truth.default is truth.empty
+    return Scorer(f"{path.stem}.{name}", f"{path}:{name}", [], kwargs, weight, batched, takes_truth)
 
 
 # ---- scoring -------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def has_tags(text: str, tags) -> bool:
 
 
 def compute_score(
-    data_source, solution_str, ground_truth, extra_info=None, *, tags=("think", "answer"), pattern=None, **kwargs
+    data_source, solution_str, ground_truth=None, extra_info=None, *, tags=("think", "answer"), pattern=None, **kwargs
 ) -> dict:
     """Returns {"score": 1.0 or 0.0}. Raises InputError on a pattern that is no regular expression."""
     if pattern is not None:

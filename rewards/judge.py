@@ -61,6 +61,11 @@ def fill(template: str, values: dict, extra_info: dict | None) -> str:
         if not question:
             raise InputError('rewards/judge.py: a row has no extra_info["question"]; give one, or a prompt_template')
         values = values | {"question": question}
+    if "{reference}" in template and values.get("reference") is None:
+        raise InputError(
+            'rewards/judge.py: a row has no reward_model["ground_truth"]; give one, or a prompt_template without '
+            "{reference}"
+        )
     names = "|".join(map(re.escape, values))
     return re.sub(rf"\{{({names})\}}", lambda name: str(values[name[1]]), template)
 
@@ -114,7 +119,7 @@ def parse_score(reply: str) -> float:
 async def compute_score(
     data_source,
     solution_str,
-    ground_truth,
+    ground_truth=None,
     extra_info=None,
     *,
     base_url,

@@ -172,6 +172,19 @@ def test_several_files_of_different_types(tmp_path, tokenizer):
     assert dataset[2]["extra_info"] == dataset[2]["tools_kwargs"] == dataset[2]["interaction_kwargs"] == {}
 
 
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_the_first_kept_row_without_a_ground_truth_is_named(tmp_path, tokenizer, num_proc):
+    null, absent, model = make_row("b" * 40), make_row("c"), make_row("d")
+    null["reward_model"], absent["reward_model"] = {"ground_truth": None}, {"style": "model"}
+    model["reward_model"] = {"ground_truth": ""}  # empty is not missing
+    files = [write_jsonl(tmp_path / "a.jsonl", [make_row("a")]), write_parquet(tmp_path / "b.parquet", [null, model])]
+    dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
+    assert dataset.dropped["prompt_too_long"] == 1 and dataset.without_ground_truth is None
+    files.append(write_jsonl(tmp_path / "c.jsonl", [model, absent, absent]))
+    dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
+    assert dataset.without_ground_truth == f"{tmp_path / 'c.jsonl'} row 1"
+
+
 # ---- too long ----
 
 

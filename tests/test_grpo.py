@@ -333,6 +333,10 @@ BAD_INPUT = {  # beside the flags of tests/test_args.py
         lambda t: ["--train-files", write(t / "a.jsonl", ROW | {"data_source": "mine"})],
         "no scorer for data_source 'mine'",
     ),
+    "no ground truth": (
+        lambda t: ["--val-files", write(t / "a.jsonl", ROW, ROW | {"reward_model": {"style": "rule"}})],
+        "a.jsonl row 1: 'reward_model' has no 'ground_truth'",
+    ),
     "no chat template": (lambda t: ["--model", model_folder(t / "m", template=False)], "no chat template"),
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
     "estimator without the parameter": (lambda t: ["--adv-kwargs", '{"gama": 1}'], "gama"),

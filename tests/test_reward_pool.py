@@ -713,6 +713,29 @@ class Rows:
         self.data_sources = set(data_sources)
 
 
+TRUTHS = """
+def takes(data_source, solution_str, ground_truth, extra_info=None): ...
+def may_take(data_source, solution_str, ground_truth=None, extra_info=None): ...
+def takes_none(solution_str, **kwargs): ...
+def takes_batch(data_sources, solution_strs, ground_truths, extra_infos): ...
+def takes_no_batch(data_sources, solution_strs, extra_infos, ground_truths=None): ...
+"""
+
+
+def test_a_row_without_a_ground_truth_is_named_if_a_scorer_takes_one(tmp_path):
+    (tmp_path / "mine.py").write_text(TRUTHS)
+    rows, whole = Rows("toy/arithmetic"), Rows("toy/arithmetic")
+    rows.without_ground_truth = "a.jsonl row 3"
+    mine = [f"{tmp_path / 'mine.py'}:{name}" for name in ("may_take", "takes_none", "takes_no_batch")]
+    own = [f"{ROOT}/rewards/{name}.py:compute_score" for name in ("format", "judge")]
+    load_scorers([*mine, own[0]], [whole, rows])
+    load_scorers([own[1]], [rows], {"base_url": "http://127.0.0.1:9", "model": "m"})
+    for spec in ("data_source", f"{tmp_path / 'mine.py'}:takes", f"{tmp_path / 'mine.py'}:takes_batch"):
+        load_scorers([spec], [whole])
+        with pytest.raises(InputError, match=r"a.jsonl row 3: .* no 'ground_truth', which scorer .*take"):
+            load_scorers([*mine, spec], [whole, rows])
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_scorers_of_this_project_by_data_source(workers):
     [scorer] = load_scorers(["data_source"], [Rows("toy/arithmetic"), Rows("openai/gsm8k")])

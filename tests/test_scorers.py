@@ -889,6 +889,13 @@ def test_the_judge_sees_question_reference_and_rubric(monkeypatch):
         judged(lambda *_: "Score: 1", info={})
 
 
+def test_a_judge_without_a_reference():
+    kwargs = {"prompt_template": "Grade {response}", "info": None}
+    assert judged(lambda *_: "Score: 5", truth=None, **kwargs)[0] == {"score": 0.5}
+    with pytest.raises(InputError, match='reward_model\\["ground_truth"\\]; give one, or a prompt_template without'):
+        judged(lambda *_: "Score: 5", truth=None)
+
+
 def test_a_busy_judge_is_asked_again():
     result, requests = judged(lambda prompt, number: "Score: 8" if number > 4 else [503, 429, 500, 408][number - 1])
     assert result == {"score": 0.8} and len(requests) == 5
