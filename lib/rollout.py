@@ -31,7 +31,7 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import all_reduce_max, compute_device, iter_full_params, merged_shards, unsharded
+from lib.distributed import all_gather_lists, all_reduce_max, compute_device, iter_full_params, merged_shards, unsharded
 from lib.metrics import Max, Mean, Metric
 from lib.model import response_log_probs
 from lib.packing import SAMPLED_BY_HF, carries_state
@@ -533,10 +533,12 @@ def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: flo
     log-probs of a fixed probe, which weights that arrived and are not used (a stale tied head) do not match.
 
     Raises:
+        InputError: a weight of the trainer is not finite.
         WeightSyncError: a canary failed. Mean |log-prob difference| on the probe may be `tolerance` at most.
     """
     if engine.version == version:
         return {}
+    _check_finite(model, version)
     engine.load_weights(model, version)
     expected = weight_checksum(model, getattr(engine, "dtype", next(model.parameters()).dtype))
     if (engine.version, engine.checksum) != (version, expected):
@@ -552,6 +554,17 @@ def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: flo
             f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
         )
     return {"rollout/canary_logp_diff": difference}
+
+
+def _check_finite(model: PreTrainedModel, version: int) -> None:
+    shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    finite = torch.stack([shard.isfinite().all() for shard in shards.values()]).tolist()
+    if bad := sorted(set(all_gather_lists([name for name, fine in zip(shards, finite) if not fine]))):
+        since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
+        raise InputError(
+            f"the policy's weights are not finite, {bad[0]} and {len(bad) - 1} others, "
+            + (since if version else "at the start: see --model")
+        )
 
 
 class CheckedStream:

@@ -405,6 +405,25 @@ def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
     engine.version = None
 
 
+@pytest.mark.parametrize(("version", "blamed"), [(0, "--model"), (7, "--lr")])
+def test_weights_that_are_not_finite_are_named_and_not_sent(engine_and_model, version, blamed, monkeypatch):
+    """One number of an embedding that the probe need not read: the engine is not to blame."""
+    engine, model = engine_and_model
+    for module in fsdp_modules(model):
+        module.reshard()
+    weight = model.get_input_embeddings().weight
+    before = weight.detach().clone()
+    monkeypatch.setattr(engine, "load_weights", lambda *_: pytest.fail("sent"))
+    with torch.no_grad():
+        weight[1, 2] = math.nan
+    engine.version = None
+    with pytest.raises(InputError, match=r"model\.embed_tokens\.weight") as raised:
+        sync_weights(engine, model, version, tolerance=TOLERANCE)
+    assert "not finite" in str(raised.value) and blamed in str(raised.value)
+    with torch.no_grad():
+        weight.copy_(before)
+
+
 def drop_the_last(self, update_info):
     """Takes every tensor, so that the checksum is right, and does not load one."""
     self.model.load_weights(list(update_info.weights)[:-1])
