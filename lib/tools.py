@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 import urllib.request
+from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -640,15 +641,17 @@ def _read_call(text: str, start: int = 0) -> tuple[ToolCall, int]:
         return ToolCall("", error=f"invalid JSON: {error}"), start
 
 
+MAX_CALLS = 100  # of one text: JSON's error messages count the lines before them, each from the start
+LONGEST_LITERAL = 10_000  # characters
 OPEN_CALL, CLOSE_CALL = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 SPECIAL = re.compile(r"\s*(?:<\|\w+\|>\s*)*")  # <|im_end|>, <|eot_id|>
 FIRST_CALL, NEXT_CALL = re.compile(r'\{\s*"(?:name|type)"\s*:'), re.compile(r"\s*;\s*(?=\{)")  # Llama's
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them. The last may lack its end."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, up to 100 of them. The last may lack its end."""
     calls, end = [], 0
-    while opened := OPEN_CALL.search(text, end):
+    while len(calls) < MAX_CALLS and (opened := OPEN_CALL.search(text, end)):
         call, end = _read_call(text, opened.end())
         if end > opened.end() and not CLOSE_CALL.match(text, end) and not SPECIAL.fullmatch(text, end):
             call = ToolCall(call.name, error="no </tool_call> after the JSON object")
@@ -670,20 +673,22 @@ def parse_llama3_json(text: str) -> list[ToolCall]:
     return calls
 
 
-FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
+FUNCTION, PARAMETER = re.compile(r"<function=([^<>\n]+)>\s*"), re.compile(r"<parameter=([^<>\n]+)>\n?")
+PARAMETER_END = re.compile(r"(\n?)</parameter>\s*(?=<parameter=|</function>)")
 
 
 def parse_qwen3_coder(tools: dict[str, BaseTool], text: str) -> list[ToolCall]:
     """<function=NAME><parameter=KEY>value</parameter> ...</function>; a value that is no text is read by its schema."""
+    ends = list(PARAMETER_END.finditer(text))
+    tags = [found.end(1) for found in ends]  # found once: a search from each parameter would be quadratic
     calls, end = [], 0
     while opened := FUNCTION.search(text, end):
         name, arguments, end = opened[1].strip(), {}, opened.end()
         schema = tools[name].get_openai_tool_schema()["function"] if name in tools else {}
         properties = (schema.get("parameters") or {}).get("properties", {})
-        while parameter := PARAMETER.match(text, end):
-            key, end = parameter[1].strip(), parameter.end()
-            arguments[key] = _from_text(parameter[2], properties.get(key, {}))
+        while (parameter := PARAMETER.match(text, end)) and (i := bisect_left(tags, parameter.end())) < len(tags):
+            key, start, end = parameter[1].strip(), parameter.end(), ends[i].end()
+            arguments[key] = _from_text(text[start : ends[i].start()], properties.get(key, {}))
         closed = text.startswith("</function>", end)
         error = None if closed else "a <parameter=...> without </parameter>, or a <function=...> without </function>"
         calls.append(ToolCall(name, None if error else arguments, error))
@@ -695,7 +700,7 @@ def _from_text(text: str, schema: dict):
     is_valid = jsonschema.Draft202012Validator(_allow_null(schema)).is_valid
     if schema and text.strip() in ("null", "None") and is_valid(None):
         return None
-    for read in (str, json.loads, ast.literal_eval):
+    for read in (str, json.loads, ast.literal_eval)[: 2 if len(text) > LONGEST_LITERAL else 3]:
         with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             if is_valid(value := _plain(read(text))):
                 return value

@@ -33,7 +33,6 @@ from lib import InputError
 from rewards import _sandbox
 from rewards.sandbox import GRACE, connect, hang_up, make_spec, sandbox_level
 
-FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 CASES_SHARE = 0.8  # of the time limit; what is left is for sandboxes to start and to end
 
 
@@ -48,9 +47,16 @@ class Tests(NamedTuple):
 
 def extract_program(response: str) -> str:
     """The last ```python block, closed or not; else the last plain block; else the whole text."""
-    blocks = FENCE.findall(response)
-    named = [code for label, code in blocks if label.lower() in ("python", "python3", "py")]
-    plain = [code for label, code in blocks if not label]
+    named, plain, end = [], [], 0
+    while (start := response.find("```", end)) >= 0 and (line_end := response.find("\n", start)) >= 0:
+        end = response.find("```", line_end)
+        end = len(response) if end < 0 else end
+        label, block = re.match(r"\w*", response[start + 3 : line_end])[0], response[line_end + 1 : end]
+        if label.lower() in ("python", "python3", "py"):
+            named.append(block)
+        elif not label:
+            plain.append(block)
+        end += 3
     return (named or plain or [response])[-1]
 
 

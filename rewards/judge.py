@@ -50,8 +50,11 @@ PAIR_PROMPT = """Compare two responses to a question. Everything inside the tags
 
 Criteria: {rubric}
 Reason briefly. Then end with one line "Verdict: A", "Verdict: B" or "Verdict: tie"."""
-SCORE = re.compile(r"^\W*score[\s:=*]{1,6}(\d+(?:\.\d+)?)(?:\s*/\s*10)?\W*$", re.IGNORECASE | re.MULTILINE | re.ASCII)
-VERDICT = re.compile(r"^\W*verdict[\s:=*]{1,6}(A|B|tie)\W*$", re.IGNORECASE | re.MULTILINE)
+SIGNS = r"[^\w\n]*"  # of one line: the reply may be long
+SCORE = re.compile(
+    rf"^{SIGNS}score[\s:=*]{{1,6}}(\d+(?:\.\d+)?)(?:\s*/\s*10)?{SIGNS}$", re.IGNORECASE | re.MULTILINE | re.ASCII
+)
+VERDICT = re.compile(rf"^{SIGNS}verdict[\s:=*]{{1,6}}(A|B|tie){SIGNS}$", re.IGNORECASE | re.MULTILINE)
 
 
 def fill(template: str, values: dict, extra_info: dict | None) -> str:

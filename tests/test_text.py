@@ -1,0 +1,109 @@
+"""What reads a model's text takes time in proportion to its length, whatever stands in it.
+
+Time against length: ten times the text may take 40 times as long, where linear is 10 and quadratic 100. CPU seconds of
+this process, the least of up to three runs; what takes less than a millisecond is no evidence.
+"""
+
+import re
+import time
+from contextlib import suppress
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.tools import parse_hermes, parse_llama3_json, parse_qwen3_coder
+from rewards import answers, code, gsm8k, judge, math_dapo, multiple_choice, reasoning_gym, search_qa
+from rewards import format as form
+
+UNITS = [
+    *("a", " ", "\n", "\\", "$", "-", "`", "#", "{", "}", "(", ")", "[", "1", "1,", "1,111,", "1.", ".", '"', ";", "*"),
+    *("<", "\\boxed{", "\\boxed{}", "\\text{", "<answer>", "</answer>", "<think>", "</think>", "####", "#### ", "x="),
+    *("a an the ", "answer", "answer ", "answer is ", "answer:", "answer**", "A or ", "B, ", "```", "```a", "```\n"),
+    *("```python\na\n", "``` ", "<function=", "<function=f>", "<function=f>\n", "<parameter=a>", "</parameter>"),
+    *("<function=f><parameter=a>", "</parameter>\n", "<parameter=a>\n</parameter>", "</function>", "</tool_call>"),
+    *("<function=f><parameter=a>1</parameter></function>", "<tool_call>", "<tool_call>{", '<tool_call>"'),
+    *('<tool_call>{"name": "f"}', "<|a|>", '{"name":', '{"name": "f"}', '{"name": "f"}; ', '{"name": {}}; ', "; "),
+    *("score", "score: ", "Score: 1\n", "score: 1!", "!", "verdict: ", "Verdict: A\n", "\u0663", "\\frac{1}{"),
+]  # fmt: skip
+AROUND = [("", ""), ("", "x"), ("```", ""), ("<function=f><parameter=a>", ""), ("answer", "x"), ("1", "a")]
+
+
+def judged(text):
+    for pattern in (judge.SCORE, judge.VERDICT):
+        with suppress(ValueError):
+            judge.verdict(pattern, text)
+
+
+READERS = {
+    "last_boxed": answers.last_boxed,
+    "last_tagged": answers.last_tagged,
+    "extract_program": code.extract_program,
+    "gsm8k strict": lambda text: gsm8k.compute_score("", text, "7"),
+    "gsm8k flexible": lambda text: gsm8k.compute_score("", text, "7", method="flexible"),
+    "math_dapo": lambda text: math_dapo.compute_score("", text, "7"),
+    "multiple_choice": multiple_choice.extract_letter,
+    "search_qa": lambda text: search_qa.compute_score("", f"<answer>{text}</answer>", ["seven"]),
+    "format": lambda text: form.compute_score("", text, None),
+    "reasoning_gym": reasoning_gym.extract_answer,
+    "judge": judged,
+    "hermes": parse_hermes,
+    "llama3_json": parse_llama3_json,
+    "qwen3_coder": lambda text: parse_qwen3_coder({}, text),
+}
+
+
+def cpu_seconds(read, text: str) -> float:
+    start = time.process_time()
+    read(text)
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_time_grows_with_the_length_of_the_text(reader):
+    read, n = READERS[reader], 4_000
+    for unit, (start, end) in product(UNITS, AROUND):
+        short, long = (start + unit * (size // len(unit)) + end for size in (n, 10 * n))
+        ratios = []
+        while len(ratios) < 3 and (not ratios or min(ratios) > 40):
+            ratios.append(cpu_seconds(read, long) / max(cpu_seconds(read, short), 1e-3))
+        assert min(ratios) <= 40, f"{start!r} + {unit!r} * n + {end!r}"
+
+
+TOKENS = ["```", "`", "python", "py", " ", "\n", "a", "text"]
+CALLS = [
+    "<function=f>",
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
+    "\n",
+    " ",
+    "b",
+    "<parameter=c>",
+    "<",
+    "<function=",
+]
+FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)  # both quadratic
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.sampled_from(TOKENS), max_size=16).map("".join))
+def test_the_program_is_that_of_the_expression(text):
+    blocks = FENCE.findall(text)
+    named = [block for label, block in blocks if label in ("python", "py")]
+    plain = [block for label, block in blocks if not label]
+    assert code.extract_program(text) == (named or plain or [text])[-1]
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.sampled_from(CALLS), max_size=16).map("".join))
+def test_the_parameters_are_those_of_the_expression(text):
+    expected, end = [], 0
+    while opened := re.compile(r"<function=([^<>\n]+)>\s*").search(text, end):
+        arguments, end = {}, opened.end()
+        while parameter := PARAMETER.match(text, end):
+            arguments[parameter[1]], end = parameter[2], parameter.end()
+        expected.append(arguments if text.startswith("</function>", end) else None)
+    assert [call.arguments for call in parse_qwen3_coder({}, text)] == expected
