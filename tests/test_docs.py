@@ -104,11 +104,12 @@ def test_flags_of_commands_exist(doc):
 LAUNCHERS = {
     *("--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--main_process_port", "--multi_gpu"),
     *("--num_processes", "--use_fsdp", "--fsdp_version"),  # accelerate's, with underscores
+    *("--rdzv_backend", "--rdzv_conf"),
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
 }
 VLLM = {
     *("--logprobs-mode", "--max-model-len", "--tensor-parallel-size", "--weight-transfer-config"),
-    *("--worker-extension-cls",),
+    *("--worker-extension-cls", "--generation-config", "--override-generation-config"),
 }
 OF_TOOLS = {"--local-dir", "--ranks"}  # of data/ and lib/memory.py
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z](?![\w-])")
