@@ -18,8 +18,7 @@ Every rank runs this file from top to bottom. Details, metrics and results: docs
 """
 
 import math
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -47,7 +46,10 @@ class Args:
     dry_run: Annotated[int, Ge(0)] = 0
     """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
     resume: str = "never"
-    """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder"""
+    """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder:
+    run_name's own takes it back there, another run's starts run_name from there"""
+    resume_override: tuple[str, ...] = ()
+    """flags, or `script`, that change results and may be others than at the checkpoint; config.json records them"""
     stage_timeout: Annotated[float, Ge(0)] = 1800.0
     """seconds that a stage (start, rollout, update, save, ...) may take before it ends the job with the reason; after a
     30th of that it is printed where the ranks are; 0: no limit"""
@@ -227,7 +229,7 @@ class Args:
     val_every: Annotated[int, Ge(0)] = 5
     """validate every n steps and after the last; 0: never"""
     val_only: bool = False
-    """validate (with resume: that checkpoint) and stop; writes to <run>/val_only"""
+    """validate (with resume: that checkpoint) and stop, without training data; writes to <run>/val_only/1, 2, ..."""
     val_reward: tuple[str, ...] = ()
     """scorers of validation, as --reward; empty: those of training"""
     val_samples: Annotated[int, Ge(1)] = 1
@@ -272,14 +274,13 @@ from lib.advantages import (
 )
 from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
 from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
-from lib.checkpoint import export_hf, find_checkpoint, load_checkpoint, save_checkpoint
+from lib.checkpoint import export_hf
 from lib.core_algos import agg_loss, at_last_token, kl_penalty
 from lib.data_proto import DataProto
 from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
 from lib.distributed import (
     all_gather_lists,
     all_reduce_sum,
-    broadcast,
     clip_grad_norm,
     enter_stage,
     init_distributed,
@@ -332,16 +333,8 @@ from lib.rollout import (
     sync_weights,
 )
 from lib.rollout_correction import get_rollout_correction_fn
+from lib.run import open_run
 from lib.tracking import Tracker, sample_rows
-
-MAY_CHANGE_ON_RESUME = {
-    *("run_name", "output_dir", "resume", "total_steps", "total_epochs", "loader_workers", "gpu_memory"),
-    *("reward_workers", "reward_timeout", "reward_memory", "stage_timeout", "sequence_parallel", "tensor_parallel"),
-    *("val_before_train", "val_every", "val_only", "val_samples", "val_temperature", "val_top_p"),
-    *("val_files", "val_reward"),
-    *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
-}
-
 
 GATHERED = (  # over ranks, for the advantages
     *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),
@@ -350,7 +343,7 @@ GATHERED = (  # over ranks, for the advantages
 
 
 def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
-    """(train, val) data sets; val is None where no validation is asked for."""
+    """(train, val) data sets; None is what the run does not need."""
     dataset_class = load_dataset_class(args.dataset_class) if args.dataset_class else RLHFDataset
     settings = {
         "max_prompt_length": args.max_prompt_length,
@@ -358,7 +351,7 @@ def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
         "filter_overlong_prompts": args.filter_overlong_prompts,
         "chat_template_kwargs": chat_template_kwargs,
     }
-    train = dataset_class(list(args.train_files), tokenizer, **settings)
+    train = None if args.val_only else dataset_class(list(args.train_files), tokenizer, **settings)
     wanted = args.val_before_train or args.val_every or args.val_only
     return train, dataset_class(list(args.val_files), tokenizer, **settings) if wanted else None
 
@@ -402,6 +395,11 @@ def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
         dropped = getattr(dataset, "dropped", {})
         return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in dropped.items())})"
 
+    if args.val_only:
+        return (
+            f"validation prompts: {size_of(val_data)} x {args.val_samples} = {len(val_data) * args.val_samples} "
+            f"responses on {args.dry_run or world.size} rank(s) of {world.device.type}"
+        )
     responses = args.prompts_per_step * args.group_size
     return (
         f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step"
@@ -480,21 +478,23 @@ def main(args: Args) -> None:
     if multi_turn is not None:
         chat_template_kwargs = chat_template_kwargs | {"tools": multi_turn.schemas or None}
     train_data, val_data = load_datasets(args, tokenizer, chat_template_kwargs)
-    validated = [] if val_data is None else [val_data]
+    trained, validated = ([data] if data is not None else [] for data in (train_data, val_data))
     reward_kwargs = parse_json(args, "reward_kwargs")
-    scored = [train_data] if args.val_reward else [train_data, *validated]
+    scored = trained if args.val_reward else [*trained, *validated]
     scorers = load_scorers(args.reward, scored, reward_kwargs, args.reward_weights)
     val_scorers = load_scorers(args.val_reward, validated, reward_kwargs)
-    if args.total_epochs is not None:
+    kl_control = FixedKLController(args.kl_coef)
+    if args.kl_target is not None:
+        kl_control = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    entropy_control = AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
+    if args.total_epochs is not None and not args.val_only:
         args.total_steps = math.ceil(args.total_epochs * len(train_data) / args.prompts_per_step)
-    run_name = broadcast(args.run_name or f"{Path(__file__).stem}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
-    run_dir = Path(args.output_dir) / run_name
-    checkpoint = find_checkpoint(args.resume, run_dir, asdict(args), MAY_CHANGE_ON_RESUME)
     if world.rank == 0:
         print(describe(args, sizes, world, train_data, val_data), flush=True)
     if args.dry_run:
         print(describe_memory(args, sizes))
         return
+    run = open_run(args, world, __file__)
 
     # ---- models and optimizer
     torch.manual_seed(args.seed + world.rank)
@@ -545,18 +545,13 @@ def main(args: Args) -> None:
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, args, sizes))
     models, schedulers = {"actor": (actor, optimizer)}, {"actor": scheduler}
-    kl_control = FixedKLController(args.kl_coef)
-    if args.kl_target is not None:
-        kl_control = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
-    entropy_control = AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
 
-    # ---- rollout engine, data, resume
-    run_dir.mkdir(parents=True, exist_ok=True)
+    # ---- rollout engine, resume
     engine = make_engine(
         args.rollout_engine,
         actor,
         tokenizer,
-        folder=run_dir / "engine",
+        folder=run.folder / "engine",
         max_length=args.max_prompt_length + args.max_response_length,
         dtype=compute_dtype,
         gpu_memory=args.gpu_memory,
@@ -566,15 +561,6 @@ def main(args: Args) -> None:
     sampling = Sampling(args.max_response_length, args.temperature, args.top_p, args.top_k)
     greedy_sampling = Sampling(args.max_response_length, temperature=0.0)  # REMAX:
     sync_tolerance = 1e-3 if compute_dtype == torch.float32 else 0.25  # nats; bf16 engines differ by 0.03
-    loader = make_loader(
-        train_data,
-        args.prompts_per_step,
-        rank=world.rank,
-        world_size=world.size,
-        seed=args.seed,
-        shuffle=args.shuffle,
-        num_workers=args.loader_workers,
-    )
     make_reward_manager = partial(
         RewardManager,
         tokenizer=tokenizer,
@@ -585,37 +571,10 @@ def main(args: Args) -> None:
     )
     reward_manager = make_reward_manager(scorers)
     val_reward_manager = make_reward_manager(val_scorers) if val_scorers else reward_manager
-    start_step = 0
-    if checkpoint is not None:
-        state = load_checkpoint(checkpoint, models=models, schedulers=schedulers)
-        start_step = state["step"]
-        if start_step >= args.total_steps and world.rank == 0:
-            print(f"{checkpoint}: step {start_step} of {args.total_steps}, nothing is left to train", flush=True)
-        loader.load_state_dict(state["loader"])
+    state = run.load(models=models, schedulers=schedulers)
+    if state is not None:
         kl_control.load_state_dict(state["kl_control"])
         entropy_control.load_state_dict(state["entropy_control"])
-    tracker = Tracker(
-        run_dir / "val_only" if args.val_only else run_dir,
-        asdict(args),
-        trackers=args.track,
-        total_steps=args.total_steps,
-        resume_step=start_step,
-        enabled=world.rank == 0,
-    )
-    saving = None  # the checkpoint that is being written
-
-    def requests_of_steps():
-        """(prompts, each group_size times; seeds; where the loader then stands) of step after step."""
-        for step, prompts in zip(range(start_step + 1, args.total_steps + 1), loader):
-            prompts = DataProto.from_single_dict(prompts).to(world.device)
-            numbers = [world.rank + world.size * i for i in range(sizes.local_prompts)]  # in the global batch
-            prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
-            rows = [n * args.group_size + sample for n in numbers for sample in range(args.group_size)]
-            batch = prompts.repeat(args.group_size, interleave=True)
-            # REMAX: and the prompts once
-            yield batch, request_seeds(args.seed, step, rows), (prompts, numbers, loader.state_dict())
-
-    rollouts = rollouts_ahead(engine, generate, requests_of_steps(), sampling, args.async_level)
 
     def collect_scores(pending, batch: DataProto) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
         """Scores (B, T) on each row's last token, what else is known of each row, failures. A collective."""
@@ -636,17 +595,43 @@ def main(args: Args) -> None:
 
     def evaluate(step: int) -> dict[str, float]:
         sync = sync_weights(engine, actor, step, tolerance=sync_tolerance)
-        return sync | validate(args, generate, val_data, tokenizer, score, world, sizes, tracker, step)
+        return sync | validate(args, generate, val_data, tokenizer, score, world, sizes, run.tracker, step)
 
-    if args.val_only or (args.val_before_train and start_step == 0):
-        tracker.log(evaluate(start_step), start_step)
+    if args.val_only or (args.val_before_train and run.step == 0):
+        run.tracker.log(evaluate(run.step), run.step)
     if args.val_only:
-        tracker.close()
+        run.close()
         reward_manager.close()
         val_reward_manager.close()
         return
 
-    for step in range(start_step + 1, args.total_steps + 1):
+    # ---- data
+    loader = make_loader(
+        train_data,
+        args.prompts_per_step,
+        rank=world.rank,
+        world_size=world.size,
+        seed=args.seed,
+        shuffle=args.shuffle,
+        num_workers=args.loader_workers,
+    )
+    if state is not None:
+        loader.load_state_dict(state["loader"])
+
+    def requests_of_steps():
+        """(prompts, each group_size times; seeds; where the loader then stands) of step after step."""
+        for step, prompts in zip(range(run.step + 1, args.total_steps + 1), loader):
+            prompts = DataProto.from_single_dict(prompts).to(world.device)
+            numbers = [world.rank + world.size * i for i in range(sizes.local_prompts)]  # in the global batch
+            prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
+            rows = [n * args.group_size + sample for n in numbers for sample in range(args.group_size)]
+            batch = prompts.repeat(args.group_size, interleave=True)
+            # REMAX: and the prompts once
+            yield batch, request_seeds(args.seed, step, rows), (prompts, numbers, loader.state_dict())
+
+    rollouts = rollouts_ahead(engine, generate, requests_of_steps(), sampling, args.async_level)
+
+    for step in range(run.step + 1, args.total_steps + 1):
         timer = Timer(step)
         with timer("step"):
             # ---- 1 rollout
@@ -828,17 +813,14 @@ def main(args: Args) -> None:
         dropped = sum(rows for name, rows in metrics.items() if name.startswith("training/rows_dropped/"))
         assert metrics["training/rows_in"] == metrics["training/rows_trained"] + dropped, "rows were lost on the way"
         metrics |= throughput_metrics(metrics, metrics["training/tokens"], world.size)
-        tracker.log(metrics, step)
+        run.tracker.log(metrics, step)
 
         # ---- 7 validate and save
         last = step == args.total_steps
         if args.val_every and (last or step % args.val_every == 0):
-            tracker.log(evaluate(step), step)
+            run.tracker.log(evaluate(step), step)
         if args.save_every and (last or step % args.save_every == 0):
-            if saving is not None:
-                saving.result()  # raises what went wrong in the save before
-            saving = save_checkpoint(  # written while training goes on
-                run_dir / "checkpoints",
+            run.save(  # written while training goes on
                 step,
                 models=models,
                 schedulers=schedulers,
@@ -848,15 +830,11 @@ def main(args: Args) -> None:
                     "kl_control": kl_control.state_dict(),
                     "entropy_control": entropy_control.state_dict(),
                 },
-                keep=args.keep_checkpoints,
             )
 
     if args.export_model:
-        export_hf(actor, tokenizer, run_dir / "model")
-    if saving is not None:
-        saving.result()
-    tracker.report()
-    tracker.close()
+        export_hf(actor, tokenizer, run.folder / "model")
+    run.close()
     reward_manager.close()
     val_reward_manager.close()
     engine.close()

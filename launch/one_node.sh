@@ -9,4 +9,5 @@ file=$(mktemp)
 exec 9<> "$file"
 rm "$file"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export PLAINRL_LAUNCHER="GPUS=${GPUS:-8} $0"  # for the line that says how to go on
 exec torchrun --nproc-per-node "${GPUS:-8}" --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint /dev/fd/9 "$@"

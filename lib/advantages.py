@@ -453,13 +453,15 @@ def apply_kl_penalty(
 class AdaptiveKLController:
     """arXiv 1909.08593, section 2.2: β <- β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after n responses.
 
-    β is `value`, and part of a checkpoint. A KL of NaN raises ValueError, since β would stay NaN.
+    β is `value`, and part of a checkpoint, whose β does not count where another start is given now. A KL of NaN raises
+    ValueError, since β would stay NaN.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if not (target_kl > 0 and horizon > 0):
             raise InputError(f"the adaptive KL needs target_kl > 0 and horizon > 0, not {target_kl} and {horizon}")
-        self.value, self.target, self.horizon = float(init_kl_coef), target_kl, horizon
+        self.value = self.start = float(init_kl_coef)
+        self.target, self.horizon = target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
         if math.isnan(current_kl):
@@ -468,10 +470,11 @@ class AdaptiveKLController:
         self.value *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
+        return {"value": self.value, "start": self.start}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = float(state["value"])
+        if state.get("start", self.start) == self.start:
+            self.value = float(state["value"])
 
 
 class FixedKLController(AdaptiveKLController):
@@ -485,13 +488,14 @@ class AdaptiveEntropyController:
     """Skywork-OR1, arXiv 2505.22312: coef <- coef ± delta toward the target entropy (nats a token), in [0, max_coef].
 
     `value`, the coefficient of the next update, is coef, but 0 while the last entropy is above the target. Without a
-    target it is constant. Both are part of a checkpoint. An entropy of NaN raises ValueError.
+    target it is constant. Both are part of a checkpoint, and do not count where another start is given now. An entropy
+    of NaN raises ValueError.
     """
 
     def __init__(self, coef: float, target: float | None, delta: float = 0.005, max_coef: float = 1.0) -> None:
         if target is not None and not (delta > 0 and 0 <= coef <= max_coef):
             raise InputError(f"the adaptive entropy needs delta > 0 and coef in 0..{max_coef}, not {delta} and {coef}")
-        self.value = self.coef = float(coef)
+        self.value = self.coef = self.start = float(coef)
         self.target, self.delta, self.max_coef = target, delta, max_coef
 
     def update(self, entropy: float) -> None:
@@ -504,7 +508,8 @@ class AdaptiveEntropyController:
         self.value = 0.0 if entropy > self.target else self.coef
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value, "coef": self.coef}
+        return {"value": self.value, "coef": self.coef, "start": self.start}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value, self.coef = float(state["value"]), float(state["coef"])
+        if state.get("start", self.start) == self.start:
+            self.value, self.coef = float(state["value"]), float(state["coef"])

@@ -137,7 +137,7 @@ class Sizes:
 
 def step_sizes(args: Any, world_size: int) -> Sizes:
     """Checks the batch arithmetic. Raises InputError with the formula and its numbers."""
-    if args.prompts_per_step % (world_size * args.num_mini_batches):
+    if not args.val_only and args.prompts_per_step % (world_size * args.num_mini_batches):
         raise InputError(
             "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
             f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
@@ -227,7 +227,7 @@ def _check_models_and_files(args: Any) -> None:
             check_model_path(args.reward_model, "--reward-model")
     if not args.dataset_class:  # which may take other sources than ours
         validates = args.val_before_train or args.val_every or args.val_only
-        for source in (*args.train_files, *(args.val_files if validates else ())):
+        for source in (*(() if args.val_only else args.train_files), *(args.val_files if validates else ())):
             check_source(source)
 
 

@@ -29,16 +29,15 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.args import as_flag
 from lib.data_proto import DataProto
 from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params, new_cpu_group
 
 Models = dict[str, tuple[Module, Optimizer | None]]
-Schedulers = dict[str, LRScheduler]
+Schedulers = dict[str, LambdaLR]
 
 
 def save_checkpoint(
@@ -50,6 +49,7 @@ def save_checkpoint(
     trainer_state: dict,
     keep: int,
     batches: dict[str, DataProto] | None = None,
+    config: dict[str, Any] | None = None,
 ) -> Future[Path]:
     """Writes `checkpoint_dir/step_000020/` and then deletes older ones but for the `keep` newest complete (0 = all).
 
@@ -57,13 +57,14 @@ def save_checkpoint(
     is complete. Wait for it before the next save and at the end of the run.
 
     A kill at any moment leaves the previous checkpoints as they were and at most a `.tmp` folder, which the next save
-    removes. Folders of later steps (of a run that was rewound) are left alone.
+    removes. Folders of later steps are left alone.
 
     Args:
         models: by name ("actor", "critic"), each with its optimizer or None. Save between optimizer steps.
         schedulers: by name.
         trainer_state: what JSON can hold exactly (the loader's position, the KL controller); rank 0's is written.
         batches: by name, rows that the next step needs, the same on all ranks; rank 0's are written.
+        config: what a resume compares its own with (lib/run.py); rank 0's is written.
 
     Raises:
         TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.
@@ -110,6 +111,8 @@ def save_checkpoint(
             for name, batch in batches.items():
                 batch.save_to_disk(tmp / f"batch_{name}.safetensors")
             (tmp / "trainer.json").write_text(trainer_json)
+            if config:
+                (tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             sizes = {file.name: file.stat().st_size for file in sorted(tmp.iterdir())}
             (tmp / "manifest.json").write_text(json.dumps({"files": sizes}, indent=1))
             _publish(tmp, final)
@@ -133,52 +136,23 @@ def save_checkpoint(
     return saving
 
 
-def latest_checkpoint(checkpoint_dir: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step, the same on all ranks (rank 0 looks); None without one.
+def newest_complete(checkpoint_dir: Path) -> Path | None:
+    """The complete checkpoint of the highest step; None without one.
 
     A torn one (no manifest, a file missing or of another size) is passed over with one printed line that says why.
     """
-    latest = None
-    if dist.get_rank() == 0:
-        for folder in reversed(_step_folders(Path(checkpoint_dir))):
-            torn = _why_torn(folder)
-            if torn is None:
-                latest = folder
-                break
-            print(f"checkpoint: {folder} is torn ({torn}), looking for an older one", flush=True)
-    return broadcast(latest)
-
-
-def find_checkpoint(resume: str, run_dir: Path, config: dict[str, Any], may_change: set[str]) -> Path | None:
-    """The checkpoint that `--resume` asks for: none ("never"), the newest complete one of the run ("auto"), or a path.
-
-    Raises:
-        InputError: it would overwrite a run, there is no such checkpoint, or its run had another configuration (keys in
-            `may_change` aside).
-    """
-    if resume == "never":
-        if broadcast((run_dir / "config.json").exists()):
-            raise InputError(
-                f"{run_dir} holds a run already: --resume auto goes on with it, another --run-name starts anew"
-            )
-        return None
-    checkpoint = latest_checkpoint(run_dir / "checkpoints") if resume == "auto" else Path(resume)
-    if checkpoint is None:
-        return None
-    if broadcast(not (checkpoint / "manifest.json").exists()):
-        raise InputError(f"--resume {resume}: no complete checkpoint; give one like <run>/checkpoints/step_000020")
-    config_file = checkpoint.parent.parent / "config.json"
-    if config_file.exists():
-        before, now = json.loads(config_file.read_text()), json.loads(json.dumps(config))
-        changed = [k for k in now if k in before and k not in may_change and now[k] != before[k]]
-        if changed:
-            was = ", ".join(f"{as_flag(k)} was {before[k]}, is {now[k]}" for k in changed)
-            raise InputError(f"cannot resume {checkpoint} with another configuration: {was}")
-    return checkpoint
+    for folder in reversed(step_folders(checkpoint_dir)):
+        torn = why_torn(folder)
+        if torn is None:
+            return folder
+        print(f"checkpoint: {folder} is torn ({torn}), looking for an older one", flush=True)
+    return None
 
 
 def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers) -> dict[str, Any]:
     """Loads weights, optimizers and schedules in place, restores this rank's random states, returns `trainer_state`.
+
+    What the caller has set stays: rates, betas and weight decays of the optimizers, base rates of the schedules.
 
     With another number of ranks than at the save, weights and optimizer states are resharded and random states stay as
     they are, which rank 0 prints.
@@ -187,7 +161,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
         InputError: the checkpoint is torn, or holds other models or schedules than the caller's.
     """
     path, rank = Path(path), dist.get_rank()
-    torn = broadcast(_why_torn(path) if rank == 0 else None)
+    torn = broadcast(why_torn(path) if rank == 0 else None)
     if torn is not None:
         raise InputError(f"{path}: not a complete checkpoint ({torn}); give another one")
     trainer = json.loads((path / "trainer.json").read_text())
@@ -214,9 +188,16 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
     for name, (module, optimizer) in models.items():
         dcp_state.set_model_state_dict(module, state[name]["model"], options=may_lack)
         if optimizer is not None:
+            settings = [{key: g[key] for key in g if key != "params"} for g in optimizer.param_groups]
             dcp_state.set_optimizer_state_dict(module, optimizer, state[name]["optim"], options=may_lack)
+            for group, own in zip(optimizer.param_groups, settings):
+                group.update(own)
     for name, scheduler in schedulers.items():
-        scheduler.load_state_dict(trainer["schedulers"][name])
+        scheduler.load_state_dict(trainer["schedulers"][name] | {"base_lrs": scheduler.base_lrs})
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        scheduler._last_lr = [base * factor for base, factor in zip(scheduler.base_lrs, factors)]
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr()):
+            group["lr"] = rate
     if trainer["world_size"] == dist.get_world_size():
         _set_rng_state(torch.load(path / f"rng_{rank:05d}.pt", weights_only=True))
     elif rank == 0:
@@ -351,13 +332,13 @@ def _exact_json(trainer: dict[str, Any]) -> str:
 # ---- folders -------------------------------------------------------------------------------------
 
 
-def _step_folders(checkpoint_dir: Path) -> list[Path]:
+def step_folders(checkpoint_dir: Path) -> list[Path]:
     """step_000010, step_000020, ... in the order of steps, without .tmp folders."""
     steps = {p: p.name.removeprefix("step_") for p in checkpoint_dir.glob("step_*")}
     return sorted((p for p in steps if steps[p].isdecimal()), key=lambda p: int(steps[p]))
 
 
-def _why_torn(folder: Path) -> str | None:
+def why_torn(folder: Path) -> str | None:
     try:
         sizes = dict(json.loads((folder / "manifest.json").read_text())["files"])
     except OSError:
@@ -389,9 +370,9 @@ def _rotate(newest: Path, keep: int) -> None:
     """Deletes what is older than the `keep` newest complete checkpoints up to `newest`, torn ones included."""
     if keep <= 0:
         return
-    folders = _step_folders(newest.parent)
+    folders = step_folders(newest.parent)
     older = folders[: folders.index(newest)]
-    kept = [folder for folder in reversed(older) if _why_torn(folder) is None][: keep - 1]
+    kept = [folder for folder in reversed(older) if why_torn(folder) is None][: keep - 1]
     for folder in older:
         if folder not in kept:  # renamed first: a kill in the middle of rmtree must not leave half a folder
             shutil.rmtree(folder.rename(folder.with_name(folder.name + ".tmp")))

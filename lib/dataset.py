@@ -441,9 +441,10 @@ class PromptLoader(StatefulDataLoader):
         return {"position": self.position, **order}
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Takes effect at the next iter(loader). Raises InputError when the saved stream had another order."""
+        """Takes effect at the next iter(loader). Raises InputError when the saved stream had another order; a state of
+        a position alone is one of this stream."""
         for key, here in self.state_dict().items():
-            if key != "position" and state[key] != here:
+            if key != "position" and state.get(key, here) != here:
                 raise InputError(
                     f"resume: the saved data stream has {key}={state[key]}, this run {key}={here}, so rows would be "
                     "lost or doubled; use the same data files, max_prompt_length, seed and shuffle, or start a new run"

@@ -10,9 +10,13 @@ import ctypes
 import faulthandler
 import json
 import logging
+import math
 import os
 import pickle
+import shlex
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -184,16 +188,30 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
 def run(main: Callable[[Any], None], args: Any) -> None:
     """`main(args)`, with a user's mistake shown as one line (once a node) and exit code 2 instead of a traceback.
 
-    An exception of another kind goes on as usual, and into the report of torchrun and accelerate.
+    Ctrl-C ends it without a traceback, exit code 130. An exception of another kind goes on as usual, and into the
+    report of torchrun and accelerate. Before each of them comes what `on_early_end` was given.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell made us deaf to it
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        _run(main, args)
+    except KeyboardInterrupt:
+        _end_early(interrupted=True)
+        sys.stdout.flush()
+        os._exit(130)  # at once, as below; a checkpoint's writer may wait for a peer
+
+
+def _run(main: Callable[[Any], None], args: Any) -> None:
     try:
         main(args)
         _leave()
     except InputError as error:
+        _end_early(interrupted=False)
         report_mistake(f"error: {error}")
         sys.stdout.flush()
         os._exit(2)  # at once: a peer that waits in a collective must not hold this rank back
     except Exception as error:
+        _end_early(interrupted=False)
         if dist.is_initialized() and dist.get_world_size() > 1:
             time.sleep(2)  # launchers name the first to end, which is not one that fails because another is gone
         get_error_handler().record_exception(error)
@@ -214,6 +232,47 @@ def _leave() -> None:
     else:
         _stop_watching()  # it uses the store
         store.set(f"left/{rank}", "")
+
+
+# ---- an early end --------------------------------------------------------------------------------
+
+_at_early_end: Callable[[bool], None] | None = None
+_interrupted_at = -math.inf
+
+
+def on_early_end(act: Callable[[bool], None] | None) -> None:
+    """`act(interrupted)` is called when the run ends before its time, by Ctrl-C or by an exception. None: no more."""
+    global _at_early_end
+    _at_early_end = act
+
+
+def _end_early(interrupted: bool) -> None:
+    if _at_early_end is None:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):  # a launcher sends them to the ranks that are left
+        signal.signal(number, signal.SIG_IGN)
+    _at_early_end(interrupted)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(*_) -> None:
+    """The terminal sends SIGINT to all processes of the job, and torchrun then its own to the ranks."""
+    global _interrupted_at
+    again_s, _interrupted_at = time.monotonic() - _interrupted_at, time.monotonic()
+    if again_s > 1:
+        raise KeyboardInterrupt
+
+
+def print_last(line: str, launcher: int | None) -> None:
+    """Prints on stderr; where a launcher (its pid) started this process, below what that prints when it ends."""
+    if launcher is None:
+        print(line, file=sys.stderr, flush=True)
+        return
+    its_end = f"for i in $(seq 600); do kill -0 {launcher} 2>/dev/null || break; sleep 0.1; done"
+    subprocess.Popen(
+        ["sh", "-c", f"{its_end}; echo {shlex.quote(line)} >&2"], stdin=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 # ---- waits ---------------------------------------------------------------------------------------
@@ -631,3 +690,17 @@ def broadcast(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_first_rank(act: Callable[[], Any]) -> Any:
+    """What `act()` gives on rank 0, which alone calls it; an InputError that it raises is raised on every rank."""
+    outcome = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = act()
+        except InputError as error:
+            outcome = error
+    outcome = broadcast(outcome)
+    if isinstance(outcome, InputError):
+        raise outcome
+    return outcome

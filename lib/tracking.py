@@ -1,9 +1,8 @@
 """What a run writes about itself, on rank 0: metrics.jsonl and samples.jsonl always, wandb and tensorboard on request,
 a console line a step, and curve.png.
 
-metrics.jsonl is the record: floats exactly, each line flushed. Traps it avoids: after kill -9 and a resume from an
-older checkpoint the steps that run again would stand twice (rows after the checkpoint are cut off, with a torn last
-line); NaN is no JSON (it becomes null, its key and value stand under "nonfinite"); wandb drops rows that go back in
+metrics.jsonl is the record: floats exactly, each line at once; lib/run.py cuts off what a resumed run does again. Traps
+it avoids: NaN is no JSON (it becomes null, its key and value stand under "nonfinite"); wandb drops rows that go back in
 step (there the step is a logged value); a response can hold terminal control characters (stored as is, shown as �).
 """
 
@@ -40,14 +39,17 @@ NUMBERS = {
 class Tracker:
     """The run's logs. With enabled=False (all ranks but the first) every method does nothing.
 
+    The curve is drawn at each validation and at the end, also where an exception or Ctrl-C is the end.
+
     Args:
-        run_dir: made if missing; gets config.json, metrics.jsonl, samples.jsonl, curve.png.
+        run_dir: made if missing; lines are added to its metrics.jsonl and samples.jsonl, and it gets curve.png.
+        config: what wandb shows of the run.
+        name: of the run, in wandb and over the curve; None: run_dir's.
         trackers: any of "wandb", "tensorboard". wandb reads its usual environment (WANDB_PROJECT, WANDB_MODE).
-        resume_step: the step of the loaded checkpoint: rows up to it stay and wandb goes on with the same run; 0 starts
-            the logs afresh.
+        resume_step: the step of the loaded checkpoint, after which wandb goes on with the same run; 0: another one.
 
     Raises:
-        InputError: an unknown tracker, or one that is not installed.
+        InputError: an unknown tracker, one that is not installed, or wandb without a login or a network.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Tracker:
         run_dir: str | Path,
         config: Mapping[str, Any],
         *,
+        name: str | None = None,
         trackers: Sequence[str] = (),
         total_steps: int,
         resume_step: int = 0,
@@ -66,15 +69,13 @@ class Tracker:
         if not enabled:
             return
         self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
+        self.name = name or self.run_dir.resolve().name
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        config = json.dumps(dict(config), indent=1, default=str)
-        (self.run_dir / "config.json").write_text(config + "\n")
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            _cut_after(self.run_dir / name, resume_step)
-        self.metrics_file = (self.run_dir / "metrics.jsonl").open("a")
-        self.samples_file = (self.run_dir / "samples.jsonl").open("a", encoding="utf-8", errors="backslashreplace")
-        self.wandb = self._open_wandb(json.loads(config)) if "wandb" in trackers else None
+        self.undrawn = False
+        self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            (self.run_dir / name).touch()
         self.started = time.monotonic()
         on_terminal = sys.stdout.isatty()
         self.console = Console(force_terminal=on_terminal, width=None if on_terminal else 120, highlight=False)
@@ -100,22 +101,25 @@ class Tracker:
         row = {"step": step} | {key: None if key in nonfinite else value for key, value in values.items()}
         if nonfinite:
             row["nonfinite"] = nonfinite
-        self.metrics_file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.metrics_file.flush()
+        with (self.run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
         if self.wandb is not None:
             self.wandb.log(values | {"step": step})
         if self.tensorboard is not None:
             for key, value in values.items():
                 self.tensorboard.add_scalar(key, value, step)
         self._show(values, nonfinite, step)
+        self.undrawn |= "reward/mean" in values
+        if self.undrawn and _validated(values):
+            self.curve()
 
     def samples(self, rows: Sequence[Mapping[str, Any]], step: int, show: int = 3) -> None:
         """Appends rows (prompt, response, score, ...) to samples.jsonl and shows the first few on the console."""
         if not self.enabled:
             return
-        for row in rows:
-            self.samples_file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
-        self.samples_file.flush()
+        with (self.run_dir / "samples.jsonl").open("a", encoding="utf-8", errors="backslashreplace") as file:
+            for row in rows:
+                file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
         if not show:
             return
         table = Table(title=f"samples of step {step}", title_justify="left")
@@ -131,32 +135,35 @@ class Tracker:
     def curve(self, path: str | Path | None = None) -> None:
         """Draws metrics.jsonl to `path` (default: curve.png in the run's folder)."""
         if self.enabled:
-            plot_curve(self.run_dir / "metrics.jsonl", path or self.run_dir / "curve.png", self.run_dir.resolve().name)
+            plot_curve(self.run_dir / "metrics.jsonl", path or self.run_dir / "curve.png", self.name)
+            self.undrawn = False
 
     def report(self) -> None:
-        """Draws the curve and prints what went wrong in how many steps, the number of the first and of the last
-        validation, and where the files are."""
+        """Prints what went wrong in how many steps, the number of the start model and of the last validation, and where
+        the files are."""
         if not self.enabled:
             return
-        self.curve()
         rows = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         for note in trouble_of_run(rows):
             self.console.print(f"note: {note}", markup=False, soft_wrap=True)
         for key in dict.fromkeys(key for row in rows for key in _validated(row)):
-            values = [row[key] for row in rows if row.get(key) is not None]
-            self.console.print(f"{key}: {values[0]:.3f} before, {values[-1]:.3f} after training")
+            values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+            before = [f"{values.pop(0):.3f} before training"] if 0 in values else []
+            after = [f"{values[step]:.3f} after step {step}" for step in [*values][-1:]]
+            self.console.print(f"{key}: {', '.join(before + after)}")
         self.console.print(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/", soft_wrap=True)
 
     def close(self) -> None:
         if not self.enabled:
             return
-        self.enabled = False
         atexit.unregister(self.close)
         if self.progress is not None:
             self.progress.stop()
-        for file in (self.metrics_file, self.samples_file, self.tensorboard):
-            if file is not None:
-                file.close()
+        if self.undrawn:
+            self.curve()
+        self.enabled = False
+        if self.tensorboard is not None:
+            self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.finish()
 
@@ -192,10 +199,14 @@ class Tracker:
             import wandb
         except ImportError as error:
             raise InputError("--track wandb: not installed; run `pip install wandb`") from error
-        id_file, name = self.run_dir / "wandb_id.txt", self.run_dir.resolve().name
+        id_file = self.run_dir / "wandb_id.txt"
         if not (self.resume_step and id_file.exists()):
             id_file.write_text(secrets.token_hex(4))
-        run = wandb.init(dir=self.run_dir, name=name, id=id_file.read_text(), resume="allow", config=config)
+        try:
+            run = wandb.init(dir=self.run_dir, name=self.name, id=id_file.read_text(), resume="allow", config=config)
+        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"--track wandb: {reason} (or WANDB_MODE=offline, and `wandb sync` later)") from error
         run.define_metric("*", step_metric="step")
         return run
 
@@ -245,22 +256,6 @@ def _turns(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> li
         }
         for ids, mask, given in zip(*(column.split(lengths) for column in (response, sampled, rewards)))
     ]
-
-
-def _cut_after(file: Path, step: int) -> None:
-    """Keeps the whole lines of steps up to `step`, none for step 0; replaces the file by a rename."""
-    if not file.exists():
-        return
-    aside, cut = file.with_suffix(".tmp"), 0
-    with file.open("rb") as lines, aside.open("wb") as kept:
-        for line in lines:
-            if step and line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                kept.write(line)
-            else:
-                cut += 1
-    aside.replace(file)
-    if cut:
-        print(f"tracking: {file}: dropped {cut} rows after step {step}", flush=True)
 
 
 def _validated(metrics: Mapping[str, Any]) -> list[str]:

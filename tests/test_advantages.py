@@ -775,9 +775,18 @@ def test_controllers_resume_exactly():
     assert second.value == whole.value != make().value
     fixed = FixedKLController(0.25)
     fixed.update(9.0, 333)
-    other = FixedKLController(1)
-    other.load_state_dict(fixed.state_dict())
-    assert other.value == fixed.value == 0.25 and other.state_dict() == {"value": 0.25}
+    assert fixed.value == 0.25
+
+
+def test_a_controller_that_starts_elsewhere_now_leaves_the_checkpoints_value():
+    for before, now in (
+        (AdaptiveKLController(0.001, 0.1, 10000), AdaptiveKLController(0.002, 0.1, 10000)),
+        (FixedKLController(0.25), FixedKLController(1)),
+        (AdaptiveEntropyController(0.01, 0.2), AdaptiveEntropyController(0.02, 0.2)),
+    ):
+        start = now.value
+        now.load_state_dict(before.state_dict())
+        assert now.value == start
 
 
 @for_all(entropys=st.lists(st.floats(0, 0.4), min_size=1, max_size=30), coef=st.floats(0, 0.02))
@@ -791,7 +800,7 @@ def test_adaptive_entropy_controller_equals_the_loop(entropys, coef):
         expected = max(0.0, min(most, expected + delta if entropy < target else expected - delta))
         controller.update(entropy)
         assert controller.value == (0 if entropy > target else expected)
-        other = AdaptiveEntropyController(0.01, target, delta, most)
+        other = AdaptiveEntropyController(coef, target, delta, most)
         other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
         assert (other.value, other.coef) == (controller.value, controller.coef)
         controller = other

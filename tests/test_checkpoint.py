@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lib import InputError
-from lib.checkpoint import export_hf, latest_checkpoint, load_batches, load_checkpoint, save_checkpoint
+from lib.checkpoint import export_hf, load_batches, load_checkpoint, newest_complete, save_checkpoint
 from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
 from tests.common import run_ranks
@@ -146,9 +146,9 @@ def _straight_run(world: World, folder: Path, replicas: int = 1) -> None:
 
 
 def _resumed_run(world: World, folder: Path, step: int) -> None:
-    """From `step` on in a process whose weights, optimizer, schedule and generators are all something else."""
+    """From `step` on in a process whose weights, optimizer states, schedule and generators are all something else."""
     draws, final = torch.load(folder / f"straight_{world.rank}.pt")
-    run = Trainer(world, seed=9, lr=0.5)
+    run = Trainer(world, seed=9)
     run.steps(90, 92)
     state = run.load(folder / f"step_{step:06d}")
     assert state == {"loader": {"position": 7 * step}, "kl_coef": 0.1 + 0.2}
@@ -161,6 +161,23 @@ def test_resume_is_bit_for_bit(size, tmp_path):
     run_ranks(size, lambda world, folder: (_straight_run(world, folder), _resumed_run(world, folder, 3)), tmp_path)
     run_ranks(size, _resumed_run, tmp_path, 3)  # and in fresh processes
     run_ranks(size, _resumed_run, tmp_path, 0)  # saved before the first step: Adam's counters must not be 1 ahead
+
+
+def test_rates_are_those_of_now_at_the_place_in_the_schedule_that_was_saved(tmp_path):
+    """An override of --lr would otherwise change nothing. The warm-up is at its fourth of five updates."""
+
+    def check(world, folder):
+        run = Trainer(world, lr=0.1)
+        run.steps(0, 3)
+        path = run.save(folder, 3).result()
+        other = Trainer(world, seed=9, lr=0.5)
+        other.load(path)
+        for name, (_, optimizer) in other.models.items():
+            assert [group["lr"] for group in optimizer.param_groups] == [0.5 * 0.8] * 2
+            assert other.schedulers[name].get_last_lr() == [0.5 * 0.8] * 2
+        assert same([rates[4:] for rates in other.steps(3, 5)], [[0.5] * 4] * 2)
+
+    run_ranks(1, check, tmp_path)
 
 
 def test_ranks_have_their_own_random_states(tmp_path):
@@ -257,9 +274,9 @@ def _trains_while_it_saves(world: World, folder: Path) -> None:
     saving = run.save(folder, 3)
     assert same(run.steps(3, 5), draws[3:])
     assert same(run.snapshot(), plain.snapshot())
-    assert not saving.done() and latest_checkpoint(folder) == folder / "step_000002"
+    assert not saving.done() and newest_complete(folder) == folder / "step_000002"
     further.set()
-    assert saving.result() == latest_checkpoint(folder) == folder / "step_000003"
+    assert saving.result() == newest_complete(folder) == folder / "step_000003"
     resumed = Trainer(world, seed=9)
     resumed.load(folder / "step_000003")
     assert same(resumed.snapshot(), at_3)
@@ -301,7 +318,7 @@ def test_a_save_that_finds_no_room_is_named_on_every_rank_and_leaves_nothing(wha
         assert [path.name for path in folder.iterdir()] == ["step_000001"]
         dist.barrier()
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        assert run.save(folder, 2, keep=1).result() == latest_checkpoint(folder)
+        assert run.save(folder, 2, keep=1).result() == newest_complete(folder)
 
     run_ranks(2, check, tmp_path)
 
@@ -406,8 +423,8 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, capfd):
             _save_small(folder, step, batches={"kept": leftovers()})
 
     def expect(world, folder, name):
-        found = latest_checkpoint(folder)
-        assert found == (None if name is None else folder / name)
+        if world.rank == 0:
+            assert newest_complete(folder) == (None if name is None else folder / name)
 
     run_ranks(2, lambda world, folder: expect(world, folder, None), tmp_path)
     run_ranks(2, save, tmp_path)
@@ -437,12 +454,12 @@ def test_kill_before_the_rename_leaves_the_previous_one(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000001", "step_000002", "step_000003.tmp"]
 
     def check(world, folder):
-        assert latest_checkpoint(folder) == folder / "step_000002"
+        assert newest_complete(folder) == folder / "step_000002"
         model = torch.nn.Linear(4, 4)
         load_checkpoint(folder / "step_000002", models={"m": (model, None)}, schedulers={})
         assert torch.equal(model.weight, torch.full((4, 4), 2.0))
         _save_small(folder, 3)
-        assert latest_checkpoint(folder) == folder / "step_000003"
+        assert newest_complete(folder) == folder / "step_000003"
         assert not list(folder.glob("*.tmp"))
 
     run_ranks(1, check, tmp_path)
@@ -467,7 +484,7 @@ def test_rotation(tmp_path):
         assert names() == [11, 12, 13]
         _save_small(folder, 12, keep=1)  # a run rewound to 11 saves 12 again: replaced whole; 13 is not ours to delete
         assert names() == [12, 13]
-        assert latest_checkpoint(folder) == folder / "step_000013"
+        assert newest_complete(folder) == folder / "step_000013"
         _save_small(folder, 1_000_000, keep=1)
         assert names() == [1_000_000]
 

@@ -79,7 +79,7 @@ def test_accuracy_rises_on_held_out_prompts(default_run, script):
 @pytest.mark.parametrize("script", SIBLINGS)
 def test_a_run_leaves_what_it_promises(default_run, script):
     files = {path.name for path in default_run(script).iterdir()}
-    assert files == {"checkpoints", "config.json", "curve.png", "metrics.jsonl", "model", "samples.jsonl"}
+    assert files == {".lock", "checkpoints", "config.json", "curve.png", "metrics.jsonl", "model", "samples.jsonl"}
     assert AutoModelForCausalLM.from_pretrained(default_run(script) / "model").num_parameters() > 0
 
 

@@ -1,0 +1,490 @@
+"""What a run is: one folder with one writer, one script and one set of flags, and where it goes on.
+
+    config.json    script, flags, what their paths held, and a history: each start, the checkpoint, what had changed
+    .lock          held by rank 0's process as long as it lives
+    checkpoints/   step_000020, ...: the run as far as it came. Each holds the config.json of its time
+    abandoned/1/   what a rewind or a restart took out: later checkpoints, rows of later steps
+    val_only/1/    what --val-only writes
+
+A resume compares the flags with those of the checkpoint. What changes results needs a word of consent; it is printed
+and recorded. A kill at any moment leaves the run at one of its checkpoints: later ones go first, from the highest down,
+and rows after the checkpoint are cut off at every start.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from lib import InputError
+from lib.args import as_flag
+from lib.checkpoint import Models, Schedulers, load_checkpoint, newest_complete, save_checkpoint, step_folders, why_torn
+from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last
+from lib.tracking import Tracker
+
+# what a resumed run may have otherwise: its results stay the same but for the rounding of sums
+MAY_CHANGE = {
+    *("total_steps", "total_epochs", "stage_timeout"),
+    *("attn_implementation", "padding_free", "share_prompts", "gradient_checkpointing", "micro_batch_tokens"),
+    *("reduce_each_micro_batch", "replicas", "sequence_parallel", "tensor_parallel", "cpu_offload"),
+    *("engine_ranks", "gpu_memory", "loader_workers", "reward_workers", "reward_timeout", "reward_memory"),
+    *("val_files", "val_before_train", "val_every", "val_reward", "val_samples", "val_temperature", "val_top_p"),
+    *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
+}
+PATHS = {"model", "critic_model", "reward_model", "train_files", "dataset_class", "reward"}  # what they hold counts
+OF_THE_DATA = {  # which rows there are, and their order: with another value the stream starts anew
+    *("train_files", "dataset_class", "shuffle", "seed", "model"),
+    *("max_prompt_length", "truncation", "filter_overlong_prompts", "chat_template_kwargs"),
+}
+NO_FLAGS = {"contents", "history"}  # of config.json's keys; "script" is compared like a flag
+OF_THE_START = {"run_name", "output_dir", "resume", "resume_override", "val_only", "dry_run"}  # not compared
+
+PATIENCE_S = 5  # for a process on this host that is about to end
+LEASE_S = 120  # for one on another host: a file server gives up a dead client's locks after 90 s
+
+
+@dataclass
+class Run:
+    """A run that this process has opened, see open_run."""
+
+    name: str
+    folder: Path
+    val_only: bool
+    keep_checkpoints: int
+    tracker: Tracker
+    checkpoint: Path | None = None
+    """where it goes on; None: from the start"""
+    step: int = 0
+    """of the checkpoint"""
+    new_data: bool = False
+    """the training data are not those of the checkpoint, by consent"""
+    config: dict[str, Any] = field(default_factory=dict)
+    """what config.json holds, on rank 0"""
+    lock: TextIO | None = None
+    """rank 0's"""
+    _saving: Future | None = None
+
+    def load(self, *, models: Models, schedulers: Schedulers) -> dict[str, Any] | None:
+        """`trainer_state` of the checkpoint, see load_checkpoint; None from the start. A collective."""
+        if self.checkpoint is None:
+            return None
+        state = load_checkpoint(self.checkpoint, models=models, schedulers=schedulers)
+        return state | {"loader": {"position": 0}} if self.new_data else state
+
+    def save(self, step: int, **state: Any) -> None:
+        """save_checkpoint, which writes in the background. Raises what went wrong in the save before. A collective."""
+        if self._saving is not None:
+            self._saving.result()
+        folder = self.folder / "checkpoints"
+        self._saving = save_checkpoint(folder, step, keep=self.keep_checkpoints, config=self.config, **state)
+
+    def close(self) -> None:
+        """The end of a run: waits for the last checkpoint, ends the logs, gives the folder back."""
+        if self._saving is not None:
+            self._saving.result()
+        if not self.val_only:
+            self.tracker.report()
+        self.tracker.close()
+        on_early_end(None)
+        if self.lock is not None:
+            self.lock.truncate(0)
+            self.lock.close()
+
+    def _end_early(self, interrupted: bool) -> None:
+        with suppress(OSError):  # a full disk may be what ended the run
+            self.tracker.close()
+        if not interrupted:
+            return
+        newest = newest_complete(self.folder / "checkpoints")
+        where = "" if self.val_only else f" after {newest.name}" if newest else " before the first checkpoint"
+        command, launcher = typed_command(None if self.val_only else self.name)
+        print_last(f"interrupted{where}; to go on: {command}", launcher)
+
+
+def open_run(args: Any, world: World, script: str) -> Run:
+    """Takes the run's folder, finds where the run goes on and opens its logs, all before a model loads. A collective.
+
+    `args` are the script's flags; `script` is its `__file__`. With val_only the run itself stays as it is.
+
+    Raises:
+        InputError (on every rank): another process has the folder, it holds steps that would be overwritten, there is
+            no such checkpoint, the checkpoint's flags were others, a tracker is missing or not logged in.
+    """
+    script = Path(script).name
+    name = broadcast(args.run_name or f"{Path(script).stem}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(args.output_dir) / name
+    run = Run(name, folder, args.val_only, args.keep_checkpoints, Tracker(folder, {}, total_steps=0, enabled=False))
+    run.checkpoint, run.step, run.new_data = on_first_rank(lambda: _open(run, args, script))
+    if world.rank == 0:
+        on_early_end(run._end_early)
+    return run
+
+
+def _open(run: Run, args: Any, script: str) -> tuple[Path | None, int, bool]:
+    """Rank 0's part of open_run: (checkpoint, its step, whether the training data are others)."""
+    is_new = not run.folder.exists()
+    if not is_new:
+        run.lock = take_lock(run.folder)
+    run.config = describe_run(args, script)
+    overrides = _checked_overrides(args.resume_override, run.config)
+    checkpoint = find_checkpoint(args.resume, run.folder)
+    changed = {} if checkpoint is None else compare(checkpoint, run.config, overrides)
+    if is_new:  # only now: a mistake leaves nothing behind
+        run.lock = take_lock(run.folder)
+
+    own = checkpoint is not None and _is_own(checkpoint, run.folder)
+    step, came_from, new_data = 0, None, bool(changed.keys() & OF_THE_DATA)
+    if checkpoint is not None:
+        step = json.loads((checkpoint / "trainer.json").read_text())["step"]
+        came_from = checkpoint.name if own else str(checkpoint.resolve())
+        print(f"resumed from {came_from}" + (", with training data that begin anew" * new_data), flush=True)
+        if step >= args.total_steps and not run.val_only:
+            print(f"{came_from}: step {step} of {args.total_steps}, nothing is left to train", flush=True)
+    elif args.resume == "auto":
+        print("no checkpoint yet, from the start", flush=True)
+
+    logs, title, history = run.folder, run.name, []
+    if run.val_only:
+        logs = _next_number(run.folder / "val_only")
+        logs.mkdir(parents=True)
+        title = f"{run.name}-val_only-{logs.name}"
+    elif own:
+        history = (_read_json(run.folder / "config.json") or {}).get("history", [])
+    start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
+    run.config["history"] = [*history, start]
+    run.tracker = Tracker(
+        logs,
+        run.config,
+        name=title,
+        trackers=args.track,
+        total_steps=step if run.val_only else args.total_steps,
+        resume_step=step,
+    )
+    if not run.val_only:
+        set_aside(run.folder, step if own else 0)  # when nothing can be refused any more
+    _write_json(logs / "config.json", run.config)
+    return checkpoint, step, new_data
+
+
+# ---- one writer ----------------------------------------------------------------------------------
+
+
+def take_lock(folder: Path) -> TextIO:
+    """Makes the folder if it is missing and locks it; the open lock file is the lock.
+
+    fcntl's lock, since the kernel frees it when the process ends, however it ends, children do not inherit it, and file
+    servers (NFS, Lustre, GPFS) pass it on to other hosts. Raises InputError with who has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a+")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another --output-dir") from error
+    host, started = socket.gethostname(), time.monotonic()
+    while True:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # somebody has it
+            holder = _holder(lock)
+            patience_s = PATIENCE_S if holder.get("host") in (host, None) else LEASE_S
+            if time.monotonic() - started < patience_s:
+                time.sleep(0.1)
+                continue
+            raise InputError(
+                f"{folder} is in use by {_who(holder)}: end that run first, or give another --run-name "
+                f"(if its host is gone for good, delete {lock.name})"
+            ) from error
+        except OSError as error:
+            print(f"{folder}: no file locks here ({error.strerror}), so nothing keeps a second run out", flush=True)
+        break
+    left = _holder(lock)
+    if left and left["host"] != host:
+        print(f"{folder} was left open by {_who(left)}: make sure that it has ended", flush=True)
+    lock.truncate(0)
+    json.dump({"pid": os.getpid(), "host": host, "since": time.strftime("%Y-%m-%d %H:%M:%S")}, lock)
+    lock.flush()
+    os.fsync(lock.fileno())  # for readers on other hosts
+    return lock
+
+
+def _holder(lock: TextIO) -> dict[str, Any]:
+    """Who has, or had, the lock; {} when it was given back."""
+    lock.seek(0)
+    with suppress(ValueError):  # it is being written
+        return json.load(lock)
+    return {}
+
+
+def _who(holder: dict[str, Any]) -> str:
+    return "pid {pid} on {host} since {since}".format(**holder) if holder else "another process"
+
+
+# ---- one set of flags ----------------------------------------------------------------------------
+
+
+def describe_run(args: Any, script: str) -> dict[str, Any]:
+    """The run as config.json holds it, without its history."""
+    flags = json.loads(json.dumps(asdict(args), default=str))
+    of_files = PATHS & flags.keys() - ({"train_files"} if flags["val_only"] else set())  # which are not read then
+    contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
+    return {"script": script, **flags, "contents": contents}
+
+
+def compare(checkpoint: Path, now: dict[str, Any], overrides: set[str]) -> dict[str, list]:
+    """{flag: [was, is]} of what has changed since the checkpoint. Prints that, and flags that are new or gone.
+
+    Raises InputError for what changes results and is not in `overrides`, or cannot be overridden.
+    """
+    files = (checkpoint / "config.json", checkpoint.parent.parent / "config.json")
+    before = next(filter(None, map(_read_json, files)), None)
+    if before is None:
+        print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
+        return {}
+    not_compared = NO_FLAGS | OF_THE_START | ({"train_files"} if now["val_only"] else set())
+    ours, theirs = (config.keys() - not_compared for config in (now, before))
+    changed = {flag: [before[flag], now[flag]] for flag in now if flag in ours & theirs and _differs(flag, before, now)}
+    refused = [flag for flag in changed if not (_may_change(flag, now) or flag in overrides)]
+    if refused:
+        raise InputError(
+            f"{checkpoint} is of another run: {_changes(refused, changed)}. Put that back, give another --run-name "
+            f"without --resume, or consent with --resume-override {' '.join(refused)}"
+        )
+    for flag in changed:
+        if why := _never(flag, now):
+            raise InputError(f"{_changes([flag], changed)}: {why}, so it needs a new run")
+    for title, lines in {
+        "changed": _changes(changed, changed),
+        "not known to the checkpoint": ", ".join(
+            f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs
+        ),
+        f"not known to {now['script']}": ", ".join(f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours)),
+    }.items():
+        if lines:
+            print(f"{title}: {lines}", flush=True)
+    return changed
+
+
+def _checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]:
+    names = {name.lstrip("-").replace("-", "_") for name in overrides}
+    if unknown := names - (now.keys() - NO_FLAGS):
+        raise InputError(f"--resume-override {' '.join(sorted(unknown))}: no flag of {now['script']}")
+    return names
+
+
+def _may_change(flag: str, now: dict[str, Any]) -> bool:
+    if flag == "total_steps" and now["lr_schedule"] != "constant":  # which ends there
+        return False
+    return flag in MAY_CHANGE
+
+
+def _never(flag: str, now: dict[str, Any]) -> str | None:
+    """Why nobody can consent to a change of the flag."""
+    if flag in ("lora_rank", "lora_target_modules", "freeze"):
+        return "the checkpoint holds other weights"
+    if flag in ("num_mini_batches", "update_epochs") and (now["lr_schedule"] != "constant" or now["warmup_steps"]):
+        return "the schedule of the learning rate counts updates"
+    return None
+
+
+def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    was, is_now = ((config.get("contents") or {}).get(flag) for config in (before, now))
+    if was and is_now:
+        return was != is_now
+    if flag == "rollout_engine":  # vLLM draws the same samples here and on any server
+        return (before[flag] == "hf") != (now[flag] == "hf")
+    return before[flag] != now[flag]
+
+
+def _changes(flags: Sequence[str], changed: dict[str, list]) -> str:
+    texts = []
+    for flag in flags:
+        was, is_now = changed[flag]
+        texts.append(
+            f"{_flag(flag)} was {was}, is {is_now}" if was != is_now else f"{_flag(flag)} {was} holds other data"
+        )
+    return ", ".join(texts)
+
+
+def _flag(name: str) -> str:
+    return name if name == "script" else as_flag(name)
+
+
+def _digest(value: str | list[str]) -> str:
+    """Of what the paths in a flag's value hold, wherever they lie; of the value itself where it is no path."""
+    digest = hashlib.sha256()
+    for text in [value] if isinstance(value, str) else value:
+        path, function = text.rsplit(":", 1) if ".py:" in text else (text, "")
+        files = []
+        if path and Path(path).is_dir():
+            suffixes = {".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt", ".py"}
+            files = sorted(file for file in Path(path).iterdir() if file.suffix in suffixes)
+        elif Path(path).is_file():
+            files = [Path(path)]
+        names = [file.name for file in files if len(files) > 1] if files else [path]
+        digest.update(json.dumps([function, names]).encode())
+        for file in files:
+            with file.open("rb") as data:
+                size = data.seek(0, os.SEEK_END)
+                whole, block = (
+                    2**26,
+                    2**16,
+                )  # of a larger file every so many bytes a block: other weights differ everywhere
+                for start in range(0, size, block if size <= whole else size // 64):
+                    data.seek(start)
+                    digest.update(data.read(block))
+                digest.update(str(size).encode())
+    return digest.hexdigest()[:16]
+
+
+# ---- where it goes on ----------------------------------------------------------------------------
+
+
+def find_checkpoint(resume: str, folder: Path) -> Path | None:
+    """What `--resume` asks for: None ("never"), the newest complete checkpoint ("auto"), or a folder.
+
+    A run that went on from another run's checkpoint and has none of its own yet goes on from there again.
+
+    Raises InputError where there is no such checkpoint, or where the folder holds steps of another origin.
+    """
+    if resume == "auto":
+        return newest_complete(folder / "checkpoints") or _origin(folder)
+    checkpoint = None if resume == "never" else Path(resume)
+    if checkpoint is not None:
+        if why := why_torn(checkpoint):
+            raise InputError(
+                f"--resume {resume}: no complete checkpoint ({why}); give one like RUN/checkpoints/step_000020"
+            )
+        if _is_own(checkpoint, folder):
+            return checkpoint
+    if _has_steps(folder):
+        raise InputError(
+            f"{folder} holds a run already: --resume auto goes on with it, --resume {folder}/checkpoints/step_... goes "
+            "back in it, another --run-name starts anew"
+        )
+    return checkpoint
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Takes what is later than `step` out of the run, to abandoned/1, abandoned/2, ...; with 0 all of it.
+
+    In an order that leaves, killed at any moment, a run that goes on from one of its checkpoints: the later ones first,
+    from the highest down. Rows after the checkpoint do no harm, since every start cuts them off.
+    """
+    checkpoints = [path for path in step_folders(folder / "checkpoints") if int(path.name.removeprefix("step_")) > step]
+    logs = {name: _late_rows(folder / name, step) for name in ("metrics.jsonl", "samples.jsonl")}
+    if not checkpoints and not any(map(any, logs.values())):
+        return
+    aside = _next_number(folder / "abandoned")
+    aside.mkdir(parents=True)
+    if (folder / "config.json").exists():
+        shutil.copy(folder / "config.json", aside)
+    taken = []
+    for path in [folder / "model", *reversed(checkpoints)]:
+        if path.exists():
+            path.rename(aside / path.name)
+            taken.append(path.name)
+    for name, late in logs.items():
+        if any(late):
+            _cut(folder / name, late, aside / name)
+            taken.append(f"{sum(late)} rows of {name}")
+    print(f"set aside in {aside}: {', '.join(taken)}", flush=True)
+
+
+def _late_rows(file: Path, step: int) -> list[bool]:
+    """Of each row, whether it is of a step after `step` (0: all rows are), or a torn last line."""
+    if not file.exists():
+        return []
+    with file.open("rb") as rows:
+        return [not (step and row.endswith(b"\n") and json.loads(row)["step"] <= step) for row in rows]
+
+
+def _cut(file: Path, late: list[bool], aside: Path) -> None:
+    """Moves the rows that are late to `aside`; the file is replaced by a rename when they are there."""
+    kept = file.with_suffix(".tmp")
+    with file.open("rb") as rows, kept.open("wb") as stays, aside.open("wb") as goes:
+        for row, is_late in zip(rows, late):
+            (goes if is_late else stays).write(row)
+    kept.replace(file)
+
+
+def _origin(folder: Path) -> Path | None:
+    """The other run's checkpoint that this run went on from."""
+    history = (_read_json(folder / "config.json") or {}).get("history", [])
+    origin = next((Path(start["from"]) for start in reversed(history) if start["from"] and "/" in start["from"]), None)
+    if origin is not None and (why := why_torn(origin)):
+        raise InputError(f"{folder} went on from {origin}, which is no complete checkpoint any more ({why})")
+    return origin
+
+
+def _has_steps(folder: Path) -> bool:
+    if step_folders(folder / "checkpoints"):
+        return True
+    if not (folder / "metrics.jsonl").exists():
+        return False
+    with (folder / "metrics.jsonl").open() as lines:
+        return any(line.endswith("\n") and json.loads(line)["step"] > 0 for line in lines)
+
+
+def _is_own(checkpoint: Path, folder: Path) -> bool:
+    return checkpoint.resolve().parent == (folder / "checkpoints").resolve()
+
+
+def _next_number(folder: Path) -> Path:
+    numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+    return folder / str(max(numbers, default=0) + 1)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    aside = file.with_suffix(".tmp")
+    aside.write_text(json.dumps(value, indent=1) + "\n")
+    aside.replace(file)
+
+
+# ---- the command that goes on --------------------------------------------------------------------
+
+
+def typed_command(resume: str | None = None) -> tuple[str, int | None]:
+    """(what was typed to start this process, also by torchrun or accelerate; that launcher's pid). With `resume`, a
+    run's name, the command that goes on with it."""
+    launcher = os.getppid()
+    try:
+        line = psutil.Process(launcher).cmdline()
+    except psutil.Error:
+        line = []
+    if line[-len(sys.argv) :] != sys.argv:
+        line, launcher = sys.orig_argv, None
+    start, script, flags = line[: -len(sys.argv)], sys.argv[:1], sys.argv[1:]
+    if len(start) > 1 and Path(start[1]).name in ("torchrun", "accelerate"):  # after the interpreter of its first line
+        start = [Path(start[1]).name, *start[2:]]
+    if resume is not None:
+        flags = [*_without(flags, {"--run-name", "--resume"}), "--run-name", resume, "--resume", "auto"]
+    typed = os.environ.get("PLAINRL_LAUNCHER", shlex.join(start))  # launch/one_node.sh becomes torchrun
+    return f"{typed} {shlex.join([*script, *flags])}", launcher
+
+
+def _without(flags: list[str], names: set[str]) -> list[str]:
+    kept, words = [], iter(flags)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if flag.replace("_", "-") not in names:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept

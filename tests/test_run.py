@@ -1,0 +1,459 @@
+"""What a run is: its folder, lock, flags and history; where a resume, a rewind or a fork goes on; how it ends."""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from lib import InputError
+from lib import run as run_module
+from lib.checkpoint import newest_complete
+from lib.run import MAY_CHANGE, set_aside, take_lock
+from lib.tracking import Tracker
+from tests import common
+from tests.common import (
+    ACCELERATE,
+    BIN,
+    ONE_NODE,
+    PYTHON,
+    ROOT,
+    SMALL,
+    TORCHRUN,
+    TOY_MODEL,
+    command,
+    environment,
+    fork,
+    launch,
+    ran,
+)
+
+FORK = multiprocessing.get_context("fork")
+
+
+def metrics(run: Path) -> list[dict]:
+    """Without the probe of a weight sync, which a validation at the same weights has done before."""
+    return [{k: v for k, v in row.items() if "canary" not in k} for row in common.metrics(run)]
+
+
+def few_rows(folder: Path) -> str:
+    (folder / "few.jsonl").write_text("".join((ROOT / "data/toy/val.jsonl").open().readlines()[:16]))
+    return str(folder / "few.jsonl")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """(folder, flags) of `run`: 4 steps with a checkpoint each, validated in every second."""
+    folder = tmp_path_factory.mktemp("source")
+    args = [*SMALL, "--val-every", "2", "--val-files", few_rows(folder), "--show-samples", "0"]
+    args += ["--save-every", "1", "--keep-checkpoints", "0"]
+    ran(fork("grpo", folder, *args, "--run-name", "run", "--total-steps", "4", "--export-model"))
+    return folder, args
+
+
+@pytest.fixture
+def copied(source, tmp_path):
+    shutil.copytree(source[0] / "run", tmp_path / "run")
+    return tmp_path, source[1]
+
+
+def error_of(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 2, done.stdout + done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr
+    return line
+
+
+def steps_of(run: Path) -> list[int]:
+    return [int(path.name[5:]) for path in sorted((run / "checkpoints").iterdir())]
+
+
+def times(folder: Path) -> dict[Path, int]:
+    """Of all files but the lock, which every start opens."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def history(run: Path) -> list[dict]:
+    return json.loads((run / "config.json").read_text())["history"]
+
+
+# ---- back in a run, on from another's ------------------------------------------------------------
+
+
+def test_a_rewind_leaves_no_later_step_and_keeps_what_it_takes_out(source, copied):
+    (folder, args), run = copied, copied[0] / "run"
+    target = str(run / "checkpoints/step_000002")
+    done = ran(fork("grpo", folder, *args, "--run-name", "run", "--resume", target, "--total-steps", "3"))
+    said, cut = done.stdout.index("resumed from step_000002\n"), done.stdout.index("set aside in")
+    assert said < cut
+    assert f"{run}/abandoned/1: model, step_000004, step_000003, 3 rows of metrics.jsonl, 16 rows of" in done.stdout
+    assert steps_of(run) == [1, 2, 3]
+    whole = metrics(source[0] / "run")
+    assert [row["step"] for row in whole] == [1, 2, 2, 3, 4, 4]
+    assert metrics(run)[:4] == whole[:4] and [row["step"] for row in metrics(run)[4:]] == [3]  # validated at its end
+    assert {path.name for path in (run / "abandoned/1").iterdir()} == {
+        *("step_000003", "step_000004", "metrics.jsonl", "samples.jsonl", "config.json", "model")
+    }
+    assert metrics(run / "abandoned/1") == whole[3:]
+    assert [start["from"] for start in history(run)] == [None, "step_000002"]
+
+    done = ran(fork("grpo", folder, *args, "--run-name", "run", "--resume", "auto", "--total-steps", "4"))
+    assert "resumed from step_000003\n" in done.stdout and steps_of(run) == [1, 2, 3, 4]
+    assert [row for row in metrics(run) if row["step"] == 4 and "reward/mean" in row] == [whole[4]]
+
+
+def _killed_in_set_aside(run: Path, moment: int) -> None:
+    """At the n-th of the operations that others can see, with kill -9."""
+
+    def counted(operation):
+        def wrapper(*args):
+            nonlocal moment
+            moment -= 1
+            if moment < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*args)
+
+        return wrapper
+
+    Path.rename, Path.replace = counted(Path.rename), counted(Path.replace)
+    set_aside(run, 1)
+
+
+def test_a_rewind_that_is_killed_leaves_one_branch_at_one_of_its_checkpoints(source, tmp_path):
+    whole, moments = metrics(source[0] / "run"), 0
+    while True:
+        run = tmp_path / str(moments)
+        shutil.copytree(source[0] / "run", run)
+        process = FORK.Process(target=_killed_in_set_aside, args=(run, moments))
+        process.start()
+        process.join()
+        newest = newest_complete(run / "checkpoints")
+        step = int(newest.name[5:])
+        assert steps_of(run) == list(range(1, step + 1))  # the lower ones are still there
+        set_aside(run, step)  # as a --resume auto does
+        assert metrics(run) == [row for row in whole if row["step"] <= step]
+        samples = [json.loads(line)["step"] for line in (run / "samples.jsonl").read_text().splitlines()]
+        assert set(samples) == {validated for validated in (2, 4) if validated <= step}
+        taken = [row["step"] for aside in (run / "abandoned").glob("*/metrics.jsonl") for row in metrics(aside.parent)]
+        assert set(taken) == {row["step"] for row in whole if row["step"] > step}  # twice, at times
+        assert not (run / "model").exists() or step == 4
+        if process.exitcode == 0:
+            break
+        moments += 1
+    assert moments == 6 and step == 1  # three checkpoints, two logs, the model
+
+
+def test_rows_of_steps_that_run_again_are_cut_off_with_a_torn_line(tmp_path, capsys):
+    tracker = Tracker(tmp_path, {}, total_steps=9)
+    for step in range(6):
+        tracker.log({"x": step / 7}, step)
+        tracker.samples([{"prompt": "p", "response": "r\udc80", "score": step}], step)
+    tracker.close()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 3, "x": 0.')  # kill -9 in the middle of a line
+    before = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")}
+    capsys.readouterr()
+    for step, kept, number in ((3, 4, "1"), (3, 4, None), (0, 0, "2")):
+        set_aside(tmp_path, step)
+        for name, text in before.items():
+            assert (tmp_path / name).read_bytes() == b"".join(text.splitlines(keepends=True)[:kept])
+        printed = capsys.readouterr().out
+        if number is None:
+            assert printed == ""
+        else:
+            n = 3 if number == "1" else 4
+            aside = tmp_path / "abandoned" / number
+            assert printed == f"set aside in {aside}: {n} rows of metrics.jsonl, {n} rows of samples.jsonl\n"
+            assert {path.name for path in aside.iterdir()} == set(before)
+    for name, text in before.items():
+        assert (tmp_path / "abandoned/1" / name).read_bytes() == b"".join(text.splitlines(keepends=True)[4:])
+
+
+def test_another_runs_checkpoint_starts_a_new_run_and_overwrites_none(source, copied):
+    folder, args = copied
+    origin = source[0] / "run/checkpoints/step_000002"
+    before = times(folder)
+    refused = error_of(fork("grpo", folder, *args, "--run-name", "run", "--resume", str(origin)))
+    assert f"{folder}/run holds a run already: --resume auto goes on with it" in refused and times(folder) == before
+
+    args = [*args, "--run-name", "fork", "--total-steps", "3"]
+    done = ran(fork("grpo", folder, *args, "--resume", str(origin), "--save-every", "0"))
+    assert f"resumed from {origin}\n" in done.stdout
+    [row] = [row for row in metrics(folder / "fork") if "reward/mean" in row]
+    assert row == metrics(source[0] / "run")[3]
+    assert [start["from"] for start in history(folder / "fork")] == [str(origin)]
+    # without a checkpoint of its own it goes on from there again, not from the start model
+    done = ran(fork("grpo", folder, *args, "--resume", "auto"))
+    assert f"resumed from {origin}\n" in done.stdout and "2 rows of metrics.jsonl" in done.stdout
+    assert [row] == [row for row in metrics(folder / "fork") if "reward/mean" in row]
+    assert steps_of(folder / "fork") == [3]
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+def test_what_does_not_change_results_may_change(source, copied):
+    """Memory and speed; the model and the data at another place. 1e-3: sums in another order."""
+    folder, args = copied
+    (folder / "run/checkpoints/step_000004").rename(folder / "step_000004")
+    shutil.copytree(TOY_MODEL, folder / "moved")
+    shutil.copy(ROOT / "data/toy/val.jsonl", folder / "moved.jsonl")
+    changed = ["--micro-batch-tokens", "100", "--gradient-checkpointing", "--reduce-each-micro-batch", "--cpu-offload"]
+    changed += ["actor", "activations", "--no-share-prompts", "--model", str(folder / "moved")]
+    changed += ["--train-files", str(folder / "moved.jsonl"), "--loader-workers", "1", "--stage-timeout", "600"]
+    done = ran(fork("grpo", folder, *args, *changed, "--run-name", "run", "--resume", "auto", "--total-steps", "4"))
+    assert "resumed from step_000003\n" in done.stdout
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("changed: ")]
+    assert "--micro-batch-tokens was 16384, is 100" in line and "--model" not in line and "--train-files" not in line
+    ours, theirs = (metrics(run)[4] for run in (folder / "run", source[0] / "run"))
+    for key in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "training/epoch"):
+        assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
+    assert history(folder / "run")[-1]["changed"]["micro_batch_tokens"] == [16384, 100]
+
+
+def test_what_changes_results_needs_consent_which_is_recorded(copied):
+    folder, args = copied
+    args = [*args, "--run-name", "run", "--resume", "auto", "--total-steps", "5"]
+    other = ["--lr", "1e-5", "--kl-coef", "0.1", "--seed", "3"]
+    shutil.copytree(TOY_MODEL, folder / "other")
+    with (folder / "other/chat_template.jinja").open("a") as template:
+        template.write(" ")
+    before = times(folder)
+    refused = error_of(fork("grpo", folder, *args, *other))
+    assert "--lr was 0.0003, is 1e-05" in refused and "--resume-override seed kl_coef lr" in refused
+    for flags, message in {
+        ("--resume-override", "lrr"): "--resume-override lrr: no flag of grpo.py",
+        ("--lora-rank", "4", "--resume-override", "lora_rank"): "--lora-rank was 0, is 4: the checkpoint holds other",
+        ("--model", str(folder / "other")): "--model was",
+    }.items():
+        assert message in error_of(fork("grpo", folder, *args, *flags)), flags
+    assert times(folder) == before
+
+    consent = ["--resume-override", "lr", "kl-coef", "seed"]
+    done = ran(fork("grpo", folder, *args, *other, *consent))
+    assert "resumed from step_000004, with training data that begin anew\n" in done.stdout
+    [row] = [row for row in metrics(folder / "run") if row["step"] == 5 and "reward/mean" in row]
+    assert row["actor/lr"] == 1e-5 and row["training/epoch"] == 8 / 256
+    changed = history(folder / "run")[-1]["changed"]
+    assert [changed[flag] for flag in ("seed", "lr", "kl_coef")] == [[1, 3], [0.0003, 1e-5], [0.0, 0.1]]
+    # a checkpoint knows the flags of its time: consent is not asked for again, but for an older one
+    ran(fork("grpo", folder, *args, *other))
+    again = fork("grpo", folder, *args, *other, "--resume", str(folder / "run/checkpoints/step_000004"))
+    assert "--lr was 0.0003, is 1e-05" in error_of(again)
+
+
+def test_data_that_changed_in_their_place_are_other_data(tmp_path):
+    rows = Path(few_rows(tmp_path))
+    args = [*SMALL, "--train-files", str(rows), "--save-every", "1", "--run-name", "run", "--resume", "auto"]
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "1"))
+    rows.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))))
+    assert f"--train-files ['{rows}'] holds other data" in error_of(fork("grpo", tmp_path, *args, "--total-steps", "2"))
+
+
+def test_another_script_needs_consent_and_flags_that_come_or_go_are_reported(copied):
+    folder, args = copied
+    text = (ROOT / "grpo.py").read_text().replace("    top_k: int = -1\n", "    first_k: int = -1\n")
+    (folder / "mine.py").write_text(text.replace("args.top_k", "args.first_k"))
+    args = [*args, "--run-name", "run", "--resume", "auto", "--total-steps", "5", "--model", TOY_MODEL]
+    mine = str(folder / "mine")
+    assert "script was grpo.py, is mine.py" in error_of(fork(mine, folder, *args))
+    done = ran(fork(mine, folder, *args, "--resume-override", "script"))
+    for line in (
+        "changed: script was grpo.py, is mine.py",
+        "not known to the checkpoint: --first-k -1",
+        "not known to mine.py: --top-k -1",
+    ):
+        assert f"\n{line}" in done.stdout
+    assert json.loads((folder / "run/config.json").read_text())["script"] == "mine.py"
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
+def test_the_table_of_what_may_change_is_that_of_the_code(script):
+    """docs/scaling.md, and all names are flags of all scripts."""
+    text = (ROOT / "docs/scaling.md").read_text().split("## Going on")[1].split("\n## ")[0]
+    row = next(line for line in text.splitlines() if line.startswith("| may change"))
+    flags = {word.strip("`-,").replace("-", "_") for word in row.split("|")[2].split()}
+    assert flags == MAY_CHANGE
+    assert all(f"    {flag}:" in (ROOT / f"{script}.py").read_text() for flag in MAY_CHANGE)
+
+
+# ---- one writer ----------------------------------------------------------------------------------
+
+
+def _hold(folder: Path, ready) -> None:
+    lock = take_lock(folder)
+    ready.set()
+    time.sleep(1000)
+    lock.close()
+
+
+def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, "PATIENCE_S", 0)
+    ready = FORK.Event()
+    holder = FORK.Process(target=_hold, args=(tmp_path / "run", ready))
+    holder.start()
+    ready.wait()
+    with pytest.raises(InputError, match=f"is in use by pid {holder.pid} on .* since 20.*: end that run first"):
+        take_lock(tmp_path / "run")
+    holder.kill()
+    holder.join()
+    take_lock(tmp_path / "run").close()
+    record = {"pid": 7, "host": "elsewhere", "since": "2026-01-01 00:00:00"}
+    (tmp_path / "run/.lock").write_text(json.dumps(record))  # of a host that crashed, or whose locks do not reach here
+    assert capsys.readouterr().out == ""
+    take_lock(tmp_path / "run").close()
+    assert "was left open by pid 7 on elsewhere since 2026-01-01 00:00:00: make sure" in capsys.readouterr().out
+
+
+def test_a_new_start_waits_for_the_old_process_to_end(tmp_path, monkeypatch):
+    """A server gives up the locks of a host that died later than this host's kernel does."""
+    holder_host = {"pid": 7, "host": "elsewhere", "since": "2026-01-01 00:00:00"}
+    monkeypatch.setattr(run_module, "PATIENCE_S", 0)
+    ready = FORK.Event()
+    holder = FORK.Process(target=_hold, args=(tmp_path, ready))
+    holder.start()
+    ready.wait()
+    (tmp_path / ".lock").write_text(json.dumps(holder_host))
+    killer = FORK.Process(target=lambda: (time.sleep(0.5), holder.kill()))
+    killer.start()
+    take_lock(tmp_path).close()
+    killer.join()
+    holder.join()
+
+
+def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    take_lock(tmp_path).close()
+    assert "no file locks here (Operation not supported)" in capsys.readouterr().out
+
+
+# ---- starts that fail, validation alone ----------------------------------------------------------
+
+BREAKS = """
+import os
+from lib.dataset import RLHFDataset
+class Breaks(RLHFDataset):
+    taken = 0
+    def __getitem__(self, i):
+        Breaks.taken += 1
+        if len(self) > 16 and Breaks.taken > {rows} and os.environ["RANK"] == "{rank}":
+            raise RuntimeError("the data break off")
+        return super().__getitem__(i)
+"""
+
+
+def breaks(folder: Path, rows: int, rank: int = 0) -> list[str]:
+    """A data set that fails on a rank after so many rows; validation (16 rows) goes on."""
+    (folder / "breaks.py").write_text(BREAKS.format(rows=rows, rank=rank))
+    return ["--dataset-class", f"{folder / 'breaks.py'}:Breaks"]
+
+
+def test_a_start_that_fails_leaves_the_name_free(source, tmp_path):
+    """A crash before step 1, after step 0 was validated; a tracker without a login, before the model loads."""
+    args = [*source[1], "--run-name", "run", "--total-steps", "1", "--save-every", "0"]
+    done = fork("grpo", tmp_path, *args, *breaks(tmp_path, rows=0), "--val-before-train")
+    assert done.returncode == 1 and "the data break off" in done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [0]
+
+    shutil.copytree(TOY_MODEL, tmp_path / "model")
+    (tmp_path / "model/model.safetensors").write_bytes(b"no weights")
+    env = environment() | {"WANDB_MODE": "online", "WANDB_SILENT": "true", "HOME": str(tmp_path), "NETRC": "/dev/null"}
+    arguments = command("grpo", tmp_path, *args, "--track", "wandb", "--model", str(tmp_path / "model"))
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True)
+    assert "--track wandb: No API key configured" in error_of(done)
+
+    done = ran(fork("grpo", tmp_path, *args))
+    assert "1 rows of metrics.jsonl" in done.stdout and [row["step"] for row in metrics(tmp_path / "run")] == [1, 1]
+    assert "holds a run already" in error_of(fork("grpo", tmp_path, *args))
+
+
+def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
+    folder, args = copied
+    before = times(folder)
+    args = [*args, "--train-files", "absent.jsonl", "--prompts-per-step", "8", "--num-mini-batches", "3"]
+    args += ["--total-epochs", "1", "--val-only", "--val-samples", "2", "--val-temperature", "1", "--run-name"]
+    for number, resume in (("1", "auto"), ("2", str(folder / "run/checkpoints/step_000002"))):
+        consent = ["--resume", resume, "--resume-override", "num_mini_batches"]
+        done = ran(fork("grpo", folder, *args, "run", *consent))
+        assert "validation prompts: 16 (prompt_too_long 0) x 2 = 32 responses on 1 rank(s)" in done.stdout
+        assert "training prompts" not in done.stdout and " epochs" not in done.stdout
+        [row] = metrics(folder / f"run/val_only/{number}")
+        assert row["step"] == (4 if resume == "auto" else 2)
+        made = {path.name for path in (folder / f"run/val_only/{number}").iterdir()}
+        assert made == {"config.json", "metrics.jsonl", "samples.jsonl"}
+    ran(fork("grpo", folder, *args, "start"))
+    assert [row["step"] for row in metrics(folder / "start/val_only/1")] == [0]
+    after = times(folder)
+    assert {path: after[path] for path in before} == before
+
+
+# ---- an end before the time ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["python", "torchrun"])
+def test_a_crash_leaves_a_curve(source, tmp_path, launcher):
+    """On one rank, and on another rank than that which draws."""
+    args = [*source[1], *breaks(tmp_path, rows=8 * 3 // len(launcher), rank=len(launcher) // 4), "--run-name", "run"]
+    done = launch("grpo", tmp_path, *args, "--total-steps", "9", launcher=launcher)
+    assert done.returncode == 1 and "the data break off" in done.stderr
+    assert (tmp_path / "run/curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("launcher", [PYTHON, ONE_NODE, ACCELERATE], ids=["python", "one_node", "accelerate"])
+def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, launcher):
+    """And while the run lives, nobody else gets its folder. The launchers end in a traceback of their own."""
+    args = [*source[1], "--val-every", "0", "--run-name", "run", "--total-steps"]
+    arguments = command("grpo", tmp_path, *args, "1000", launcher=launcher)
+    log = tmp_path / "log"
+    job = subprocess.Popen(
+        arguments,
+        env=environment(),
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background shell ignores it
+    )
+    while not (tmp_path / "run/checkpoints/step_000002").exists() and job.poll() is None:
+        time.sleep(0.05)
+    if launcher == PYTHON:
+        for more in (["--resume", "auto"], ["--val-only", "--resume", "auto"]):
+            second = error_of(fork("grpo", tmp_path, *args, "1000", *more))
+            assert f"{tmp_path}/run is in use by pid {job.pid} on " in second
+    os.killpg(job.pid, signal.SIGINT)
+    assert job.wait(60) == (130 if launcher == PYTHON else 1)
+    deadline = time.monotonic() + 20
+    while "interrupted" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    *others, last = log.read_text().splitlines()
+    newest = newest_complete(tmp_path / "run/checkpoints").name
+    start, typed = last.split(": ", 1)
+    assert start == f"interrupted after {newest}; to go on" and "interrupted" not in "".join(others)
+    assert not [line for line in others if line.startswith(("[rank", "KeyboardInterrupt"))]
+    if launcher == PYTHON:
+        assert "Traceback" not in log.read_text()
+    assert (tmp_path / "run/curve.png").exists()
+
+    words = shlex.split(typed)
+    if launcher == ONE_NODE:
+        assert typed.startswith(f"GPUS=2 {ROOT}/launch/one_node.sh ")
+        words = ["env", *words]
+    assert words[-4:] == ["--run-name", "run", "--resume", "auto"] and words.count("--run-name") == 1
+    launched = [Path(launcher[0]).name, *launcher[1:]] if launcher == ACCELERATE else launcher
+    flags = [word for word in arguments[len(launcher) :] if word not in ("--run-name", "run")]
+    assert words[:-4] == [*launched, *flags]
+    if launcher == ONE_NODE:
+        total = str(int(newest[5:]) + 1)
+        env = environment() | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+        done = ran(subprocess.run([*words, "--total-steps", total], env=env, capture_output=True, text=True))
+        assert f"resumed from {newest}\n" in done.stdout and f"step {total}/{total}" in done.stdout
