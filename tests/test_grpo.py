@@ -234,8 +234,10 @@ FLAGS = {
             *("--adv-estimator", "optimal_token_baseline", "--loss", "clip_cov", "--num-mini-batches", "2"),
             *("--token-masks", '{"clip_cov": {"ratio": 0.1, "cov": [-9, 9]}}'),
             *("--kl-placement", "reward", "--kl-coef", "0.1", "--kl-estimator", "k1", "--kl-target", "0.001"),
+            *("--rollout-correction", '{"level": "token", "bounds": [0, 2]}'),  # its weights are in the baseline
         ],
         {
+            "rollout/is_weight": lambda x: x == pytest.approx(1, abs=1e-4),
             "actor/cov_clipfrac": lambda x: x == pytest.approx(0.1, abs=0.005),  # rounded down to whole tokens
             "actor/reward_kl": lambda x: abs(x) < 1,
             "actor/kl_coef": lambda x: 0.09 < x <= 0.1,
