@@ -307,6 +307,69 @@ def test_error_rows(tmp_path, tokenizer):
     assert "b.jsonl row 0: the chat template refuses" in message and "no tools" in message
 
 
+def nested(depth):
+    value = "deep"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+BAD_ROWS = {  # what a row of make_row("b") is changed to, and what is said of it
+    "data source null": ({"data_source": None}, "'data_source' is null; it must be text"),
+    "data source a number": ({"data_source": 3}, "'data_source' is 3; it must be text"),
+    "data source a list": ({"data_source": ["a"]}, "'data_source' is ['a']; it must be text"),
+    "reward model text": ({"reward_model": "42"}, "'reward_model' is '42'; it must be a dict"),
+    "extra info a list": ({"extra_info": [1]}, "'extra_info' is [1]; it must be a dict"),
+    "no content": ({"prompt": [{"role": "user"}]}, "the content of message 0 is null; it must be text"),
+    "content null": (
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]},
+        "the content of message 1 is null; it must be text",
+    ),
+    "content a number": ({"prompt": [{"role": "user", "content": 7}]}, "the content of message 0 is 7"),
+    "content a list of text": ({"prompt": [{"role": "user", "content": ["a"]}]}, "the content of message 0 is ['a']"),
+    "half a character": ({"prompt": [{"role": "user", "content": "a\ud800"}]}, r"'\ud800', half of a character"),
+    "nested": ({"extra_info": {"x": nested(101)}}, "nested deeper than 100 lists and dicts"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+@pytest.mark.parametrize("kind", ["jsonl", "memory"])
+def test_error_rows_are_one_line_with_file_and_row(tmp_path, tokenizer, case, kind):
+    change, message = BAD_ROWS[case]
+    source = write_jsonl(tmp_path / "a.jsonl", [make_row("a"), make_row("b") | change])
+    if kind == "memory":
+        try:
+            source = datasets.Dataset.from_list([make_row("a"), make_row("b") | change])
+        except (pa.ArrowException, UnicodeEncodeError):
+            pytest.skip("Arrow has no such column")
+    said = error_of(source, tokenizer, max_prompt_length=99)
+    assert " row 1: " in said and message in said
+    assert said == error_of(source, tokenizer, max_prompt_length=99, num_proc=2)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize(
+    ("value", "message"), [("[" * 10**5, "nested too deeply"), ("9" * 5000, "a number has too many digits")]
+)
+def test_error_json_that_python_cannot_read(tmp_path, tokenizer, suffix, value, message):
+    good = json.dumps(make_row("a"))
+    lines = [good, good.replace('"index": 0', f'"index": {value}')]
+    (tmp_path / f"a{suffix}").write_text("\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]")
+    said = error_of(tmp_path / f"a{suffix}", tokenizer, max_prompt_length=99)
+    assert message in said and ("a.jsonl line 2: " if suffix == ".jsonl" else "a.json: ") in said
+
+
+def test_unusual_rows_that_are_right(tmp_path, tokenizer):
+    """Large integers, half characters where no tokenizer looks, parts, and a call without content."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    row = make_row("b", index=10**400) | {"prompt": [*make_row("a")["prompt"], call, parts]}
+    row["reward_model"]["ground_truth"] = "\udfff"
+    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer, max_prompt_length=200)
+    batch = collate_fn([dataset[0]])
+    assert batch["index"].tolist() == [10**400] and batch["raw_prompt"][0][1:] == [call, parts]
+
+
 def test_error_arguments(tmp_path, tokenizer):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("a")])
     assert "no chat template" in error_of(file, make_tokenizer(template=None), max_prompt_length=30)
