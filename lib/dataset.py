@@ -52,6 +52,8 @@ def _read_json(path: Path) -> list[dict]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     if text.lstrip().startswith("["):
         try:
             rows = list(enumerate(json.loads(text)))
@@ -292,7 +294,10 @@ class RLHFDataset(Dataset):
     def _messages(self, row: int, value) -> list[dict]:
         if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
             value = [dict(zip(value, fields)) for fields in zip(*value.values())]  # old `datasets` saved lists so
-        if not isinstance(value, list) or not value or not all(isinstance(m, dict) and "role" in m for m in value):
+        are_messages = isinstance(value, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in value
+        )
+        if not (value and are_messages):
             raise InputError(
                 f"{self._where(row)}: {self.prompt_key!r} is not a list of messages but {_shown(value)}; "
                 'write [{"role": "user", "content": ...}]'

@@ -4,6 +4,8 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -180,7 +182,7 @@ def test_the_first_kept_row_without_a_ground_truth_is_named(tmp_path, tokenizer,
     files = [write_jsonl(tmp_path / "a.jsonl", [make_row("a")]), write_parquet(tmp_path / "b.parquet", [null, model])]
     dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
     assert dataset.dropped["prompt_too_long"] == 1 and dataset.without_ground_truth is None
-    files.append(write_jsonl(tmp_path / "c.jsonl", [model, absent, absent]))
+    files.append(write_jsonl(tmp_path / "c.jsonl", [model, make_row("e") | {"reward_model": None}, absent]))
     dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
     assert dataset.without_ground_truth == f"{tmp_path / 'c.jsonl'} row 1"
 
@@ -357,6 +359,38 @@ def test_error_json_that_python_cannot_read(tmp_path, tokenizer, suffix, value, 
     (tmp_path / f"a{suffix}").write_text("\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]")
     said = error_of(tmp_path / f"a{suffix}", tokenizer, max_prompt_length=99)
     assert message in said and ("a.jsonl line 2: " if suffix == ".jsonl" else "a.json: ") in said
+
+
+words = st.text(st.characters(codec=None, categories=["L", "Cs", "Cc"]), max_size=3) | st.just("content")
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+message = st.fixed_dictionaries({"role": st.just("user") | values, "content": words | values})
+
+
+@settings(deadline=None)
+@given(
+    row=st.fixed_dictionaries(
+        {
+            "prompt": st.lists(message, max_size=2) | values,
+            "data_source": st.just("toy") | values,
+            "reward_model": st.dictionaries(st.just("ground_truth") | words, values, max_size=2) | values,
+        },
+        optional={"extra_info": st.dictionaries(st.just("index") | words, values, max_size=2) | values},
+    )
+)
+def test_any_row_makes_an_item_or_one_line(tokenizer, row):
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_jsonl(Path(folder, "a.jsonl"), [row])
+        try:
+            dataset = RLHFDataset(file, tokenizer, max_prompt_length=200)
+        except InputError as error:
+            assert str(file) in str(error) and "\n" not in str(error)
+        else:
+            collate_fn([dataset[0], dataset[0]])
+            assert all(isinstance(source, str) for source in dataset.data_sources)
 
 
 def test_unusual_rows_that_are_right(tmp_path, tokenizer):
