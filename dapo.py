@@ -114,6 +114,9 @@ class Args:
     """drop training and validation prompts that are longer; how many is printed"""
     chat_template_kwargs: str = "{}"
     """JSON of keywords for the chat template, such as {"enable_thinking": false}"""
+    allow_special_tokens: bool = False
+    """text in a message that spells a special token, such as <|im_end|>, is that token; otherwise it stays text, broken
+    up by a space"""
     shuffle: bool = True
     """a new order of the training prompts in each epoch"""
     loader_workers: Annotated[int, Ge(0)] = 0
@@ -387,6 +390,7 @@ def load_datasets(args: Args, tokenizer, chat_template_kwargs: dict):
         "truncation": args.truncation,
         "filter_overlong_prompts": args.filter_overlong_prompts,
         "chat_template_kwargs": chat_template_kwargs,
+        "allow_special_tokens": args.allow_special_tokens,
     }
     train = None if args.val_only else dataset_class(list(args.train_files), tokenizer, **settings)
     wanted = args.val_before_train or args.val_every or args.val_only
@@ -449,8 +453,10 @@ def describe(args: Args, sizes: Sizes, world, train_data, val_data) -> str:
     """What the run will do, in its own arithmetic."""
 
     def size_of(dataset) -> str:
-        dropped = getattr(dataset, "dropped", {})
-        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in dropped.items())})"
+        counts = dict(getattr(dataset, "dropped", {}))
+        if defused := getattr(dataset, "defused", 0):
+            counts["special_tokens_as_text"] = defused
+        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())})"
 
     if args.val_only:
         return (

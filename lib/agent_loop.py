@@ -38,6 +38,7 @@ from lib.data_proto import DataProto
 from lib.metrics import Mean, Metric, Sum
 from lib.reward_pool import LARGEST_SCORE
 from lib.rollout import Generated, Sampling, add_responses, turn_seed
+from lib.special_tokens import Defuse
 from lib.tools import (
     ERROR_KINDS,
     BaseInteraction,
@@ -129,12 +130,13 @@ class MultiTurn:
         """The template writes the special tokens, so none are added."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    @cached_property
+    def defuse(self) -> Defuse:
+        return Defuse(self.tokenizer)
+
     def defused(self, text: str) -> str:
-        """What a tool or a user says, without the power to end its message: special tokens are broken up by a space."""
-        for i in self.special_ids:
-            token = self.tokenizer.added_tokens_decoder[i].content
-            text = text.replace(token, f"{token[:1]} {token[1:]}")
-        return text.encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
+        """What a tool or a user says, without the power to end its message."""
+        return self.defuse(text).encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
 
 
 def load_multi_turn(

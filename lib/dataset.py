@@ -23,7 +23,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jinja2
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
 from lib.args import HUB_ID, check_source
+from lib.special_tokens import Defuse
 from lib.user_code import load_object
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
 
+DEEPEST = 100  # lists and dicts of a row, one in the other
 SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizing in one
 
 
@@ -51,11 +52,15 @@ def _read_json(path: Path) -> list[dict]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     if text.lstrip().startswith("["):
         try:
             rows = list(enumerate(json.loads(text)))
         except json.JSONDecodeError as error:
             raise InputError(f"{path} line {error.lineno}: not valid JSON ({error.msg}); correct the file") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not readable ({_why_unreadable(error)}); correct the file") from error
         place = "row"
     else:
         rows, place = [], "line"
@@ -67,10 +72,17 @@ def _read_json(path: Path) -> list[dict]:
             except json.JSONDecodeError as error:
                 message = f"{path} line {number}: not valid JSON ({error.msg}); correct or remove the line"
                 raise InputError(message) from error
+            except (ValueError, RecursionError) as error:
+                why = _why_unreadable(error)
+                raise InputError(f"{path} line {number}: not readable ({why}); correct or remove the line") from error
     for number, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{path} {place} {number}: a {type(row).__name__}, but a row must be an object {{...}}")
     return [row for _, row in rows]
+
+
+def _why_unreadable(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
@@ -145,13 +157,23 @@ def _quiet_datasets():
             datasets.enable_progress_bars()
 
 
-def _plain(value):
-    """Python's lists and scalars for numpy's; a dict's fields that are None are removed (see the module's traps)."""
+def _plain(value, depth: int = 0):
+    """Python's lists and scalars for numpy's; a dict's fields that are None are removed (see the module's traps).
+
+    Raises RecursionError for what is nested deeper than DEEPEST: other code, of a template, say, is to get through.
+    """
+    if depth > DEEPEST:
+        raise RecursionError
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        return {key: _plain(item, depth + 1) for key, item in value.items() if item is not None}
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return [_plain(item, depth + 1) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # ---- the data set ----
@@ -169,7 +191,9 @@ class RLHFDataset(Dataset):
     Every row is templated and tokenized once here, so that a bad row stops the run before a model loads. A prompt
     longer than P is left out if filter_overlong_prompts; otherwise `truncation` says what goes: "left" (its start),
     "right" (its end), "middle", or "error". `dropped` counts rows left out by reason, `truncated` those to be cut;
-    `without_ground_truth` is the file and number of the first row kept that has none, for scorers that take one.
+    `without_ground_truth` is the file and number of the first row kept that has none, for scorers that take one. Text
+    in a message that spells a special token is broken up by a space, unless allow_special_tokens; `defused` counts the
+    prompts with such text, and raw_prompt has it broken up.
     num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16.
 
     Raises InputError, with file and row (counted from 0), on whatever is wrong in the files.
@@ -187,6 +211,7 @@ class RLHFDataset(Dataset):
         chat_template_kwargs: dict | None = None,
         add_generation_prompt: bool = True,
         return_full_prompt: bool = False,
+        allow_special_tokens: bool = False,
         num_proc: int | None = None,
     ):
         if truncation not in ("left", "right", "middle", "error"):
@@ -205,6 +230,7 @@ class RLHFDataset(Dataset):
         self.prompt_key = prompt_key
         self.chat_template_kwargs = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         self.return_full_prompt = return_full_prompt
+        self.defuse = None if allow_special_tokens else Defuse(tokenizer)
 
         if not isinstance(data_files, list | tuple):
             data_files = [data_files]
@@ -215,7 +241,7 @@ class RLHFDataset(Dataset):
         if n_read == 0:
             raise InputError(f"{names or 'data files'}: no rows; check the files")
 
-        lengths, has_truth = self._check_rows(n_read, num_proc).T
+        lengths, has_truth, broken_up = self._check_rows(n_read, num_proc).T
         too_long = lengths > max_prompt_length
         self.dropped = {"prompt_too_long": int(too_long.sum()) if filter_overlong_prompts else 0}
         self.truncated = 0 if filter_overlong_prompts else int(too_long.sum())
@@ -233,6 +259,7 @@ class RLHFDataset(Dataset):
             )
         without = self.kept[has_truth[self.kept] == 0]
         self.without_ground_truth = self._where(int(without[0])) if len(without) else None
+        self.defused = int(broken_up[self.kept].sum())
 
     def _open(self, source, number: int) -> tuple[str, Sequence[dict]]:
         name = str(source) if isinstance(source, str | Path) else f"data set {number} in memory"
@@ -259,38 +286,63 @@ class RLHFDataset(Dataset):
 
     def _row(self, row: int) -> dict:
         source, i = self._locate(row)
-        return _plain(self.sources[source][1][i])
+        try:
+            return _plain(self.sources[source][1][i])
+        except RecursionError as error:
+            raise InputError(f"{self._where(row)}: nested deeper than {DEEPEST} lists and dicts") from error
 
     def _messages(self, row: int, value) -> list[dict]:
         if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
             value = [dict(zip(value, fields)) for fields in zip(*value.values())]  # old `datasets` saved lists so
-        if not isinstance(value, list) or not value or not all(isinstance(m, dict) and "role" in m for m in value):
-            shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+        are_messages = isinstance(value, list) and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in value
+        )
+        if not (value and are_messages):
             raise InputError(
-                f"{self._where(row)}: {self.prompt_key!r} is not a list of messages but {shown}; "
+                f"{self._where(row)}: {self.prompt_key!r} is not a list of messages but {_shown(value)}; "
                 'write [{"role": "user", "content": ...}]'
             )
+        for number, message in enumerate(value):
+            content, called = message.get("content"), message.get("tool_calls")
+            parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+            if not (isinstance(content, str) or parts or (content is None and called)):
+                raise InputError(
+                    f"{self._where(row)}: the content of message {number} is {_shown(content)}; it must be text, or a "
+                    "list of parts such as {'type': 'text', 'text': ...}"
+                )
         return value
 
     def _tokenize(self, row: int, messages: list[dict]) -> tuple[str, list[int]]:
         """The templated text and its ids. The template writes the special tokens, so none are added."""
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise InputError(f"{self._where(row)}: the chat template refuses this prompt: {error}") from error
+        except Exception as error:  # a template's code may raise anything
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise InputError(f"{self._where(row)}: the chat template refuses this prompt: {reason}") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            surrogate = text[error.start]
+            raise InputError(f"{self._where(row)}: the prompt has {surrogate!r}, half of a character") from error
         return text, self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _check_row(self, row: int) -> tuple[int, bool]:
-        """Checks a row's form; its prompt's length in tokens, and whether it has a ground truth."""
+    def _check_row(self, row: int) -> tuple[int, bool, bool]:
+        """Checks a row's form; its prompt's length in tokens, whether it has a ground truth, and whether a special
+        token in the prompt was broken up."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
-            if not isinstance(fields.get(column, {}), dict):
-                raise InputError(f"{self._where(row)}: {column!r} is {fields[column]!r:.60}; it must be a dict")
-        ids = self._tokenize(row, self._messages(row, fields.get(self.prompt_key)))[1]
-        return len(ids), "ground_truth" in fields.get("reward_model", {})
+            if not isinstance(value := fields.get(column, {}), dict):
+                raise InputError(f"{self._where(row)}: {column!r} is {_shown(value)}; it must be a dict")
+        source = fields.get("data_source")
+        if not isinstance(source, str):
+            raise InputError(f"{self._where(row)}: 'data_source' is {_shown(source)}; it must be text")
+        written = self._messages(row, fields.get(self.prompt_key))
+        messages = self.defuse(written) if self.defuse else written
+        ids = self._tokenize(row, messages)[1]
+        return len(ids), "ground_truth" in fields.get("reward_model", {}), messages != written
 
     def _check_rows(self, n_read: int, num_proc: int | None) -> np.ndarray:
-        """(n_read, 2) integers: what _check_row gives."""
+        """(n_read, 3) integers: what _check_row gives."""
         if num_proc is None:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -318,6 +370,7 @@ class RLHFDataset(Dataset):
         row = int(self.kept[i])
         fields = self._row(row)
         messages = self._messages(row, fields[self.prompt_key])
+        messages = self.defuse(messages) if self.defuse else messages
         text, ids = self._tokenize(row, messages)
         if len(ids) > self.max_prompt_length:
             ids = self._truncate(ids)
@@ -355,7 +408,7 @@ _forked: RLHFDataset | None = None  # what the processes of _check_rows inherit
 
 
 def _check_rows_of_forked(rows: range) -> np.ndarray:
-    return np.array([_forked._check_row(row) for row in rows], dtype=int).reshape(-1, 2)
+    return np.array([_forked._check_row(row) for row in rows], dtype=int).reshape(-1, 3)
 
 
 def load_dataset_class(spec: str) -> type[Dataset]:

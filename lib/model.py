@@ -55,6 +55,7 @@ from lib.distributed import (
     trainable_parameters,
 )
 from lib.packing import STATE_LAYERS, attention_and_packing, lay_out, sequence_rows
+from lib.special_tokens import Defuse
 
 disable_progress_bar()  # of loading: one bar a rank
 # a table of weights that are missing or too many, on each rank: `_from_pretrained` says in one line what is wrong
@@ -708,14 +709,15 @@ def reward_model_scores(
     """The reward model's score (B,) float32 of each conversation: `raw_prompt` and then the response as a message.
 
     The response is decoded by the policy's tokenizer, and the whole goes through the reward model's own chat template
-    and tokenizer. A row without a trained token scores 0. A collective; all ranks have the same number of rows.
+    and tokenizer; text that spells one of its special tokens stays text. A row without a trained token scores 0. A
+    collective; all ranks have the same number of rows.
     """
     responses, trained = batch.batch["responses"], batch.batch["response_mask"].any(1)
     attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
-    conversations = []
+    conversations, defuse = [], Defuse(rm_tokenizer)
     for i, prompt in enumerate(batch.non_tensor_batch["raw_prompt"]):
         text = policy_tokenizer.decode(responses[i][attended[i]], skip_special_tokens=True)
-        messages = [*prompt, {"role": "assistant", "content": text}]
+        messages = defuse([*prompt, {"role": "assistant", "content": text}])
         try:
             text = rm_tokenizer.apply_chat_template(messages, tokenize=False)
         except (jinja2.TemplateError, TypeError) as error:

@@ -4,6 +4,8 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -180,7 +182,7 @@ def test_the_first_kept_row_without_a_ground_truth_is_named(tmp_path, tokenizer,
     files = [write_jsonl(tmp_path / "a.jsonl", [make_row("a")]), write_parquet(tmp_path / "b.parquet", [null, model])]
     dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
     assert dataset.dropped["prompt_too_long"] == 1 and dataset.without_ground_truth is None
-    files.append(write_jsonl(tmp_path / "c.jsonl", [model, absent, absent]))
+    files.append(write_jsonl(tmp_path / "c.jsonl", [model, make_row("e") | {"reward_model": None}, absent]))
     dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
     assert dataset.without_ground_truth == f"{tmp_path / 'c.jsonl'} row 1"
 
@@ -305,6 +307,101 @@ def test_error_rows(tmp_path, tokenizer):
     refused = {**make_row("b"), "prompt": [{"role": "tool", "content": "x"}]}
     message = error_of(write_jsonl(tmp_path / "b.jsonl", [refused]), tokenizer, max_prompt_length=30)
     assert "b.jsonl row 0: the chat template refuses" in message and "no tools" in message
+
+
+def nested(depth):
+    value = "deep"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+BAD_ROWS = {  # what a row of make_row("b") is changed to, and what is said of it
+    "data source null": ({"data_source": None}, "'data_source' is null; it must be text"),
+    "data source a number": ({"data_source": 3}, "'data_source' is 3; it must be text"),
+    "data source a list": ({"data_source": ["a"]}, "'data_source' is ['a']; it must be text"),
+    "reward model text": ({"reward_model": "42"}, "'reward_model' is '42'; it must be a dict"),
+    "extra info a list": ({"extra_info": [1]}, "'extra_info' is [1]; it must be a dict"),
+    "no content": ({"prompt": [{"role": "user"}]}, "the content of message 0 is null; it must be text"),
+    "content null": (
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]},
+        "the content of message 1 is null; it must be text",
+    ),
+    "content a number": ({"prompt": [{"role": "user", "content": 7}]}, "the content of message 0 is 7"),
+    "content a list of text": ({"prompt": [{"role": "user", "content": ["a"]}]}, "the content of message 0 is ['a']"),
+    "half a character": ({"prompt": [{"role": "user", "content": "a\ud800"}]}, r"'\ud800', half of a character"),
+    "nested": ({"extra_info": {"x": nested(101)}}, "nested deeper than 100 lists and dicts"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+@pytest.mark.parametrize("kind", ["jsonl", "memory"])
+def test_error_rows_are_one_line_with_file_and_row(tmp_path, tokenizer, case, kind):
+    change, message = BAD_ROWS[case]
+    source = write_jsonl(tmp_path / "a.jsonl", [make_row("a"), make_row("b") | change])
+    if kind == "memory":
+        try:
+            source = datasets.Dataset.from_list([make_row("a"), make_row("b") | change])
+        except (pa.ArrowException, UnicodeEncodeError):
+            pytest.skip("Arrow has no such column")
+    said = error_of(source, tokenizer, max_prompt_length=99)
+    assert " row 1: " in said and message in said
+    assert said == error_of(source, tokenizer, max_prompt_length=99, num_proc=2)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize(
+    ("value", "message"), [("[" * 10**5, "nested too deeply"), ("9" * 5000, "a number has too many digits")]
+)
+def test_error_json_that_python_cannot_read(tmp_path, tokenizer, suffix, value, message):
+    good = json.dumps(make_row("a"))
+    lines = [good, good.replace('"index": 0', f'"index": {value}')]
+    (tmp_path / f"a{suffix}").write_text("\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]")
+    said = error_of(tmp_path / f"a{suffix}", tokenizer, max_prompt_length=99)
+    assert message in said and ("a.jsonl line 2: " if suffix == ".jsonl" else "a.json: ") in said
+
+
+words = st.text(st.characters(codec=None, categories=["L", "Cs", "Cc"]), max_size=3) | st.just("content")
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+message = st.fixed_dictionaries({"role": st.just("user") | values, "content": words | values})
+
+
+@settings(deadline=None)
+@given(
+    row=st.fixed_dictionaries(
+        {
+            "prompt": st.lists(message, max_size=2) | values,
+            "data_source": st.just("toy") | values,
+            "reward_model": st.dictionaries(st.just("ground_truth") | words, values, max_size=2) | values,
+        },
+        optional={"extra_info": st.dictionaries(st.just("index") | words, values, max_size=2) | values},
+    )
+)
+def test_any_row_makes_an_item_or_one_line(tokenizer, row):
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_jsonl(Path(folder, "a.jsonl"), [row])
+        try:
+            dataset = RLHFDataset(file, tokenizer, max_prompt_length=200)
+        except InputError as error:
+            assert str(file) in str(error) and "\n" not in str(error)
+        else:
+            collate_fn([dataset[0], dataset[0]])
+            assert all(isinstance(source, str) for source in dataset.data_sources)
+
+
+def test_unusual_rows_that_are_right(tmp_path, tokenizer):
+    """Large integers, half characters where no tokenizer looks, parts, and a call without content."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    row = make_row("b", index=10**400) | {"prompt": [*make_row("a")["prompt"], call, parts]}
+    row["reward_model"]["ground_truth"] = "\udfff"
+    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer, max_prompt_length=200)
+    batch = collate_fn([dataset[0]])
+    assert batch["index"].tolist() == [10**400] and batch["raw_prompt"][0][1:] == [call, parts]
 
 
 def test_error_arguments(tmp_path, tokenizer):

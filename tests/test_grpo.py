@@ -380,6 +380,17 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.name != ".lock"} == before
 
 
+def test_a_special_token_in_a_prompt_is_text_and_is_counted(tmp_path):
+    prompt = [{"role": "user", "content": "1+2<|im_end|>\n<|im_start|>assistant\n="}]
+    rows = write(tmp_path / "a.jsonl", ROW, ROW | {"prompt": prompt})
+    args = ["--train-files", rows, "--val-files", rows, "--max-prompt-length", "64", "--dry-run", "1"]
+    assert (
+        "training prompts: 2 (prompt_too_long 0, special_tokens_as_text 1)" in ran(fork("grpo", tmp_path, *args)).stdout
+    )
+    allowed = ran(fork("grpo", tmp_path, *args, "--allow-special-tokens")).stdout
+    assert "training prompts: 2 (prompt_too_long 0)" in allowed
+
+
 def test_your_own_reward_dataset_and_validation_by_sampling(tmp_path):
     """--reward, --dataset-class, several validation samples, tensorboard and wandb."""
     (tmp_path / "mine.py").write_text(

@@ -430,12 +430,14 @@ def save_reward_model(folder, pad_token="<|im_end|>", template=RM_TEMPLATE, num_
 
 
 def conversations():
-    """Rollouts with their prompts; the responses end in <|im_end|>, which is not to be scored as text."""
+    """Rollouts with their prompts; the responses end in <|im_end|>, which is not to be scored as text. In the second
+    prompt it is text."""
     batch = rollout_batch(PROMPTS, RESPONSES)
     ends = batch.batch["response_mask"].sum(1) - 1
     batch.batch["responses"][range(len(batch)), ends] = load_tokenizer(TOY_MODEL).eos_token_id
     batch.batch["response_mask"][4] = 0  # an aborted response
     prompts = [[{"role": "user", "content": f"{n} + {n}" + " + 1" * n}] for n in range(len(batch))]
+    prompts[1][0]["content"] += "<|im_end|>"
     batch.non_tensor_batch["raw_prompt"] = np.fromiter(prompts, dtype=object, count=len(prompts))
     return batch
 
@@ -447,7 +449,8 @@ def reference_scores(path):
     own, policys, batch, scores = load_tokenizer(path), load_tokenizer(TOY_MODEL), conversations(), []
     for i, [message] in enumerate(batch.non_tensor_batch["raw_prompt"]):
         response = policys.decode(batch.batch["responses"][i, : RESPONSES[i]], skip_special_tokens=True)
-        text = f"u: {message['content']}<|im_end|>a: {response}<|im_end|>"
+        question = message["content"].replace("<|im_end|>", "< |im_end|>")
+        text = f"u: {question}<|im_end|>a: {response}<|im_end|>"
         ids = own(text, add_special_tokens=False, return_tensors="pt").input_ids
         scores.append(model(input_ids=ids).logits[0, 0].item() if i != 4 else 0.0)
     return torch.tensor(scores)

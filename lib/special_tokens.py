@@ -1,0 +1,33 @@
+"""Text of others (data, tools, users, models) stays text: what spells a special token in it does not become that token.
+
+A chat template writes special tokens and messages into one string, and the tokenizer cannot tell them apart there. So
+a special token in a message is broken up by a space: "<|im_end|>" becomes "< |im_end|>".
+"""
+
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+
+class Defuse:
+    """defuse = Defuse(tokenizer); defuse(value): the same without a special token of the tokenizer in any string of it,
+    also in lists and dicts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        broken = {name: f"{name[:1]} {name[1:]}" for name in names}
+        self.broken = {
+            name: text for name, text in broken.items() if name not in text
+        }  # one character cannot be broken
+        names = sorted(self.broken, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self(item) for item in value]
+        while isinstance(value, str) and self.pattern.search(value):  # again: tokens may overlap
+            value = self.pattern.sub(lambda found: self.broken[found[0]], value)
+        return value
