@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 NAME = re.compile(
@@ -107,8 +108,8 @@ def from_environment(text: str) -> str | None:
     return os.environ.get(named[1])
 
 
-def private(path: str, flags: int) -> int:
-    """`opener` of open() for a file that only its owner may read, whatever the umask, also if it was there before."""
-    file = os.open(path, flags, 0o600)
-    os.fchmod(file, 0o600)
-    return file
+def private(path: Path) -> Path:
+    """The path, of a file that only its owner may read, whatever the umask; made where it is not there."""
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    return path

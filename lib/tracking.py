@@ -11,6 +11,7 @@ import atexit
 import json
 import math
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.metrics import trouble_of_run, troubles
+from lib.secrets import private, struck
 
 # what a step's console line shows
 NUMBERS = {
@@ -67,12 +69,13 @@ class Tracker:
             return
         self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        config = json.dumps(dict(config), indent=1, default=str)
-        (self.run_dir / "config.json").write_text(config + "\n")
+        config = struck(json.dumps(dict(config), indent=1, default=str))
+        private(self.run_dir / "config.json").write_text(config + "\n")
         for name in ("metrics.jsonl", "samples.jsonl"):
             _cut_after(self.run_dir / name, resume_step)
         self.metrics_file = (self.run_dir / "metrics.jsonl").open("a")
-        self.samples_file = (self.run_dir / "samples.jsonl").open("a", encoding="utf-8", errors="backslashreplace")
+        samples = private(self.run_dir / "samples.jsonl")  # tools may have told secrets
+        self.samples_file = samples.open("a", encoding="utf-8", errors="backslashreplace")
         self.wandb = self._open_wandb(json.loads(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
         self.started = time.monotonic()
@@ -195,6 +198,9 @@ class Tracker:
         id_file, name = self.run_dir / "wandb_id.txt", self.run_dir.resolve().name
         if not (self.resume_step and id_file.exists()):
             id_file.write_text(secrets.token_hex(4))
+        folder = self.run_dir / "wandb"  # also holds what was printed
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o700)
         run = wandb.init(dir=self.run_dir, name=name, id=id_file.read_text(), resume="allow", config=config)
         run.define_metric("*", step_metric="step")
         return run
@@ -253,6 +259,7 @@ def _cut_after(file: Path, step: int) -> None:
         return
     aside, cut = file.with_suffix(".tmp"), 0
     with file.open("rb") as lines, aside.open("wb") as kept:
+        shutil.copymode(file, aside)
         for line in lines:
             if step and line.endswith(b"\n") and json.loads(line)["step"] <= step:
                 kept.write(line)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lib.secrets import private, secret_in, struck
-from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
+from tests.common import PYTHON, ROOT, SMALL, environment, launch, ran
 from tests.test_args import DRIVER
 
 KEY = "sk-proj-0123456789abcdefghij"
@@ -87,12 +87,7 @@ def test_a_run_prints_and_keeps_no_key(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", KEY)
     (tmp_path / "echoes.py").write_text(ECHOES)
     args = ["--reward", f"{tmp_path / 'echoes.py'}:score", "--total-steps", "1", "--run-name", "run"]
-    done = subprocess.run(
-        [*PYTHON, str(ROOT / "grpo.py"), *SMALL, "--output-dir", str(tmp_path), *args],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = launch("grpo", tmp_path, *SMALL, *args)
     assert "Incorrect API key provided: ***" in done.stdout + done.stderr
     files = [path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not any(KEY in text for text in (done.stdout, done.stderr, *files))
@@ -110,7 +105,7 @@ def test_a_private_file_is_its_owners_alone(tmp_path):
     try:
         (tmp_path / "old").write_text("x")
         for name in ("old", "new"):
-            with open(tmp_path / name, "a", opener=private) as file:
+            with private(tmp_path / name).open("a") as file:
                 file.write("y")
             assert mode(tmp_path / name) == 0o600
     finally:
@@ -123,9 +118,10 @@ def test_files_of_a_run_that_may_hold_secrets_are_their_owners_alone(tmp_path):
     before = os.umask(0o007)
     try:
         args = ["--run-name", "run", "--total-steps", "1", "--save-every", "1", "--track", "wandb", "--val-every", "1"]
-        ran(fork("grpo", tmp_path, *SMALL, *args))
+        ran(launch("grpo", tmp_path, *SMALL, *args))
     finally:
         os.umask(before)
     run = tmp_path / "run"
-    closed = {str(path.relative_to(run)) for path in run.rglob("*") if not mode(path) & 0o070}
-    assert closed == {*map(str, ())}
+    closed = {path.name for path in run.iterdir() if not mode(path) & 0o070}
+    assert closed == {"config.json", "samples.jsonl", "wandb"}
+    assert all(mode(path) & 0o040 for path in (run / "checkpoints").rglob("*"))
