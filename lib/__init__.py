@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from lib.secrets import struck
+
 
 class InputError(ValueError):
     """The user's input is wrong. The message is one line: what, where (file, row, flag), and what to do about it."""
@@ -24,6 +26,7 @@ def launched_ranks() -> int:
 def report_mistake(message: str) -> None:
     """Prints the message on stderr, once a node. Where torchrun or accelerate launched this process, their report of
     some forty lines, which comes below it, ends with the message too."""
+    message = struck(message)
     if is_first_on_node():
         print(message, file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the form is that of torch's ErrorHandler

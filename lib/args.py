@@ -21,6 +21,7 @@ import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from lib import InputError, is_first_on_node, launched_ranks, report_mistake
+from lib.secrets import secret_in
 from lib.user_code import load_object
 
 T = TypeVar("T")
@@ -164,6 +165,7 @@ def step_sizes(args: Any, world_size: int) -> Sizes:
 
 def check_common_flags(args: Any) -> None:
     """Raises InputError for values and combinations that make no sense in any of the scripts."""
+    check_secrets(args)
     check_ranges(args)
     for field in fields(args):
         if field.default == "{}":
@@ -181,6 +183,16 @@ def check_common_flags(args: Any) -> None:
     _check_reward(args)
     if args.resume == "auto" and not args.run_name:
         raise InputError("--resume auto needs the --run-name of the run to resume")
+
+
+def check_secrets(args: Any) -> None:
+    """Raises InputError, which does not repeat it, for a key or password in a flag."""
+    for field in fields(args):
+        if found := secret_in(getattr(args, field.name), as_flag(field.name)):
+            raise InputError(
+                f"{found}; flags stand in config.json and logs: put it in the environment and name the variable "
+                "(docs/security.md)"
+            )
 
 
 def check_engine(name: str, ranks: int, world_size: int) -> None:

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params, new_cpu_group
+from lib.secrets import private
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LambdaLR]
@@ -112,7 +113,7 @@ def save_checkpoint(
                 batch.save_to_disk(tmp / f"batch_{name}.safetensors")
             (tmp / "trainer.json").write_text(trainer_json)
             if config:
-                (tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+                private(tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             sizes = {file.name: file.stat().st_size for file in sorted(tmp.iterdir())}
             (tmp / "manifest.json").write_text(json.dumps({"files": sizes}, indent=1))
             _publish(tmp, final)

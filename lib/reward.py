@@ -25,6 +25,7 @@ from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.metrics import Sum
 from lib.reward_pool import Pool, call, checked, load_scorer
+from lib.secrets import struck
 from lib.user_code import load_object
 
 BY_DATA_SOURCE = "data_source"
@@ -185,6 +186,7 @@ class RewardManager:
             raise
 
     def _failed(self, name: str, kind: str, sample: dict, text: str) -> None:
+        text = struck(text)  # a judge may repeat the key that it refuses
         if not self._failures[name, kind]:
             print(
                 f"reward: {kind} in scorer {name}, {_describe(sample)}; the next are only counted\n{text}", flush=True

@@ -33,6 +33,7 @@ from lib import InputError
 from lib.args import as_flag
 from lib.checkpoint import Models, Schedulers, load_checkpoint, newest_complete, save_checkpoint, step_folders, why_torn
 from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last
+from lib.secrets import private, struck
 from lib.tracking import Tracker
 
 # what a resumed run may have otherwise: its results stay the same but for the rounding of sums
@@ -237,7 +238,7 @@ def _who(holder: dict[str, Any]) -> str:
 
 def describe_run(args: Any, script: str) -> dict[str, Any]:
     """The run as config.json holds it, without its history."""
-    flags = json.loads(json.dumps(asdict(args), default=str))
+    flags = json.loads(struck(json.dumps(asdict(args), default=str)))
     of_files = PATHS & flags.keys() - ({"train_files"} if flags["val_only"] else set())  # which are not read then
     contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
     return {"script": script, **flags, "contents": contents}
@@ -415,6 +416,8 @@ def _cut(file: Path, late: list[bool], aside: Path) -> None:
     """Moves the rows that are late to `aside`; the file is replaced by a rename when they are there."""
     kept = file.with_suffix(".tmp")
     with file.open("rb") as rows, kept.open("wb") as stays, aside.open("wb") as goes:
+        shutil.copymode(file, kept)
+        shutil.copymode(file, aside)
         for row, is_late in zip(rows, late):
             (goes if is_late else stays).write(row)
     kept.replace(file)
@@ -452,7 +455,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    aside = file.with_suffix(".tmp")
+    aside = private(file.with_suffix(".tmp"))
     aside.write_text(json.dumps(value, indent=1) + "\n")
     aside.replace(file)
 

@@ -34,6 +34,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from lib import InputError
 from lib.reward_pool import LARGEST_SCORE
+from lib.secrets import from_environment, struck
 from lib.user_code import load_object
 
 ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")
@@ -266,7 +267,7 @@ async def run_tool_call(
     else:
         value, kind, message = await attempt(execute, timeout_s=timeout_s)
     result = ToolResult(f"Error: {message}", error_kind=kind) if kind else ToolResult(*value)
-    result.text = _readable(result.text, max_output_chars, truncate)
+    result.text = _readable(struck(result.text), max_output_chars, truncate)
     return result
 
 
@@ -280,7 +281,9 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
         search:corpus.jsonl           BM25 over {"contents"} or {"title", "text"} a line; another file: a passage a line
         search:http://host/retrieve   a retriever with Search-R1's interface (arXiv:2503.09516)
         mcp:command args | mcp:http://host/mcp   all tools of an MCP server. A command is started here, without this
-                                      process's environment but PATH, HOME and the like: "mcp:env KEY=x command args"
+                                      process's environment but PATH, HOME and the like. It gets more by
+                                      "mcp:NAME=$NAME command args", a server elsewhere a header by
+                                      "mcp:Authorization=$NAME http://host/mcp": from this process's environment
 
     Raises InputError: a spec that cannot be loaded, a schema that is none, two tools of one name.
     """
@@ -528,14 +531,30 @@ class MCPTool(BaseTool):
         return text
 
 
+def _mcp_target(target: str):
+    """What mcp.Client takes. Raises ImportError; ValueError, IndexError: no command; InputError: no such variable."""
+    from mcp import StdioServerParameters
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    words, given = shlex.split(target), {}  # environment of the command, or headers
+    while words and (assignment := re.fullmatch(r"([\w-]+)=(.*)", words[0])):
+        name, text = assignment.groups()
+        if (value := from_environment(text)) is None:
+            raise InputError(f"--multi-turn tools mcp:{target}: there is no {text[1:]} in the environment")
+        given[name] = value
+        del words[0]
+    if words[0].startswith(("http://", "https://")):
+        return streamable_http_client(words[0], http_client=create_mcp_http_client(given))
+    return StdioServerParameters(command=words[0], args=words[1:], env=given)
+
+
 def _mcp_tools(target: str) -> list[BaseTool]:
     try:
-        from mcp import StdioServerParameters
-
-        command = [] if target.startswith(("http://", "https://")) else shlex.split(target)
-        server = MCPServer(StdioServerParameters(command=command[0], args=command[1:]) if command else target)
+        server = MCPServer(_mcp_target(target))
     except ImportError as error:
         raise InputError(f"--multi-turn tools mcp:{target}: pip install 'mcp>=2.3' ({error})") from error
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"--multi-turn tools mcp:{target}: no MCP server answers there ({_say(error)})") from error
     return [MCPTool(server, tool) for tool in server.tools]

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.metrics import trouble_of_run, troubles
+from lib.secrets import private
 
 # what a step's console line shows
 NUMBERS = {
@@ -74,8 +75,8 @@ class Tracker:
         self.undrawn = False
         self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            (self.run_dir / name).touch()
+        (self.run_dir / "metrics.jsonl").touch()
+        private(self.run_dir / "samples.jsonl")  # tools may have told secrets
         self.started = time.monotonic()
         on_terminal = sys.stdout.isatty()
         self.console = Console(force_terminal=on_terminal, width=None if on_terminal else 120, highlight=False)
@@ -202,6 +203,9 @@ class Tracker:
         id_file = self.run_dir / "wandb_id.txt"
         if not (self.resume_step and id_file.exists()):
             id_file.write_text(secrets.token_hex(4))
+        folder = self.run_dir / "wandb"  # also holds what was printed
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o700)
         try:
             run = wandb.init(dir=self.run_dir, name=self.name, id=id_file.read_text(), resume="allow", config=config)
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:

@@ -887,6 +887,8 @@ def test_the_judge_sees_question_reference_and_rubric(monkeypatch):
     assert request["messages"][0]["content"] == '{"r": "It is 4."}'
     with pytest.raises(InputError, match=r'extra_info\["question"\]'):
         judged(lambda *_: "Score: 1", info={})
+    with pytest.raises(InputError, match="api_key_env ABSENT: there is no such variable"):
+        judged(lambda *_: "Score: 1", api_key_env="ABSENT")
 
 
 def test_a_judge_without_a_reference():

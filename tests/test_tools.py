@@ -517,6 +517,11 @@ def add(a: int, b: int = 1) -> int:
     return a + b
 
 @server.tool()
+def key() -> str:
+    """The key that it was given, twice."""
+    return f'{len(os.environ.get("DEMO_KEY", ""))} {os.environ.get("DEMO_KEY")}'
+
+@server.tool()
 def fail() -> str:
     """Fail."""
     raise ValueError("no")
@@ -533,7 +538,7 @@ def server_file(tmp_path_factory):
 
 
 def check_mcp(tools):
-    assert list(tools) == ["add", "fail"]
+    assert list(tools) == ["add", "key", "fail"]
     assert tools["add"].get_openai_tool_schema()["function"]["description"] == "Add."
     assert answer(tools["add"], {"a": 2}).text == "3"  # on a loop other than the one of load_tools, twice
     assert answer(tools["add"], {"a": 2, "b": 40}).text == "42"
@@ -547,6 +552,35 @@ def test_mcp_by_command(server_file):
     check_mcp(tools)
     assert answer(tools["add"], {"a": 1, "b": 13}, timeout_s=5.0).error_kind in ("exception", "timeout")  # it is dead
     assert answer(tools["add"], {"a": 1}, timeout_s=5.0).error_kind in ("exception", "timeout")
+
+
+def test_an_mcp_server_gets_keys_from_the_environment_and_repeats_none(server_file, monkeypatch):
+    monkeypatch.setenv("OF_DEMO", "a secret")
+    command = f"{sys.executable} {server_file}"
+    assert answer(load_tools((f"mcp:{command}",))["key"]).text == "0 None"
+    assert answer(load_tools((f"mcp:DEMO_KEY=$OF_DEMO {command}",))["key"]).text == "8 ***"
+    with pytest.raises(InputError, match="there is no ABSENT in the environment"):
+        load_tools((f"mcp:DEMO_KEY=$ABSENT {command}",))
+
+
+def test_an_mcp_server_elsewhere_gets_keys_as_headers(monkeypatch):
+    monkeypatch.setenv("OF_DEMO", "Bearer secret")
+    seen = []
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append(self.headers["Authorization"])
+            self.send_error(401)
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        with pytest.raises(InputError, match="no MCP server answers there") as raised:
+            load_tools((f"mcp:Authorization=$OF_DEMO http://127.0.0.1:{http.server_port}/mcp",))
+        http.shutdown()
+    assert set(seen) == {"Bearer secret"} and "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("target", ["no-such-command", f"{sys.executable} -c 0", "http://127.0.0.1:9/mcp", "", "a 'b"])

@@ -1,0 +1,115 @@
+"""Keys and passwords: a run takes them from the environment. Flags, which config.json and logs repeat, hold none. What
+a run prints and what a tool answers has them struck out. Files that may still hold one are their owner's alone.
+
+One is known by its name (api_key, Authorization, a variable X_TOKEN), by its form (sk-..., user:password@ in a URL), or
+because the environment holds it under such a name. A key that has none of these is not found.
+"""
+
+import json
+import os
+import re
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+NAME = re.compile(
+    r"(?:^|[_.-])(?:(?:api|access|auth|secret|private)[_-]?key|(?:api|access|auth|bearer|refresh|hf)[_-]?token|secret"
+    r"|password|passwd|passphrase|authorization|credentials?)$|^token$",
+    re.IGNORECASE,
+)
+NAME_OF_VARIABLE = re.compile(
+    r"(?:key|token|secret|password|passwd|passphrase|authorization|credentials?)$", re.IGNORECASE
+)
+FORMS = {
+    "user:password@ in a URL": r"://[^/?#\s@]+@",
+    "a key in a URL's query": r"(?i:[?&](?:api_?key|key|(?:access_)?token|sig(?:nature)?|secret|password)=)",
+    "it looks like a key": r"(?<![\w-])(?:[spr]k-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]+)",
+}
+PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s@]+)@")
+SHORTEST = 8  # characters of a value that is struck out: shorter ones stand in other words
+_named: set[str] = set()  # variables that flags name as a key's
+
+
+def secret_in(value: Any, flag: str, *path: str) -> str | None:
+    """What in the value of a flag is a key or password: "--flag path: why", without the secret. None where nothing is.
+
+    value: of any type; a text may be JSON. path: the keys in the flag's JSON down to the value.
+    """
+    if isinstance(value, dict):
+        return _first(secret_in(inner, flag, *path, str(key)) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return _first(secret_in(inner, flag, *path) for inner in value)
+    if not isinstance(value, str) or not value:
+        return None
+    where, key = " ".join([flag, *path]), path[-1] if path else ""
+    if key.endswith("_env"):
+        _named.add(value)
+        return None if re.fullmatch(r"[A-Za-z_]\w*", value) else f"{where}: it is not the name of a variable"
+    if NAME.search(key):
+        return f"{where}: it is a key or password by its name"
+    if value.lstrip().startswith("{"):
+        try:
+            return secret_in(json.loads(value), flag, *path)
+        except (ValueError, RecursionError):  # which is said elsewhere, with the text
+            return _first(f"{where}: {word}" for word in re.findall(r"[\w-]+", value) if NAME.search(word))
+    if value.startswith("mcp:") and (name := _key_of_command(value.removeprefix("mcp:"))):
+        return f"{where}: {name} gets a key or password"
+    for why, form in FORMS.items():
+        if re.search(form, value):
+            return f"{where}: {why}"
+    return _first(f"{where}: it holds the value of {name}" for name, secret in _in_environment() if secret in value)
+
+
+def _first(found) -> str | None:
+    return next(filter(None, found), None)
+
+
+def _key_of_command(command: str) -> str | None:
+    """NAME of a NAME=secret or an option --name secret in it; NAME=$VARIABLE is none."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return None
+    for word, following in pairwise([*words, ""]):
+        name, given, text = word.partition("=")
+        is_option = name.startswith("-")
+        is_key = NAME.search(name.lstrip("-")) if is_option else given and NAME_OF_VARIABLE.search(name)
+        if is_key and (text if given else following) and not text.startswith("$"):
+            return name
+    return None
+
+
+def _in_environment() -> list[tuple[str, str]]:
+    """(name, secret) of the variables that hold one."""
+    secrets = []
+    for name, value in os.environ.items():
+        if NAME_OF_VARIABLE.search(name) or name in _named:
+            secrets.append((name, value))
+        elif password := PASSWORD_IN_URL.search(value):
+            secrets.append((name, password[1]))
+    return [(name, secret) for name, secret in secrets if len(secret) >= SHORTEST]
+
+
+def struck(text: str) -> str:
+    """The text with *** for what the environment holds as keys and passwords."""
+    for secret in sorted({secret for _, secret in _in_environment()}, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+def from_environment(text: str) -> str | None:
+    """The text itself, or of $NAME what the environment holds as NAME: a key from now on. None where it has no NAME."""
+    named = re.fullmatch(r"\$(\w+)", text)
+    if named is None:
+        return text
+    _named.add(named[1])
+    return os.environ.get(named[1])
+
+
+def private(path: Path) -> Path:
+    """The path, of a file that only its owner may read, whatever the umask; made where it is not there."""
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    return path
