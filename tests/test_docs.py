@@ -108,7 +108,7 @@ LAUNCHERS = {
 }
 VLLM = {
     *("--logprobs-mode", "--max-model-len", "--tensor-parallel-size", "--weight-transfer-config"),
-    *("--worker-extension-cls",),
+    *("--worker-extension-cls", "--generation-config", "--override-generation-config"),
 }
 OF_TOOLS = {"--local-dir", "--ranks"}  # of data/ and lib/memory.py
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z](?![\w-])")
