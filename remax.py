@@ -134,11 +134,11 @@ class Args:
     max_response_length: Annotated[int, Ge(1)] = 16
     """tokens of a response at most"""
     temperature: Annotated[float, Gt(0)] = 1.0
-    """sampling temperature; the loss uses log-probs at this temperature"""
+    """sampling temperature; the loss uses log-probs at this temperature, top_p and top_k"""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """nucleus sampling; below 1 the trainer's log-probs are not those of the sampler, see rollout/ metrics"""
+    """nucleus sampling: among the fewest likeliest tokens of this probability together; 1: among all"""
     top_k: Annotated[int, Ge(-1)] = -1
-    """sample among the k most likely tokens; -1: among all"""
+    """sample among the k likeliest tokens; -1: among all"""
     multi_turn: str = "{}"
     """JSON of an episode's tools and limits, such as {"tools": ["calculator"], "max_turns": 4}: see MultiTurn in
     lib/agent_loop.py; max_response_length is then that of the whole episode"""
@@ -672,7 +672,9 @@ def main(args: Args) -> None:
                 if args.old_log_probs == "rollout":
                     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
                 elif needs_old_log_probs:
-                    outputs = forward(actor, sum_pi_squared="sum_pi_squared" in adv_tensors)
+                    outputs = forward(
+                        actor, top_p=args.top_p, top_k=args.top_k, sum_pi_squared="sum_pi_squared" in adv_tensors
+                    )
                     batch.batch.update(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs)))
                 if ref is not None:
                     with without_adapters(ref):
@@ -744,10 +746,12 @@ def main(args: Args) -> None:
                             set_gradient_sync(actor, reduce_now)
                             tensors = micro.batch
                             mask = tensors["response_mask"]  # (b, T)
-                            log_probs, entropy = response_log_probs(
+                            log_probs, entropy, *outside = response_log_probs(
                                 actor,
                                 micro,
                                 args.temperature,
+                                top_p=args.top_p,
+                                top_k=args.top_k,
                                 row_group=row_group,
                             )
                             old_log_probs = tensors.get("old_log_probs", log_probs.detach())
@@ -781,7 +785,8 @@ def main(args: Args) -> None:
                             add_metrics(local, token_means(token_metrics, mask))
                             add_metrics(local, {"actor/loss": Sum(loss.item() / sizes.updates_per_step)})
                             if first_update:  # the weights are still those that sampled
-                                add_metrics(local, mismatch_metrics(log_probs, tensors["rollout_log_probs"], mask))
+                                sampled = tensors["rollout_log_probs"]
+                                add_metrics(local, mismatch_metrics(log_probs, sampled, mask, *outside))
                         grad_norm = clip_grad_norm(parameters, args.max_grad_norm)
                         if math.isfinite(grad_norm):
                             optimizer.step()

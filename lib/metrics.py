@@ -210,12 +210,18 @@ def reward_components(extras: Mapping[str, list], keys: Sequence[str], device: t
 
 
 @torch.no_grad()
-def mismatch_metrics(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+def mismatch_metrics(
+    log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    outside: torch.Tensor | None = None,
+) -> dict[str, Metric]:
     """How far the trainer's policy is from the one that sampled, with the same weights. All (B, T).
 
     r = π_train / π_rollout, the log ratio clamped to ±20. rollout/logp_diff and prob_diff: mean and max |difference|;
     k1, k3: estimates of KL(π_rollout ‖ π_train), the tokens being π_rollout's; ratio_mean, ratio_max, ratio_min of r;
-    chi2 = mean r² − 1, the χ² divergence: importance weights r leave about 1 / (1 + chi2) of the sample.
+    chi2 = mean r² − 1, the χ² divergence: importance weights r leave about 1 / (1 + chi2) of the sample. outside: share
+    of tokens that the trainer's top-p or top-k would not have kept (`response_log_probs`).
     """
     mask = mask.bool()
     train, rollout = log_probs[mask].double(), rollout_log_probs[mask].double()  # (N,)
@@ -232,6 +238,8 @@ def mismatch_metrics(log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, m
         "ratio_mean": ratio,
         "chi2": ratio.square() - 1,
     }
+    if outside is not None:
+        means["outside"] = outside[mask]
     return {
         **{f"rollout/{name}": Mean(value.sum().item(), len(value)) for name, value in means.items()},
         "rollout/logp_diff_max": Max(logp_diff.max().item()),

@@ -27,13 +27,12 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, all_reduce_max, compute_device, iter_full_params, merged_shards, unsharded
 from lib.metrics import Max, Mean, Metric
-from lib.model import response_log_probs
+from lib.model import NEVER, least_kept, response_log_probs
 from lib.packing import SAMPLED_BY_HF, carries_state
 
 
@@ -466,12 +465,8 @@ def sample_tokens(
         token = logits.argmax(-1)
     else:
         logits = logits / sampling.temperature
-        warpers = LogitsProcessorList()
-        if sampling.top_k > 0:
-            warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            warpers.append(TopPLogitsWarper(sampling.top_p))
-        logits = warpers(None, logits)
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            logits = logits.masked_fill(logits < least_kept(logits, sampling.top_p, sampling.top_k), NEVER)
         cdf = logits.softmax(-1).cumsum(-1)  # (B, V)
         uniform = (_splitmix64(seeds + (t << 32)) & 0xFFFFFF).float() / 2**24  # [0, 1)
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)

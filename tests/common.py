@@ -171,6 +171,20 @@ def _run_as_main(arguments: list[str], outputs: list[Path]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def off_policy(folder: Path) -> list[str]:
+    """A sampler whose probabilities are not the trainer's: there is something to correct and to reject."""
+    (folder / "off.py").write_text(
+        "import lib.rollout\n"
+        "from lib.dataset import RLHFDataset as Rows\n"
+        "sample = lib.rollout.sample_tokens\n"
+        "def sample_off(*args):\n"
+        "    token, log_prob = sample(*args)\n"
+        "    return token, 0.9 * log_prob\n"
+        "lib.rollout.sample_tokens = sample_off\n"
+    )
+    return ["--dataset-class", f"{folder / 'off.py'}:Rows", "--temperature", "1.5"]
+
+
 def ran(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done

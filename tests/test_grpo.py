@@ -21,6 +21,7 @@ from tests.common import (
     fork,
     launch,
     metrics,
+    off_policy,
     ran,
     unexplained_metrics,
 )
@@ -210,13 +211,19 @@ def two_rewards(folder: Path) -> str:
     return f"{folder / 'two.py'}:score"
 
 
-# nucleus sampling is another policy than the trainer's: there is something to correct and to reject
-OFF_POLICY = ["--temperature", "1.5", "--top-p", "0.9", "--num-mini-batches", "2"]
 FLAGS = {
     "gdpo, decoupled, sequence mask, entropy target": (
         lambda t: [
             *("--adv-estimator", "gdpo", "--reward", two_rewards(t), "--reward-keys", "right", "short"),
-            *("--loss", "decoupled", *OFF_POLICY, "--token-masks", '{"off_policy_sequence": {"delta": 0.01}}'),
+            *(
+                "--loss",
+                "decoupled",
+                *off_policy(t),
+                "--num-mini-batches",
+                "2",
+                "--token-masks",
+                '{"off_policy_sequence": {"delta": 0.01}}',
+            ),
             *("--entropy-coef", "0.01", "--entropy-target", "9"),
         ],
         {
@@ -255,7 +262,8 @@ FLAGS = {
     ),
     "correction: token weights and rejected rows": (
         lambda t: [
-            *OFF_POLICY,
+            *off_policy(t),
+            *("--num-mini-batches", "2"),
             *("--rollout-correction", '{"level": "token", "bounds": [0, 2], "reject": {"seq_mean_k1": [0.95, 1.05]}}'),
             *("--token-masks", '{"m2po": {"threshold": 0.001}}'),
         ],
@@ -268,6 +276,20 @@ FLAGS = {
         },
     ),
 }
+
+
+@pytest.mark.parametrize("truncation", [["--top-p", "0.8"], ["--top-k", "2"], ["--top-p", "0.9", "--top-k", "4"]])
+def test_a_truncated_policy_is_on_policy(tmp_path, truncation):
+    """1e-4 nats as without truncation. Against the whole reference the KL of the first update, policy and reference
+    being equal, is minus the log of the probability that was kept, with top-p at most -log(top_p)."""
+    args = [*SMALL, *truncation, "--temperature", "1.3", "--total-steps", "2", "--entropy-coef", "0.01"]
+    args += ["--kl-coef", "0.1", "--kl-estimator", "k1", "--old-log-probs", "recompute"]
+    ran(fork("grpo", tmp_path, *args, "--run-name", "run"))
+    rows = metrics(tmp_path / "run")
+    assert 0.001 < rows[0]["actor/ref_kl"] < 0.223
+    for row in rows:
+        assert row["rollout/logp_diff_max"] < 1e-4 and row["actor/pg_clipfrac"] == row["rollout/outside"] == 0
+        assert 0 < row["actor/entropy"] < math.log(9) and row["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("case", FLAGS)

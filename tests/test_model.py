@@ -32,7 +32,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
+import lib.model
 from lib import InputError
 from lib.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from lib.data_proto import DataProto
@@ -41,6 +43,7 @@ from lib.model import (
     LinearLogProbs,
     batched_log_probs,
     batched_values,
+    least_kept,
     load_critic,
     load_model,
     load_reward_model,
@@ -54,22 +57,40 @@ from tests.common import TOY_MODEL, rollout_batch, run_ranks, save_tiny
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
 
 
-def reference(model, batch, temperature):
-    """One row at a time, without padding, through the model's own logits: log-probs, entropies, sum pi^2 (B, T)."""
+def reference(model, batch, temperature, top_p=1.0, top_k=-1):
+    """One row at a time, without padding, through the model's own logits: log-probs, entropies, sum pi^2 (B, T), and
+    with top_p or top_k the tokens that transformers would not have kept; they and what is likelier are kept, too."""
     mask = batch.batch["response_mask"]
-    log_probs, entropy, squares = (torch.zeros(mask.shape, dtype=model.dtype) for _ in range(3))
+    truncated = top_p < 1 or top_k > 0
+    results = [torch.zeros(mask.shape, dtype=model.dtype) for _ in range(3 + truncated)]
     T = mask.shape[1]
     for i in range(len(batch)):
         attended = batch.batch["attention_mask"][i].bool()
         ids = batch.batch["input_ids"][i][attended]
-        log_p = torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0] / temperature, -1)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0] / temperature
         places = attended.nonzero()[:, 0] - (attended.numel() - T)  # column in the response, negative in the prompt
         for n in range(1, len(ids)):
             if places[n] >= 0 and mask[i, places[n]]:
-                log_probs[i, places[n]] = log_p[n - 1, ids[n]]
-                entropy[i, places[n]] = -(log_p[n - 1].exp() * log_p[n - 1]).sum()
-                squares[i, places[n]] = log_p[n - 1].exp().square().sum()
-    return log_probs, entropy, squares
+                z = logits[n - 1]
+                kept = kept_by_transformers(z.detach()[None], top_p, top_k)[0]
+                outside = ~kept[ids[n]]
+                z = z[kept | ((z >= z[ids[n]]) & outside)]
+                log_p = z.log_softmax(-1)
+                own = logits[n - 1, ids[n]] - z.logsumexp(-1)
+                found = (own, -(log_p.exp() * log_p).sum(), log_p.exp().square().sum(), outside)
+                for result, value in zip(results, found):
+                    result[i, places[n]] = value
+    return tuple(results)
+
+
+def kept_by_transformers(z, top_p, top_k):
+    """Its own logits processors, which sort all; -inf is what they take out."""
+    warpers = LogitsProcessorList()
+    if top_k > 0:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers(None, z).isfinite()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -96,6 +117,35 @@ def test_log_probs_entropy_and_gradients_equal_the_plain_softmax_of_single_rows(
         torch.testing.assert_close(p.grad, expected[name].grad, rtol=1e-8, atol=1e-9)
 
 
+CAPPED = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, "head_dim": 32, "final_logit_softcapping": 2.0}
+
+
+@pytest.mark.parametrize("more", [{}, CAPPED], ids=["plain product", "own head"])
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.7, -1), (1.0, 20), (0.9, 30)])
+def test_what_sampling_leaves_out_is_out_of_log_probs_and_entropy(tmp_path, more, top_p, top_k):
+    """And of the gradient, in which the set is fixed: against plain autograd on single rows, in float64; capped
+    attention has a softmax in float32."""
+    dtype, attention, exact = (torch.float32, "eager", 1e-4) if more else (torch.float64, "sdpa", 1e-9)
+    path = save_tiny(tmp_path, **more)
+    model = load_model(path, dtype=dtype, attn_implementation=attention if more else "packed_sdpa")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention)
+    batch = rollout_batch(PROMPTS, RESPONSES)
+    options = {"padding_free": not more, "sum_pi_squared": True, "top_p": top_p, "top_k": top_k}
+    ours, theirs = response_log_probs(model, batch, 0.8, **options), reference(plain, batch, 0.8, top_p, top_k)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=exact, atol=exact)
+    assert not (ours[2].requires_grad or ours[3].requires_grad) and 0 < ours[3].sum() < sum(RESPONSES)
+    weights = torch.randn(2, *ours[0].shape, dtype=dtype)
+    for results in (ours, theirs):
+        sum((w * x).sum() for w, x in zip(weights, results)).backward()
+    expected = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name].grad, rtol=10 * exact, atol=10 * exact)
+    again = batched_log_probs(model, batch, 0.8, 20, **options)
+    for a, b in zip(again, theirs[:3], strict=True):
+        torch.testing.assert_close(a, b, rtol=exact, atol=exact)
+
+
 @pytest.mark.parametrize(
     ("cls", "config", "more"),
     [
@@ -119,7 +169,7 @@ def test_other_architectures(tmp_path, cls, config, more):
 
 
 def test_capped_logits_go_through_the_models_own_head_and_capped_attention_is_refused(tmp_path):
-    path = save_tiny(tmp_path, cls=Gemma2ForCausalLM, config=Gemma2Config, head_dim=32, final_logit_softcapping=2.0)
+    path = save_tiny(tmp_path, **CAPPED)
     model = load_model(path, attn_implementation="eager")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     batch = rollout_batch(PROMPTS, RESPONSES)
@@ -198,6 +248,49 @@ def test_linear_log_probs_value_and_gradient_for_any_chunk(n, v, chunk, inv_temp
     assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
     for a, b in zip(*(torch.autograd.grad((coefficients * torch.stack(x)).sum(), (h, w)) for x in (ours, expected))):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+TRUNCATIONS = st.tuples(st.floats(0.01, 1), st.integers(1, 30)) | st.sampled_from([(0.5, -1), (1.0, 3), (1.0, 1)])
+
+
+@settings(max_examples=50, deadline=None)
+@given(TRUNCATIONS, st.integers(1, 9), st.floats(0.2, 3), st.integers(0, 10**6), st.sampled_from([2, 3, 1024]))
+def test_truncated_linear_log_probs_value_and_gradient(truncation, chunk, inv_temperature, seed, candidates):
+    """Against plain autograd in float64 on the tokens that transformers keeps. Row i is sampled among these, but for
+    row 0, whose token is any: it and what is likelier belong to the set."""
+    (top_p, top_k), (n, v) = truncation, (7, 23)
+    g = torch.Generator().manual_seed(seed)
+    h, w = (torch.randn(k, 5, dtype=torch.float64, generator=g, requires_grad=True) for k in (n, v))
+    coefficients = torch.randn(2, n, dtype=torch.float64, generator=g)
+    z = h @ w.T * inv_temperature
+    kept = kept_by_transformers(z.detach(), top_p, top_k)
+    y = torch.multinomial(kept.double(), 1, generator=g)[:, 0]
+    y[0] = torch.randint(v, (1,), generator=g)
+    outside = ~kept[range(n), y]
+    kept[0] |= (z[0] >= z[0, y[0]]) & outside[0]
+    rows = [z[i][kept[i]].log_softmax(-1) for i in range(n)]
+    expected = (
+        torch.stack([z[i, y[i]] - z[i][kept[i]].logsumexp(-1) for i in range(n)]),
+        torch.stack([-(row.exp() * row).sum() for row in rows]),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lib.model, "CANDIDATES", candidates)
+        *ours, squares, added = LinearLogProbs.apply(h, w, y, inv_temperature, chunk, True, top_p, top_k)
+    for a, b in zip((*ours, squares), (*expected, torch.stack([row.exp().square().sum() for row in rows]))):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    assert torch.equal(added, outside.double())
+    for a, b in zip(*(torch.autograd.grad((coefficients * torch.stack(x)).sum(), (h, w)) for x in (ours, expected))):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_what_ties_with_the_last_token_kept_is_kept():
+    z = torch.tensor([[3.0, 1.0, 2.0, 1.0, 1.0, 0.0]])
+    assert least_kept(z, 1.0, 3).item() == 1 and least_kept(z, 1e-6, -1).item() == 3
+    assert least_kept(z, 1.0, 99).item() == least_kept(z, 1.0, 0).item() == -torch.inf
+    p = z.softmax(-1)[0]
+    assert least_kept(z, float(p[0]) - 1e-6, -1).item() == 3 and least_kept(z, float(p[0]) + 1e-6, -1).item() == 2
+    # top-p is taken of what top-k has left
+    assert least_kept(z, float(p[0] / (p[0] + p[2])) - 1e-6, 2).item() == 3
 
 
 def test_full_logits_never_exist():

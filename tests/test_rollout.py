@@ -181,13 +181,28 @@ def test_a_request_names_all_that_a_server_would_complete():
     assert all(NEUTRAL[name] == value for name, value in completed.items() if name != "top_k")  # -1 and 0 are the same
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_on_policy_ratio_is_one(engine_and_model, temperature):
-    """fp32, 24 tokens, two layers: 1e-5 is 100 roundings; a wrong temperature or a shifted mask costs 0.1 or more."""
+SAMPLINGS = [
+    Sampling(24),
+    Sampling(24, 0.7),
+    Sampling(24, 1.3, top_p=0.8),
+    Sampling(24, 0.8, top_k=5),
+    Sampling(24, 1.4, top_p=0.9, top_k=30),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_on_policy_ratio_is_one(engine_and_model, sampling):
+    """fp32, 24 tokens, two layers: 1e-5 is 100 roundings; a wrong temperature, a shifted mask or a distribution that is
+    not cut as the sampler's costs 0.1 or more."""
     engine, model = engine_and_model
-    out = engine.generate(random_prompts(16), Sampling(24, temperature), request_seeds(1, 2, list(range(16))))
-    log_probs, _ = response_log_probs(model, out, temperature)
+    out = engine.generate(random_prompts(16), sampling, request_seeds(1, 2, list(range(16))))
+    log_probs, _, *outside = on_policy(model, out, sampling)
     assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-5
+    assert len(outside) == (sampling.top_p < 1 or sampling.top_k > 0) and not any(x.any() for x in outside)
+
+
+def on_policy(model, out, sampling):
+    return response_log_probs(model, out, sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
 
 
 def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
@@ -220,14 +235,8 @@ def test_the_trainers_generator_is_untouched(engine_and_model):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_top_k_and_top_p_log_probs_are_of_the_filtered_distribution(engine_and_model):
-    engine, model = engine_and_model
-    k = 3
-    out = engine.generate(random_prompts(12), Sampling(8, 0.9, top_k=k), request_seeds(1, 4, list(range(12))))
-    log_probs, _ = response_log_probs(model, out, 0.9)
-    mask = out.batch["response_mask"].bool()
-    lift = (out.batch["rollout_log_probs"] - log_probs)[mask]
-    assert (lift > 0).all()  # renormalised on the k that are left
+def test_a_nucleus_of_one_token_is_greedy(engine_and_model):
+    engine, _ = engine_and_model
     greedy = engine.generate(random_prompts(12), Sampling(8, 0.9, top_p=1e-6), [5] * 12)
     assert greedy.batch["rollout_log_probs"].abs().max() < 1e-6  # one token is left, with probability 1
 

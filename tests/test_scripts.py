@@ -29,6 +29,7 @@ from tests.common import (
     fork,
     launch,
     metrics,
+    off_policy,
     ran,
     unexplained_metrics,
 )
@@ -332,7 +333,7 @@ def test_ppo_critic_learns_nothing_from_rows_that_rollout_correction_rejected(tm
     """Every score is 1 and lambda is 1: the return of every live token is 1, and that of a rejected row's would be 0. V
     starts at 0, so the loss of the first update is 1 / 2 exactly, whatever share of the rows is left."""
     args = [*constant_reward(tmp_path), "--num-mini-batches", "1", "--total-steps", "1", "--kl-coef", "0"]
-    args += ["--temperature", "1.5", "--top-p", "0.9"]  # another policy than the trainer's
+    args += off_policy(tmp_path)
     args += ["--rollout-correction", '{"level": null, "reject": {"seq_mean_k1": [0.95, 1.05]}}']
     args += ["--micro-batch-tokens", "200"]
     [row] = small("ppo", tmp_path, *args)
