@@ -333,6 +333,7 @@ from lib.metrics import (
 from lib.model import (
     add_lora,
     batched_log_probs,
+    check_rows,
     check_sequence_parallel,
     check_tensor_parallel,
     freeze,
@@ -676,6 +677,8 @@ def main(args: Args) -> None:
 
             # ---- 3 log-probs
             with timer("log_probs"):
+                if step == run.step + 1:
+                    check_rows(actor, batch, args.temperature, args.micro_batch_tokens, compute_dtype, row_group)
                 forward = partial(
                     batched_log_probs,
                     batch=batch,

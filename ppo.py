@@ -340,6 +340,7 @@ from lib.model import (
     add_lora,
     batched_log_probs,
     batched_values,
+    check_rows,
     check_sequence_parallel,
     check_tensor_parallel,
     freeze,
@@ -711,6 +712,8 @@ def main(args: Args) -> None:
 
             # ---- 3 log-probs
             with timer("log_probs"):
+                if step == run.step + 1:
+                    check_rows(actor, batch, args.temperature, args.micro_batch_tokens, compute_dtype, row_group)
                 forward = partial(
                     batched_log_probs,
                     batch=batch,

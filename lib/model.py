@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,11 +50,12 @@ from lib.distributed import (
     TENSOR_PARALLEL_STYLES,
     RowGroup,
     TakeOwn,
+    all_gather_lists,
     all_to_all,
     fsdp_modules,
     trainable_parameters,
 )
-from lib.packing import STATE_LAYERS, attention_and_packing, lay_out, sequence_rows
+from lib.packing import STATE_LAYERS, attention_and_packing, lay_out, layout, sequence_rows
 from lib.special_tokens import Defuse
 
 disable_progress_bar()  # of loading: one bar a rank
@@ -617,6 +618,7 @@ def token_log_probs(
         h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
         h = F.embedding(select, h.flatten(0, 1))  # (n, D); its backward is twice as fast on a CPU as that of an index
         weight = self.get_output_embeddings().weight
+        h = h.to(weight.dtype)  # Mamba-2 keeps it in fp32
         return LinearLogProbs.apply(h, weight, y, 1 / temperature, 256, sum_pi_squared, top_p, top_k)
     logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]  # (n, V)
     z, constants = logits.to(torch.promote_types(logits.dtype, torch.float32)).div(temperature), []
@@ -689,6 +691,56 @@ def batched_log_probs(
     options |= {"sum_pi_squared": sum_pi_squared, "top_p": top_p, "top_k": top_k}
     parts = [response_log_probs(model, micro, temperature, **options)[: 2 + sum_pi_squared] for micro in micro_batches]
     return tuple(restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts))
+
+
+ROW_TOLERANCE = {  # nats, mean over tokens: where the rows beside a row change; and against the row alone
+    torch.float32: (1e-4, 1e-3),  # another order of sums is 1e-7 of them, and a leak 1e-3 to 1 (docs/models.md)
+    torch.bfloat16: (0.02, 0.25),  # shapes are the same, or other ones: 0.04 in SmolLM2-135M; 0.25 is sync_weights' too
+}
+
+
+@torch.no_grad()
+def check_rows(
+    model: PreTrainedModel,
+    batch: DataProto,
+    temperature: float,
+    micro_batch_tokens: int,
+    compute_dtype: torch.dtype,
+    row_group: RowGroup | None = None,
+) -> None:
+    """Measures on the first micro-batch that the log-probs of a row are its own. A collective, of 6 forwards or so.
+
+    Every other row gets another response, in tensors of the same shapes, which must not change the rows between; and
+    four rows are computed alone and not packed, by transformers' own attention.
+
+    Raises:
+        InputError: they are not, by more than ROW_TOLERANCE on some rank.
+    """
+    [micro, *_], _ = prepare_dynamic_batch(batch, micro_batch_tokens, **layout(model), row_group=row_group)
+    forward = partial(response_log_probs, model, temperature=temperature, row_group=row_group)
+    trained = micro.batch["response_mask"].bool()
+    T = trained.shape[1]
+    ids = micro.batch["input_ids"].clone()
+    ids[1::2, -T:] = ids[1::2, -T:].flip(1)
+    together = forward(micro)[0]
+    beside = forward(DataProto.from_dict(tensors={**micro.batch, "input_ids": ids}))[0] - together
+    trained[1::2] = False
+    differences = [beside[trained]]
+
+    ranks, own = (1, 0) if row_group is None else (row_group.ranks.size(), row_group.ranks.rank())
+    alone = []
+    for i, owner in itertools.product(range(4), range(ranks)):
+        rows = [i * len(micro) // 4] if owner == own and len(micro) else []
+        row = forward(micro[rows], padding_free=row_group is not None)[0] - together[rows]
+        alone.append(row[micro.batch["response_mask"][rows].bool()])
+    differences.append(torch.cat(alone))
+    means = all_gather_lists([[float(x.abs().mean()) if len(x) else 0.0 for x in differences]])
+    whats = ("change with the rows beside it", "are not those of the row alone")
+    for mean, allowed, what in zip(torch.tensor(means).amax(0).tolist(), ROW_TOLERANCE[compute_dtype], whats):
+        if not mean <= allowed:
+            mend = "set --no-padding-free" if model.padding_free else "this model cannot be trained here"
+            by = f"by {mean:.2g} nats (allowed: {allowed:g})"
+            raise InputError(f"{type(model).__name__}: the log-probs of a row {what}, {by}; {mend}")
 
 
 # ---- values and scores ---------------------------------------------------------------------------

@@ -168,16 +168,14 @@ def test_other_architectures(tmp_path, cls, config, more):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # fp32; a leak is of order 1
 
 
-def test_capped_logits_go_through_the_models_own_head_and_capped_attention_is_refused(tmp_path):
+def test_capped_logits_go_through_the_models_own_head(tmp_path):
     path = save_tiny(tmp_path, **CAPPED)
-    model = load_model(path, attn_implementation="eager")
+    model = load_model(path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     batch = rollout_batch(PROMPTS, RESPONSES)
-    ours = response_log_probs(model, batch, 0.7, padding_free=False, sum_pi_squared=True)
+    ours = response_log_probs(model, batch, 0.7, sum_pi_squared=True)
     for a, b in zip(ours, reference(plain, batch, 0.7), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    with pytest.raises(InputError, match="no-padding-free"):
-        response_log_probs(load_model(path), batch, 1.0)
 
 
 def test_rows_do_not_depend_on_each_other_or_on_padding(tmp_path):
@@ -212,13 +210,12 @@ def test_the_segments_of_an_episode_do_not_see_each_other(tmp_path):
     batch = DataProto.from_dict(tensors=tensors)
 
     expected, _ = response_log_probs(model, alone, 1.0)
-    log_probs, _ = response_log_probs(model, batch, 1.0)
-    for i, s in enumerate(sampled):
-        torch.testing.assert_close(log_probs[0, s], expected[i], rtol=1e-10, atol=1e-11)
-    torch.testing.assert_close(log_probs[1, :5], expected[3], rtol=1e-10, atol=1e-11)
-    assert not log_probs[batch.batch["response_mask"] == 0].any()
-    with pytest.raises(InputError, match="no-padding-free"):
-        response_log_probs(model, batch, 1.0, padding_free=False)
+    for padding_free in (True, False):  # padded, each sequence is a row
+        log_probs, _ = response_log_probs(model, batch, 1.0, padding_free=padding_free)
+        for i, s in enumerate(sampled):
+            torch.testing.assert_close(log_probs[0, s], expected[i], rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(log_probs[1, :5], expected[3], rtol=1e-10, atol=1e-11)
+        assert not log_probs[batch.batch["response_mask"] == 0].any()
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):

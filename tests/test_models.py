@@ -1,0 +1,456 @@
+"""Every family of transformers in tiny form: packed = shared = padded = alone, rollouts, and what is refused."""
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import lib.rollout
+from lib import InputError
+from lib.data_proto import DataProto
+from lib.distributed import clip_grad_norm, make_mesh, make_row_group, shard_model, trainable_parameters
+from lib.model import (
+    check_rows,
+    load_critic,
+    load_model,
+    load_tokenizer,
+    packed_sdpa,
+    response_log_probs,
+    response_values,
+)
+from lib.packing import SAMPLED_BY_HF, STATE_LAYERS
+from lib.rollout import HFEngine, Sampling, request_seeds
+from tests.common import ROOT, SMALL, TOY_MODEL, VOCAB, fork, metrics, ran, rollout_batch, run_ranks
+
+SIZES = {  # a config takes of these what it knows
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "sliding_window": 4,
+    "sliding_window_size": 4,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 1,
+    "swa_head_dim": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # experts
+    "moe_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "num_experts": 4,
+    "zero_expert_num": 2,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # latent attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    # states
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_d_ssm": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "state_size": 16,
+    "n_mamba_heads": 1,
+    "use_mamba_kernels": False,
+    "n_groups": 1,
+    "chunk_size": 8,
+    "time_step_rank": 4,
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+    "lru_width": 64,
+    "attention_window_size": 4,
+    "num_heads": 4,
+    # older names
+    "n_inner": 96,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "d_model": 64,
+    "n_heads": 2,
+    "n_layers": 4,
+    "rotary_dim": 16,
+    # Gemma 3n and 4
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+}
+HALF = {"layer_types": ["linear_attention", "full_attention"] * 2}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+SPARSE = {
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 64,
+}  # of more tokens than a row has: see docs/models.md
+LATENT = {"num_key_value_heads": 2, "head_dim": 16, "qk_head_dim": 32}
+OWN = {  # what a family needs beside
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"),
+        LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64},
+    ),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_next"), HALF),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), HALF | {"rope_parameters": MROPE}),
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "codegen": {"n_head": 4},
+    "diffllama": {"num_key_value_heads": 2},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0}
+    | {"activation_sparsity_pattern": None, "altup_num_inputs": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "kimi_linear": HALF | {"num_key_value_heads": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 4}
+    | {"no_rope_layers": [1, 0, 1, 0], "interleave_moe_layer_step": 1, "moe_layers": [0, 1, 2, 3]},
+    "longcat_flash": LATENT | {"num_layers": 2, "ffn_hidden_size": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
+    "nemotron_h": HALF,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1}
+    | {"mamba_ngroups": 1, "n_mamba_heads": 4, "attention_head_dim": 64, "adapter_rank": 4, "mamba_headdim": 32},
+}
+
+ATTENTION = """
+    afmoe apertus arcee aria_text axk1 biogpt bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama
+    dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma3_text gemma3n_text gemma4_text
+    gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared
+    helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna llama longcat_flash mellum
+    minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt
+    persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu
+""".split()  # noqa: SIM905  a name a line is a page
+STATE = [*sorted(STATE_LAYERS), "qwen3_5"]
+PADDED = {  # family: the reason that is printed
+    "axk2": "indexed_attention",
+    "bloom": "SDPA knows no",
+    "codegen": "SDPA knows no",
+    "deepseek_v32": "indexed_attention",
+    "deepseek_v4": "compressed_sparse_attention",
+    "doge": "mask of its own",
+    "falcon": "cannot be exchanged",
+    "falcon_mamba": "linear_attention",
+    "gemma2": "soft caps",
+    "glm_moe_dsa": "indexed_attention",
+    "gpt_neo": "SDPA knows no",
+    "gpt_neox_japanese": "SDPA knows no",
+    "gpt_oss": "SDPA knows no",
+    "gptj": "SDPA knows no",
+    "granite_swa": "SDPA knows no",
+    "granitemoe_swa": "SDPA knows no",
+    "hy_v4": "indexed_attention",
+    "inkling_text": "hybrid",
+    "llama4_text": "chunked_attention",
+    "mamba": "linear_attention",
+    "mimo_v2_flash": "SDPA knows no",
+    "minimax": "linear_attention",
+    "mpt": "SDPA knows no",
+    "nemotron": "no keywords",
+    "recurrent_gemma": "recurrent",
+    "rwkv": "recurrent",
+    "stablelm": "no keywords",
+    "vaultgemma": "soft caps",
+    "xlstm": "recurrent",
+}
+
+REFUSED = {"bert": "sees later tokens", "phimoe": "draws its experts at random"}
+UNTESTED = """
+    big_bird bigbird_pegasus bert-generation camembert data2vec-text electra ernie git megatron-bert rembert roberta
+    roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod bart blenderbot blenderbot-small
+    marian mbart moshi musicgen musicgen_melody mvp pegasus plbart prophetnet trocr whisper emu3 fuyu gemma3 gemma3n
+    gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant got_ocr2 llama4 mllama phi4_multimodal qwen3_5_moe
+    qwen4_exp blt cohere_compass_text cpmant ctrl dbrx gpt-sw3 modernbert-decoder openai-gpt qwen4_exp_text reformer
+    xglm zamba zaya
+""".split()  # noqa: SIM905  encoders; halves of other models; text parts stand above; no tiny config
+
+
+def config_of(model_type: str):
+    """A tiny config: of SIZES what the family knows, by the names that it has for it, and what it needs beside."""
+    cls, own = CONFIG_MAPPING[model_type], OWN.get(model_type, {})
+    if model_type == "qwen3_5":  # as on the hub, with a vision part, which AutoModelForCausalLM leaves out
+        return cls(text_config=config_of("qwen3_5_text").to_dict())
+    known, names = inspect.signature(cls.__init__).parameters, cls.attribute_map or {}
+    settings = {name if name in known else names.get(name): value for name, value in SIZES.items()} | own
+    if "layer_types" in known and "layer_types" not in own:
+        kinds = list(dict.fromkeys(getattr(cls(), "layer_types", None) or ()))
+        settings |= {"layer_types": (4 * kinds)[:4]} if kinds else {}
+    return cls(**{name: value for name, value in settings.items() if name in known or name in own})
+
+
+def save(model_type: str, folder) -> str:
+    """A model whose weights have a standard deviation of 0.3: at that of the default start a leak hides."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(model_type), dtype=torch.float32)
+    for p in model.parameters():
+        p.data = 0.3 * torch.randn_like(p) if p.dim() > 1 else p.data + 0.1 * torch.randn_like(p)
+    model.save_pretrained(folder)
+    config_of(model_type).save_pretrained(folder)
+    return str(folder)
+
+
+def load(path: str, **more):
+    """By `load_model`, in fp64, which torch's grouped matrix product of experts has not."""
+    model = load_model(path, dtype=torch.float64, **more)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
+
+
+def batch_of_groups():
+    """Rows 2, 3 and 4 answer one prompt; 0 and 3 are as long as another row."""
+    batch = rollout_batch([3, 7, 5, 5, 5, 6], [4, 1, 9, 6, 6, 8])
+    batch.batch["input_ids"][3:5, :7] = batch.batch["prompts"][3:5] = batch.batch["prompts"][2]
+    return batch
+
+
+def alone(model, batch):
+    """Each row by itself through the model's own logits: log-probs and entropies (B, T)."""
+    mask = batch.batch["response_mask"]
+    results = torch.zeros(2, *mask.shape, dtype=torch.float64)
+    for i in range(len(batch)):
+        attended, n = batch.batch["attention_mask"][i].bool(), int(mask[i].sum())
+        ids = batch.batch["input_ids"][i][attended]
+        log_p = model(input_ids=ids[None], use_cache=False).logits[0, -n - 1 : -1].double().log_softmax(-1)
+        results[0, i, :n] = log_p.gather(-1, ids[-n:, None])[:, 0]
+        results[1, i, :n] = -(log_p.exp() * log_p).sum(-1)
+    return results
+
+
+def with_gradient(model, forward):
+    """The results of `forward`, and the gradient of a random combination of them, as one vector."""
+    model.zero_grad()
+    results = torch.stack(forward()).double()
+    weights = torch.randn(results.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (results * weights).sum().backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return results.detach(), torch.cat([g.flatten() for g in gradients])
+
+
+@pytest.mark.parametrize("family", [*ATTENTION, *STATE, *PADDED])
+def test_packed_is_shared_is_padded_is_alone(tmp_path, capfd, family):
+    """In fp64, except what transformers computes in fp32, such as norms, rotary tables and states: with these weights,
+    results differ by 2e-4 at most (hrm_text), gradients by 5e-4 of their norm (granitemoe). A leak is 0.1 to 10."""
+    path, batch = save(family, tmp_path), batch_of_groups()
+    model, line = load(path), capfd.readouterr().out
+    if family in PADDED:
+        assert not (model.padding_free or model.share_prompts) and PADDED[family] in line and line.count("\n") == 1
+    else:
+        assert model.padding_free and model.share_prompts and line == ""
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+    if plain._can_set_experts_implementation():
+        plain.set_experts_implementation("eager")
+    expected, gradient = with_gradient(plain, lambda: alone(plain, batch).unbind())
+    for options in ({"padding_free": False}, {"share_prompts": False}, {}):
+        ours, own = with_gradient(model, lambda options=options: response_log_probs(model, batch, 1.0, **options))
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3)
+        assert (own - gradient).norm() < 1e-3 * gradient.norm()
+    if family in STATE:  # and a leak would show
+        model.takes_rows = False
+        leaking = torch.stack(response_log_probs(model, batch, 1.0, share_prompts=False))
+        assert (leaking - expected).abs().max() > 0.1
+
+
+def test_every_family_is_in_the_table_or_known_to_be_none_for_it():
+    listed = {*ATTENTION, *STATE, *PADDED, *REFUSED, *UNTESTED}
+    assert sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - listed) == []
+
+
+def checkpointed(model, batch):
+    log_probs = response_log_probs(model, batch, 0.8)[0]
+    other = response_log_probs(model, batch[[1, 0, 2]], 0.8)[0]  # two micro-batches wait for their backward
+    (log_probs.square().sum() + other.sum()).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "zamba2"])
+def test_gradient_checkpointing_repeats_the_rows_of_its_own_micro_batch(tmp_path, family):
+    path, batch = save(family, tmp_path), batch_of_groups()
+    expected, ours = (checkpointed(load(path, gradient_checkpointing=on), batch) for on in (False, True))
+    assert (ours - expected).norm() < 1e-9 * expected.norm()  # the same roundings in another order of sums
+
+
+def sharded(world, path, critic_path):
+    """Log-probs and values of this rank's rows, and the norms of both gradients."""
+    batch, results = batch_of_groups()[list(range(world.rank, 6, world.size))], []
+    for load_one, part in ((load_model, path), (load_critic, critic_path)):
+        model = load_one(part, dtype=torch.float64)
+        model.set_experts_implementation("eager")
+        model = shard_model(model, make_mesh(world), torch.float64)
+        parameters = trainable_parameters(model)
+        outputs = response_values(model, batch) if load_one is load_critic else response_log_probs(model, batch, 1.0)[0]
+        (outputs.square().sum() * world.size).backward()
+        results += [outputs.detach(), torch.tensor(clip_grad_norm(parameters, 1e9))]
+    return results
+
+
+def test_a_policy_and_a_critic_with_states_over_ranks(tmp_path):
+    path, critic_path = save("qwen3_next", tmp_path / "policy"), str(tmp_path / "critic")
+    critic = load_critic(path)
+    torch.nn.init.normal_(critic.score.weight)
+    critic.save_pretrained(critic_path)
+    [whole] = run_ranks(1, sharded, path, critic_path)
+    for rank, part in enumerate(run_ranks(2, sharded, path, critic_path)):
+        for ours, expected in zip(part, whole):
+            torch.testing.assert_close(ours, expected[rank::2] if expected.dim() else expected, rtol=1e-4, atol=1e-4)
+    batch, plain = batch_of_groups(), AutoModelForTokenClassification.from_pretrained(critic_path).eval()
+    for i, values in enumerate(whole[2]):
+        ids, n = batch.batch["input_ids"][i][batch.batch["attention_mask"][i].bool()], int((values != 0).sum())
+        expected = plain(input_ids=ids[None], use_cache=False).logits[0, -n - 1 : -1, 0].double()
+        torch.testing.assert_close(values[:n], expected, rtol=1e-4, atol=1e-4)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_whose_tokens_depend_on_later_ones_or_on_chance_is_refused(tmp_path, family):
+    with pytest.raises(InputError, match=f"--model .*{REFUSED[family]}") as error:
+        load_model(save(family, tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_an_attention_implementation_that_leaves_something_out_is_refused(tmp_path):
+    with pytest.raises(InputError, match="sdpa leaves out the soft caps"):
+        load_model(save("gemma2", tmp_path), attn_implementation="sdpa")
+
+
+# ---- rollouts ------------------------------------------------------------------------------------
+
+
+def prompts_of(lengths: list[int]) -> DataProto:
+    """Random left-padded prompts, each three times."""
+    batch = rollout_batch(lengths, [1] * len(lengths)).repeat(3)
+    P = max(lengths)
+    tensors = {name: batch.batch[name][:, :P] for name in ("input_ids", "attention_mask", "position_ids")}
+    raw = [ids[mask.bool()].tolist() for ids, mask in zip(tensors["input_ids"], tensors["attention_mask"])]
+    prompts = np.fromiter(raw, dtype=object, count=len(raw))
+    return DataProto.from_dict(tensors=tensors, non_tensors={"raw_prompt_ids": prompts})
+
+
+def rollout(world, path):
+    lib.rollout.LONG_PROMPT = 0  # prompts are kept once wherever the cache allows it
+    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+    engine = HFEngine(model, load_tokenizer(TOY_MODEL))
+    batch = engine.generate(prompts_of([2, 9, 5]), Sampling(12, 0.7), request_seeds(1, 1, list(range(9))))
+    with torch.no_grad():
+        alone = [response_log_probs(model, batch[[i]], 0.7, padding_free=False)[0] for i in range(9)]
+    return batch.batch["rollout_log_probs"], torch.cat(alone), batch.batch["response_mask"]
+
+
+NOT_AS_CACHED = ["deepseek_v3", "diffllama", "jetmoe"]  # attention to other keys than those in the cache
+SAMPLED = [*sorted(SAMPLED_BY_HF), *NOT_AS_CACHED, "gemma2", "gemma3_text", "gpt_oss", "llama", "llama4_text", "bloom"]
+
+
+@pytest.mark.parametrize("family", SAMPLED)
+def test_hf_samples_from_the_policy_that_is_trained(tmp_path, family):
+    """Prompts shorter than a convolution is long, too, and of different lengths. In fp32, where qwen3_next differs by
+    1e-4; a state that padding got into is off by 1 and more."""
+    [(sampled, alone, mask)] = run_ranks(1, rollout, save(family, tmp_path))
+    assert (sampled - alone).abs().max() < 1e-3 and mask.sum(1).max() > 6
+
+
+@pytest.mark.parametrize("family", ["mamba", "minimax", "nemotron_h", "recurrent_gemma", "rwkv", "xlstm", "zamba2"])
+def test_hf_refuses_states_that_it_would_not_carry_right(tmp_path, family):
+    with pytest.raises(InputError, match="--rollout_engine hf does not know") as error:
+        HFEngine(load_model(save(family, tmp_path)), load_tokenizer(TOY_MODEL))
+    assert "\n" not in str(error.value)
+
+
+# ---- the check of the first step -----------------------------------------------------------------
+
+
+def checked(world, path, fault, dtype, split):
+    """The refusal, if any, of `check_rows` on this rank."""
+    model = load(path)
+    if fault == "leak":
+        model.takes_rows = False
+    if fault == "scale":  # packed attention that is not the model's
+        ALL_ATTENTION_FUNCTIONS.register(
+            "packed_sdpa",
+            lambda *x, scaling, **more: packed_sdpa(*x, scaling=scaling * (2 if "packed_runs" in more else 1), **more),
+        )
+    mesh = make_mesh(world)
+    model = shard_model(model, mesh, torch.float64)
+    batch = batch_of_groups()[list(range(world.rank, 6, world.size))]
+    try:
+        check_rows(model, batch, 0.8, 200, dtype, make_row_group(world, mesh, split))
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("family", "fault", "found", "dtype", "size", "split"),
+    [
+        ("lfm2", "", None, torch.float32, 2, 1),
+        ("llama", "", None, torch.float32, 2, 2),
+        ("gemma2", "", None, torch.float32, 1, 1),
+        ("lfm2", "leak", "change with the rows beside it", torch.float32, 2, 1),
+        ("lfm2", "leak", "change with the rows beside it", torch.bfloat16, 1, 1),
+        ("llama", "scale", "are not those of the row alone", torch.bfloat16, 2, 1),
+    ],
+)
+def test_rows_that_are_not_their_own_are_found_on_every_rank(tmp_path, family, fault, found, dtype, size, split):
+    for said in run_ranks(size, checked, save(family, tmp_path), fault, dtype, split):
+        assert said is None if found is None else found in said and said.endswith("set --no-padding-free")
+
+
+LEAKING = """
+import runpy, lib.model
+
+def lay_out(model, *more, settle=lib.model.lay_out):
+    settle(model, *more)
+    model.takes_rows = False
+
+lib.model.lay_out = lay_out
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("leaks", [True, False])
+def test_a_model_that_leaks_stops_the_run_before_it_trains(tmp_path, leaks):
+    path, script = save("lfm2", tmp_path / "model"), str(ROOT / "grpo")
+    load_tokenizer(TOY_MODEL).save_pretrained(path)
+    if leaks:
+        script = str(tmp_path / "leaking")
+        Path(f"{script}.py").write_text(LEAKING.format(script=str(ROOT / "grpo.py")))
+    done = fork(script, tmp_path, "--model", path, "--run-name", "run", "--total-steps", "1", *SMALL)
+    if leaks:
+        [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert done.returncode == 2 and "Lfm2ForCausalLM: the log-probs of a row change" in line
+        assert not (tmp_path / "run/metrics.jsonl").exists() or metrics(tmp_path / "run") == []
+    else:
+        [row] = metrics(tmp_path / "run") if ran(done) else []
+        assert row["rollout/k1"] == pytest.approx(0, abs=1e-4)
