@@ -384,7 +384,7 @@ def test_hf_samples_from_the_policy_that_is_trained(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["mamba", "minimax", "nemotron_h", "recurrent_gemma", "rwkv", "xlstm", "zamba2"])
 def test_hf_refuses_states_that_it_would_not_carry_right(tmp_path, family):
-    with pytest.raises(InputError, match="--rollout_engine hf does not know") as error:
+    with pytest.raises(InputError, match="--rollout-engine hf does not know") as error:
         HFEngine(load_model(save(family, tmp_path)), load_tokenizer(TOY_MODEL))
     assert "\n" not in str(error.value)
 
