@@ -6,13 +6,11 @@
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows of later steps
     val_only/1/    what --val-only writes
 
-A resume compares the flags with those of the checkpoint. What changes results needs a word of consent; it is printed
-and recorded. A kill at any moment leaves the run at one of its checkpoints: later ones go first, from the highest down,
+A kill at any moment leaves the run at one of its checkpoints: later ones are taken out first, from the highest down,
 and rows after the checkpoint are cut off at every start.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import shlex
@@ -20,38 +18,20 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 
 from lib import InputError
-from lib.args import as_flag
 from lib.checkpoint import Models, Schedulers, load_checkpoint, newest_complete, save_checkpoint, step_folders, why_torn
 from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last
-from lib.secrets import private, struck
+from lib.run_config import OF_THE_DATA, checked_overrides, compare, describe_run, read_json
+from lib.secrets import private
 from lib.tracking import Tracker
-
-# what a resumed run may have otherwise: its results stay the same but for the rounding of sums
-MAY_CHANGE = {
-    *("total_steps", "total_epochs", "stage_timeout"),
-    *("attn_implementation", "padding_free", "share_prompts", "gradient_checkpointing", "micro_batch_tokens"),
-    *("reduce_each_micro_batch", "replicas", "sequence_parallel", "tensor_parallel", "cpu_offload"),
-    *("engine_ranks", "gpu_memory", "loader_workers", "reward_workers", "reward_timeout", "reward_memory"),
-    *("val_files", "val_before_train", "val_every", "val_reward", "val_samples", "val_temperature", "val_top_p"),
-    *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
-}
-PATHS = {"model", "critic_model", "reward_model", "train_files", "dataset_class", "reward"}  # what they hold counts
-OF_THE_DATA = {  # which rows there are, and their order: with another value the stream starts anew
-    *("train_files", "dataset_class", "shuffle", "seed", "model"),
-    *("max_prompt_length", "truncation", "filter_overlong_prompts", "chat_template_kwargs"),
-}
-NO_FLAGS = {"contents", "history"}  # of config.json's keys; "script" is compared like a flag
-OF_THE_START = {"run_name", "output_dir", "resume", "resume_override", "val_only", "dry_run"}  # not compared
 
 PATIENCE_S = 5  # for a process on this host that is about to end
 LEASE_S = 120  # for one on another host: a file server gives up a dead client's locks after 90 s
@@ -140,7 +120,7 @@ def _open(run: Run, args: Any, script: str) -> tuple[Path | None, int, bool]:
     if not is_new:
         run.lock = take_lock(run.folder)
     run.config = describe_run(args, script)
-    overrides = _checked_overrides(args.resume_override, run.config)
+    overrides = checked_overrides(args.resume_override, run.config)
     checkpoint = find_checkpoint(args.resume, run.folder)
     changed = {} if checkpoint is None else compare(checkpoint, run.config, overrides)
     if is_new:  # only now: a mistake leaves nothing behind
@@ -163,7 +143,7 @@ def _open(run: Run, args: Any, script: str) -> tuple[Path | None, int, bool]:
         logs.mkdir(parents=True)
         title = f"{run.name}-val_only-{logs.name}"
     elif own:
-        history = (_read_json(run.folder / "config.json") or {}).get("history", [])
+        history = (read_json(run.folder / "config.json") or {}).get("history", [])
     start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
     run.config["history"] = [*history, start]
     run.tracker = Tracker(
@@ -194,14 +174,17 @@ def take_lock(folder: Path) -> TextIO:
         lock = (folder / ".lock").open("a+")
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror}); give another --output-dir") from error
-    host, started = socket.gethostname(), time.monotonic()
+    host, started, said = socket.gethostname(), time.monotonic(), False
     while True:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:  # somebody has it
             holder = _holder(lock)
-            patience_s = PATIENCE_S if holder.get("host") in (host, None) else LEASE_S
-            if time.monotonic() - started < patience_s:
+            elsewhere = holder.get("host", host) != host
+            if elsewhere and not said:
+                print(f"waiting up to {LEASE_S} s for {_who(holder)}, which has {folder}", flush=True)
+                said = True
+            if time.monotonic() - started < (LEASE_S if elsewhere else PATIENCE_S):
                 time.sleep(0.1)
                 continue
             raise InputError(
@@ -212,7 +195,7 @@ def take_lock(folder: Path) -> TextIO:
             print(f"{folder}: no file locks here ({error.strerror}), so nothing keeps a second run out", flush=True)
         break
     left = _holder(lock)
-    if left and left["host"] != host:
+    if left.get("host", host) != host:
         print(f"{folder} was left open by {_who(left)}: make sure that it has ended", flush=True)
     lock.truncate(0)
     json.dump({"pid": os.getpid(), "host": host, "since": time.strftime("%Y-%m-%d %H:%M:%S")}, lock)
@@ -231,123 +214,6 @@ def _holder(lock: TextIO) -> dict[str, Any]:
 
 def _who(holder: dict[str, Any]) -> str:
     return "pid {pid} on {host} since {since}".format(**holder) if holder else "another process"
-
-
-# ---- one set of flags ----------------------------------------------------------------------------
-
-
-def describe_run(args: Any, script: str) -> dict[str, Any]:
-    """The run as config.json holds it, without its history."""
-    flags = json.loads(struck(json.dumps(asdict(args), default=str)))
-    of_files = PATHS & flags.keys() - ({"train_files"} if flags["val_only"] else set())  # which are not read then
-    contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
-    return {"script": script, **flags, "contents": contents}
-
-
-def compare(checkpoint: Path, now: dict[str, Any], overrides: set[str]) -> dict[str, list]:
-    """{flag: [was, is]} of what has changed since the checkpoint. Prints that, and flags that are new or gone.
-
-    Raises InputError for what changes results and is not in `overrides`, or cannot be overridden.
-    """
-    files = (checkpoint / "config.json", checkpoint.parent.parent / "config.json")
-    before = next(filter(None, map(_read_json, files)), None)
-    if before is None:
-        print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
-        return {}
-    not_compared = NO_FLAGS | OF_THE_START | ({"train_files"} if now["val_only"] else set())
-    ours, theirs = (config.keys() - not_compared for config in (now, before))
-    changed = {flag: [before[flag], now[flag]] for flag in now if flag in ours & theirs and _differs(flag, before, now)}
-    refused = [flag for flag in changed if not (_may_change(flag, now) or flag in overrides)]
-    if refused:
-        raise InputError(
-            f"{checkpoint} is of another run: {_changes(refused, changed)}. Put that back, give another --run-name "
-            f"without --resume, or consent with --resume-override {' '.join(refused)}"
-        )
-    for flag in changed:
-        if why := _never(flag, now):
-            raise InputError(f"{_changes([flag], changed)}: {why}, so it needs a new run")
-    for title, lines in {
-        "changed": _changes(changed, changed),
-        "not known to the checkpoint": ", ".join(
-            f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs
-        ),
-        f"not known to {now['script']}": ", ".join(f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours)),
-    }.items():
-        if lines:
-            print(f"{title}: {lines}", flush=True)
-    return changed
-
-
-def _checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]:
-    names = {name.lstrip("-").replace("-", "_") for name in overrides}
-    if unknown := names - (now.keys() - NO_FLAGS):
-        raise InputError(f"--resume-override {' '.join(sorted(unknown))}: no flag of {now['script']}")
-    return names
-
-
-def _may_change(flag: str, now: dict[str, Any]) -> bool:
-    if flag == "total_steps" and now["lr_schedule"] != "constant":  # which ends there
-        return False
-    return flag in MAY_CHANGE
-
-
-def _never(flag: str, now: dict[str, Any]) -> str | None:
-    """Why nobody can consent to a change of the flag."""
-    if flag in ("lora_rank", "lora_target_modules", "freeze"):
-        return "the checkpoint holds other weights"
-    if flag in ("num_mini_batches", "update_epochs") and (now["lr_schedule"] != "constant" or now["warmup_steps"]):
-        return "the schedule of the learning rate counts updates"
-    return None
-
-
-def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    was, is_now = ((config.get("contents") or {}).get(flag) for config in (before, now))
-    if was and is_now:
-        return was != is_now
-    if flag == "rollout_engine":  # vLLM draws the same samples here and on any server
-        return (before[flag] == "hf") != (now[flag] == "hf")
-    return before[flag] != now[flag]
-
-
-def _changes(flags: Sequence[str], changed: dict[str, list]) -> str:
-    texts = []
-    for flag in flags:
-        was, is_now = changed[flag]
-        texts.append(
-            f"{_flag(flag)} was {was}, is {is_now}" if was != is_now else f"{_flag(flag)} {was} holds other data"
-        )
-    return ", ".join(texts)
-
-
-def _flag(name: str) -> str:
-    return name if name == "script" else as_flag(name)
-
-
-def _digest(value: str | list[str]) -> str:
-    """Of what the paths in a flag's value hold, wherever they lie; of the value itself where it is no path."""
-    digest = hashlib.sha256()
-    for text in [value] if isinstance(value, str) else value:
-        path, function = text.rsplit(":", 1) if ".py:" in text else (text, "")
-        files = []
-        if path and Path(path).is_dir():
-            suffixes = {".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt", ".py"}
-            files = sorted(file for file in Path(path).iterdir() if file.suffix in suffixes)
-        elif Path(path).is_file():
-            files = [Path(path)]
-        names = [file.name for file in files if len(files) > 1] if files else [path]
-        digest.update(json.dumps([function, names]).encode())
-        for file in files:
-            with file.open("rb") as data:
-                size = data.seek(0, os.SEEK_END)
-                whole, block = (
-                    2**26,
-                    2**16,
-                )  # of a larger file every so many bytes a block: other weights differ everywhere
-                for start in range(0, size, block if size <= whole else size // 64):
-                    data.seek(start)
-                    digest.update(data.read(block))
-                digest.update(str(size).encode())
-    return digest.hexdigest()[:16]
 
 
 # ---- where it goes on ----------------------------------------------------------------------------
@@ -425,7 +291,7 @@ def _cut(file: Path, late: list[bool], aside: Path) -> None:
 
 def _origin(folder: Path) -> Path | None:
     """The other run's checkpoint that this run went on from."""
-    history = (_read_json(folder / "config.json") or {}).get("history", [])
+    history = (read_json(folder / "config.json") or {}).get("history", [])
     origin = next((Path(start["from"]) for start in reversed(history) if start["from"] and "/" in start["from"]), None)
     if origin is not None and (why := why_torn(origin)):
         raise InputError(f"{folder} went on from {origin}, which is no complete checkpoint any more ({why})")
@@ -448,10 +314,6 @@ def _is_own(checkpoint: Path, folder: Path) -> bool:
 def _next_number(folder: Path) -> Path:
     numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
     return folder / str(max(numbers, default=0) + 1)
-
-
-def _read_json(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.exists() else None
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

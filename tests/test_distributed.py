@@ -28,6 +28,7 @@ from lib.distributed import (
     full_tensor,
     iter_full_params,
     make_mesh,
+    on_first_rank,
     set_gradient_sync,
     shard_model,
     trainable_parameters,
@@ -389,6 +390,20 @@ def test_checksum_is_the_same_for_any_sharding_and_feels_the_last_bit(tmp_path):
 
 
 # ---- micro-batches -------------------------------------------------------------------------------
+
+
+def said_by_first_rank(world):
+    def refuse():
+        raise InputError(f"refused by rank {world.rank}")
+
+    answer = on_first_rank(lambda: (world.rank, Path("runs")))
+    with pytest.raises(InputError, match="refused by rank 0"):
+        on_first_rank(refuse)
+    return answer
+
+
+def test_what_the_first_rank_does_or_refuses_all_ranks_learn():
+    assert run_ranks(2, said_by_first_rank) == [(0, Path("runs"))] * 2
 
 
 def split(world, lengths_by_rank, max_tokens):

@@ -16,7 +16,8 @@ import pytest
 from lib import InputError
 from lib import run as run_module
 from lib.checkpoint import newest_complete
-from lib.run import MAY_CHANGE, set_aside, take_lock
+from lib.run import set_aside, take_lock
+from lib.run_config import MAY_CHANGE
 from lib.tracking import Tracker
 from tests import common
 from tests.common import (
@@ -260,7 +261,7 @@ def test_data_that_changed_in_their_place_are_other_data(tmp_path):
 
 def test_another_script_needs_consent_and_flags_that_come_or_go_are_reported(copied):
     folder, args = copied
-    text = (ROOT / "grpo.py").read_text().replace("    top_k: int = -1\n", "    first_k: int = -1\n")
+    text = (ROOT / "grpo.py").read_text().replace("    top_k: ", "    first_k: ")
     (folder / "mine.py").write_text(text.replace("args.top_k", "args.first_k"))
     args = [*args, "--run-name", "run", "--resume", "auto", "--total-steps", "5", "--model", TOY_MODEL]
     mine = str(folder / "mine")
@@ -313,7 +314,7 @@ def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(tmp_path, monke
     assert "was left open by pid 7 on elsewhere since 2026-01-01 00:00:00: make sure" in capsys.readouterr().out
 
 
-def test_a_new_start_waits_for_the_old_process_to_end(tmp_path, monkeypatch):
+def test_a_new_start_waits_for_the_old_process_to_end(tmp_path, monkeypatch, capsys):
     """A server gives up the locks of a host that died later than this host's kernel does."""
     holder_host = {"pid": 7, "host": "elsewhere", "since": "2026-01-01 00:00:00"}
     monkeypatch.setattr(run_module, "PATIENCE_S", 0)
@@ -327,6 +328,9 @@ def test_a_new_start_waits_for_the_old_process_to_end(tmp_path, monkeypatch):
     take_lock(tmp_path).close()
     killer.join()
     holder.join()
+    assert f"waiting up to 120 s for pid 7 on elsewhere since 2026-01-01 00:00:00, which has {tmp_path}" in (
+        capsys.readouterr().out
+    )
 
 
 def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, capsys):

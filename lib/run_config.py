@@ -1,0 +1,156 @@
+"""What a run is started with, as config.json holds it: the script's name, its flags, digests of what their paths hold.
+
+A resume compares it with that of the checkpoint: what changes results needs --resume-override, and is recorded.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lib import InputError
+from lib.args import as_flag
+from lib.secrets import struck
+
+# what a resumed run may have otherwise: its results stay the same but for the rounding of sums
+MAY_CHANGE = {
+    *("total_steps", "total_epochs", "stage_timeout"),
+    *("attn_implementation", "padding_free", "share_prompts", "gradient_checkpointing", "micro_batch_tokens"),
+    *("reduce_each_micro_batch", "replicas", "sequence_parallel", "tensor_parallel", "cpu_offload"),
+    *("engine_ranks", "gpu_memory", "loader_workers", "reward_workers", "reward_timeout", "reward_memory"),
+    *("val_files", "val_before_train", "val_every", "val_reward", "val_samples", "val_temperature", "val_top_p"),
+    *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
+}
+PATHS = {"model", "critic_model", "reward_model", "train_files", "dataset_class", "reward"}  # what they hold counts
+OF_THE_DATA = {  # which rows there are, and their order: with another value the stream starts anew
+    *("train_files", "dataset_class", "shuffle", "seed", "model"),
+    *("max_prompt_length", "truncation", "filter_overlong_prompts", "chat_template_kwargs"),
+}
+NO_FLAGS = {"contents", "history"}  # of config.json's keys; "script" is compared like a flag
+OF_THE_START = {"run_name", "output_dir", "resume", "resume_override", "val_only", "dry_run"}  # not compared
+
+
+def describe_run(args: Any, script: str) -> dict[str, Any]:
+    """The run as config.json holds it, without its history."""
+    flags = json.loads(struck(json.dumps(asdict(args), default=str)))
+    of_files = PATHS & flags.keys() - ({"train_files"} if flags["val_only"] else set())  # which are not read then
+    contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
+    return {"script": script, **flags, "contents": contents}
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def compare(checkpoint: Path, now: dict[str, Any], overrides: set[str]) -> dict[str, list]:
+    """{flag: [was, is]} of what has changed since the checkpoint. Prints that, and flags that are new or gone.
+
+    Raises InputError for what changes results and is not in `overrides`, or cannot be overridden.
+    """
+    files = (checkpoint / "config.json", checkpoint.parent.parent / "config.json")
+    before = next(filter(None, map(read_json, files)), None)
+    if before is None:
+        print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
+        return {}
+    not_compared = NO_FLAGS | OF_THE_START | ({"train_files"} if now["val_only"] else set())
+    ours, theirs = (config.keys() - not_compared for config in (now, before))
+    changed = {flag: [before[flag], now[flag]] for flag in now if flag in ours & theirs and _differs(flag, before, now)}
+    refused = [flag for flag in changed if not (_may_change(flag, now) or flag in overrides)]
+    if refused:
+        raise InputError(
+            f"{checkpoint} is of another run: {_changes(refused, changed)}. Put that back, give another --run-name "
+            f"without --resume, or consent with --resume-override {' '.join(refused)}"
+        )
+    for flag in changed:
+        if why := _never(flag, now):
+            raise InputError(f"{_changes([flag], changed)}: {why}, so it needs a new run")
+    for title, lines in {
+        "changed": _changes(changed, changed),
+        "not known to the checkpoint": ", ".join(
+            f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs
+        ),
+        f"not known to {now['script']}": ", ".join(f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours)),
+    }.items():
+        if lines:
+            print(f"{title}: {lines}", flush=True)
+    return changed
+
+
+def checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]:
+    names = {name.lstrip("-").replace("-", "_") for name in overrides}
+    if unknown := names - (now.keys() - NO_FLAGS):
+        raise InputError(f"--resume-override {' '.join(sorted(unknown))}: no flag of {now['script']}")
+    return names
+
+
+def _may_change(flag: str, now: dict[str, Any]) -> bool:
+    if flag == "total_steps" and now["lr_schedule"] != "constant":  # which ends there
+        return False
+    return flag in MAY_CHANGE
+
+
+def _never(flag: str, now: dict[str, Any]) -> str | None:
+    """Why nobody can consent to a change of the flag."""
+    if flag in ("lora_rank", "lora_target_modules", "freeze"):
+        return "the checkpoint holds other weights"
+    if flag in ("num_mini_batches", "update_epochs") and (now["lr_schedule"] != "constant" or now["warmup_steps"]):
+        return "the schedule of the learning rate counts updates"
+    return None
+
+
+def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    was, is_now = ((config.get("contents") or {}).get(flag) for config in (before, now))
+    if was and is_now:
+        return was != is_now
+    if flag == "rollout_engine":  # vLLM draws the same samples here and on any server
+        return (before[flag] == "hf") != (now[flag] == "hf")
+    return before[flag] != now[flag]
+
+
+def _changes(flags: Sequence[str], changed: dict[str, list]) -> str:
+    texts = []
+    for flag in flags:
+        was, is_now = changed[flag]
+        texts.append(
+            f"{_flag(flag)} was {was}, is {is_now}" if was != is_now else f"{_flag(flag)} {was} holds other data"
+        )
+    return ", ".join(texts)
+
+
+def _flag(name: str) -> str:
+    return name if name == "script" else as_flag(name)
+
+
+def _digest(value: str | list[str]) -> str:
+    """Of what the paths in a flag's value hold, wherever they lie; of the value itself where it is no path."""
+    digest = hashlib.sha256()
+    for text in [value] if isinstance(value, str) else value:
+        path, function = text.rsplit(":", 1) if ".py:" in text else (text, "")
+        files = _files_of(path)
+        digest.update(json.dumps([function, [file.name for file in files] if len(files) > 1 else []]).encode())
+        for file in files:
+            _add_file(digest, file)
+        if not files:
+            digest.update(path.encode())
+    return digest.hexdigest()[:16]
+
+
+def _files_of(name: str) -> list[Path]:
+    """The file; of a folder the files of a model; [] for what is no path."""
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        suffixes = {".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt", ".py"}
+        return sorted(file for file in path.iterdir() if file.suffix in suffixes)
+    return [path] if path.is_file() else []
+
+
+def _add_file(digest: Any, file: Path) -> None:
+    """Its size and all of it, or of more than 64 MiB 64 blocks: other weights differ everywhere."""
+    size, block = file.stat().st_size, 2**16
+    digest.update(str(size).encode())
+    with file.open("rb") as data:
+        for start in range(0, size, block if size <= 2**26 else size // 64):
+            data.seek(start)
+            digest.update(data.read(block))
