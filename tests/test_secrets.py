@@ -67,7 +67,7 @@ def test_what_is_no_key_passes(value):
 
 def test_what_the_environment_says_is_secret_is_struck_out(monkeypatch):
     monkeypatch.setattr(os, "environ", {"OPENAI_API_KEY": KEY, "HTTPS_PROXY": "http://me:hunter22@proxy:3128"})
-    os.environ |= {"SHORT_KEY": "abc", "PATH": "/usr/bin", "JUDGE": "a judge's credential"}
+    os.environ |= {"SHORT_KEY": "abc", "MONKEY": "/usr/bin", "JUDGE": "a judge's credential"}
     assert (
         secret_in('{"api_key_env": "JUDGE"}', "--reward-kwargs") is None
     )  # and from now on that is one, whatever it is called
