@@ -122,6 +122,6 @@ def test_files_of_a_run_that_may_hold_secrets_are_their_owners_alone(tmp_path):
     finally:
         os.umask(before)
     run = tmp_path / "run"
-    closed = {path.name for path in run.iterdir() if not mode(path) & 0o070}
-    assert closed == {"config.json", "samples.jsonl", "wandb"}
-    assert all(mode(path) & 0o040 for path in (run / "checkpoints").rglob("*"))
+    paths = [*run.iterdir(), *(run / "checkpoints").rglob("*")]
+    closed = {str(path.relative_to(run)) for path in paths if not mode(path) & 0o070}
+    assert closed == {"config.json", "samples.jsonl", "wandb", "checkpoints/step_000001/config.json"}
