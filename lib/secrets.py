@@ -19,7 +19,7 @@ NAME = re.compile(
     re.IGNORECASE,
 )
 NAME_OF_VARIABLE = re.compile(
-    r"(?:key|token|secret|password|passwd|passphrase|authorization|credentials?)$", re.IGNORECASE
+    r"(?:^|[_-]|api|pg)(?:key|token|secret|password|passwd|passphrase|authorization|credentials?)$", re.IGNORECASE
 )
 FORMS = {
     "user:password@ in a URL": r"://[^/?#\s@]+@",
@@ -33,7 +33,7 @@ _named: set[str] = set()  # variables that flags name as a key's
 
 
 def secret_in(value: Any, flag: str, *path: str) -> str | None:
-    """What in the value of a flag is a key or password: "--flag path: why", without the secret. None where nothing is.
+    """What in the value of a flag is a key or password: "flag path: why", without the secret. None where nothing is.
 
     value: of any type; a text may be JSON. path: the keys in the flag's JSON down to the value.
     """
@@ -67,7 +67,7 @@ def _first(found) -> str | None:
 
 
 def _key_of_command(command: str) -> str | None:
-    """NAME of a NAME=secret or an option --name secret in it; NAME=$VARIABLE is none."""
+    """The name of a NAME=secret, or of an option with a secret, in it; NAME=$VARIABLE is none."""
     try:
         words = shlex.split(command)
     except ValueError:

@@ -108,7 +108,7 @@ LAUNCHERS = {
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
 }
 VLLM = {
-    *("--logprobs-mode", "--max-model-len", "--tensor-parallel-size", "--weight-transfer-config"),
+    *("--host", "--logprobs-mode", "--max-model-len", "--tensor-parallel-size", "--weight-transfer-config"),
     *("--worker-extension-cls", "--generation-config", "--override-generation-config"),
 }
 OF_TOOLS = {"--local-dir", "--ranks"}  # of data/ and lib/memory.py
@@ -133,6 +133,18 @@ def test_flags_that_the_code_names_exist():
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
     named = {name for line in lines for name in FLAG.findall(line)}
     assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
+
+
+def test_servers_are_started_on_an_address():
+    """vLLM's default is all interfaces, and in dev mode it obeys whoever comes."""
+    paths = [
+        ROOT / "README.md",
+        *(path for room in ("docs", "lib", "rewards", "launch") for path in (ROOT / room).rglob("*")),
+    ]
+    texts = [path.read_text().replace("\\\n", "") for path in paths if path.suffix in (".md", ".py", ".sh")]
+    commands = [line for text in texts for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
+    assert len(commands) >= 3
+    assert [line for line in commands if "--host" not in line] == []
 
 
 # ---- data ----------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_what_is_no_key_passes(value):
 
 def test_what_the_environment_says_is_secret_is_struck_out(monkeypatch):
     monkeypatch.setattr(os, "environ", {"OPENAI_API_KEY": KEY, "HTTPS_PROXY": "http://me:hunter22@proxy:3128"})
-    os.environ |= {"SHORT_KEY": "abc", "PATH": "/usr/bin", "JUDGE": "a judge's credential"}
+    os.environ |= {"SHORT_KEY": "abc", "MONKEY": "/usr/bin", "JUDGE": "a judge's credential"}
     assert (
         secret_in('{"api_key_env": "JUDGE"}', "--reward-kwargs") is None
     )  # and from now on that is one, whatever it is called
@@ -122,6 +122,6 @@ def test_files_of_a_run_that_may_hold_secrets_are_their_owners_alone(tmp_path):
     finally:
         os.umask(before)
     run = tmp_path / "run"
-    closed = {path.name for path in run.iterdir() if not mode(path) & 0o070}
-    assert closed == {"config.json", "samples.jsonl", "wandb"}
-    assert all(mode(path) & 0o040 for path in (run / "checkpoints").rglob("*"))
+    paths = [*run.iterdir(), *(run / "checkpoints").rglob("*")]
+    closed = {str(path.relative_to(run)) for path in paths if not mode(path) & 0o070}
+    assert closed == {"config.json", "samples.jsonl", "wandb", "checkpoints/step_000001/config.json"}

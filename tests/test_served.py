@@ -412,6 +412,29 @@ def test_buckets(monkeypatch):
     assert [names for names, _ in vllm_rollout._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
 
 
+@pytest.mark.parametrize(
+    ("ways", "address"),
+    [
+        ({"http://localhost:8000": "127.0.0.1", "http://[::1]:8000": "::1"}, "127.0.0.1"),
+        (
+            {"http://localhost:8000": "127.0.0.1", "http://node1:8000": "10.0.0.1", "https://node2": "10.0.0.1"},
+            "10.0.0.1",
+        ),
+    ],
+)
+def test_a_broadcast_listens_on_the_way_to_its_servers(monkeypatch, ways, address):
+    """On loopback where all of them are on this machine; else where those elsewhere reach it too."""
+    ports = iter([8000, 8000, 443])
+    by_host = {url.split("/")[2].rsplit(":8000")[0].strip("[]"): way for url, way in ways.items()}
+
+    def towards(host, port):
+        assert port == next(ports)
+        return by_host[host]
+
+    monkeypatch.setattr(vllm_rollout, "address_towards", towards)
+    assert vllm_rollout._address_towards(list(ways)) == address
+
+
 # ---- what a person reads --------------------------------------------------------------------------
 
 
