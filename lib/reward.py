@@ -56,7 +56,7 @@ def load_scorers(
     **kwargs); one with a parameter solution_strs is batched: called for all as compute_score_batch(data_sources=,
     solution_strs=, ground_truths=, extra_infos=, **kwargs). Either may be async. It returns a number, or a dict with
     "score" and whatever is to be logged; batched, a list of them. A row's score is the sum of weight x score; without
-    weights, 1 each.
+    weights, 1 each. One with a parameter time_limit_s, which has a default, is told the seconds a response has.
 
     Raises InputError: no such file or function, one that cannot be called so, a data_source that rewards/ lacks, a row
     without a ground truth for a scorer whose parameter ground_truth (or ground_truths) has no default.

@@ -180,7 +180,7 @@ class Tracker:
             line = [f"step {step}/{self.total_steps}", *parts, *validation, *alarms, *trouble]
             print(" | ".join(line), flush=True)
             return
-        if validation or alarms:  # these stay on the screen, above the bar
+        if validation or alarms or (trouble and not parts):  # these stay on the screen, above the bar
             self.console.print(
                 Text(" | ".join([f"step {step}", *validation, *alarms, *trouble]), style="red" if alarms else "bold")
             )

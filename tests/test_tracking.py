@@ -176,6 +176,7 @@ import sys
 from lib.tracking import Tracker
 tracker = Tracker(sys.argv[1], {}, total_steps=4)
 tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1}, 0)
+tracker.log({"val/unscored": 256}, 0)
 for step in (1, 2, 3):
     tracker.log({"reward/mean": step / 10, "response_length/mean": 20.0, "perf/tokens_per_s": 1000.0}, step)
     print("said by the script", step)
@@ -207,6 +208,7 @@ def test_terminal_shows_progress_keeps_prompts_and_gives_the_cursor_back(tmp_pat
     text = output.decode()
     for expected in (
         "val/toy/mean@1 0.250",
+        "unscored in validation: 256",
         "3/4",
         "reward 0.300 | length 20 | 1,000 tok/s | eta",
         "(prompt) ",
@@ -214,7 +216,7 @@ def test_terminal_shows_progress_keeps_prompts_and_gives_the_cursor_back(tmp_pat
     ):
         assert expected in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # cursor shown after it was hidden
-    assert len(lines(tmp_path / "metrics.jsonl")) == 4
+    assert len(lines(tmp_path / "metrics.jsonl")) == 5
 
 
 def test_the_report_has_a_before_where_the_start_model_was_validated(tmp_path, capsys):
@@ -225,6 +227,11 @@ def test_the_report_has_a_before_where_the_start_model_was_validated(tmp_path, c
         tracker.report()
         tracker.close()
         assert f"\nval/toy/mean@1: {line}\n" in capsys.readouterr().out
+    tracker = Tracker(tmp_path / "start", {}, total_steps=4)
+    tracker.log({"val/toy/mean@1": 0.1, "val/toy/mean@1/ci_low": 0.0}, 0)
+    tracker.report()
+    assert "val/toy/mean@1: 0.100 before training\n" in capsys.readouterr().out
+    tracker.close()
 
 
 # ---- wandb, tensorboard, curve -------------------------------------------------------------------
