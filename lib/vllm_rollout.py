@@ -557,7 +557,7 @@ class ServedEngine:
         asked = min(asked, self.max_length - before)
         if choice["finish_reason"] == "length" and len(choice["token_ids"]) < asked:
             raise InputError(
-                f"--rollout_engine {self.url}: the server ended a response after {len(choice['token_ids'])} of {asked} "
+                f"--rollout-engine {self.url}: the server ended a response after {len(choice['token_ids'])} of {asked} "
                 "tokens: start it with --generation-config vllm and without --override-generation-config"
             )
 

@@ -104,11 +104,11 @@ def test_flags_of_commands_exist(doc):
 LAUNCHERS = {
     *("--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--main_process_port", "--multi_gpu"),
     *("--num_processes", "--use_fsdp", "--fsdp_version"),  # accelerate's, with underscores
-    *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
+    *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv_conf"),
 }
 VLLM = {
-    *("--logprobs-mode", "--max-model-len", "--tensor-parallel-size", "--weight-transfer-config"),
-    *("--worker-extension-cls",),
+    *("--generation-config", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
+    *("--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
 }
 OF_TOOLS = {"--local-dir", "--ranks"}  # of data/ and lib/memory.py
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z](?![\w-])")
