@@ -103,8 +103,14 @@ def test_flags_of_commands_exist(doc):
 
 LAUNCHERS = {
     *("--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--main_process_port", "--multi_gpu"),
-    *("--num_processes", "--use_fsdp", "--fsdp_version"),  # accelerate's, with underscores
-    *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv_conf"),
+    *(
+        "--num_processes",
+        "--use_fsdp",
+        "--fsdp_version",
+        "--rdzv_backend",
+        "--rdzv_conf",
+    ),  # accelerate's
+    *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
 }
 VLLM = {
     *("--generation-config", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
