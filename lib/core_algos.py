@@ -38,8 +38,8 @@ def _lookup(kind: str, table: dict[str, Callable], name: str) -> Callable:
 def _bind(what: str, function: Callable, settings: Mapping, positional: int, tensors: Sequence[str] = ()) -> Callable:
     """The function with its settings; what it is called with, `positional` arguments and the tensors, comes later.
 
-    Raises InputError for a setting that the function does not have, for one that is no number (no bool) where the
-    default is, and if one without default is missing.
+    Raises InputError for a setting that the function does not have, for one that is no number of at least 0 (no bool)
+    where the default is one, and if one without default is missing.
     """
     signature = inspect.signature(function)
     try:
@@ -50,6 +50,8 @@ def _bind(what: str, function: Callable, settings: Mapping, positional: int, ten
         kind = {bool: "true or false", int: "a number", float: "a number"}.get(type(signature.parameters[name].default))
         if kind and not (is_number(value) if kind == "a number" else isinstance(value, bool)):
             raise InputError(f"{what}: {name} must be {kind}, not {value!r}")
+        if kind == "a number" and value < 0:
+            raise InputError(f"{what}: {name} must be at least 0, not {value!r}")
     return partial(function, **settings)
 
 

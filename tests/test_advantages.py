@@ -834,6 +834,7 @@ def test_lookup_checks_name_and_settings():
     for name, settings, message in (
         ("drgrpo", None, r"'drgrpo'.*grpo, dr_grpo, .*rloo.*gae"),
         ("rloo", {"epsilon": 1}, "'rloo'.*epsilon"),
+        ("grpo", {"epsilon": -1e-6}, "'grpo'.*epsilon must be at least 0"),
         ("gae", {"values": 1}, "'gae'.*values"),
         ("remax", {"gamma": 1}, "'remax'.*gamma"),
     ):

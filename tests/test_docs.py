@@ -103,15 +103,14 @@ def test_flags_of_commands_exist(doc):
 
 LAUNCHERS = {
     *("--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--main_process_port", "--multi_gpu"),
-    *("--num_processes", "--use_fsdp", "--fsdp_version"),  # accelerate's, with underscores
-    *("--rdzv_backend", "--rdzv_conf"),
+    *("--num_processes", "--use_fsdp", "--fsdp_version", "--rdzv_backend", "--rdzv_conf"),  # accelerate's
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
 }
 VLLM = {
-    *("--host", "--logprobs-mode", "--max-model-len", "--tensor-parallel-size", "--weight-transfer-config"),
-    *("--worker-extension-cls", "--generation-config", "--override-generation-config"),
+    *("--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
+    *("--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
 }
-OF_TOOLS = {"--local-dir", "--ranks"}  # of data/ and lib/memory.py
+OF_TOOLS = {"--local-dir", "--ranks", "--flag", "--name"}  # of data/ and lib/memory.py; placeholders
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z](?![\w-])")
 
 

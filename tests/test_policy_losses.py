@@ -799,6 +799,7 @@ def test_lookup_checks_name_and_hyper_parameters():
         ("dro", {}, "'dro'.*dro_beta"),
         ("gspo", {"cliprange_low": True}, "cliprange_low must be a number, not True"),
         ("sapo", {"tau_pos": "1.0"}, "tau_pos must be a number, not '1.0'"),
+        ("gspo", {"cliprange_low": -0.1}, "cliprange_low must be at least 0, not -0.1"),
         ("cispo", {"cliprange_high": math.nan}, "cliprange_high must be a number, not nan"),
     ):
         with pytest.raises(InputError, match=message):
