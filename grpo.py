@@ -74,7 +74,8 @@ class Args:
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     lora_rank: Annotated[int, Ge(0)] = 0
-    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights"""
+    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. A vLLM
+    engine or server samples from W + dW; as bfloat16 it loses small updates: rollout_correction then has a default"""
     lora_alpha: Annotated[float, Gt(0)] = 32.0
     """the adapters' update is multiplied by lora_alpha / lora_rank"""
     lora_target_modules: str = "all-linear"
@@ -130,7 +131,7 @@ class Args:
     hold beside training"""
     async_level: Annotated[int, Ge(0)] = 0
     """steps that rollouts may run ahead of training, on an engine of its own (http://...): their tokens are then of up
-    to that many weights before. Above 0 rollout_correction is {"level": "token", "bounds": [0, 2]} unless given"""
+    to that many weights before. Above 0 rollout_correction has a default"""
     prompts_per_step: Annotated[int, Ge(1)] = 32
     """prompts of one step, over all ranks"""
     group_size: Annotated[int, Ge(1)] = 8
@@ -219,8 +220,9 @@ class Args:
     """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
     ratio is 1), or the rollout engine's"""
     rollout_correction: str = "{}"
-    """JSON: how r = pi_old / pi_rollout corrects the loss, such as {"level": "token", "bounds": [0, 2]} or
-    {"level": null, "reject": {"seq_mean_k1": [0.99, 1.01]}}: see lib/rollout_correction.py"""
+    """JSON: how r = pi_old / pi_rollout corrects the loss, such as {"level": "token", "bounds": [0, 2]}, the default of
+    --async-level above 0 and of LoRA in bfloat16 with vLLM, {"level": null}, which only measures, or {"level": null,
+    "reject": {"seq_mean_k1": [0.99, 1.01]}}: see lib/rollout_correction.py"""
 
     # ---- update
     num_mini_batches: Annotated[int, Ge(1)] = 1
@@ -485,9 +487,13 @@ def main(args: Args) -> None:
     if args.loss in TOKEN_MASKS:
         token_masks.setdefault(args.loss, {})
     check_token_masks(token_masks)
+    compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    if args.compute_dtype != "auto":
+        compute_dtype = getattr(torch, args.compute_dtype)
+    merged = args.lora_rank > 0 and args.rollout_engine != "hf"  # W + dW, which bfloat16 may round to W
     correction = parse_json(args, "rollout_correction")
-    if args.async_level and not correction and args.old_log_probs != "rollout":  # for tokens of older weights
-        correction = {"level": "token", "bounds": [0, 2]}
+    if (args.async_level or (merged and compute_dtype == torch.bfloat16)) and args.old_log_probs != "rollout":
+        correction = correction or {"level": "token", "bounds": [0, 2]}
     correct_rollout = get_rollout_correction_fn(correction) if correction else None
     kl_in_reward = args.kl_coef > 0 and args.kl_placement == "reward"
     needs_old_log_probs = (
@@ -525,9 +531,6 @@ def main(args: Args) -> None:
 
     # ---- models and optimizer
     torch.manual_seed(args.seed + world.rank)
-    compute_dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    if args.compute_dtype != "auto":
-        compute_dtype = getattr(torch, args.compute_dtype)
     mesh = make_mesh(world, args.replicas, args.tensor_parallel)
     row_group = make_row_group(world, mesh, args.sequence_parallel)
 

@@ -148,6 +148,17 @@ def test_vllm_on_two_ranks(tmp_path, engine_ranks):
     assert all(row["rollout/logp_diff_max"] < 1e-3 for row in rows)
 
 
+def test_lora_in_bf16_is_corrected_for_what_an_engine_of_its_own_cannot_hold(tmp_path):
+    """Not with hf, which samples with the adapters."""
+    args = [*SMALL, "--lora-rank", "4", "--compute-dtype", "bfloat16", "--total-steps", "2"]
+    ran(fork("grpo", tmp_path, *args, "--run-name", "hf"))
+    assert not any("rollout/is_weight" in row for row in metrics(tmp_path / "hf"))
+    pytest.importorskip("vllm")
+    ran(launch("grpo", tmp_path, *args, "--run-name", "vllm", "--rollout-engine", "vllm"))
+    for row in metrics(tmp_path / "vllm"):
+        assert row["rollout/logp_diff_mean"] > 0 and 0.9 < row["rollout/is_weight"] < 1.1
+
+
 def test_a_sync_that_is_skipped_stops_the_run_at_that_step(tmp_path):
     pytest.importorskip("vllm")
     (tmp_path / "skip.py").write_text(
