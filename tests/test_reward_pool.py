@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from lib import InputError
+from lib import InputError, reward_pool
 from lib.data_proto import DataProto
 from lib.metrics import Sum
 from lib.model import load_tokenizer
@@ -93,7 +93,7 @@ def processes_of(manager: RewardManager) -> list[int]:
 # ---- hostile scorers -------------------------------------------------------------------------------
 
 HOSTILE = """
-import ctypes, fractions, os, re, signal, subprocess, sys, threading, time
+import ctypes, fractions, os, re, signal, subprocess, sys, threading, time, zlib
 
 here = os.path.dirname(__file__)
 
@@ -234,6 +234,51 @@ def give_itself():
 def give_the_reward_models_key():
     return {"score": 1.0, "reward_model": 2.0}
 
+def write_everywhere(data):
+    for fd in range(256):
+        try:
+            os.write(fd, data)
+        except OSError:
+            pass
+
+def write_a_byte():
+    write_everywhere(b"x")
+    return 1.0
+
+def write_a_zero():
+    write_everywhere(bytes(1))
+    return 1.0
+
+def write_a_byte_and_hang():
+    write_everywhere(bytes(3))
+    hang()
+
+def write_half_a_frame():
+    write_everywhere((1000).to_bytes(8, "big") + b"abcd" + b"[")
+    hang()
+
+def write_a_huge_frame():
+    write_everywhere((2**62).to_bytes(8, "big") + b"abcd")
+    hang()
+
+def write_another_checksum():
+    write_everywhere((4).to_bytes(8, "big") + b"abcd" + b"abcd")
+    hang()
+
+def write_an_answer_of_another():
+    answer = bytes(7) + b"x" + b'+[["ok", {"score": 9.0}]]'
+    write_everywhere(len(answer).to_bytes(8, "big") + zlib.crc32(answer).to_bytes(4, "big") + answer)
+    hang()
+
+def read_everything():
+    for fd in range(3, 256):
+        try:
+            os.set_blocking(fd, False)
+            os.read(fd, 10**6)
+        except OSError:
+            pass
+    return 0.5
+
 def leave_child_and_hang():
     leave_pid(subprocess.Popen(["sleep", "1000"]).pid)
     hang()
@@ -299,6 +344,13 @@ KINDS = {
     "stop_itself": ("timeout", "stopped after 0.4 s"),
     "print_endlessly": ("timeout", "in print_endlessly"),
     "wait_for_input": ("timeout", "in wait_for_input"),
+    "write_a_byte": ("crash", "it sent a message of"),
+    "write_a_zero": ("crash", "it sent a message with another checksum"),
+    "write_a_byte_and_hang": ("timeout", "in write_a_byte_and_hang"),
+    "write_half_a_frame": ("timeout", "in write_half_a_frame"),
+    "write_a_huge_frame": ("crash", "it sent a message of 4611686018427387904 bytes"),
+    "write_another_checksum": ("crash", "it sent a message with another checksum"),
+    "write_an_answer_of_another": ("crash", "it sent an answer to another task"),
     "leave_child_and_hang": ("timeout", "in leave_child_and_hang"),
     "fork_and_hang_twice": ("timeout", "in fork_and_hang_twice"),
     "fork_and_return_in_the_child": ("timeout", "in fork_and_return_in_the_child"),
@@ -340,6 +392,7 @@ HARMLESS = [
         "leave_child",
         "fork_and_return_twice",
         "change_process",
+        "read_everything",
         "close_stdout",
         "move_to_another_group",
         "start_thread",
@@ -408,6 +461,53 @@ def test_one_in_ten_samples_misbehaves(hostile, capsys):
     assert out.count("reward: timeout in") == out.count("reward: crash in") == 1 and out.count("reward: ") == 2
 
 
+def test_a_worker_that_says_more_than_was_asked_is_replaced(manager_of):
+    source = """
+import os, signal
+def late(*_):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"late")
+        except OSError:
+            pass
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.05 if data_source == "late" else 0)
+    return {"score": 1.0, "pid": os.getpid()}
+"""
+    manager = manager_of(source, workers=1)
+    first = manager.submit(batch_of(["1"], ["late"])).get()[1]["pid"]
+    assert not wait_until_gone(first)
+    scores, extras, metrics = manager.submit(batch_of(["1"])).get()
+    assert scores.sum() == 1 and metrics == counts() and extras["pid"] != first
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"no",
+        b"{}",
+        b"[" * 10**5,
+        b"[]",
+        b'[["ok", {"score": 1.0}], ["ok", {"score": 1.0}]]',
+        b'[["ok", {}]]',
+        b'[["ok", {"score": 1e400}]]',
+        b'[["ok", {"score": NaN}]]',
+        b'[["ok", {"score": "1"}]]',
+        b'[["ok", 1.0]]',
+        b'[["well", {"score": 1.0}]]',
+        b'[["error", 1]]',
+        b'[["ok"]]',
+        b"[1]",
+        b"\xff",
+    ],
+)
+def test_an_answer_that_is_none_is_a_crash(text):
+    assert reward_pool.read_answers(b'[["ok", {"score": 1.0}]]', 1) == [["ok", {"score": 1.0}]]
+    assert reward_pool.read_answers(text, 1) == [["crash", "the worker's answer is no answer"]]
+
+
 # ---- the pool and the trainer ----------------------------------------------------------------------
 
 TRAINER = """
@@ -448,6 +548,51 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
     finally:
         loader.kill()
         trainer.stdout.close()
+
+
+UNREAD = """
+import os, sys, time
+from lib.reward_pool import Pool
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
+ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})])] * 100)
+next(pool.collect(ids))
+if os.fork() == 0:
+    time.sleep(1000)
+print(pool._process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_no_process_outlives_a_trainer_that_has_stopped_reading(tmp_path):
+    """Fifty megabytes of answers wait in the supervisor when the trainer is killed; a child of it holds the socket."""
+    source = 'def score(**kwargs):\n    return {"score": 1.0, "text": "x" * 500_000}'
+    (tmp_path / "large.py").write_text(source)
+    command = [sys.executable, "-c", UNREAD, f"{tmp_path / 'large.py'}:score"]
+    trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    supervisor = psutil.Process(int(trainer.stdout.readline()))
+    loader = next(child for child in psutil.Process(trainer.pid).children() if child != supervisor)
+    pids = [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
+    trainer.kill(), trainer.wait(), trainer.stdout.close()
+    try:
+        assert not wait_until_gone(pids)
+    finally:
+        loader.kill()
+
+
+def test_a_pool_that_is_stopped_ends_the_run_with_a_line(manager_of, monkeypatch):
+    monkeypatch.setattr(reward_pool, "SILENCE_S", 0.5)
+    source = """
+import os, signal, time
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "stop":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(100)
+    return 1.0
+"""
+    manager = manager_of(source)
+    manager.submit(batch_of(["1"])).get()
+    with pytest.raises(RuntimeError, match=r"the reward pool's process \d+ has been silent for 0.5 s"):
+        manager.submit(batch_of(["1"], ["stop"])).get()
 
 
 def test_no_worker_outlives_the_supervisor(tmp_path):
