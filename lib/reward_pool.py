@@ -98,8 +98,6 @@ def checked(result) -> dict:
     result = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in result:
         raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
-    if "reward_model" in result:
-        raise ValueError('the scorer gave a key "reward_model", which is the name of that model\'s score: rename it')
     score = result["score"]
     if hasattr(score, "tolist"):  # numpy, torch
         score = score.tolist()

@@ -14,10 +14,10 @@ import torch
 
 from lib import InputError, reward_pool
 from lib.data_proto import DataProto
-from lib.metrics import Sum
+from lib.metrics import Sum, extra_metrics, reward_components
 from lib.model import load_tokenizer
 from lib.reward import RewardManager, load_scorers
-from tests.common import TOY_MODEL
+from tests.common import TOY_MODEL, run_ranks
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 0.4  # of the hostile scorers; the others take well under a millisecond
@@ -42,8 +42,8 @@ def batch_of(texts: list[str | None], data_sources: list[str] | None = None, **e
     return DataProto.from_dict(tensors, rows)
 
 
-def counts(timeout=0, crash=0, error=0) -> dict[str, Sum]:
-    return {"reward/timeout_count": Sum(timeout), "reward/crash_count": Sum(crash), "reward/error_count": Sum(error)}
+def counts(timeout=0, crash=0, error=0, dropped_key=0) -> dict[str, Sum]:
+    return {f"reward/{kind}_count": Sum(count) for kind, count in locals().items()}
 
 
 def wait_until_gone(pids, seconds=20.0) -> set[int]:
@@ -231,9 +231,6 @@ def give_itself():
     result["me"] = result
     return result
 
-def give_the_reward_models_key():
-    return {"score": 1.0, "reward_model": 2.0}
-
 def write_everywhere(data):
     for fd in range(256):
         try:
@@ -377,7 +374,6 @@ KINDS = {
     "give_text": ("error", "gave a str as score"),
     "give_list": ("error", "gave a list as score"),
     "give_no_score": ("error", "a dict without \"score\": ['acc']"),
-    "give_the_reward_models_key": ("error", 'gave a key "reward_model"'),
     "give_lock": ("error", "gave a lock beside its score"),
     "give_module": ("error", "gave a module as score"),
     "give_fraction": ("error", "gave a Fraction as score"),
@@ -506,6 +502,52 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 def test_an_answer_that_is_none_is_a_crash(text):
     assert reward_pool.read_answers(b'[["ok", {"score": 1.0}]]', 1) == [["ok", {"score": 1.0}]]
     assert reward_pool.read_answers(text, 1) == [["crash", "the worker's answer is no answer"]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_keys_that_cannot_be_taken_are_dropped_and_counted(manager_of, workers, capsys):
+    source = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["row"] == 1:
+        return {"score": 2.0, "pred": "two", "n": 7, "mean": 3, "zero_variance": 0.5, "list": [1], "key": 1}
+    return {"score": 1.0, "pred": ["1"], "n": 10**400, "nan": float("nan"), "inf": -float("inf"), "1e13": 1e13,
+            "reward_model": 5.0, "": 1, "two\\nlines": 1, "x" * 101: 1, "mean": "m", "acc": 1.0}
+"""
+    manager = manager_of(source, workers=workers)
+    scores, extras, metrics = manager.submit(batch_of(["1", "2"])).get()
+    assert scores.sum(1).tolist() == [1, 2] and metrics == counts(dropped_key=9)
+    assert extras == {
+        "pred": [None, "two"],
+        "n": [None, 7],
+        "mean": ["m", 3],
+        "zero_variance": [None, 0.5],
+        "list": [None, [1]],
+        "key": [None, 1],
+        "acc": [1.0, None],
+    }
+    assert extra_metrics(extras)["reward/mean/mean"] == (3, 1)
+    out = capsys.readouterr().out
+    assert out.count("reward: scorer mine.score: ") == 9 and "'pred': ['1'] is a list; an answer is a text" in out
+    scores, extras, metrics = manager.submit(batch_of(["1"])).get()  # numbers keep their columns
+    assert extras["key"] == extras["n"] == [None] and "list" not in extras and capsys.readouterr().out == ""
+
+
+def _components(world, extras, keys):
+    extras = {key: column for key, column in extras.items() if world.rank == 0 or key == "everywhere"}
+    try:
+        return reward_components(extras, keys, torch.zeros(2, 3)).tolist()
+    except InputError as error:
+        return str(error)
+
+
+def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
+    extras = {"everywhere": [1, None], "here": [2.0, 3], "mixed": [4, "a"], "text": ["a", "b"], "pred": ["a", None]}
+    assert run_ranks(2, _components, extras, ["everywhere", "here", "mixed"]) == [
+        [[1, 2, 4], [0, 3, 0]],
+        [[1, 0, 0], [0, 0, 0]],
+    ]
+    for error in run_ranks(2, _components, extras, ["here", "text"]):
+        assert "--reward-keys text: the scorers give no number of that name" in error
 
 
 # ---- the pool and the trainer ----------------------------------------------------------------------
@@ -785,7 +827,7 @@ def test_async_and_batched_scorers(manager_of, workers):
     manager = manager_of(FORMS, "compute_score_batch", workers=workers)
     scores, extras, _ = manager.submit(batch_of(["1", None, "3"])).get()
     assert scores.sum(1).tolist() == [1, 0, 3] and extras == {"rows": [2, None, 2], "row": [0, None, 2]}
-    assert manager.submit(batch_of([None])).get()[1:] == ({}, counts())
+    assert manager.submit(batch_of([None])).get()[1:] == ({"rows": [None], "row": [None]}, counts())
     scores, _, _ = manager_of(FORMS, "together", workers=workers).submit(batch_of(["1", "2", "3"])).get()
     assert scores.sum(1).tolist() == [1, 2, 3]
 
@@ -843,6 +885,12 @@ def asks_not(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
 def test_a_scorer_that_asks_for_its_time_limit_gets_it(manager_of, workers, seconds):
     _, extras, _ = manager_of(ASKS, "asks", "asks_not", workers=workers, timeout_s=30.0).submit(batch_of(["1"])).get()
     assert extras["mine.asks"] == [seconds] and extras["mine.asks/others"] == extras["mine.asks_not/others"] == [0]
+
+
+def test_without_workers_sys_exit_is_no_silent_end_of_the_run(manager_of):
+    source = "import sys\ndef score(**kwargs):\n    sys.exit(0)"
+    with pytest.raises(RuntimeError, match=r"sys.exit\(0\) in scorer mine.score, data_source 'calm', response '1'"):
+        manager_of(source, workers=0).submit(batch_of(["1"]))
 
 
 def test_without_workers_an_exception_stops_the_run_and_names_the_response(manager_of):
