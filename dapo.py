@@ -713,7 +713,7 @@ def main(args: Args) -> None:
                 with timer("reward"):
                     scores, extras, failures = collect_scores(reward_manager.submit(batch), batch)  # (B, T)
                     if args.reward_keys:
-                        batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores.device)
+                        batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores)
                     batch.batch["token_level_scores"] = scores
                     truncated = torch.tensor([r == "length" for r in batch.non_tensor_batch["finish_reason"]])
                     batch.batch["truncated"] = truncated.to(world.device)

@@ -703,7 +703,7 @@ def main(args: Args) -> None:
             with timer("reward"):
                 scores, extras, failures = collect_scores(pending, batch)  # (B, T)
                 if args.reward_keys:
-                    batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores.device)
+                    batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores)
                 batch.batch["token_level_scores"] = scores
 
             # ---- 4 advantages: of the batch of all ranks, for what compares rows or tokens

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import enter_stage
-from lib.reward_pool import LARGEST_SCORE
 
 # ---- reduction over ranks ------------------------------------------------------------------------
 
@@ -197,16 +196,20 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     return 1 - float((returns - values).var(correction=0)) / variance if variance else 0.0
 
 
-def reward_components(extras: Mapping[str, list], keys: Sequence[str], device: torch.device) -> torch.Tensor:
+def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
     """(B, K): the K rewards of each row that a scorer gave beside its score; 0 where it gave none (aborted, failed).
 
-    Raises InputError for a key that no row has, or that is not a number or one above 1e12.
+    scores (B, T): for B and the device. A collective. Raises InputError, on all ranks, for a key of which none has
+    numbers.
     """
-    for key in keys:
-        values = [value for value in extras.get(key, [""]) if value is not None]
-        if not all(isinstance(value, int | float) and abs(value) <= LARGEST_SCORE for value in values):
+    columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
+    # where all are None, extras has the key because there were numbers in an earlier step
+    known = {k: k in extras and any(v is None or _is_number(v) for v in column) for k, column in columns.items()}
+    for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
+        if not anywhere:
             raise InputError(f"--reward-keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
-    return torch.tensor([[float(value or 0) for value in extras[key]] for key in keys], device=device).T
+    values = [[float(value) if _is_number(value) else 0.0 for value in columns[key]] for key in keys]
+    return torch.tensor(values, device=scores.device).T
 
 
 @torch.no_grad()
@@ -415,6 +418,7 @@ COUNTS = {  # what is said, with the number, where a metric is above 0
     "scorer errors": "reward/error_count",
     "scorer timeouts": "reward/timeout_count",
     "scorer crashes": "reward/crash_count",
+    "keys of scorers left out": "reward/dropped_key_count",
     "tool exceptions": "agent/tool_errors/exception",
     "tool timeouts": "agent/tool_errors/timeout",
     "rows without a score or a token": "training/rows_dropped/dead",

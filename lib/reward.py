@@ -24,7 +24,7 @@ from lib import InputError
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.metrics import Sum
-from lib.reward_pool import Pool, call, checked, load_scorer
+from lib.reward_pool import LARGEST_SCORE, Pool, call, checked, load_scorer
 from lib.secrets import struck
 from lib.user_code import load_object
 
@@ -146,6 +146,8 @@ class RewardManager:
             self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in scorers]
         self._scored: set[str] = set()  # names of scorers that have given a score
         self._failures: Counter = Counter()  # by (name, kind)
+        self._numbers: set[str] = set()  # keys that scorers have given numbers for
+        self._dropped_keys: set[tuple[str, str]] = set()  # (name, key)
 
     def submit(self, batch: DataProto) -> "PendingScores":
         """Decodes the responses and hands them to the workers. Without workers it scores them."""
@@ -184,6 +186,9 @@ class RewardManager:
         except Exception as error:
             error.add_note(f"in scorer {self.scorers[k].name}, {_describe(samples[0])}")
             raise
+        except SystemExit as error:  # it would end the run without a word
+            where = f"scorer {self.scorers[k].name}, {_describe(samples[0])}"
+            raise RuntimeError(f"sys.exit({error.code!r}) in {where}") from error
 
     def _failed(self, name: str, kind: str, sample: dict, text: str) -> None:
         text = struck(text)  # a judge may repeat the key that it refuses
@@ -195,6 +200,25 @@ class RewardManager:
         failures = sum(count for (of, _), count in self._failures.items() if of == name)
         if name not in self._scored and failures >= ALWAYS:
             raise InputError(f"scorer {name} failed on all of its first {failures} responses, at last with\n{text}")
+
+    def _dropped(self, name: str, key: str, value) -> None:
+        if (name, key) not in self._dropped_keys and len(self._dropped_keys) < ALWAYS:
+            print(f"reward: scorer {name}: {unfit(key, value)}; it is left out, the next are only counted", flush=True)
+        self._dropped_keys.add((name, key))
+
+
+def unfit(key: str, value) -> str:
+    """Why what a scorer gave beside its score is not taken; "" where it is."""
+    shown = f"{key[:40]!r}: {str(value)[:40]}"
+    if key == "reward_model":
+        return f"{shown} has the name of that model's score"
+    if not (key.isprintable() and 0 < len(key) <= 100):
+        return f"{shown} has no name that can be logged"
+    if key == "pred" and isinstance(value, list | dict):
+        return f"{shown} is a {type(value).__name__}; an answer is a text or a number"
+    if isinstance(value, int | float) and not abs(value) <= LARGEST_SCORE:
+        return f"{shown} is no number up to {LARGEST_SCORE:g}"
+    return ""
 
 
 def _describe(sample: dict) -> str:
@@ -218,7 +242,8 @@ class PendingScores:
 
         Returns:
             token_level_scores (B, T), zero but for each row's last trained token; the scorer's other keys, a list of B
-            values each, None where it did not give one; reward/timeout_count, crash_count and error_count. Of several
+            values each, None where it did not give one; reward/timeout_count, crash_count, error_count and
+            dropped_key_count (of values that are not taken: unfit()). Of several
             scorers each has its own score as <name>, failed or not, and its keys as <name>/<key>; only "pred" keeps its
             name and is the first scorer's that has it.
 
@@ -226,7 +251,7 @@ class PendingScores:
             InputError: a scorer failed on all of its first 16 responses or more; the traceback follows the line.
             RuntimeError: the pool is gone.
         """
-        manager, failed = self.manager, Counter(timeout=0, crash=0, error=0)
+        manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
         for number, answers in self.answers:
             k, rows = self.calls[number]
@@ -247,6 +272,9 @@ class PendingScores:
             for k, scorer in enumerate(manager.scorers):
                 result = results[k, row]
                 score = result.pop("score")
+                for key in [key for key, value in result.items() if unfit(key, value)]:
+                    failed["dropped_key"] += 1
+                    manager._dropped(scorer.name, key, result.pop(key))
                 scores[row] += scorer.weight * score
                 if several:
                     result = {key if key == "pred" else f"{scorer.name}/{key}": result[key] for key in result}
@@ -254,5 +282,9 @@ class PendingScores:
                 given = result | given  # the first scorer's "pred" stays
             for key, value in given.items():
                 extras[key][row] = value
+                if isinstance(value, int | float):
+                    manager._numbers.add(key)
+        for key in manager._numbers:  # also where nobody gave it this time
+            extras.setdefault(key, [None] * len(self.mask))
         counts = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts

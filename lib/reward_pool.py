@@ -7,9 +7,11 @@ and forks the workers, so a lost one is replaced in milliseconds. A worker has o
 limit it is killed with its process group, and then every orphan of it (a daemon, another session). Scorers that start
 threads or touch a GPU must do so when called, not when imported: a fork keeps neither.
 
-When the trainer ends, also by kill -9, the supervisor sees it within a second and takes the workers along. Their
-stdout and stderr go nowhere. Tasks go out as pickles, answers come back as JSON. Workers are reused: what a scorer
-changes in its process (folder, environment, globals), later samples of that worker see, nobody else.
+When the trainer ends, also by kill -9, the supervisor sees it within a second and takes the workers along: it never
+waits for anybody else. Their stdout and stderr go nowhere. Tasks go out as pickles, answers come back as JSON, in
+frames (lib/frames.py). Of the pool's descriptors a scorer can reach one, its own worker's socket; what it writes there
+costs its own sample. Workers are reused: what a scorer changes in its process (folder, environment, globals), later
+samples of that worker see, nobody else.
 
 The memory limit, and the killing of processes that left the worker's group, need Linux.
 """
@@ -24,17 +26,21 @@ import math
 import os
 import pickle
 import resource
+import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+
+from lib.frames import Frames
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -42,6 +48,9 @@ GRACE_S = 0.1  # after the time limit, for faulthandler to say where the scorer 
 LARGEST_SCORE = 1e12  # beyond it a gradient's norm, a sum of squares in float32, may overflow: no update
 LONGEST_RESULT = 2**20  # bytes, as JSON
 LONGEST_TRACEBACK = 4000  # characters, of the end
+LONGEST_MESSAGE = 2**40  # bytes, between trainer and supervisor
+ALIVE_S, SILENCE_S = 5.0, 120.0  # a supervisor that is waited for says something so often, and is given up so late
+ID = struct.Struct("!Q")  # of a task: what every task and every answer begins with
 
 # ---- a scorer: loaded, called, its result checked --------------------------------------------------
 
@@ -89,8 +98,6 @@ def checked(result) -> dict:
     result = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in result:
         raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
-    if "reward_model" in result:
-        raise ValueError('the scorer gave a key "reward_model", which is the name of that model\'s score: rename it')
     score = result["score"]
     if hasattr(score, "tolist"):  # numpy, torch
         score = score.tolist()
@@ -134,7 +141,7 @@ def _attempt(function: Callable, batched: bool, samples: list[dict]) -> tuple[li
     return answers, True
 
 
-def _work(connection: Connection, notes: int, scorers: list[tuple[Callable, bool]], memory_mb: int) -> None:
+def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memory_mb: int) -> None:
     """Answers tasks until the supervisor closes the socket."""
     if LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -146,11 +153,12 @@ def _work(connection: Connection, notes: int, scorers: list[tuple[Callable, bool
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(1, 2)  # the supervisor's stdout is /dev/null
     faulthandler.enable(notes)
-    os.register_at_fork(after_in_child=connection.close)  # a scorer's child must not answer in its place
+    os.register_at_fork(after_in_child=frames.close)  # a scorer's child must not answer in its place
     while True:
-        scorer, _, samples = connection.recv()
-        answers, going_on = _attempt(*scorers[scorer], samples)
-        connection.send_bytes((b"+" if going_on else b"-") + json.dumps(answers).encode())
+        for task in frames.receive():
+            scorer, _, samples = pickle.loads(task[ID.size :])  # noqa: S301 the trainer's
+            answers, going_on = _attempt(*scorers[scorer], samples)
+            frames.send(task[: ID.size] + (b"+" if going_on else b"-") + json.dumps(answers).encode())
 
 
 # ---- in the supervisor -----------------------------------------------------------------------------
@@ -167,7 +175,7 @@ class _Task:
 @dataclass(eq=False)
 class _Worker:
     pid: int
-    connection: Connection
+    frames: Frames
     notes: int  # a pipe's end: where faulthandler wrote
     task: _Task | None = None
     deadline: float = math.inf
@@ -175,26 +183,21 @@ class _Worker:
 
 
 class _Supervisor:
-    def __init__(self, trainer: Connection, scorers: list[tuple[Callable, bool]], workers: int, memory_mb: int):
+    def __init__(self, trainer: Frames, scorers: list[tuple[Callable, bool]], workers: int, memory_mb: int):
         self.trainer, self.scorers, self.max_workers, self.memory_mb = trainer, scorers, workers, memory_mb
         self.workers: list[_Worker] = []
         self.queue: deque[_Task] = deque()
         self.answers: dict[int, bytes] = {}  # not asked for yet
         self.wanted: set[int] = set()
+        self.spoke = time.monotonic()  # to the trainer
         self.own_children = _children()  # what the scorers' imports started
 
     def serve(self, trainer_pid: int) -> None:
+        self.trainer.send(b"")  # the imports are done
         try:
             while os.getppid() == trainer_pid:  # its end of the socket may live on in a child of it
                 self._hand_out()
-                now = time.monotonic()
-                next_deadline = min((worker.deadline for worker in self.workers), default=math.inf)
-                sources = [self.trainer, *(worker.connection for worker in self.workers)]
-                ready = wait(sources, max(0.0, min(1.0, next_deadline - now)))
-                if self.trainer in ready:
-                    self._listen()
-                for worker in [worker for worker in self.workers if worker.connection in ready]:
-                    self._collect(worker)
+                self._exchange()
                 now = time.monotonic()
                 for worker in [worker for worker in self.workers if worker.deadline <= now]:
                     if worker.overdue:
@@ -202,26 +205,49 @@ class _Supervisor:
                     else:
                         os.kill(worker.pid, signal.SIGABRT)
                         worker.overdue, worker.deadline = True, now + GRACE_S
+                if self.wanted and now - self.spoke > ALIVE_S:
+                    self._say(b"")
         finally:
             self.own_children = set()
             for worker in list(self.workers):
                 self._kill(worker)
             self._kill_orphans()
 
-    def _listen(self) -> None:
-        verb, message = self.trainer.recv()
+    def _exchange(self) -> None:
+        """Waits up to a second, or to the next deadline, for what can be read or written; then that is done."""
+        sources = {worker.frames.fileno(): worker for worker in self.workers} | {self.trainer.fileno(): None}
+        poll = select.poll()
+        for fd, worker in sources.items():
+            frames = worker.frames if worker else self.trainer
+            poll.register(fd, select.POLLIN | select.POLLOUT if frames.unsent else select.POLLIN)
+        next_deadline = min((worker.deadline for worker in self.workers), default=math.inf)
+        for fd, _ in poll.poll(1000 * max(0.0, min(1.0, next_deadline - time.monotonic()))):
+            if worker := sources[fd]:
+                self._collect(worker)
+            else:
+                self.trainer.flush()
+                for message in self.trainer.receive():
+                    self.obey(message)
+
+    def obey(self, message: bytes) -> None:
+        verb, content = pickle.loads(message)  # noqa: S301 the trainer's
         if verb == "score":
-            self.queue.extend(_Task(*task) for task in message)
+            self.queue.extend(_Task(*task) for task in content)
         else:  # "collect": from here to the last of these answers the trainer does nothing but read
-            self.wanted = set(message)
+            self.wanted = set(content)
             for task_id in self.wanted & self.answers.keys():
                 self._answer(task_id, self.answers.pop(task_id))
 
     def _answer(self, task_id: int, answer: bytes) -> None:
         if task_id in self.wanted:
-            self.trainer.send_bytes(b"%d %s" % (task_id, answer))
+            self.wanted.remove(task_id)
+            self._say(ID.pack(task_id) + answer)
         else:
             self.answers[task_id] = answer
+
+    def _say(self, message: bytes) -> None:
+        self.trainer.send(message)
+        self.spoke = time.monotonic()
 
     def _hand_out(self) -> None:
         while self.queue:
@@ -232,43 +258,57 @@ class _Supervisor:
                 worker = self._fork()
             worker.task = self.queue.popleft()
             worker.deadline = time.monotonic() + worker.task.limit_s
+            worker.frames.longest = worker.task.samples * (LONGEST_RESULT + 16 * LONGEST_TRACEBACK)
             try:
-                worker.connection.send_bytes(worker.task.pickled)
+                worker.frames.send(ID.pack(worker.task.id) + worker.task.pickled)
             except OSError:  # it died after its last answer
                 self._lose(worker)
 
     def _fork(self) -> _Worker:
-        connection, theirs = Pipe()
+        ours, theirs = socket.socketpair()
         notes, their_notes = os.pipe()
         os.set_blocking(notes, False), os.set_blocking(their_notes, False)
         pid = os.fork()
         if pid == 0:
             try:
-                for other in (self.trainer, connection, *(worker.connection for worker in self.workers)):
+                for other in (self.trainer, ours, *(worker.frames for worker in self.workers)):
                     other.close()
-                _work(theirs, their_notes, self.scorers, self.memory_mb)
+                for other in (notes, *(worker.notes for worker in self.workers)):
+                    os.close(other)
+                _work(Frames(theirs, LONGEST_MESSAGE), their_notes, self.scorers, self.memory_mb)
             finally:
                 os._exit(1)
         os.setpgid(pid, pid)  # before it gets a task
         theirs.close()
         os.close(their_notes)
-        self.workers.append(_Worker(pid, connection, notes))
+        ours.setblocking(False)
+        self.workers.append(_Worker(pid, Frames(ours, 0), notes))
         return self.workers[-1]
 
     def _collect(self, worker: _Worker) -> None:
+        """Takes the answer to the worker's task, if it is whole. Whatever else comes ends the worker."""
         try:
-            answer = worker.connection.recv_bytes()
+            worker.frames.flush()
+            answers = worker.frames.receive()
         except (EOFError, OSError):
-            answer = b""
-        if not answer or worker.overdue:
             self._lose(worker)
             return
-        self._answer(worker.task.id, answer[1:])
-        worker.task, worker.deadline = None, math.inf
-        if answer[:1] == b"-":
+        except ValueError as error:
+            self._lose(worker, f"it sent {error}")
+            return
+        if worker.task is None and (answers or worker.frames.received):
             self._kill(worker)
+        elif answers:
+            answer, expected = answers[0], ID.pack(worker.task.id)
+            if worker.overdue or not answer.startswith(expected):
+                self._lose(worker, "it sent an answer to another task")
+                return
+            self._answer(worker.task.id, answer[ID.size + 1 :])
+            worker.task, worker.deadline = None, math.inf
+            if answer[ID.size :][:1] != b"+" or len(answers) > 1 or worker.frames.received:
+                self._kill(worker)
 
-    def _lose(self, worker: _Worker) -> None:
+    def _lose(self, worker: _Worker, why: str = "") -> None:
         """The worker's task, if it has one, is answered with the failure and where Python was."""
         code, where = self._kill(worker)
         if worker.task is None:
@@ -276,7 +316,7 @@ class _Supervisor:
         if worker.overdue:
             failure = ["timeout", f"stopped after {worker.task.limit_s:g} s\n{where}"]
         else:
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            how = why or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
             failure = ["crash", f"the process died: {how}\n{where}"]
         self._answer(worker.task.id, json.dumps([failure] * worker.task.samples).encode())
 
@@ -287,7 +327,7 @@ class _Supervisor:
         os.kill(worker.pid, signal.SIGKILL)  # it may have left the group
         _, status = os.waitpid(worker.pid, 0)
         self.workers.remove(worker)
-        worker.connection.close()
+        worker.frames.close()
         where = b""
         with suppress(BlockingIOError), open(worker.notes, "rb", buffering=0) as notes:
             where = notes.read(2**16) or b""
@@ -310,11 +350,12 @@ def _children() -> set[int]:
         return set()
 
 
-def _main(fd: int, trainer_pid: int) -> None:
-    trainer = Connection(fd)
+def supervise(fd: int, trainer_pid: int) -> None:
+    trainer = Frames(socket.socket(fileno=fd), LONGEST_MESSAGE)
     with suppress(EOFError, ConnectionError):  # the trainer is gone
-        setup = trainer.recv()
-        sys.path[:] = setup["path"]
+        while not (messages := trainer.receive()):
+            pass
+        setup = pickle.loads(messages[0])  # noqa: S301 the trainer's
         scorers = []
         for scorer in setup["scorers"]:
             try:
@@ -326,7 +367,11 @@ def _main(fd: int, trainer_pid: int) -> None:
         if LINUX:
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-        _Supervisor(trainer, scorers, setup["workers"], setup["memory_mb"]).serve(trainer_pid)
+        trainer.socket.setblocking(False)
+        supervisor = _Supervisor(trainer, scorers, setup["workers"], setup["memory_mb"])
+        for message in messages[1:]:
+            supervisor.obey(message)
+        supervisor.serve(trainer_pid)
 
 
 def _raise(error: BaseException, **_):
@@ -345,47 +390,87 @@ class Pool:
     """
 
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int):
-        self._connection, theirs = Pipe()
+        ours, theirs = socket.socketpair()
+        fd = theirs.fileno()
+        start = f"import sys; sys.path[:] = {sys.path!r}; from lib.reward_pool import supervise"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-c", f"{start}; supervise({fd}, {os.getpid()})"],
+            pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is the trainer's
         )
         theirs.close()
+        self._frames = Frames(ours, LONGEST_MESSAGE)
+        self._received: deque[bytes] = deque()
         self._next_id = 0
-        self._connection.send({"path": sys.path, "scorers": scorers, "workers": workers, "memory_mb": memory_mb})
+        self._samples: dict[int, int] = {}  # of the tasks that are not answered
+        self._send({"scorers": scorers, "workers": workers, "memory_mb": memory_mb})
 
     def submit(self, tasks: list[tuple[int, float, list[dict]]]) -> range:
         """Queues tasks and returns at once, with their ids for collect()."""
         ids = range(self._next_id, self._next_id + len(tasks))
         self._next_id += len(tasks)
-        queued = [(i, len(task[2]), task[1], pickle.dumps(task)) for i, task in zip(ids, tasks)]
-        self._talk(self._connection.send, ("score", queued))
+        self._samples |= {i: len(task[2]) for i, task in zip(ids, tasks)}
+        self._send(("score", [(i, len(task[2]), task[1], pickle.dumps(task)) for i, task in zip(ids, tasks)]))
         return ids
 
     def collect(self, ids: range) -> Iterator[tuple[int, list]]:
         """(number of the task, [kind, value] of each sample) as they come.
 
         kind: ok (value: a dict), error, crash or timeout (a text)."""
-        self._talk(self._connection.send, ("collect", ids))
+        self._send(("collect", ids))
         for _ in ids:
-            task_id, _, answers = self._talk(self._connection.recv_bytes).partition(b" ")
-            yield int(task_id) - ids.start, json.loads(answers)
+            message = self._receive()
+            [task_id] = ID.unpack_from(message)
+            yield task_id - ids.start, read_answers(message[ID.size :], self._samples.pop(task_id))
 
-    def _talk(self, function: Callable, *args):
+    def _send(self, message) -> None:
+        with self._talking():
+            self._frames.send(pickle.dumps(message))
+
+    def _receive(self) -> bytes:
+        with self._talking():
+            while not self._received:
+                messages = self._frames.receive()
+                self._received += filter(None, messages)
+                if messages:  # it has imported the scorers, which may take any time
+                    self._frames.socket.settimeout(SILENCE_S)
+        return self._received.popleft()
+
+    @contextmanager
+    def _talking(self):
+        pid = self._process.pid
         try:
-            return function(*args)
+            yield
+        except TimeoutError:
+            raise RuntimeError(
+                f"the reward pool's process {pid} has been silent for {SILENCE_S:g} s: stopped?"
+            ) from None
         except (EOFError, OSError) as error:
             raise RuntimeError(f"the reward pool is gone: its process ended with {self._process.wait()}") from error
 
     def close(self) -> None:
         """Ends all its processes."""
         self._process.terminate()
+        self._process.send_signal(signal.SIGCONT)  # a scorer may have stopped it
         self._process.wait()
-        self._connection.close()
+        self._frames.close()
 
 
-if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]))
+def read_answers(text: bytes, samples: int) -> list:
+    """The [kind, value] of each sample that a worker wrote, if it is that: a model's text has been in its hands."""
+
+    def is_answer(answer) -> bool:
+        kind, value = answer
+        if kind == "ok":
+            return isinstance(value["score"], float) and abs(value["score"]) <= LARGEST_SCORE
+        return kind in ("error", "crash", "timeout") and isinstance(value, str)
+
+    try:
+        answers = json.loads(text)
+        if len(answers) == samples and all(map(is_answer, answers)):
+            return answers
+    except (ValueError, TypeError, LookupError, RecursionError):
+        pass
+    return [["crash", "the worker's answer is no answer"]] * samples

@@ -12,12 +12,12 @@ import psutil
 import pytest
 import torch
 
-from lib import InputError
+from lib import InputError, reward_pool
 from lib.data_proto import DataProto
-from lib.metrics import Sum
+from lib.metrics import Sum, extra_metrics, reward_components
 from lib.model import load_tokenizer
 from lib.reward import RewardManager, load_scorers
-from tests.common import TOY_MODEL
+from tests.common import TOY_MODEL, run_ranks
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 0.4  # of the hostile scorers; the others take well under a millisecond
@@ -42,8 +42,8 @@ def batch_of(texts: list[str | None], data_sources: list[str] | None = None, **e
     return DataProto.from_dict(tensors, rows)
 
 
-def counts(timeout=0, crash=0, error=0) -> dict[str, Sum]:
-    return {"reward/timeout_count": Sum(timeout), "reward/crash_count": Sum(crash), "reward/error_count": Sum(error)}
+def counts(timeout=0, crash=0, error=0, dropped_key=0) -> dict[str, Sum]:
+    return {f"reward/{kind}_count": Sum(count) for kind, count in locals().items()}
 
 
 def wait_until_gone(pids, seconds=20.0) -> set[int]:
@@ -93,7 +93,7 @@ def processes_of(manager: RewardManager) -> list[int]:
 # ---- hostile scorers -------------------------------------------------------------------------------
 
 HOSTILE = """
-import ctypes, fractions, os, re, signal, subprocess, sys, threading, time
+import ctypes, fractions, os, re, signal, subprocess, sys, threading, time, zlib
 
 here = os.path.dirname(__file__)
 
@@ -231,8 +231,50 @@ def give_itself():
     result["me"] = result
     return result
 
-def give_the_reward_models_key():
-    return {"score": 1.0, "reward_model": 2.0}
+def write_everywhere(data):
+    for fd in range(256):
+        try:
+            os.write(fd, data)
+        except OSError:
+            pass
+
+def write_a_byte():
+    write_everywhere(b"x")
+    return 1.0
+
+def write_a_zero():
+    write_everywhere(bytes(1))
+    return 1.0
+
+def write_a_byte_and_hang():
+    write_everywhere(bytes(3))
+    hang()
+
+def write_half_a_frame():
+    write_everywhere((1000).to_bytes(8, "big") + b"abcd" + b"[")
+    hang()
+
+def write_a_huge_frame():
+    write_everywhere((2**62).to_bytes(8, "big") + b"abcd")
+    hang()
+
+def write_another_checksum():
+    write_everywhere((4).to_bytes(8, "big") + b"abcd" + b"abcd")
+    hang()
+
+def write_an_answer_of_another():
+    answer = bytes(7) + b"x" + b'+[["ok", {"score": 9.0}]]'
+    write_everywhere(len(answer).to_bytes(8, "big") + zlib.crc32(answer).to_bytes(4, "big") + answer)
+    hang()
+
+def read_everything():
+    for fd in range(3, 256):
+        try:
+            os.set_blocking(fd, False)
+            os.read(fd, 10**6)
+        except OSError:
+            pass
+    return 0.5
 
 def leave_child_and_hang():
     leave_pid(subprocess.Popen(["sleep", "1000"]).pid)
@@ -299,6 +341,13 @@ KINDS = {
     "stop_itself": ("timeout", "stopped after 0.4 s"),
     "print_endlessly": ("timeout", "in print_endlessly"),
     "wait_for_input": ("timeout", "in wait_for_input"),
+    "write_a_byte": ("crash", "it sent a message of"),
+    "write_a_zero": ("crash", "it sent a message with another checksum"),
+    "write_a_byte_and_hang": ("timeout", "in write_a_byte_and_hang"),
+    "write_half_a_frame": ("timeout", "in write_half_a_frame"),
+    "write_a_huge_frame": ("crash", "it sent a message of 4611686018427387904 bytes"),
+    "write_another_checksum": ("crash", "it sent a message with another checksum"),
+    "write_an_answer_of_another": ("crash", "it sent an answer to another task"),
     "leave_child_and_hang": ("timeout", "in leave_child_and_hang"),
     "fork_and_hang_twice": ("timeout", "in fork_and_hang_twice"),
     "fork_and_return_in_the_child": ("timeout", "in fork_and_return_in_the_child"),
@@ -325,7 +374,6 @@ KINDS = {
     "give_text": ("error", "gave a str as score"),
     "give_list": ("error", "gave a list as score"),
     "give_no_score": ("error", "a dict without \"score\": ['acc']"),
-    "give_the_reward_models_key": ("error", 'gave a key "reward_model"'),
     "give_lock": ("error", "gave a lock beside its score"),
     "give_module": ("error", "gave a module as score"),
     "give_fraction": ("error", "gave a Fraction as score"),
@@ -340,6 +388,7 @@ HARMLESS = [
         "leave_child",
         "fork_and_return_twice",
         "change_process",
+        "read_everything",
         "close_stdout",
         "move_to_another_group",
         "start_thread",
@@ -408,6 +457,99 @@ def test_one_in_ten_samples_misbehaves(hostile, capsys):
     assert out.count("reward: timeout in") == out.count("reward: crash in") == 1 and out.count("reward: ") == 2
 
 
+def test_a_worker_that_says_more_than_was_asked_is_replaced(manager_of):
+    source = """
+import os, signal
+def late(*_):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"late")
+        except OSError:
+            pass
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.05 if data_source == "late" else 0)
+    return {"score": 1.0, "pid": os.getpid()}
+"""
+    manager = manager_of(source, workers=1)
+    first = manager.submit(batch_of(["1"], ["late"])).get()[1]["pid"]
+    assert not wait_until_gone(first)
+    scores, extras, metrics = manager.submit(batch_of(["1"])).get()
+    assert scores.sum() == 1 and metrics == counts() and extras["pid"] != first
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"no",
+        b"{}",
+        b"[" * 10**5,
+        b"[]",
+        b'[["ok", {"score": 1.0}], ["ok", {"score": 1.0}]]',
+        b'[["ok", {}]]',
+        b'[["ok", {"score": 1e400}]]',
+        b'[["ok", {"score": NaN}]]',
+        b'[["ok", {"score": "1"}]]',
+        b'[["ok", 1.0]]',
+        b'[["well", {"score": 1.0}]]',
+        b'[["error", 1]]',
+        b'[["ok"]]',
+        b"[1]",
+        b"\xff",
+    ],
+)
+def test_an_answer_that_is_none_is_a_crash(text):
+    assert reward_pool.read_answers(b'[["ok", {"score": 1.0}]]', 1) == [["ok", {"score": 1.0}]]
+    assert reward_pool.read_answers(text, 1) == [["crash", "the worker's answer is no answer"]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_keys_that_cannot_be_taken_are_dropped_and_counted(manager_of, workers, capsys):
+    source = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["row"] == 1:
+        return {"score": 2.0, "pred": "two", "n": 7, "mean": 3, "zero_variance": 0.5, "list": [1], "key": 1}
+    return {"score": 1.0, "pred": ["1"], "n": 10**400, "nan": float("nan"), "inf": -float("inf"), "1e13": 1e13,
+            "reward_model": 5.0, "": 1, "two\\nlines": 1, "x" * 101: 1, "mean": "m", "acc": 1.0}
+"""
+    manager = manager_of(source, workers=workers)
+    scores, extras, metrics = manager.submit(batch_of(["1", "2"])).get()
+    assert scores.sum(1).tolist() == [1, 2] and metrics == counts(dropped_key=9)
+    assert extras == {
+        "pred": [None, "two"],
+        "n": [None, 7],
+        "mean": ["m", 3],
+        "zero_variance": [None, 0.5],
+        "list": [None, [1]],
+        "key": [None, 1],
+        "acc": [1.0, None],
+    }
+    assert extra_metrics(extras)["reward/mean/mean"] == (3, 1)
+    out = capsys.readouterr().out
+    assert out.count("reward: scorer mine.score: ") == 9 and "'pred': ['1'] is a list; an answer is a text" in out
+    scores, extras, metrics = manager.submit(batch_of(["1"])).get()  # numbers keep their columns
+    assert extras["key"] == extras["n"] == [None] and "list" not in extras and capsys.readouterr().out == ""
+
+
+def _components(world, extras, keys):
+    extras = {key: column for key, column in extras.items() if world.rank == 0 or key == "everywhere"}
+    try:
+        return reward_components(extras, keys, torch.zeros(2, 3)).tolist()
+    except InputError as error:
+        return str(error)
+
+
+def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
+    extras = {"everywhere": [1, None], "here": [2.0, 3], "mixed": [4, "a"], "text": ["a", "b"], "pred": ["a", None]}
+    assert run_ranks(2, _components, extras, ["everywhere", "here", "mixed"]) == [
+        [[1, 2, 4], [0, 3, 0]],
+        [[1, 0, 0], [0, 0, 0]],
+    ]
+    for error in run_ranks(2, _components, extras, ["here", "text"]):
+        assert "--reward-keys text: the scorers give no number of that name" in error
+
+
 # ---- the pool and the trainer ----------------------------------------------------------------------
 
 TRAINER = """
@@ -448,6 +590,51 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
     finally:
         loader.kill()
         trainer.stdout.close()
+
+
+UNREAD = """
+import os, sys, time
+from lib.reward_pool import Pool
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
+ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})])] * 100)
+next(pool.collect(ids))
+if os.fork() == 0:
+    time.sleep(1000)
+print(pool._process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_no_process_outlives_a_trainer_that_has_stopped_reading(tmp_path):
+    """Fifty megabytes of answers wait in the supervisor when the trainer is killed; a child of it holds the socket."""
+    source = 'def score(**kwargs):\n    return {"score": 1.0, "text": "x" * 500_000}'
+    (tmp_path / "large.py").write_text(source)
+    command = [sys.executable, "-c", UNREAD, f"{tmp_path / 'large.py'}:score"]
+    trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    supervisor = psutil.Process(int(trainer.stdout.readline()))
+    loader = next(child for child in psutil.Process(trainer.pid).children() if child != supervisor)
+    pids = [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
+    trainer.kill(), trainer.wait(), trainer.stdout.close()
+    try:
+        assert not wait_until_gone(pids)
+    finally:
+        loader.kill()
+
+
+def test_a_pool_that_is_stopped_ends_the_run_with_a_line(manager_of, monkeypatch):
+    monkeypatch.setattr(reward_pool, "SILENCE_S", 0.5)
+    source = """
+import os, signal, time
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "stop":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(100)
+    return 1.0
+"""
+    manager = manager_of(source)
+    manager.submit(batch_of(["1"])).get()
+    with pytest.raises(RuntimeError, match=r"the reward pool's process \d+ has been silent for 0.5 s"):
+        manager.submit(batch_of(["1"], ["stop"])).get()
 
 
 def test_no_worker_outlives_the_supervisor(tmp_path):
@@ -640,7 +827,7 @@ def test_async_and_batched_scorers(manager_of, workers):
     manager = manager_of(FORMS, "compute_score_batch", workers=workers)
     scores, extras, _ = manager.submit(batch_of(["1", None, "3"])).get()
     assert scores.sum(1).tolist() == [1, 0, 3] and extras == {"rows": [2, None, 2], "row": [0, None, 2]}
-    assert manager.submit(batch_of([None])).get()[1:] == ({}, counts())
+    assert manager.submit(batch_of([None])).get()[1:] == ({"rows": [None], "row": [None]}, counts())
     scores, _, _ = manager_of(FORMS, "together", workers=workers).submit(batch_of(["1", "2", "3"])).get()
     assert scores.sum(1).tolist() == [1, 2, 3]
 
@@ -698,6 +885,12 @@ def asks_not(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
 def test_a_scorer_that_asks_for_its_time_limit_gets_it(manager_of, workers, seconds):
     _, extras, _ = manager_of(ASKS, "asks", "asks_not", workers=workers, timeout_s=30.0).submit(batch_of(["1"])).get()
     assert extras["mine.asks"] == [seconds] and extras["mine.asks/others"] == extras["mine.asks_not/others"] == [0]
+
+
+def test_without_workers_sys_exit_is_no_silent_end_of_the_run(manager_of):
+    source = "import sys\ndef score(**kwargs):\n    sys.exit(0)"
+    with pytest.raises(RuntimeError, match=r"sys.exit\(0\) in scorer mine.score, data_source 'calm', response '1'"):
+        manager_of(source, workers=0).submit(batch_of(["1"]))
 
 
 def test_without_workers_an_exception_stops_the_run_and_names_the_response(manager_of):

@@ -1,0 +1,63 @@
+"""Messages over a socket between processes of which one may write nonsense. Standard library only.
+
+A message is its length, a CRC-32 and its bytes. Over a socket that does not block nothing here waits: what has come in
+part stays until the rest comes, what cannot be sent yet stays until flush().
+"""
+
+import socket
+import struct
+from zlib import crc32
+
+HEADER = struct.Struct("!QI")
+PART = 2**18  # bytes of one call
+
+
+class Frames:
+    """Messages of up to `longest` bytes."""
+
+    def __init__(self, connection: socket.socket, longest: int):
+        self.socket, self.longest = connection, longest
+        self.received, self.unsent = bytearray(), bytearray()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Raises OSError where the other end is closed, TimeoutError after the socket's own time limit."""
+        self.unsent += HEADER.pack(len(message), crc32(message))
+        self.unsent += message
+        self.flush()
+
+    def flush(self) -> None:
+        while self.unsent:
+            try:
+                sent = self.socket.send(self.unsent[:PART])
+            except BlockingIOError:
+                return
+            del self.unsent[:sent]
+
+    def receive(self) -> list[bytes]:
+        """The messages that one read makes whole. Raises EOFError, OSError; ValueError where it is no message."""
+        try:
+            part = self.socket.recv(PART)
+        except BlockingIOError:
+            return []
+        if not part:
+            raise EOFError
+        self.received += part
+        messages = []
+        while len(self.received) >= HEADER.size:
+            size, checksum = HEADER.unpack_from(self.received)
+            if size > self.longest:
+                raise ValueError(f"a message of {size} bytes; at most {self.longest} are taken")
+            if len(self.received) < HEADER.size + size:
+                break
+            message = bytes(self.received[HEADER.size : HEADER.size + size])
+            del self.received[: HEADER.size + size]
+            if crc32(message) != checksum:
+                raise ValueError("a message with another checksum")
+            messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        self.socket.close()
