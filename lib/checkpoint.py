@@ -6,25 +6,29 @@ folder, killed midway, loads as a mix of old and new (every save has its own fol
 and renamed); a DCP key holds one value, not one per rank (random states are a file per rank); asking DCP for the state
 of an optimizer that has not stepped makes it step (undone); after a forward without backward FSDP's root parameters are
 whole, and the optimizer's state dict misses them (the model's comes first, which reshards); collectives of a save that
-meet those of training (it has a group of its own). Every rank makes the same calls. Load only checkpoints that you
-trust: DCP's `.metadata` is a pickle.
+meet those of training (it has a group of its own). Every rank makes the same calls.
+
+A checkpoint is loaded only if each of its files has the hash that the manifest holds. None of them can run code: DCP's
+`.metadata` is a pickle, of which only DCP's own classes are taken.
 """
 
 import json
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
+from blake3 import blake3
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import Module
@@ -87,6 +91,7 @@ def save_checkpoint(
     group = _background_group(dist.group.WORLD)
     state = DefaultStager(StagingOptions(False, False, False, False)).stage(_state_to_save(models))  # a copy
     rng_state = _rng_state()
+    hashes: dict[str, str] = {}  # of the shards' files
     batches = {name: batch[np.arange(len(batch))] for name, batch in (batches or {}).items() if rank == 0}
 
     def make_folder() -> None:
@@ -104,6 +109,9 @@ def save_checkpoint(
     def write_shards() -> None:
         dcp.save(state, checkpoint_id=tmp, process_group=group)
 
+    def hash_shards() -> None:
+        hashes.update((file.name, _hash(file)) for file in tmp.glob(f"__{rank}_*"))
+
     def seal() -> None:
         if rank == 0:
             unseen = [r for r in range(world_size) if not (tmp / f"rng_{r:05d}.pt").exists()]
@@ -114,13 +122,16 @@ def save_checkpoint(
             (tmp / "trainer.json").write_text(trainer_json)
             if config:
                 private(tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-            sizes = {file.name: file.stat().st_size for file in sorted(tmp.iterdir())}
-            (tmp / "manifest.json").write_text(json.dumps({"files": sizes}, indent=1))
+            files = {
+                file.name: {"bytes": file.stat().st_size, "blake3": hashes.get(file.name) or _hash(file)}
+                for file in sorted(tmp.iterdir())
+            }
+            (tmp / "manifest.json").write_text(json.dumps({"files": files}, indent=1))
             _publish(tmp, final)
             _rotate(final, keep)
 
     def write() -> Path:
-        for stage in (make_folder, write_own, write_shards, seal):
+        for stage in (make_folder, write_own, write_shards, hash_shards, seal):
             failure = _first_failure(stage, group)
             if failure is not None:
                 free = shutil.disk_usage(final.parent if final.parent.exists() else ".").free / 2**30
@@ -129,6 +140,10 @@ def save_checkpoint(
                 raise InputError(
                     f"{final}: not saved, earlier checkpoints are as they were: {failure} ({free:.1f} GiB were free)"
                 )
+            if stage is hash_shards:  # each rank has read its own
+                parts = [None] * world_size
+                dist.all_gather_object(parts, hashes, group=group)
+                hashes.update({name: digest for part in parts for name, digest in part.items()})
         return final
 
     writer = ThreadPoolExecutor(1, "checkpoint")
@@ -140,7 +155,7 @@ def save_checkpoint(
 def newest_complete(checkpoint_dir: Path) -> Path | None:
     """The complete checkpoint of the highest step; None without one.
 
-    A torn one (no manifest, a file missing or of another size) is passed over with one printed line that says why.
+    A torn or altered one (see `why_torn`) is passed over with one printed line that says why.
     """
     for folder in reversed(step_folders(checkpoint_dir)):
         torn = why_torn(folder)
@@ -159,7 +174,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
     they are, which rank 0 prints.
 
     Raises:
-        InputError: the checkpoint is torn, or holds other models or schedules than the caller's.
+        InputError: the checkpoint is torn or altered, or holds other models or schedules than the caller's.
     """
     path, rank = Path(path), dist.get_rank()
     torn = broadcast(why_torn(path) if rank == 0 else None)
@@ -171,7 +186,8 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
         raise InputError(f"{path}: holds {theirs}, this run {ours}; resume with the script and flags that saved it")
 
     state: dict[str, Any] = {}
-    saved_keys = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+    reader = _Reader(path)
+    saved_keys = reader.read_metadata().state_dict_metadata.keys()
     for name, (module, optimizer) in models.items():
         state[name] = {"model": _model_state(module)}
         if optimizer is not None:
@@ -184,7 +200,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
                 if any(f"{name}.optim.state.{param}.{key}" in saved_keys for key in values)
             }
             state[name]["optim"] = template
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, storage_reader=reader)
     may_lack = dcp_state.StateDictOptions(strict=False)  # frozen weights; states of parameters without gradient
     for name, (module, optimizer) in models.items():
         dcp_state.set_model_state_dict(module, state[name]["model"], options=may_lack)
@@ -330,6 +346,37 @@ def _exact_json(trainer: dict[str, Any]) -> str:
     return json.dumps(trainer, indent=1)
 
 
+# ---- DCP's metadata ------------------------------------------------------------------------------
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's own, but for the metadata, of which it would unpickle anything."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.metadata.Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    CLASSES: ClassVar = {
+        "torch.distributed.checkpoint.metadata": {
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"},
+        "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+        "pathlib": {"PosixPath"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self.CLASSES.get(module, ()):
+            raise InputError(f"the checkpoint's .metadata names {module}.{name}, no class of DCP: it is not loaded")
+        return super().find_class(module, name)
+
+
 # ---- folders -------------------------------------------------------------------------------------
 
 
@@ -340,11 +387,20 @@ def step_folders(checkpoint_dir: Path) -> list[Path]:
 
 
 def why_torn(folder: Path) -> str | None:
+    """Why the checkpoint is not what was saved: no manifest, a file that is missing or has another size or hash.
+
+    All its files are read, once in the life of the process.
+    """
+    return _unlike_the_manifest(folder) or _altered(folder, (folder / "manifest.json").stat().st_mtime_ns)
+
+
+def _unlike_the_manifest(folder: Path) -> str | None:
+    """What of why_torn can be seen without reading the files."""
     try:
-        sizes = dict(json.loads((folder / "manifest.json").read_text())["files"])
+        sizes = {name: file["bytes"] for name, file in _manifest(folder).items()}
     except OSError:
         return "no manifest.json"
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return "manifest.json is damaged"
     for name, size in sizes.items():
         if not (folder / name).is_file():
@@ -352,6 +408,22 @@ def why_torn(folder: Path) -> str | None:
         if (folder / name).stat().st_size != size:
             return f"{name} has {(folder / name).stat().st_size} bytes, not {size}"
     return None
+
+
+@cache
+def _altered(folder: Path, saved: int) -> str | None:
+    for name, file in _manifest(folder).items():
+        if _hash(folder / name) != file.get("blake3"):
+            return f"{name} is not as it was saved"
+    return None
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    return json.loads((folder / "manifest.json").read_text())["files"]
+
+
+def _hash(file: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
 
 
 def _publish(tmp: Path, final: Path) -> None:
@@ -373,7 +445,7 @@ def _rotate(newest: Path, keep: int) -> None:
         return
     folders = step_folders(newest.parent)
     older = folders[: folders.index(newest)]
-    kept = [folder for folder in reversed(older) if why_torn(folder) is None][: keep - 1]
+    kept = [folder for folder in reversed(older) if _unlike_the_manifest(folder) is None][: keep - 1]
     for folder in older:
         if folder not in kept:  # renamed first: a kill in the middle of rmtree must not leave half a folder
             shutil.rmtree(folder.rename(folder.with_name(folder.name + ".tmp")))

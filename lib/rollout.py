@@ -1,8 +1,9 @@
 """Rollout engines behind one small interface, and the weight sync that is checked.
 
 An engine has: generate(prompts, sampling, seeds) -> DataProto, load_weights(model, version), version, checksum,
-probe_log_probs(ids), sleep(), wake(), close(). `hf` samples with the live model; `vllm` is an engine in this process;
-`http://host:port` is a vLLM server that runs already. The last two are in lib/vllm_rollout.py.
+probe_log_probs(ids), sleep(), wake(), close(); and `proved`, the metrics of its last sync, which sync_weights keeps
+there. `hf` samples with the live model; `vllm` is an engine in this process; `http://host:port` is a vLLM server that
+runs already. The last two are in lib/vllm_rollout.py.
 For requests that come and go one by one (lib/agent_loop.py) it has, inside `with engine.session():`, submit(request_id,
 prompt_ids, sampling, seed), step() -> {request_id: Generated} of those that ended, and abort(request_id).
 
@@ -532,7 +533,7 @@ def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: flo
         WeightSyncError: a canary failed. Mean |log-prob difference| on the probe may be `tolerance` at most.
     """
     if engine.version == version:
-        return {}
+        return engine.proved  # again, so that a step's metrics do not depend on who synced first: a resume has no one
     _check_finite(model, version)
     engine.load_weights(model, version)
     expected = weight_checksum(model, getattr(engine, "dtype", next(model.parameters()).dtype))
@@ -548,7 +549,8 @@ def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: flo
             f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats on the probe "
             f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
         )
-    return {"rollout/canary_logp_diff": difference}
+    engine.proved = {"rollout/canary_logp_diff": difference}
+    return engine.proved
 
 
 def _check_finite(model: PreTrainedModel, version: int) -> None:

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -272,10 +272,19 @@ def set_aside(folder: Path, step: int) -> None:
 
 def _late_rows(file: Path, step: int) -> list[bool]:
     """Of each row, whether it is of a step after `step` (0: all rows are), or a torn last line."""
-    if not file.exists():
-        return []
-    with file.open("rb") as rows:
-        return [not (step and row.endswith(b"\n") and json.loads(row)["step"] <= step) for row in rows]
+    return [not step or of is None or of > step for of in _steps(file)]
+
+
+def _steps(file: Path) -> list[int | None]:
+    """The step of each row; None of a last line that is torn. Raises InputError for a row that is none of ours."""
+    steps: list[int | None] = []
+    with file.open("rb") if file.exists() else nullcontext(()) as rows:
+        for row in rows:
+            try:
+                steps.append(int(json.loads(row)["step"]) if row.endswith(b"\n") else None)
+            except (ValueError, TypeError, KeyError) as error:
+                raise InputError(f"{file}, line {len(steps) + 1}: no row of a run: mend or delete that line") from error
+    return steps
 
 
 def _cut(file: Path, late: list[bool], aside: Path) -> None:
@@ -301,10 +310,7 @@ def _origin(folder: Path) -> Path | None:
 def _has_steps(folder: Path) -> bool:
     if step_folders(folder / "checkpoints"):
         return True
-    if not (folder / "metrics.jsonl").exists():
-        return False
-    with (folder / "metrics.jsonl").open() as lines:
-        return any(line.endswith("\n") and json.loads(line)["step"] > 0 for line in lines)
+    return any(_steps(folder / "metrics.jsonl"))
 
 
 def _is_own(checkpoint: Path, folder: Path) -> bool:

@@ -41,7 +41,13 @@ def describe_run(args: Any, script: str) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text()) if file.exists() else None
+    """The object in the file; None without one. Raises InputError where it holds none."""
+    if not file.exists():
+        return None
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{file}: not a JSON object ({error}): mend it; without it flags are not compared") from error
 
 
 def compare(checkpoint: Path, now: dict[str, Any], overrides: set[str]) -> dict[str, list]:

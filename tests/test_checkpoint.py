@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from blake3 import blake3
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -405,6 +406,12 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 TEARS = {
     "no manifest.json": lambda folder: (folder / "manifest.json").unlink(),
     "manifest.json is damaged": lambda folder: _truncate(folder / "manifest.json"),
@@ -414,6 +421,17 @@ TEARS = {
     "rng_00001.pt is missing": lambda folder: (folder / "rng_00001.pt").unlink(),
     "batch_kept.safetensors is missing": lambda folder: (folder / "batch_kept.safetensors").unlink(),
     "batch_kept.safetensors has": lambda folder: _truncate(folder / "batch_kept.safetensors"),
+    **{
+        f"{name} is not as it was saved": lambda folder, name=name: _flip_a_bit(folder / name)
+        for name in (
+            ".metadata",
+            "__0_0.distcp",
+            "__1_0.distcp",
+            "rng_00001.pt",
+            "trainer.json",
+            "batch_kept.safetensors",
+        )
+    },
 }
 
 
@@ -499,17 +517,29 @@ class Payload:
         return Path.touch, (self.marker,)
 
 
-def test_a_pickle_in_the_random_states_does_not_run(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "refused"), [("rng_00000.pt", pickle.UnpicklingError), (".metadata", InputError)], ids=["rng", "metadata"]
+)
+def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path, name, refused):
+    """Also where the manifest was made to fit."""
+
     def check(world, folder):
         path, marker = _save_small(folder, 1), folder / "executed"
-        torch.save({"python": Payload(marker)}, path / "rng_00000.pt")
+        if name == ".metadata":
+            (path / name).write_bytes(pickle.dumps(Payload(marker)))
+        else:
+            torch.save({"python": Payload(marker)}, path / name)
         manifest = json.loads((path / "manifest.json").read_text())
-        manifest["files"]["rng_00000.pt"] = (path / "rng_00000.pt").stat().st_size
+        content = (path / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
         (path / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(pickle.UnpicklingError):
+        with pytest.raises(refused, match=r"Unsupported global|metadata names"):
             load_checkpoint(path, models={"m": (torch.nn.Linear(4, 4), None)}, schedulers={})
         assert not marker.exists()
-        torch.load(path / "rng_00000.pt", weights_only=False)  # the payload is live
+        if name == ".metadata":  # the payload is live
+            pickle.loads(content)  # noqa: S301 it is ours
+        else:
+            torch.load(path / name, weights_only=False)
         assert marker.exists()
 
     run_ranks(1, check, tmp_path)

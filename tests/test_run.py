@@ -17,9 +17,8 @@ from lib import InputError
 from lib import run as run_module
 from lib.checkpoint import newest_complete
 from lib.run import set_aside, take_lock
-from lib.run_config import MAY_CHANGE
+from lib.run_config import MAY_CHANGE, read_json
 from lib.tracking import Tracker
-from tests import common
 from tests.common import (
     ACCELERATE,
     BIN,
@@ -33,15 +32,11 @@ from tests.common import (
     environment,
     fork,
     launch,
+    metrics,
     ran,
 )
 
 FORK = multiprocessing.get_context("fork")
-
-
-def metrics(run: Path) -> list[dict]:
-    """Without the probe of a weight sync, which a validation at the same weights has done before."""
-    return [{k: v for k, v in row.items() if "canary" not in k} for row in common.metrics(run)]
 
 
 def few_rows(folder: Path) -> str:
@@ -176,6 +171,21 @@ def test_rows_of_steps_that_run_again_are_cut_off_with_a_torn_line(tmp_path, cap
             assert {path.name for path in aside.iterdir()} == set(before)
     for name, text in before.items():
         assert (tmp_path / "abandoned/1" / name).read_bytes() == b"".join(text.splitlines(keepends=True)[4:])
+
+
+@pytest.mark.parametrize("row", [b"\x00\xff\n", b"[]\n", b'{"step": null}\n'])
+def test_a_row_that_is_none_is_named_with_its_line(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + row + b'{"step": 2}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: no row of a run"):
+        set_aside(tmp_path, 1)
+    assert not (tmp_path / "abandoned").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"'])
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"config\.json: not a JSON object"):
+        read_json(tmp_path / "config.json")
 
 
 def test_another_runs_checkpoint_starts_a_new_run_and_overwrites_none(source, copied):
