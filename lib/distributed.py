@@ -100,7 +100,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
         _keep_freed_memory()
     timeout = timedelta(seconds=1.1 * stage_timeout or 1800)  # of a collective; the watcher knows more and comes first
     if _on_one_node():
-        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # lo0 on a Mac
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
         if not rollout_engine.startswith("http"):
             env.setdefault("NCCL_SOCKET_IFNAME", loopback)
@@ -129,12 +129,12 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     rank 0 on loopback, and only those of several nodes have it on all interfaces there.
     """
     env = os.environ
-    rank, size, port = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         if rank == 0 and _on_one_node():
             print(
-                f"warning: the launcher's store listens on all network interfaces (port {port}); launch/one_node.sh "
-                "opens none to the network",
+                f"warning: the launcher's store listens on all network interfaces (port {env['MASTER_PORT']}); "
+                "launch/one_node.sh opens none to the network",
                 file=sys.stderr,
                 flush=True,
             )
@@ -143,9 +143,10 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
         return dist.HashStore(), rank, size
     if not _on_one_node():
         return next(dist.rendezvous("env://", timeout=timeout))
+    address = "127.0.0.1", int(env["MASTER_PORT"])
     if rank == 0:
-        return listening_store("127.0.0.1", port, timeout), rank, size
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout), rank, size
+        return listening_store(*address, timeout), rank, size
+    return dist.TCPStore(*address, is_master=False, timeout=timeout), rank, size
 
 
 def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
