@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, all_gather_lists, all_reduce_max, all_to_all_objects
-from lib.packing import ATTENTION_LAYERS
 
 # ---- rows over ranks -----------------------------------------------------------------------------
 
@@ -72,17 +71,17 @@ def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
 def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share_prompts: bool) -> list[float]:
     """FLOPs of a forward pass of each group, as a multiple of what a token takes in the linear layers.
 
-    A token takes 2 N there, N weights, and 4 L D in attention for each token before it, L layers and D = heads x head
-    size: s tokens cost s + s^2 L D / N. With `share_prompts` a prompt counts once. A mixture's experts are not in N.
+    A token takes 2 N there, N weights, and 4 L D in attention for each token before it, L layers with attention and D =
+    heads x head size: s tokens cost s + s^2 L D / N. With `share_prompts` a prompt counts once. A mixture's experts are
+    not in N.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    layers = sum(kind in ATTENTION_LAYERS for kind in kinds)
+    layers = sum(kind not in ("linear_attention", "conv") for kind in kinds)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
-    quadratic = 0.0
-    if layers:
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        quadratic = layers * config.num_attention_heads * head_size / weights
+    quadratic = layers * heads * head_size / weights
     attention = batch.batch["attention_mask"].double()
     tokens = attention.sum(1)  # (B,)
     prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1)

@@ -355,7 +355,8 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     cache = DynamicCache(config=model.config)
     with torch.device("meta"), torch.no_grad():
         model.eval().base_model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
-    return sum(t.numel() * t.itemsize for layer in cache.layers for t in (layer.keys, layer.values))
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]  # a state does not grow
+    return sum(t.numel() * t.itemsize for layer in layers for t in (layer.keys, layer.values))
 
 
 # ---- shown ---------------------------------------------------------------------------------------

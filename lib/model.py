@@ -55,7 +55,7 @@ from lib.distributed import (
     fsdp_modules,
     trainable_parameters,
 )
-from lib.packing import STATE_LAYERS, attention_and_packing, lay_out, layout, sequence_rows
+from lib.packing import attention_and_packing, lay_out, layout, other_layers, sequence_rows
 from lib.special_tokens import Defuse
 
 disable_progress_bar()  # of loading: one bar a rank
@@ -105,12 +105,12 @@ def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_cod
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except (OSError, ValueError) as error:
         raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
-    reason, text = attention_and_packing(config, "packed_sdpa")[1], config.get_text_config()
-    if text.model_type in STATE_LAYERS:
+    reason = attention_and_packing(config, "packed_sdpa")[1]
+    if reason is None and other_layers(config):
         reason = "it has layers that carry a state from token to token"
     if reason:
         raise InputError(f"{split} {size}: {flag} {path} cannot be split: {reason}; drop {split}")
-    return text
+    return config.get_text_config()
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -727,10 +727,13 @@ def check_rows(
     trained[1::2] = False
     differences = [beside[trained]]
 
-    ranks, own = (1, 0) if row_group is None else (row_group.ranks.size(), row_group.ranks.rank())
+    counts, own = [len(micro)], 0  # rows of each rank of the group, where a rank may have none of a micro-batch
+    if row_group is not None:
+        counts, own = all_gather_lists(counts, row_group.ranks), row_group.ranks.rank()
     alone = []
-    for i, owner in itertools.product(range(4), range(ranks)):
-        rows = [i * len(micro) // 4] if owner == own and len(micro) else []
+    for i, owner in itertools.product(range(4), range(len(counts))):  # as many forwards on each rank
+        owner = owner if counts[owner] else counts.index(max(counts))
+        rows = [i * len(micro) // 4] if owner == own else []
         row = forward(micro[rows], padding_free=row_group is not None)[0] - together[rows]
         alone.append(row[micro.batch["response_mask"][rows].bool()])
     differences.append(torch.cat(alone))
@@ -740,7 +743,8 @@ def check_rows(
         if not mean <= allowed:
             mend = "set --no-padding-free" if model.padding_free else "this model cannot be trained here"
             by = f"by {mean:.2g} nats (allowed: {allowed:g})"
-            raise InputError(f"{type(model).__name__}: the log-probs of a row {what}, {by}; {mend}")
+            kind = type(model).__name__.removeprefix("FSDP")
+            raise InputError(f"{kind}: the log-probs of a row {what}, {by}; {mend}")
 
 
 # ---- values and scores ---------------------------------------------------------------------------

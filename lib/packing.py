@@ -17,8 +17,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from lib import InputError, is_first_on_node
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-
 STATE_LAYERS = {  # of a model_type: the class of its layers that carry a state; tests/test_models.py has each
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",
@@ -53,9 +51,8 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
     Raises:
         InputError: for `sdpa`, where it would leave out soft caps without a word.
     """
-    text, cls = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    kinds = set(getattr(text, "layer_types", None) or ())
-    others = kinds - ATTENTION_LAYERS
+    text, cls = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: code of its own
+    others = other_layers(config)
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     if capped and attn_implementation == "sdpa":
         raise InputError("--attn-implementation sdpa leaves out the soft caps of its attention: take eager")
@@ -63,11 +60,11 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
     no_sdpa = packed and (capped or (cls is not None and not cls._supports_sdpa))
     reason = UNPACKABLE.get(text.model_type)
     if not packed and not attn_implementation.startswith("flash"):
-        reason = f"--attn-implementation {attn_implementation}"
+        reason = f"{attn_implementation} attention takes no packed rows"
     elif text.model_type not in STATE_LAYERS and (others or (cls is not None and cls._is_stateful)):
         reason = f"packing knows no {min(others, default='recurrent')} layers"
-    elif no_sdpa and kinds != {"linear_attention"}:
-        reason = f"SDPA knows no {'soft caps' if capped else 'attention like its own'}"
+    elif no_sdpa and text.model_type != "mamba2":  # which has no attention at all
+        reason = "its attention has " + ("soft caps" if capped else "sinks, position biases or the like")
     elif packed and cls is not None and not cls._can_set_attn_implementation():
         reason = "its attention cannot be exchanged"
     if packed and (reason or no_sdpa):
@@ -75,10 +72,16 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
     return attn_implementation, reason
 
 
+def other_layers(config: PreTrainedConfig) -> set[str]:
+    """The kinds of layers that do not mix tokens by full or sliding-window attention alone."""
+    return set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+
+
 def carries_state(model: PreTrainedModel) -> bool:
     """Whether layers other than attention carry a state from token to token."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    return model._is_stateful or not kinds.isdisjoint({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+    return model._is_stateful or not other_layers(model.config).isdisjoint(
+        {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+    )
 
 
 class SequenceRows(NamedTuple):
@@ -140,16 +143,18 @@ def lay_out(
     if model.config.get_text_config().model_type == "phimoe":
         raise InputError(f"{name}: PhiMoE draws its experts at random while it trains")
     reason = attention_and_packing(model.config, attn_implementation)[1]
-    if reason and padding_free:
-        _say(f"{name}: rows are padded and prompts not shared, because {reason}")
-    model.padding_free = padding_free and reason is None
-    model.share_prompts = share_prompts and model.padding_free and not attn_implementation.startswith("flash")
     kind = STATE_LAYERS.get(model.config.get_text_config().model_type)
     pairs = [(p, layer) for p in model.modules() for layer in p.children() if type(layer).__name__ == kind]
+    if reason is None and other_layers(model.config) and not pairs:
+        reason = f"it has no layers of {kind}"
     for parent, layer in pairs:
         layer.rows, layer.forward = None, types.MethodType(_by_rows, layer)
         parent.register_forward_pre_hook(partial(_hand_down, layer), with_kwargs=True)
+    if reason and padding_free:
+        _say(f"{name}: rows are padded and prompts not shared, because {reason}")
     model.takes_rows = bool(pairs)
+    model.padding_free = padding_free and reason is None
+    model.share_prompts = share_prompts and model.padding_free and not attn_implementation.startswith("flash")
 
 
 def layout(*models: PreTrainedModel) -> dict[str, bool]:

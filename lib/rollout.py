@@ -330,7 +330,8 @@ def cache_keyword(model: PreTrainedModel) -> str:
     text, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
     names = [name for name in ("past_key_values", "cache_params") if name in takes]
     if not names or (carries_state(model) and text.model_type not in SAMPLED_BY_HF):
-        raise InputError(f"--rollout-engine hf does not know how {type(model).__name__} keeps its state: take vllm")
+        kind = type(model).__name__.removeprefix("FSDP")
+        raise InputError(f"--rollout-engine hf does not know how {kind} keeps its state: take vllm")
     return names[0]
 
 

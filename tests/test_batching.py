@@ -84,6 +84,18 @@ def test_two_groups_fit_where_their_rows_alone_would_not():
         assert [len(prepare_dynamic_batch(batch, 80, share_prompts=share)[1]) for share in (True, False)] == [1, 3]
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(30, 120))
+def test_a_padded_row_counts_as_many_tokens_as_the_longest_of_its_micro_batch(lengths, max_tokens):
+    with one_rank():
+        batch = groups_batch([(1, [n]) for n in lengths])
+        _, rows = prepare_dynamic_batch(batch, max_tokens, padding_free=False)
+    assert sorted(r for part in rows for r in part) == list(range(len(lengths)))
+    sizes = [len(part) * (1 + max(lengths[row] for row in part)) for part in rows]
+    assert all(size <= max_tokens or len(part) == 1 for size, part in zip(sizes, rows))
+    assert sizes == sorted(sizes, reverse=True)
+
+
 def split(world):
     """Rank 0: one group of 40 tokens; rank 1: 8 prompts of their own."""
     batch = groups_batch([(8, [4] * 8)] if world.rank == 0 else [(8, [4])] * 8, seed=world.rank)

@@ -8,6 +8,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Qwen2ForTokenClassification,
@@ -161,3 +163,6 @@ def test_models_that_cannot_be_split_are_refused(tmp_path):
     experts = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, **TWO_KEY_HEADS}
     with pytest.raises(InputError, match="layers in its plan"):
         check_tensor_parallel(save_tiny(tmp_path / "c", **experts), 2)
+    capped = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, **TWO_KEY_HEADS}
+    with pytest.raises(InputError, match="soft caps; drop --tensor-parallel"):
+        check_tensor_parallel(save_tiny(tmp_path / "d", **capped), 2)
