@@ -406,12 +406,15 @@ def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
 
 
 @pytest.mark.parametrize("launcher", [PYTHON, TORCHRUN], ids=["python", "torchrun"])
-def test_a_crash_leaves_a_curve(source, tmp_path, launcher):
+def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path, launcher):
     """On one rank, and on another rank than that which draws."""
-    args = [*source[1], *breaks(tmp_path, rows=8 * 3 // len(launcher), rank=len(launcher) // 4), "--run-name", "run"]
+    (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
+    scorer = ["--reward", f"{tmp_path / 'same.py'}:score", "--run-name", "run"]
+    args = [*source[1], *breaks(tmp_path, rows=8 * 3 // len(launcher), rank=len(launcher) // 4), *scorer]
     done = launch("grpo", tmp_path, *args, "--total-steps", "9", launcher=launcher)
     assert done.returncode == 1 and "the data break off" in done.stderr
     assert (tmp_path / "run/curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "note: equal scores in every group in " in done.stdout
 
 
 @pytest.mark.parametrize("launcher", [PYTHON, ONE_NODE, ACCELERATE], ids=["python", "one_node", "accelerate"])
