@@ -29,5 +29,6 @@ def report_mistake(message: str) -> None:
     message = struck(message)
     if is_first_on_node():
         print(message, file=sys.stderr, flush=True)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the form is that of torch's ErrorHandler
-        Path(report).write_text(json.dumps({"message": f"\n{message}", "timestamp": int(time.time())}))
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # as torch's ErrorHandler writes it
+        shown = {"py_callstack": f"\n{message}", "timestamp": str(int(time.time()))}
+        Path(report).write_text(json.dumps({"message": {"message": message, "extraInfo": shown}}))

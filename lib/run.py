@@ -86,6 +86,7 @@ class Run:
 
     def _end_early(self, interrupted: bool) -> None:
         with suppress(OSError):  # a full disk may be what ended the run
+            self.tracker.notes()
             self.tracker.close()
         if not interrupted:
             return

@@ -139,14 +139,19 @@ class Tracker:
             plot_curve(self.run_dir / "metrics.jsonl", path or self.run_dir / "curve.png", self.name)
             self.undrawn = False
 
+    def notes(self) -> None:
+        """Prints what went wrong in how many steps."""
+        if self.enabled:
+            for note in trouble_of_run(_rows(self.run_dir / "metrics.jsonl")):
+                self.console.print(f"note: {note}", markup=False, soft_wrap=True)
+
     def report(self) -> None:
         """Prints what went wrong in how many steps, the number of the start model and of the last validation, and where
         the files are."""
         if not self.enabled:
             return
-        rows = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        for note in trouble_of_run(rows):
-            self.console.print(f"note: {note}", markup=False, soft_wrap=True)
+        self.notes()
+        rows = _rows(self.run_dir / "metrics.jsonl")
         for key in dict.fromkeys(key for row in rows for key in _validated(row)):
             values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
             before = [f"{values.pop(0):.3f} before training"] if 0 in values else []
@@ -235,7 +240,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
     for i in range(len(batch)):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
-            "prompt": "\n".join(str(message["content"]) for message in row["raw_prompt"]),
+            "prompt": "\n".join(str(message.get("content") or "") for message in row["raw_prompt"]),
             "response": tokenizer.decode(responses[i][attended[i]]),
             "score": scores[i] if scored[i] else None,
             "ground_truth": row["reward_model"]["ground_truth"],
@@ -267,12 +272,17 @@ def _validated(metrics: Mapping[str, Any]) -> list[str]:
     return [key for key in metrics if key.startswith("val/") and f"{key}/ci_low" in metrics]
 
 
+def _rows(metrics_file: str | Path) -> list[dict[str, Any]]:
+    """Without a line that is being written, or was when the run was killed."""
+    lines = Path(metrics_file).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
     """Over steps: train reward (raw, smoothed) and validation with its interval; the mean response length."""
     from matplotlib.figure import Figure  # a second of import that the start of a run can do without
 
-    lines = Path(metrics_file).read_text().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = _rows(metrics_file)
 
     def series(key: str) -> tuple[np.ndarray, np.ndarray]:
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]

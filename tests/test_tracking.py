@@ -14,7 +14,9 @@ import torch
 from PIL import Image
 
 from lib import InputError
-from lib.tracking import Tracker, plot_curve
+from lib.model import load_tokenizer
+from lib.tracking import Tracker, plot_curve, sample_rows
+from tests.common import TOY_MODEL, rollout_batch
 
 STEP = {"reward/mean": 0.5, "response_length/mean": 230.4, "perf/tokens_per_s": 12345.6, "actor/loss": -0.1}
 
@@ -263,6 +265,16 @@ def test_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (tag,) = events.Tags()["scalars"]
     assert [(event.step, event.value) for event in events.Scalars(tag)] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+def test_a_sample_of_a_prompt_with_a_call_is_shown_without_content():
+    batch = rollout_batch([3, 3], [4, 2])
+    batch.batch["token_level_scores"] = torch.zeros(2, 4)
+    prompt = [{"role": "user", "content": "2*3"}, {"role": "assistant", "tool_calls": [{}]}]
+    columns = {"raw_prompt": [prompt] * 2, "reward_model": [{"ground_truth": "6"}] * 2}
+    batch.non_tensor_batch |= {key: np.fromiter(values, object, count=2) for key, values in columns.items()}
+    rows = sample_rows(batch, load_tokenizer(TOY_MODEL))
+    assert [row["prompt"] for row in rows] == ["2*3\n"] * 2 and rows[0]["score"] == 0
 
 
 def test_curve(tmp_path):

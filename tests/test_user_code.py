@@ -57,8 +57,8 @@ def test_every_flag_that_takes_a_file_loads_it_so(tmp_path):
     for flag, load in {
         "--reward": lambda: load_scorers([spec], []),
         "--dataset-class": lambda: load_dataset_class(spec),
-        "--multi-turn tools": lambda: load_multi_turn({"tools": [spec]}, tokenizer, {}),
-        "--multi-turn interaction": lambda: load_multi_turn({"interaction": spec}, tokenizer, {}),
+        "--multi-turn tools": lambda: load_multi_turn({"tools": [spec]}, tokenizer, {}, 32),
+        "--multi-turn interaction": lambda: load_multi_turn({"interaction": spec}, tokenizer, {}, 32),
     }.items():
         with pytest.raises(InputError, match=f"{flag} .*: ZeroDivisionError: division by zero in line 1"):
             load()
