@@ -17,13 +17,14 @@ gets plain values back. So no __eq__, no patched builtin, frame or exit code of 
 import builtins
 import contextlib
 import ctypes
+import errno
+import functools
 import gc
 import importlib
 import json
 import math
 import operator
 import os
-import platform
 import resource
 import select
 import shutil
@@ -50,15 +51,37 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NOBODY = 65534
 NEW_USER, NEW_OTHERS, NEW_ANY = 0x10000000, 0x6C020000, 0x7E020000  # CLONE_NEW*; mount, pid, net, ipc, uts
 BIND, PRIVATE, DETACH = 0x1000 | 0x4000, 0x40000 | 0x4000, 2  # MS_*, recursive; MNT_DETACH
-AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# System calls refused to a program, with their numbers on x86_64 and aarch64: network, other processes, namespaces,
-# memory that no limit counts; and without a pid namespace, processes and signals.
-REFUSED = """socket 41 198 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271 unshare 272 97 setns 308
-268 mount 165 40 bpf 321 280 perf_event_open 298 241 userfaultfd 323 282 io_uring_setup 425 425 add_key
-248 217 request_key 249 218 keyctl 250 219 memfd_create 319 279 shmget 29 194 msgget 68 186 semget 64
-190 mq_open 240 180"""
-REFUSED_ALONE = """fork 57 - vfork 58 - kill 62 129 tkill 200 130 tgkill 234 131 rt_sigqueueinfo 129 138
-rt_tgsigqueueinfo 297 240 pidfd_send_signal 424 424 setsid 112 157 setpgid 109 154"""
+# System calls that a program can make; others do not exist (ENOSYS). Not here: network, other processes' memory,
+# limits and schedules, namespaces, mounts, memory that no limit counts.
+ALLOWED = """
+access alarm arch_prctl brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat
+dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 exit
+exit_group faccessat faccessat2 fadvise64 fallocate fchdir fdatasync fgetxattr flistxattr flock fstat fstatfs fsync
+ftruncate futex futex_waitv getcpu getcwd getdents getdents64 getegid geteuid getgid getgroups getitimer getpeername
+getpgid getpgrp getpid getppid getpriority getrandom getresgid getresuid getrlimit getrusage getsid getsockname
+getsockopt gettid gettimeofday getuid getxattr lgetxattr link linkat listxattr llistxattr lseek lstat madvise
+membarrier mincore mkdir mkdirat mlock mmap mprotect mremap msync munlock munmap nanosleep newfstatat open openat
+openat2 pause pipe pipe2 poll ppoll pread64 preadv preadv2 pselect6 pwrite64 pwritev pwritev2 read readahead readlink
+readlinkat readv recvfrom recvmsg rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending
+rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max sched_get_priority_min
+sched_getaffinity sched_getparam sched_getscheduler sched_yield select sendfile sendmsg sendto set_robust_list
+set_tid_address setitimer setrlimit setsockopt shutdown sigaltstack signalfd signalfd4 splice stat statfs statx
+symlink symlinkat sysinfo tee time timer_create timer_delete timer_getoverrun timer_gettime timer_settime
+timerfd_create timerfd_gettime timerfd_settime times truncate umask uname unlink unlinkat wait4 waitid write writev"""
+# In namespaces also these, which elsewhere would reach the user's processes and files.
+ALLOWED_INSIDE = """
+chmod chown execve execveat fchmod fchmodat fchmodat2 fchown fchownat fork futimesat kill lchown pidfd_open
+pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpgid setsid tgkill tkill utime utimensat utimes vfork"""
+THREAD = 0x10000  # CLONE_THREAD
+# (call, number of its argument, bits, value): where these bits of the argument have this value
+CONDITIONS = [
+    ("prlimit64", 0, 2**64 - 1, 0),  # of this process
+    ("sched_setaffinity", 0, 2**64 - 1, 0),
+    ("socketpair", 1, 0xF, 1),  # SOCK_STREAM: a datagram socket could send to others
+    *(("fcntl", 1, 2**32 - 1, n) for n in (*range(8), 9, 36, 37, 38, 1030, 1032)),  # no signals to owners, no leases
+    *(("ioctl", 1, 2**32 - 1, n) for n in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # of terminals only TCGETS
+    *(("prctl", 0, 2**32 - 1, n) for n in (1, 2, 3, 15, 16, 22, 23, 0x53564D41)),  # death signal, names, what there is
+]
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -393,20 +416,36 @@ def landlock(spec: dict, folder: str) -> None:
     os.close(ruleset)
 
 
+@functools.cache
+def seccomp_filter(level: str) -> bytes:
+    """What libseccomp makes of the names above, for the kernel. Raises OSError where the library is not there."""
+    try:
+        lib = ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        raise OSError("libseccomp.so.2 is not there: install libseccomp2 (Debian, Ubuntu) or libseccomp") from None
+    lib.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(lib.seccomp_init(0x50000 | errno.ENOSYS))
+    inside = level == "namespaces"
+    names = ALLOWED + ALLOWED_INSIDE if inside else ALLOWED
+    clone = ("clone", 0, NEW_ANY, 0) if inside else ("clone", 0, NEW_ANY | THREAD, THREAD)
+    for name, *condition in [*((name,) for name in names.split()), *CONDITIONS, clone]:
+        number = lib.seccomp_syscall_resolve_name(name.encode())
+        argument = struct.pack("IiQQ", condition[0], 7, *condition[1:]) if condition else None  # MASKED_EQ
+        if number >= 0:  # this machine has it
+            rules = len(condition) // 3, argument
+            if lib.seccomp_rule_add_array(context, 0x7FFF0000, number, *rules) < 0:
+                raise OSError(f"libseccomp does not take {name}")
+    with open(os.memfd_create("filter"), "r+b") as file:
+        lib.seccomp_export_bpf(context, file.fileno())
+        lib.seccomp_release(context)
+        file.seek(0)
+        return file.read()
+
+
 def seccomp(level: str) -> None:
-    """Refuses the calls above with EPERM, and clone() of a namespace; without a pid namespace, of all but a thread."""
-    machine = list(AUDIT).index(platform.machine())
-    names = (REFUSED if level == "namespaces" else REFUSED + " " + REFUSED_ALONE).split()
-    refuse, allow = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
-    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, AUDIT[platform.machine()]), refuse]  # another machine's calls (i386)
-    rules += [(0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), refuse]  # x32's
-    for number in names[1 + machine :: 3]:
-        rules += [(0x15, 0, 1, int(number)), refuse] if number != "-" else []
-    rules += [(0x15, 0, 1, 435), (0x06, 0, 0, 0x50026)]  # clone3: ENOSYS, as its flags lie in memory; libc falls back
-    rules += [(0x15, 1, 0, (56, 220)[machine]), allow, (0x20, 0, 0, 16)]  # clone: its flags
-    rules += [(0x45, 0, 1, NEW_ANY) if level == "namespaces" else (0x45, 1, 0, 0x10000), refuse, allow]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
-    check(libc.prctl(22, 2, struct.pack("HP", len(rules), ctypes.addressof(code)), 0, 0), "seccomp")
+    code = seccomp_filter(level)
+    buffer = ctypes.create_string_buffer(code)
+    check(libc.prctl(22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(buffer)), 0, 0), "seccomp")
 
 
 def become_program(spec: dict, folder: str, files: list[int]) -> None:
@@ -415,12 +454,13 @@ def become_program(spec: dict, folder: str, files: list[int]) -> None:
         os.dup2(fd, i)
     os.closerange(len(files), 1 << 20)
     os.chdir(folder)
+    tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = folder
     limit(CPU=int(spec["total_timeout"]) + 1, FSIZE=spec["output_mb"] << 20, NOFILE=64, CORE=0)
     if spec["level"] == "namespaces":
         limit(NPROC=spec["processes"] + 2)
     if spec["level"] == "landlock":
         landlock(spec, folder)
-    seccomp(spec["level"])
+    seccomp("namespaces" if spec["level"] == "namespaces" else "alone")
     sys.path[:] = [path for path in sys.path if path not in spec["hidden"]] + spec["sys_path"]
 
 
@@ -563,6 +603,9 @@ def zygote(module: str = "", *folders: str) -> None:
     control = socket.socket(fileno=os.dup(0))
     sys.set_int_max_str_digits(0)
     exec(PRELUDE, {})  # warm
+    for level in ("namespaces", "alone"):
+        with contextlib.suppress(OSError):  # the sandbox then says it
+            seccomp_filter(level)
     if module:
         sys.path += folders
         importlib.import_module(module).warm()
