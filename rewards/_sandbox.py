@@ -317,19 +317,19 @@ def run_tests(conn, channel, names: list[str]) -> None:
 # ---- walls ----
 
 
-def enter_namespaces(spec: dict) -> None:
-    if os.geteuid() != 0:
-        ids = os.geteuid(), os.getegid()
+def enter_namespaces(spec: dict) -> bool:
+    """Whether the number of a program's processes can be limited."""
+    limitable = os.geteuid() != 0 or libc.unshare(NEW_OTHERS) == 0
+    if not limitable or os.geteuid() != 0:
+        user, group, inside = os.geteuid(), os.getegid(), None if limitable else NOBODY
         check(libc.unshare(NEW_USER | NEW_OTHERS), "unshare")
         for file, line in (
             ("setgroups", "deny"),
-            ("uid_map", f"{ids[0]} {ids[0]} 1"),
-            ("gid_map", f"{ids[1]} {ids[1]} 1"),
+            ("uid_map", f"{inside or user} {user} 1"),
+            ("gid_map", f"{inside or group} {group} 1"),
         ):
             with open(f"/proc/self/{file}", "w") as f:
                 f.write(line)
-    else:
-        check(libc.unshare(NEW_OTHERS), "unshare")
 
     def mount(source, target, kind, flags, options=None):
         args = [x.encode() if x else None for x in (source, target, kind)]
@@ -361,6 +361,7 @@ def enter_namespaces(spec: dict) -> None:
     os.chdir(root)
     check(libc.pivot_root(b".", b"."), "pivot_root")
     check(libc.umount2(b".", DETACH), "umount")
+    return limitable
 
 
 def drop_privileges(level: str) -> None:
@@ -385,8 +386,8 @@ def limit(**limits: int) -> None:
 def landlock(spec: dict, folder: str) -> None:
     """Files: `folder` is free, the libraries can be read, nothing else; no signals out (where the kernel is 6.12)."""
     version = check(libc.syscall(444, None, 0, 1), "landlock")
-    handled = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14
-    attributes = (ctypes.c_uint64 * 3)(handled, 0, 2 if version >= 6 else 0)
+    handled = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
+    attributes = (ctypes.c_uint64 * 3)(handled, 0, 3 if version >= 6 else 0)
     ruleset = check(libc.syscall(444, attributes, 24 if version >= 6 else 8, 0), "landlock")
 
     def allow(path, access):
@@ -448,6 +449,14 @@ def seccomp(level: str) -> None:
     check(libc.prctl(22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(buffer)), 0, 0), "seccomp")
 
 
+def put_up_walls(spec: dict, folder: str) -> None:
+    """Around this process, for good."""
+    if spec["level"] == "landlock":
+        landlock(spec, folder)
+    seccomp("alone" if spec["alone"] else "namespaces")
+    sys.path[:] = [path for path in sys.path if path not in spec["hidden"]] + spec["sys_path"]
+
+
 def become_program(spec: dict, folder: str, files: list[int]) -> None:
     """In a fresh child of init: `files` become descriptors 0, 1, 2 and so on, others are closed, the walls go up."""
     for i, fd in enumerate([os.dup(fd) for fd in files]):
@@ -458,10 +467,7 @@ def become_program(spec: dict, folder: str, files: list[int]) -> None:
     limit(CPU=int(spec["total_timeout"]) + 1, FSIZE=spec["output_mb"] << 20, NOFILE=64, CORE=0)
     if spec["level"] == "namespaces":
         limit(NPROC=spec["processes"] + 2)
-    if spec["level"] == "landlock":
-        landlock(spec, folder)
-    seccomp("namespaces" if spec["level"] == "namespaces" else "alone")
-    sys.path[:] = [path for path in sys.path if path not in spec["hidden"]] + spec["sys_path"]
+    put_up_walls(spec, folder)
 
 
 # ---- the processes ----
@@ -524,6 +530,7 @@ def run_calls(conn, spec: dict, folder: str, null: int) -> None:
     except (EOFError, OSError, ValueError, TypeError):
         send(conn, {"verdict": "error" if end_program(pid) > 0 else "crash"})
     else:
+        put_up_walls(spec, folder)  # the tests have them, too
         run_tests(conn, channel, names)
 
 
@@ -561,6 +568,7 @@ def init(conn, spec: dict, folder: str) -> None:
         elif spec["form"] == "function":
             run_functions(conn, spec, folder, null)
         else:  # "remote": the program is elsewhere, and the scorer passes the calls on
+            put_up_walls(spec, folder)
             run_tests(conn, conn, spec["names"])
 
 
@@ -571,8 +579,8 @@ def supervise(conn) -> None:
     alone = spec["level"] != "namespaces"
     folder = tempfile.mkdtemp(prefix="plainrl-") if alone else "/tmp"
     try:
-        if not alone:
-            enter_namespaces(spec)
+        # root without CAP_SYS_ADMIN, as in Docker, comes into namespaces as a user does, but no limit holds for it
+        spec["alone"] = alone or not enter_namespaces(spec)
         check(libc.prctl(36, 1, 0, 0, 0), "subreaper")  # an orphaned program is waited for here
         pid = os.fork()
         if pid == 0:

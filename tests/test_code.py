@@ -1,6 +1,7 @@
 """rewards/code.py: the forms of tests, hostile programs at every level of the sandbox, HumanEval, SandboxFusion."""
 
 import ast
+import ctypes
 import json
 import multiprocessing
 import os
@@ -818,23 +819,41 @@ def test_a_dead_scorer_leaves_no_process(end):
         time.sleep(0.01)
 
 
-def test_without_privileges():
-    """As a user who is not root: the namespaces come from a user namespace of the sandbox's own."""
-    unshare = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL, check=False).returncode
-    ):
-        pytest.skip("this machine makes no user namespaces")
-    names = ["sys.exit(0)", "connect", "memory bomb", "write outside", "read /etc/passwd", "mount", "new namespace"]
-    programs = [RIGHT, *({**HOSTILE, **FILES}[name].replace("PORT", "80") for name in names), RIGHT]
-    script = (
-        "import json, os, sys\nfrom rewards import code\nassert os.geteuid() == 1000\nprint(code.sandbox_level(), *("
+@pytest.mark.parametrize("who", ["a user", "root without CAP_SYS_ADMIN"])
+def test_without_privileges(who):
+    """The namespaces come from a user namespace of the sandbox's own, for root as in a container, too."""
+    unshare = ["unshare", "--user", "--map-user=1000", "--map-group=1000"] if who == "a user" else []
+    works = (
+        shutil.which("unshare") and not subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode
     )
-    script += "code.compute_score('', p, sys.argv[2:], timeout=3)['score'] for p in json.loads(sys.argv[1])))"
+    if not works or (not unshare and os.geteuid() != 0):
+        pytest.skip("this machine makes no user namespaces, or this is not root")
+
+    def drop():
+        if not unshare and ctypes.CDLL(None).prctl(24, 21, 0, 0, 0):  # PR_CAPBSET_DROP, for what is executed now
+            raise OSError("the capability stays")
+
+    names = [
+        "sys.exit(0)",
+        "connect",
+        "memory bomb",
+        "fork bomb",
+        "write outside",
+        "read /etc/passwd",
+        "mount",
+        "new namespace",
+    ]
+    programs = [RIGHT, *({**HOSTILE, **FILES}[name].replace("PORT", "80") for name in names), RIGHT]
+    script = """
+import json, os, sys
+from rewards import code
+scores = [code.compute_score('', p, sys.argv[2:], timeout=3)['score'] for p in json.loads(sys.argv[1])]
+print(os.geteuid(), code.sandbox_level(), *scores)
+"""
     command = [*unshare, sys.executable, "-c", script, json.dumps(programs), *TRUTH]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert out.stdout.split() == ["namespaces", "1.0", *["0.0"] * len(names), "1.0"], out.stderr
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=drop)
+    said = ["1000" if unshare else "0", "namespaces", "1.0", *["0.0"] * len(names), "1.0"]
+    assert out.stdout.split() == said, out.stderr
 
 
 def test_the_level_is_said(monkeypatch):
