@@ -317,16 +317,30 @@ def run_tests(conn, channel, names: list[str]) -> None:
 # ---- walls ----
 
 
+@functools.cache
+def processes_can_be_limited() -> bool:
+    """Not for root, also in the guise of a user whom a user namespace makes of it: RLIMIT_NPROC does not hold then."""
+    pid = os.fork()
+    if pid == 0:
+        limit(NPROC=0)
+        with contextlib.suppress(OSError):
+            os.fork()
+            os._exit(1)  # both
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
 def enter_namespaces(spec: dict) -> bool:
-    """Whether the number of a program's processes can be limited."""
-    limitable = os.geteuid() != 0 or libc.unshare(NEW_OTHERS) == 0
-    if not limitable or os.geteuid() != 0:
-        user, group, inside = os.geteuid(), os.getegid(), None if limitable else NOBODY
+    """Whether the number of a program's processes is limited there."""
+    if os.geteuid() == 0 and libc.unshare(NEW_OTHERS) == 0:
+        limited = True  # it becomes nobody
+    else:  # a user, or root without CAP_SYS_ADMIN, as in Docker
+        limited, user, group = processes_can_be_limited(), os.geteuid(), os.getegid()
         check(libc.unshare(NEW_USER | NEW_OTHERS), "unshare")
         for file, line in (
             ("setgroups", "deny"),
-            ("uid_map", f"{inside or user} {user} 1"),
-            ("gid_map", f"{inside or group} {group} 1"),
+            ("uid_map", f"{user or NOBODY} {user} 1"),
+            ("gid_map", f"{group or NOBODY} {group} 1"),
         ):
             with open(f"/proc/self/{file}", "w") as f:
                 f.write(line)
@@ -361,7 +375,7 @@ def enter_namespaces(spec: dict) -> bool:
     os.chdir(root)
     check(libc.pivot_root(b".", b"."), "pivot_root")
     check(libc.umount2(b".", DETACH), "umount")
-    return limitable
+    return limited
 
 
 def drop_privileges(level: str) -> None:
@@ -386,7 +400,9 @@ def limit(**limits: int) -> None:
 def landlock(spec: dict, folder: str) -> None:
     """Files: `folder` is free, the libraries can be read, nothing else; no signals out (where the kernel is 6.12)."""
     version = check(libc.syscall(444, None, 0, 1), "landlock")
-    handled = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
+    if version < 3:
+        raise OSError("Landlock before Linux 6.2 lets programs empty files")
+    handled = (1 << 15) - 1 | (version >= 5) << 15
     attributes = (ctypes.c_uint64 * 3)(handled, 0, 3 if version >= 6 else 0)
     ruleset = check(libc.syscall(444, attributes, 24 if version >= 6 else 8, 0), "landlock")
 
@@ -579,7 +595,6 @@ def supervise(conn) -> None:
     alone = spec["level"] != "namespaces"
     folder = tempfile.mkdtemp(prefix="plainrl-") if alone else "/tmp"
     try:
-        # root without CAP_SYS_ADMIN, as in Docker, comes into namespaces as a user does, but no limit holds for it
         spec["alone"] = alone or not enter_namespaces(spec)
         check(libc.prctl(36, 1, 0, 0, 0), "subreaper")  # an orphaned program is waited for here
         pid = os.fork()
@@ -611,6 +626,7 @@ def zygote(module: str = "", *folders: str) -> None:
     control = socket.socket(fileno=os.dup(0))
     sys.set_int_max_str_digits(0)
     exec(PRELUDE, {})  # warm
+    processes_can_be_limited()
     for level in ("namespaces", "alone"):
         with contextlib.suppress(OSError):  # the sandbox then says it
             seccomp_filter(level)

@@ -21,8 +21,10 @@ import psutil
 import pytest
 
 from lib import InputError
+from lib.reward import load_scorers
 from lib.reward_pool import Pool
 from rewards import _sandbox, code, sandbox
+from rewards import math as math_reward
 from tests.common import ROOT
 
 LEVELS = ["namespaces", "landlock", "rlimits"]
@@ -853,35 +855,69 @@ print(os.geteuid(), code.sandbox_level(), *scores)
     command = [*unshare, sys.executable, "-c", script, json.dumps(programs), *TRUTH]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=drop)
     said = ["1000" if unshare else "0", "namespaces", "1.0", *["0.0"] * len(names), "1.0"]
-    assert out.stdout.split() == said, out.stderr
+    assert out.stdout.splitlines()[-1].split() == said, out.stderr
 
 
-def test_the_level_is_said(monkeypatch):
+@pytest.fixture
+def only(monkeypatch):
+    """only(levels): as if no others worked here, and --sandbox-level were not given."""
     real = sandbox.connect
-    works = {"namespaces", "landlock", "rlimits"}
 
-    def refused(spec, *args):
-        if spec["level"] not in works:
-            raise RuntimeError(f"{spec['level']} refused")
-        return real(spec, *args)
+    def make(*levels):
+        def connect(spec, *args):
+            if spec["level"] not in levels:
+                raise RuntimeError(f"no {spec['level']} here")
+            return real(spec, *args)
 
-    monkeypatch.setattr(sandbox, "connect", refused)
-    for lost, says in (
-        ("namespaces", "child processes"),
-        ("landlock", "read and write all"),
-        ("rlimits", None),
-    ):
-        works.remove(lost)
+        monkeypatch.setattr(sandbox, "connect", connect)
+        monkeypatch.delenv(sandbox.ACCEPTED, raising=False)
         sandbox.sandbox_level.cache_clear()
-        if says is None:
-            with pytest.raises(InputError, match="no sandbox works here"):
-                sandbox.sandbox_level()
-        else:
-            with pytest.warns(UserWarning, match=says):
-                assert sandbox.sandbox_level() in works
-            assert score(RIGHT, TRUTH)["score"] == 1.0
+
+    yield make
     monkeypatch.undo()
     sandbox.sandbox_level.cache_clear()
+
+
+def test_the_level_is_said_and_a_weaker_one_has_to_be_accepted(only, capsys):
+    for levels, level in ((("landlock", "rlimits"), "landlock"), (("rlimits",), "rlimits"), ((), "none")):
+        for accepted in ("namespaces", "landlock", "rlimits", "none"):
+            only(*levels)
+            sandbox.accept(accepted)
+            if list(sandbox.HOLDS).index(accepted) < list(sandbox.HOLDS).index(level):
+                with pytest.raises(InputError) as raised:
+                    load_scorers(["data_source"], [Rows("code")])
+                assert f"--sandbox-level {level} accepts that. In Docker, " in str(raised.value)
+                assert "namespaces: no namespaces here" in str(raised.value) and "\n" not in str(raised.value)
+                continue
+            load_scorers(["data_source"], [Rows("math_dapo")])  # needs none
+            assert capsys.readouterr().out == ""
+            load_scorers(["data_source"], [Rows("code")])
+            load_scorers(["data_source"], [Rows("lighteval/MATH")])
+            said = capsys.readouterr().out
+            assert said.startswith(f"sandbox: {level}: {sandbox.HOLDS[level]} (namespaces: ") and said.count("\n") == 1
+            if level != "none":
+                assert score(RIGHT, TRUTH)["score"] == 1.0
+            assert math_reward.compute_score("", r"\boxed{x+1}", "1+x")["score"] == 1.0
+            sandbox._idle.clear()
+    with pytest.raises(InputError, match="--sandbox-level none: what a model wrote is not run without a sandbox"):
+        score(RIGHT, TRUTH)
+
+
+class Rows:
+    def __init__(self, *data_sources):
+        self.data_sources = set(data_sources)
+
+
+def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
+    """What they accept is what their reward workers and tools then read in the environment."""
+    for script in ("grpo", "ppo", "remax", "dapo"):
+        source = (ROOT / f"{script}.py").read_text()
+        assert "accept_sandbox(args.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
+    monkeypatch.setenv(sandbox.ACCEPTED, "namespaces")
+    sandbox.accept("rlimits")
+    child = "import os; from rewards import sandbox; print(os.environ[sandbox.ACCEPTED])"
+    out = subprocess.run([sys.executable, "-c", child], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out == "rlimits\n"
 
 
 # ---- functions ----
