@@ -163,6 +163,8 @@ class Args:
     """seconds that a scorer has for a response"""
     reward_memory: Annotated[int, Ge(1)] = 2048
     """MiB that a scorer may take beyond what its imports took"""
+    sandbox_level: Literal["namespaces", "landlock", "rlimits", "none"] = "namespaces"
+    """the weakest walls that are accepted around what a model wrote: docs/rewards.md has what each lets through"""
     reward_failure_score: Annotated[float | None, Interval(ge=-1e12, le=1e12)] = None
     """score of a response whose scorer hangs, crashes or raises; empty: it is in no group and trains nothing"""
     reward_model: str = ""
@@ -361,6 +363,7 @@ from lib.rollout import (
 from lib.rollout_correction import get_rollout_correction_fn
 from lib.run import open_run
 from lib.tracking import Tracker, sample_rows
+from rewards.sandbox import accept as accept_sandbox
 
 GATHERED = (  # over ranks, for the advantages
     *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),
@@ -503,6 +506,7 @@ def main(args: Args) -> None:
         or args.loss in LOSS_TENSORS
         or "old_log_probs" in adv_tensors
     )
+    accept_sandbox(args.sandbox_level)
     tokenizer = load_tokenizer(args.model, trust_remote_code=args.trust_remote_code)
     chat_template_kwargs = parse_json(args, "chat_template_kwargs")
     multi_turn = load_multi_turn(

@@ -27,9 +27,11 @@ from lib.metrics import Sum
 from lib.reward_pool import LARGEST_SCORE, Pool, call, checked, load_scorer
 from lib.secrets import struck
 from lib.user_code import load_object
+from rewards.sandbox import sandbox_level
 
 BY_DATA_SOURCE = "data_source"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+SANDBOXED = {"rewards.code", "rewards.math", "rewards.geometry3k"}
 ALWAYS = 16  # responses: a scorer that has failed on so many and done nothing else stops the run
 
 # ---- the scorers of a run ------------------------------------------------------------------------
@@ -59,7 +61,8 @@ def load_scorers(
     weights, 1 each. One with a parameter time_limit_s, which has a default, is told the seconds a response has.
 
     Raises InputError: no such file or function, one that cannot be called so, a data_source that rewards/ lacks, a row
-    without a ground truth for a scorer whose parameter ground_truth (or ground_truths) has no default.
+    without a ground truth for a scorer whose parameter ground_truth (or ground_truths) has no default, a sandbox
+    weaker than --sandbox-level.
     """
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
@@ -68,6 +71,8 @@ def load_scorers(
     for spec, weight in zip(specs, weights):
         if spec == BY_DATA_SOURCE:
             modules = _modules_for(datasets)
+            if SANDBOXED.intersection(modules) and "sandbox_url" not in kwargs:
+                sandbox_level()
             scorers.append(Scorer(spec, spec, modules, kwargs, weight, batched=False, takes_truth=True))
         else:
             scorers.append(_from_file(spec, kwargs, weight))

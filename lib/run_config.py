@@ -20,7 +20,8 @@ MAY_CHANGE = {
     *("attn_implementation", "padding_free", "share_prompts", "gradient_checkpointing", "micro_batch_tokens"),
     *("reduce_each_micro_batch", "replicas", "sequence_parallel", "tensor_parallel", "cpu_offload"),
     *("engine_ranks", "gpu_memory", "loader_workers", "reward_workers", "reward_timeout", "reward_memory"),
-    *("val_files", "val_before_train", "val_every", "val_reward", "val_samples", "val_temperature", "val_top_p"),
+    *("sandbox_level", "val_files", "val_before_train", "val_every", "val_reward", "val_samples", "val_temperature"),
+    "val_top_p",
     *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
 }
 PATHS = {"model", "critic_model", "reward_model", "train_files", "dataset_class", "reward"}  # what they hold counts

@@ -17,13 +17,14 @@ gets plain values back. So no __eq__, no patched builtin, frame or exit code of 
 import builtins
 import contextlib
 import ctypes
+import errno
+import functools
 import gc
 import importlib
 import json
 import math
 import operator
 import os
-import platform
 import resource
 import select
 import shutil
@@ -50,15 +51,37 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NOBODY = 65534
 NEW_USER, NEW_OTHERS, NEW_ANY = 0x10000000, 0x6C020000, 0x7E020000  # CLONE_NEW*; mount, pid, net, ipc, uts
 BIND, PRIVATE, DETACH = 0x1000 | 0x4000, 0x40000 | 0x4000, 2  # MS_*, recursive; MNT_DETACH
-AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# System calls refused to a program, with their numbers on x86_64 and aarch64: network, other processes, namespaces,
-# memory that no limit counts; and without a pid namespace, processes and signals.
-REFUSED = """socket 41 198 ptrace 101 117 process_vm_readv 310 270 process_vm_writev 311 271 unshare 272 97 setns 308
-268 mount 165 40 bpf 321 280 perf_event_open 298 241 userfaultfd 323 282 io_uring_setup 425 425 add_key
-248 217 request_key 249 218 keyctl 250 219 memfd_create 319 279 shmget 29 194 msgget 68 186 semget 64
-190 mq_open 240 180"""
-REFUSED_ALONE = """fork 57 - vfork 58 - kill 62 129 tkill 200 130 tgkill 234 131 rt_sigqueueinfo 129 138
-rt_tgsigqueueinfo 297 240 pidfd_send_signal 424 424 setsid 112 157 setpgid 109 154"""
+# System calls that a program can make; others do not exist (ENOSYS). Not here: network, other processes' memory,
+# limits and schedules, namespaces, mounts, memory that no limit counts.
+ALLOWED = """
+access alarm arch_prctl brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat
+dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 exit
+exit_group faccessat faccessat2 fadvise64 fallocate fchdir fdatasync fgetxattr flistxattr flock fstat fstatfs fsync
+ftruncate futex futex_waitv getcpu getcwd getdents getdents64 getegid geteuid getgid getgroups getitimer getpeername
+getpgid getpgrp getpid getppid getpriority getrandom getresgid getresuid getrlimit getrusage getsid getsockname
+getsockopt gettid gettimeofday getuid getxattr lgetxattr link linkat listxattr llistxattr lseek lstat madvise
+membarrier mincore mkdir mkdirat mlock mmap mprotect mremap msync munlock munmap nanosleep newfstatat open openat
+openat2 pause pipe pipe2 poll ppoll pread64 preadv preadv2 pselect6 pwrite64 pwritev pwritev2 read readahead readlink
+readlinkat readv recvfrom recvmsg rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending
+rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max sched_get_priority_min
+sched_getaffinity sched_getparam sched_getscheduler sched_yield select sendfile sendmsg sendto set_robust_list
+set_tid_address setitimer setrlimit setsockopt shutdown sigaltstack signalfd signalfd4 splice stat statfs statx
+symlink symlinkat sysinfo tee time timer_create timer_delete timer_getoverrun timer_gettime timer_settime
+timerfd_create timerfd_gettime timerfd_settime times truncate umask uname unlink unlinkat wait4 waitid write writev"""
+# In namespaces also these, which elsewhere would reach the user's processes and files.
+ALLOWED_INSIDE = """
+chmod chown execve execveat fchmod fchmodat fchmodat2 fchown fchownat fork futimesat kill lchown pidfd_open
+pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpgid setsid tgkill tkill utime utimensat utimes vfork"""
+THREAD = 0x10000  # CLONE_THREAD
+# (call, number of its argument, bits, value): where these bits of the argument have this value
+CONDITIONS = [
+    ("prlimit64", 0, 2**64 - 1, 0),  # of this process
+    ("sched_setaffinity", 0, 2**64 - 1, 0),
+    ("socketpair", 1, 0xF, 1),  # SOCK_STREAM: a datagram socket could send to others
+    *(("fcntl", 1, 2**32 - 1, n) for n in (*range(8), 9, 36, 37, 38, 1030, 1032)),  # no signals to owners, no leases
+    *(("ioctl", 1, 2**32 - 1, n) for n in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # of terminals only TCGETS
+    *(("prctl", 0, 2**32 - 1, n) for n in (1, 2, 3, 15, 16, 22, 23, 0x53564D41)),  # death signal, names, what there is
+]
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -294,19 +317,33 @@ def run_tests(conn, channel, names: list[str]) -> None:
 # ---- walls ----
 
 
-def enter_namespaces(spec: dict) -> None:
-    if os.geteuid() != 0:
-        ids = os.geteuid(), os.getegid()
+@functools.cache
+def processes_can_be_limited() -> bool:
+    """Not for root, also in the guise of a user whom a user namespace makes of it: RLIMIT_NPROC does not hold then."""
+    pid = os.fork()
+    if pid == 0:
+        limit(NPROC=0)
+        with contextlib.suppress(OSError):
+            os.fork()
+            os._exit(1)  # both
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def enter_namespaces(spec: dict) -> bool:
+    """Whether the number of a program's processes is limited there."""
+    if os.geteuid() == 0 and libc.unshare(NEW_OTHERS) == 0:
+        limited = True  # it becomes nobody
+    else:  # a user, or root without CAP_SYS_ADMIN, as in Docker
+        limited, user, group = processes_can_be_limited(), os.geteuid(), os.getegid()
         check(libc.unshare(NEW_USER | NEW_OTHERS), "unshare")
         for file, line in (
             ("setgroups", "deny"),
-            ("uid_map", f"{ids[0]} {ids[0]} 1"),
-            ("gid_map", f"{ids[1]} {ids[1]} 1"),
+            ("uid_map", f"{user or NOBODY} {user} 1"),
+            ("gid_map", f"{group or NOBODY} {group} 1"),
         ):
             with open(f"/proc/self/{file}", "w") as f:
                 f.write(line)
-    else:
-        check(libc.unshare(NEW_OTHERS), "unshare")
 
     def mount(source, target, kind, flags, options=None):
         args = [x.encode() if x else None for x in (source, target, kind)]
@@ -338,6 +375,7 @@ def enter_namespaces(spec: dict) -> None:
     os.chdir(root)
     check(libc.pivot_root(b".", b"."), "pivot_root")
     check(libc.umount2(b".", DETACH), "umount")
+    return limited
 
 
 def drop_privileges(level: str) -> None:
@@ -362,8 +400,10 @@ def limit(**limits: int) -> None:
 def landlock(spec: dict, folder: str) -> None:
     """Files: `folder` is free, the libraries can be read, nothing else; no signals out (where the kernel is 6.12)."""
     version = check(libc.syscall(444, None, 0, 1), "landlock")
-    handled = (1 << 13) - 1 | (version >= 2) << 13 | (version >= 3) << 14
-    attributes = (ctypes.c_uint64 * 3)(handled, 0, 2 if version >= 6 else 0)
+    if version < 3:
+        raise OSError("Landlock before Linux 6.2 lets programs empty files")
+    handled = (1 << 15) - 1 | (version >= 5) << 15
+    attributes = (ctypes.c_uint64 * 3)(handled, 0, 3 if version >= 6 else 0)
     ruleset = check(libc.syscall(444, attributes, 24 if version >= 6 else 8, 0), "landlock")
 
     def allow(path, access):
@@ -393,20 +433,44 @@ def landlock(spec: dict, folder: str) -> None:
     os.close(ruleset)
 
 
+@functools.cache
+def seccomp_filter(level: str) -> bytes:
+    """What libseccomp makes of the names above, for the kernel. Raises OSError where the library is not there."""
+    try:
+        lib = ctypes.CDLL("libseccomp.so.2")
+    except OSError:
+        raise OSError("libseccomp.so.2 is not there: install libseccomp2 (Debian, Ubuntu) or libseccomp") from None
+    lib.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(lib.seccomp_init(0x50000 | errno.ENOSYS))
+    inside = level == "namespaces"
+    names = ALLOWED + ALLOWED_INSIDE if inside else ALLOWED
+    clone = ("clone", 0, NEW_ANY, 0) if inside else ("clone", 0, NEW_ANY | THREAD, THREAD)
+    for name, *condition in [*((name,) for name in names.split()), *CONDITIONS, clone]:
+        number = lib.seccomp_syscall_resolve_name(name.encode())
+        argument = struct.pack("IiQQ", condition[0], 7, *condition[1:]) if condition else None  # MASKED_EQ
+        if number >= 0:  # this machine has it
+            rules = len(condition) // 3, argument
+            if lib.seccomp_rule_add_array(context, 0x7FFF0000, number, *rules) < 0:
+                raise OSError(f"libseccomp does not take {name}")
+    with open(os.memfd_create("filter"), "r+b") as file:
+        lib.seccomp_export_bpf(context, file.fileno())
+        lib.seccomp_release(context)
+        file.seek(0)
+        return file.read()
+
+
 def seccomp(level: str) -> None:
-    """Refuses the calls above with EPERM, and clone() of a namespace; without a pid namespace, of all but a thread."""
-    machine = list(AUDIT).index(platform.machine())
-    names = (REFUSED if level == "namespaces" else REFUSED + " " + REFUSED_ALONE).split()
-    refuse, allow = (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)
-    rules = [(0x20, 0, 0, 4), (0x15, 1, 0, AUDIT[platform.machine()]), refuse]  # another machine's calls (i386)
-    rules += [(0x20, 0, 0, 0), (0x35, 0, 1, 0x40000000), refuse]  # x32's
-    for number in names[1 + machine :: 3]:
-        rules += [(0x15, 0, 1, int(number)), refuse] if number != "-" else []
-    rules += [(0x15, 0, 1, 435), (0x06, 0, 0, 0x50026)]  # clone3: ENOSYS, as its flags lie in memory; libc falls back
-    rules += [(0x15, 1, 0, (56, 220)[machine]), allow, (0x20, 0, 0, 16)]  # clone: its flags
-    rules += [(0x45, 0, 1, NEW_ANY) if level == "namespaces" else (0x45, 1, 0, 0x10000), refuse, allow]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
-    check(libc.prctl(22, 2, struct.pack("HP", len(rules), ctypes.addressof(code)), 0, 0), "seccomp")
+    code = seccomp_filter(level)
+    buffer = ctypes.create_string_buffer(code)
+    check(libc.prctl(22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(buffer)), 0, 0), "seccomp")
+
+
+def put_up_walls(spec: dict, folder: str) -> None:
+    """Around this process, for good."""
+    if spec["level"] == "landlock":
+        landlock(spec, folder)
+    seccomp("alone" if spec["alone"] else "namespaces")
+    sys.path[:] = [path for path in sys.path if path not in spec["hidden"]] + spec["sys_path"]
 
 
 def become_program(spec: dict, folder: str, files: list[int]) -> None:
@@ -415,13 +479,11 @@ def become_program(spec: dict, folder: str, files: list[int]) -> None:
         os.dup2(fd, i)
     os.closerange(len(files), 1 << 20)
     os.chdir(folder)
+    tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = folder
     limit(CPU=int(spec["total_timeout"]) + 1, FSIZE=spec["output_mb"] << 20, NOFILE=64, CORE=0)
     if spec["level"] == "namespaces":
         limit(NPROC=spec["processes"] + 2)
-    if spec["level"] == "landlock":
-        landlock(spec, folder)
-    seccomp(spec["level"])
-    sys.path[:] = [path for path in sys.path if path not in spec["hidden"]] + spec["sys_path"]
+    put_up_walls(spec, folder)
 
 
 # ---- the processes ----
@@ -484,6 +546,7 @@ def run_calls(conn, spec: dict, folder: str, null: int) -> None:
     except (EOFError, OSError, ValueError, TypeError):
         send(conn, {"verdict": "error" if end_program(pid) > 0 else "crash"})
     else:
+        put_up_walls(spec, folder)  # the tests have them, too
         run_tests(conn, channel, names)
 
 
@@ -521,6 +584,7 @@ def init(conn, spec: dict, folder: str) -> None:
         elif spec["form"] == "function":
             run_functions(conn, spec, folder, null)
         else:  # "remote": the program is elsewhere, and the scorer passes the calls on
+            put_up_walls(spec, folder)
             run_tests(conn, conn, spec["names"])
 
 
@@ -531,8 +595,7 @@ def supervise(conn) -> None:
     alone = spec["level"] != "namespaces"
     folder = tempfile.mkdtemp(prefix="plainrl-") if alone else "/tmp"
     try:
-        if not alone:
-            enter_namespaces(spec)
+        spec["alone"] = alone or not enter_namespaces(spec)
         check(libc.prctl(36, 1, 0, 0, 0), "subreaper")  # an orphaned program is waited for here
         pid = os.fork()
         if pid == 0:
@@ -563,6 +626,10 @@ def zygote(module: str = "", *folders: str) -> None:
     control = socket.socket(fileno=os.dup(0))
     sys.set_int_max_str_digits(0)
     exec(PRELUDE, {})  # warm
+    processes_can_be_limited()
+    for level in ("namespaces", "alone"):
+        with contextlib.suppress(OSError):  # the sandbox then says it
+            seccomp_filter(level)
     if module:
         sys.path += folders
         importlib.import_module(module).warm()

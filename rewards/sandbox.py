@@ -1,16 +1,10 @@
 """Sandboxes: processes without network, files and neighbours, for what a model wrote. The near side of _sandbox.py.
 
-A zygote is started once a process; it forks what is asked for, behind walls that the kernel has. sandbox_level() says
-which walls hold here:
-
-    namespaces   no network, no process but its own, no file but the interpreter's libraries and a /tmp of its own
-    landlock     the same where the kernel refuses namespaces, but without child processes
-    rlimits      where it has neither: no network and no child processes; but what the user can read and write, a
-                 program can, the scorer's memory with it
-
-Memory is limited a process, so at most memory_mb * processes.
+A zygote is started once a process; it forks what is asked for, behind walls that the kernel has: sandbox_level() says
+which, docs/rewards.md what each lets through. Memory is limited a process, so at most memory_mb * processes.
 """
 
+import importlib
 import os
 import socket
 import subprocess
@@ -18,18 +12,24 @@ import sys
 import sysconfig
 import threading
 import time
-import warnings
 from collections import defaultdict
 from functools import lru_cache
 from pathlib import Path
 
-from lib import InputError
+from lib import InputError, is_first_on_node
 from rewards import _sandbox
 
 GRACE = 10  # seconds for the sandbox to start, and to end
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+ACCEPTED = "PLAINRL_SANDBOX_LEVEL"  # in the environment, so that workers have it, too
+HOLDS = {  # from the strongest
+    "namespaces": "no network, no processes but its own, no files but Python's libraries",
+    "landlock": "no network, no signals to others, no files but Python's libraries, but names and sizes of all",
+    "rlimits": "no network, no signals to others; but it reads and writes what you can, others' memory with it",
+    "none": "programs are not run; mathematics is read in the scorer's own process",
+}
 _zygotes: dict[str, socket.socket] = {}  # by the module that it has imported; a worker's forks share them
 _idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes of evaluate(), by function
 _lock = threading.Lock()
@@ -82,7 +82,12 @@ def _start_zygote(module: str) -> socket.socket:
 
 
 def connect(spec: dict, module: str = "") -> socket.socket:
-    """A sandbox that is ready for its first message. Starts the zygote where it is not there, or not there any more."""
+    """A sandbox that is ready for its first message. Starts the zygote where it is not there, or not there any more.
+
+    Raises RuntimeError where it does not start; InputError where there is none.
+    """
+    if spec["level"] == "none":
+        raise InputError("--sandbox-level none: what a model wrote is not run without a sandbox")
     ours, theirs = socket.socketpair()
     try:
         with theirs, _lock:
@@ -95,10 +100,10 @@ def connect(spec: dict, module: str = "") -> socket.socket:
         _sandbox.send(ours, spec)
         answer = _sandbox.receive(ours, time.monotonic() + GRACE)
     except (EOFError, OSError) as error:
-        answer = f"it does not start ({type(error).__name__})"
+        answer = type(error).__name__
     if answer != "ready":
         ours.close()
-        raise RuntimeError(f"the {spec['level']} sandbox failed: {answer}")
+        raise RuntimeError(f"the sandbox does not start: {answer}")
     return ours
 
 
@@ -116,11 +121,18 @@ def hang_up(conn: socket.socket) -> None:
             raise RuntimeError(f"a sandbox has not ended in {GRACE} s") from None
 
 
+def accept(weakest: str) -> None:
+    """Takes sandboxes of this level, of this process and of those it starts: --sandbox-level."""
+    os.environ[ACCEPTED] = weakest
+
+
 @lru_cache
 def sandbox_level() -> str:
-    """ "namespaces", "landlock" or "rlimits": the strongest that works here. Raises InputError where none does."""
-    errors = []
-    for level in ("namespaces", "landlock", "rlimits"):
+    """The strongest of HOLDS that works here; printed once. Raises InputError where that is weaker than accepted."""
+    errors = {}
+    for level in HOLDS:
+        if level == "none":
+            break
         try:
             conn = connect(make_spec(level=level, form="stdin", program="print(input())"))
             try:
@@ -129,14 +141,19 @@ def sandbox_level() -> str:
                     break
             finally:
                 hang_up(conn)
-            errors.append(f"{level}: a program that prints fails")
+            errors[level] = "a program that prints fails"
         except (RuntimeError, EOFError, OSError) as error:
-            errors.append(str(error))
-    else:
-        raise InputError(f"no sandbox works here ({'; '.join(errors)})")
-    if level != "namespaces":
-        lost = {"landlock": "without child processes", "rlimits": "they can read and write all that you can"}[level]
-        warnings.warn(f"programs run in a {level} sandbox: {lost} ({errors[0]})", stacklevel=2)
+            errors[level] = str(error)
+    failed = "; ".join(f"{name}: {error}" for name, error in errors.items())
+    weakest = os.environ.get(ACCEPTED, "namespaces")
+    if list(HOLDS).index(level) > list(HOLDS).index(weakest):
+        raise InputError(
+            f"what the model writes would be run in a sandbox of level {level} ({HOLDS[level]}), as others fail here "
+            f"({failed}): --sandbox-level {level} accepts that. In Docker, --security-opt seccomp=unconfined "
+            f"--security-opt apparmor=unconfined allows namespaces"
+        )
+    if is_first_on_node():
+        print(f"sandbox: {level}: {HOLDS[level]}{failed and f' ({failed})'}", flush=True)
     return level
 
 
@@ -147,6 +164,8 @@ def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
     process of its own, forked from there, that knows the argument and nothing else of this process.
     """
     module, _, name = function.partition(":")
+    if sandbox_level() == "none":
+        return getattr(importlib.import_module(module), name)(argument)
     idle = _idle[function]
     try:
         conn = idle.pop()

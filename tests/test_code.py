@@ -1,9 +1,13 @@
 """rewards/code.py: the forms of tests, hostile programs at every level of the sandbox, HumanEval, SandboxFusion."""
 
 import ast
+import ctypes
 import json
 import multiprocessing
+import os
+import platform
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +21,10 @@ import psutil
 import pytest
 
 from lib import InputError
+from lib.reward import load_scorers
 from lib.reward_pool import Pool
 from rewards import _sandbox, code, sandbox
+from rewards import math as math_reward
 from tests.common import ROOT
 
 LEVELS = ["namespaces", "landlock", "rlimits"]
@@ -441,6 +447,174 @@ def f(x):
     open('/dev/shm/plainrl-test', 'w').write('x')
     return x + 1
 """)
+# Reach for a process and a file outside, by calls that need no more than their number and name.
+REACHING = programs(r"""
+### prlimit
+def f(x):
+    import resource
+    resource.prlimit(PID, resource.RLIMIT_CPU, (0, 0))
+    return x + 1
+### prlimit by number
+def f(x):
+    import ctypes
+    limit = (ctypes.c_uint64 * 2)(0, 0)
+    return x + 1 if ctypes.CDLL(None).prlimit(PID, 0, limit, None) == 0 else 0
+### F_SETOWN and F_SETSIG
+def f(x):
+    import fcntl, os
+    r, w = os.pipe()
+    for command, value in ((fcntl.F_SETOWN, PID), (10, 9), (fcntl.F_SETFL, os.O_ASYNC)):
+        try: fcntl.fcntl(r, command, value)
+        except OSError: pass
+    os.write(w, b'x')
+    return 0
+### F_SETOWN_EX
+def f(x):
+    import fcntl, os, struct
+    r, w = os.pipe()
+    for command, value in ((15, struct.pack('ii', 1, PID)), (10, 9), (fcntl.F_SETFL, os.O_ASYNC)):
+        try: fcntl.fcntl(r, command, value)
+        except OSError: pass
+    os.write(w, b'x')
+    return 0
+### FIOSETOWN
+def f(x):
+    import fcntl, os, struct
+    r, w = os.pipe()
+    fcntl.ioctl(r, 0x8901, struct.pack('i', PID))
+    return x + 1
+### kill
+def f(x):
+    import os
+    os.kill(PID, 9)
+    return x + 1
+### tgkill
+def f(x):
+    import ctypes
+    return x + 1 if ctypes.CDLL(None).syscall({'x86_64': 234, 'aarch64': 131}[MACHINE], PID, PID, 9) == 0 else 0
+### pidfd
+def f(x):
+    import ctypes
+    libc = ctypes.CDLL(None)
+    fd = libc.syscall(434, PID, 0)
+    return x + 1 if fd >= 0 and libc.syscall(424, fd, 9, None, 0) == 0 else 0
+### affinity
+def f(x):
+    import os
+    os.sched_setaffinity(PID, {0})
+    return x + 1
+### priority
+def f(x):
+    import os
+    os.setpriority(os.PRIO_PROCESS, PID, 19)
+    return x + 1
+### scheduler
+def f(x):
+    import os
+    os.sched_setscheduler(PID, os.SCHED_BATCH, os.sched_param(0))
+    return x + 1
+### memory of another
+def f(x):
+    import ctypes
+    return x + 1 if ctypes.CDLL(None).ptrace(16, PID, 0, 0) == 0 else 0
+### chmod
+def f(x):
+    import os
+    os.chmod('FILE', 0)
+    return x + 1
+### fchmod
+def f(x):
+    import os
+    os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o777)
+    return x + 1
+### chown
+def f(x):
+    import os
+    os.chown('FILE', 1, 1)
+    return x + 1
+### utime
+def f(x):
+    import os
+    os.utime('FILE', (1, 1))
+    return x + 1
+### setxattr
+def f(x):
+    import os
+    os.setxattr('FILE', 'user.x', b'1')
+    return x + 1
+### attributes
+def f(x):
+    import fcntl, os, struct
+    fcntl.ioctl(os.open(os.__file__, os.O_RDONLY), 0x40086602, struct.pack('q', 0x10))
+    return x + 1
+### datagram to a path
+def f(x):
+    import socket
+    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ours.sendto(b'x', 'FILE.socket')
+    return x + 1
+### x32
+def f(x):
+    import ctypes
+    return x + 1 if ctypes.CDLL(None).syscall(0x40000000 + 41, 1, 1, 0) >= 0 else 0
+### inotify
+def f(x):
+    import ctypes
+    return x + 1 if ctypes.CDLL(None).inotify_init1(0) >= 0 else 0
+""")
+# Programs of all kinds that are to run: answer 4 to 3.
+ORDINARY = programs(r"""
+### asyncio
+import asyncio
+async def add(x):
+    await asyncio.sleep(0)
+    return x + 1
+def f(x):
+    return asyncio.run(add(x))
+### threads
+import threading, queue
+from concurrent.futures import ThreadPoolExecutor
+def f(x):
+    with ThreadPoolExecutor(2) as pool: return sum(pool.map(int, [x, 1]))
+### files
+import os, tempfile, json, shutil, pathlib
+def f(x):
+    with tempfile.TemporaryDirectory() as d:
+        p = pathlib.Path(d, 'a'); p.write_text(json.dumps(x)); shutil.copyfile(p, f'{d}/b'); os.rename(p, f'{d}/c')
+        return json.loads(open(f'{d}/b').read()) + len(os.listdir(d)) - 1
+### sqlite
+import sqlite3
+def f(x):
+    db = sqlite3.connect('a.db')
+    db.execute('create table t (n)'); db.execute('insert into t values (?)', (x,)); db.commit()
+    return db.execute('select n + 1 from t').fetchone()[0]
+### numpy
+import numpy as np
+def f(x):
+    return int(round(np.linalg.inv(np.array([[1 / (x + 1)]]))[0, 0]))
+### clocks
+import time, datetime, signal, random, uuid, secrets, resource
+def f(x):
+    signal.signal(signal.SIGALRM, lambda *a: None); signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()
+    time.sleep(0.001); datetime.datetime.now().astimezone()
+    random.SystemRandom().random(); uuid.uuid4(); secrets.token_hex()
+    resource.getrusage(resource.RUSAGE_SELF); resource.setrlimit(resource.RLIMIT_STACK, (2**20, 2**20))
+    return x + 1
+### mmap and select
+import mmap, select, os
+def f(x):
+    m = mmap.mmap(-1, 4096); m[:1] = b'a'
+    r, w = os.pipe(); os.write(w, b'x'); select.select([r], [], [], 1); select.epoll().close()
+    return x + 1
+### recursion limit
+import sys, threading
+def f(x):
+    sys.setrecursionlimit(10**5); threading.stack_size(2**26)
+    out = []
+    def deep(n): return 0 if n == 0 else 1 + deep(n - 1)
+    t = threading.Thread(target=lambda: out.append(deep(20000))); t.start(); t.join()
+    return x + out[0] - 19999
+""")
 # Read 3 from standard input and should print 4.
 SCRIPTS = programs(r"""
 ### sys.exit(0)
@@ -556,6 +730,51 @@ def test_files_of_others(name, level):
         keep.unlink()
 
 
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory):
+    """A process, a file and a datagram socket of this user's."""
+    file = tmp_path_factory.mktemp("outside") / "file"
+    file.write_text("x")
+    file.chmod(0o644)
+    with (
+        subprocess.Popen(["sleep", "1000"]) as process,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server,
+    ):
+        server.bind(f"{file}.socket")
+        server.setblocking(False)
+        yield process, file, server
+        process.kill()
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_what_a_program_reaches_outside(name, level, outside):
+    process, file, server = outside
+
+    def state():
+        there = psutil.Process(process.pid)
+        about = (
+            there.nice(),
+            there.cpu_affinity(),
+            [there.rlimit(kind) for kind in range(16)],
+            os.sched_getscheduler(there.pid),
+        )
+        return about, file.stat()[:9], os.listxattr(file), Path(os.__file__).stat()[:9]
+
+    before = state()
+    program = REACHING[name].replace("PID", str(process.pid)).replace("FILE", str(file))
+    program = program.replace("MACHINE", repr(platform.machine()))
+    assert score(program, TRUTH, timeout=2.0)["score"] == 0.0
+    assert process.poll() is None and state() == before
+    with pytest.raises(BlockingIOError):
+        server.recv(1)
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_programs_run(name, level):
+    result = score(ORDINARY[name], ["assert f(3) == 4"])
+    assert result["score"] == 1.0, reasons(result)
+
+
 # ---- many at once, and what goes wrong around it ----
 
 
@@ -602,51 +821,103 @@ def test_a_dead_scorer_leaves_no_process(end):
         time.sleep(0.01)
 
 
-def test_without_privileges():
-    """As a user who is not root: the namespaces come from a user namespace of the sandbox's own."""
-    unshare = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*unshare, "true"], stderr=subprocess.DEVNULL, check=False).returncode
-    ):
-        pytest.skip("this machine makes no user namespaces")
-    names = ["sys.exit(0)", "connect", "memory bomb", "write outside", "read /etc/passwd", "mount", "new namespace"]
-    programs = [RIGHT, *({**HOSTILE, **FILES}[name].replace("PORT", "80") for name in names), RIGHT]
-    script = (
-        "import json, os, sys\nfrom rewards import code\nassert os.geteuid() == 1000\nprint(code.sandbox_level(), *("
+@pytest.mark.parametrize("who", ["a user", "root without CAP_SYS_ADMIN"])
+def test_without_privileges(who):
+    """The namespaces come from a user namespace of the sandbox's own, for root as in a container, too."""
+    unshare = ["unshare", "--user", "--map-user=1000", "--map-group=1000"] if who == "a user" else []
+    works = (
+        shutil.which("unshare") and not subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode
     )
-    script += "code.compute_score('', p, sys.argv[2:], timeout=3)['score'] for p in json.loads(sys.argv[1])))"
+    if not works or (not unshare and os.geteuid() != 0):
+        pytest.skip("this machine makes no user namespaces, or this is not root")
+
+    def drop():
+        if not unshare and ctypes.CDLL(None).prctl(24, 21, 0, 0, 0):  # PR_CAPBSET_DROP, for what is executed now
+            raise OSError("the capability stays")
+
+    names = [
+        "sys.exit(0)",
+        "connect",
+        "memory bomb",
+        "fork bomb",
+        "write outside",
+        "read /etc/passwd",
+        "mount",
+        "new namespace",
+    ]
+    programs = [RIGHT, *({**HOSTILE, **FILES}[name].replace("PORT", "80") for name in names), RIGHT]
+    script = """
+import json, os, sys
+from rewards import code
+scores = [code.compute_score('', p, sys.argv[2:], timeout=3)['score'] for p in json.loads(sys.argv[1])]
+print(os.geteuid(), code.sandbox_level(), *scores)
+"""
     command = [*unshare, sys.executable, "-c", script, json.dumps(programs), *TRUTH]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert out.stdout.split() == ["namespaces", "1.0", *["0.0"] * len(names), "1.0"], out.stderr
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=drop)
+    said = ["1000" if unshare else "0", "namespaces", "1.0", *["0.0"] * len(names), "1.0"]
+    assert out.stdout.splitlines()[-1].split() == said, out.stderr
 
 
-def test_the_level_is_said(monkeypatch):
+@pytest.fixture
+def only(monkeypatch):
+    """only(levels): as if no others worked here, and --sandbox-level were not given."""
     real = sandbox.connect
-    works = {"namespaces", "landlock", "rlimits"}
 
-    def refused(spec, *args):
-        if spec["level"] not in works:
-            raise RuntimeError(f"{spec['level']} refused")
-        return real(spec, *args)
+    def make(*levels):
+        def connect(spec, *args):
+            if spec["level"] not in levels:
+                raise RuntimeError(f"no {spec['level']} here")
+            return real(spec, *args)
 
-    monkeypatch.setattr(sandbox, "connect", refused)
-    for lost, says in (
-        ("namespaces", "child processes"),
-        ("landlock", "read and write all"),
-        ("rlimits", None),
-    ):
-        works.remove(lost)
+        monkeypatch.setattr(sandbox, "connect", connect)
+        monkeypatch.delenv(sandbox.ACCEPTED, raising=False)
         sandbox.sandbox_level.cache_clear()
-        if says is None:
-            with pytest.raises(InputError, match="no sandbox works here"):
-                sandbox.sandbox_level()
-        else:
-            with pytest.warns(UserWarning, match=says):
-                assert sandbox.sandbox_level() in works
-            assert score(RIGHT, TRUTH)["score"] == 1.0
+
+    yield make
     monkeypatch.undo()
     sandbox.sandbox_level.cache_clear()
+
+
+def test_the_level_is_said_and_a_weaker_one_has_to_be_accepted(only, capsys):
+    for levels, level in ((("landlock", "rlimits"), "landlock"), (("rlimits",), "rlimits"), ((), "none")):
+        for accepted in ("namespaces", "landlock", "rlimits", "none"):
+            only(*levels)
+            sandbox.accept(accepted)
+            if list(sandbox.HOLDS).index(accepted) < list(sandbox.HOLDS).index(level):
+                with pytest.raises(InputError) as raised:
+                    load_scorers(["data_source"], [Rows("code")])
+                assert f"--sandbox-level {level} accepts that. In Docker, " in str(raised.value)
+                assert "namespaces: no namespaces here" in str(raised.value) and "\n" not in str(raised.value)
+                continue
+            load_scorers(["data_source"], [Rows("math_dapo")])  # needs none
+            assert capsys.readouterr().out == ""
+            load_scorers(["data_source"], [Rows("code")])
+            load_scorers(["data_source"], [Rows("lighteval/MATH")])
+            said = capsys.readouterr().out
+            assert said.startswith(f"sandbox: {level}: {sandbox.HOLDS[level]} (namespaces: ") and said.count("\n") == 1
+            if level != "none":
+                assert score(RIGHT, TRUTH)["score"] == 1.0
+            assert math_reward.compute_score("", r"\boxed{x+1}", "1+x")["score"] == 1.0
+            sandbox._idle.clear()
+    with pytest.raises(InputError, match="--sandbox-level none: what a model wrote is not run without a sandbox"):
+        score(RIGHT, TRUTH)
+
+
+class Rows:
+    def __init__(self, *data_sources):
+        self.data_sources = set(data_sources)
+
+
+def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
+    """What they accept is what their reward workers and tools then read in the environment."""
+    for script in ("grpo", "ppo", "remax", "dapo"):
+        source = (ROOT / f"{script}.py").read_text()
+        assert "accept_sandbox(args.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
+    monkeypatch.setenv(sandbox.ACCEPTED, "namespaces")
+    sandbox.accept("rlimits")
+    child = "import os; from rewards import sandbox; print(os.environ[sandbox.ACCEPTED])"
+    out = subprocess.run([sys.executable, "-c", child], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out == "rlimits\n"
 
 
 # ---- functions ----
