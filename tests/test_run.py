@@ -419,9 +419,7 @@ def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path, ranks):
     """On one rank; on another rank than that which draws."""
-    (tmp_path / "same.py").write_text("def score(**kwargs):
-    return 1.0
-")
+    (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
     scorer = ["--reward", f"{tmp_path / 'same.py'}:score", "--run-name", "run", "--total-steps", "9"]
     start = fork if ranks == 1 else functools.partial(launch, launcher=TORCHRUN)
     done = start("grpo", tmp_path, *source[1], *breaks(tmp_path, rows=24 // ranks, rank=ranks - 1), *scorer)
