@@ -57,7 +57,7 @@ class Args:
     """flags, or `script`, that change results and may be others than at the checkpoint; config.json records them"""
     stage_timeout: Annotated[float, Ge(0)] = 1800.0
     """seconds that a stage (start, rollout, update, save, ...) may take before it ends the job with the reason; after a
-    30th of that it is printed where the ranks are; 0: no limit"""
+    30th of that it is printed where the ranks are; 0: no limit. The loading of models has none"""
 
     # ---- model
     model: str = str(HERE / "data/toy/model")
@@ -675,6 +675,7 @@ def main(args: Args) -> None:
         run.close()
         reward_manager.close()
         val_reward_manager.close()
+        engine.close()
         return
 
     # ---- data

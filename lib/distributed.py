@@ -8,6 +8,7 @@ counts by `world_size`.
 
 import ctypes
 import faulthandler
+import itertools
 import json
 import logging
 import math
@@ -79,7 +80,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
     Raises:
         InputError: `accelerate launch --cpu --num_processes N`, which starts one process without a word.
     """
-    global _job, _watcher
+    global _job, _timeout, _watcher
     env = os.environ
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
     env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -98,13 +99,14 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
     else:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
         _keep_freed_memory()
-    timeout = timedelta(seconds=1.1 * stage_timeout or 1800)  # of a collective; the watcher knows more and comes first
+    if stage_timeout:
+        _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher knows more and comes first
     if _on_one_node():
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # lo0 on a Mac
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
         if not rollout_engine.startswith("http"):
             env.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    store, rank, size = _meet(timeout)
+    store, rank, size = _meet(_timeout)
     if stage_timeout:
         enter_stage("start")
         watched = (store.clone(), rank, size, stage_timeout)  # a clone: the main thread may be waiting in the store
@@ -114,7 +116,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
     backend = "fake" if size == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
     _job = store, rank, size
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout)
     return World(rank, size, device)
 
 
@@ -282,8 +284,10 @@ def print_last(line: str, launcher: int | None) -> None:
 # a 30th of the time that it may take, and whenever that has doubled, it prints where all of them are; when the time is
 # over it ends the process. The launcher then ends the other ranks or, with --max-restarts, starts all of them anew.
 
-_stage = ("start", time.monotonic())  # of this rank, since when
+_stage = ("start", time.monotonic(), True)  # of this rank, since when, and whether its time is limited
 _job: tuple[dist.Store, int, int] | None = None  # its store, this rank, how many ranks; vLLM destroys the process group
+_timeout = timedelta(days=7)  # of a collective in any group, and of the store
+_meetings = itertools.count()
 _watcher: threading.Thread | None = None
 _finished = threading.Event()
 
@@ -300,10 +304,22 @@ class LauncherLost(RuntimeError):
     """torchrun or accelerate, which would end or restart the other ranks, is gone."""
 
 
-def enter_stage(name: str) -> None:
-    """From now on this rank is in the stage `name`, such as "step 12 rollout"; its time starts anew."""
+def enter_stage(name: str, limited: bool = True) -> None:
+    """From now on this rank is in the stage `name`, such as "step 12 rollout"; its time starts anew. Not `limited`: it
+    may take as long as it likes, such as a download."""
     global _stage
-    _stage = (name, time.monotonic())
+    _stage = (name, time.monotonic(), limited)
+
+
+def wait_for_all() -> None:
+    """Until every rank of the job is here: for an end of a stage without limit, since a collective has one."""
+    if _job is None:
+        return
+    store, rank, size = _job
+    place = f"meeting {next(_meetings)}"
+    store.set(f"{place}/{rank}", "")
+    while not store.check([f"{place}/{r}" for r in range(size)]):
+        time.sleep(0.05)
 
 
 def _stop_watching() -> None:
@@ -330,16 +346,17 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
     while not _finished.wait(beat_s):
         line = _line_of_main_thread()
         if line == "debugger":  # a prompt may stay as long as it likes
-            enter_stage(_stage[0])
+            enter_stage(_stage[0], _stage[2])
         if watched is not _stage:
             watched, next_line_s = _stage, first_line_s
-        name, seconds = watched[0], time.monotonic() - watched[1]
+        (name, since, limited), now = watched, time.monotonic()
+        seconds, limit_s = now - since, timeout_s if limited else math.inf
         if launcher not in (None, os.getppid()):
             raise LauncherLost(f"rank {rank} in {name} ({line}): its launcher, process {launcher}, is gone")
         try:
             store.set(f"rank {rank}", json.dumps([f"{name} ({line})", seconds, time.time()]))
             store.get(f"rank {rank}")  # which fails, other than set, when nobody is there
-            if seconds < min(next_line_s, timeout_s):
+            if seconds < min(next_line_s, limit_s):
                 continue
             states = {}  # of each rank: where, for how long, and for how long it has said nothing
             for r in range(size):
@@ -349,7 +366,7 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
                 states[r] = (where, stayed + silence, silence if silence > silent_s else 0)
         except dist.DistError as error:
             raise StoreLost(f"rank {rank} in {name} ({line}): {error}") from error
-        if seconds >= timeout_s:
+        if seconds >= limit_s:
             raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
         if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):
             print(f"waiting: {_describe(states)}", file=sys.stderr, flush=True)  # one line for all ranks
@@ -395,14 +412,20 @@ def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> Devi
     divides the number of ranks; there is one replica then.
     """
     if tensor_parallel > 1:
-        shape = (world.size // tensor_parallel, tensor_parallel)
-        return init_device_mesh(world.device.type, shape, mesh_dim_names=("shard", "tensor"))
+        return _mesh(world, shard=world.size // tensor_parallel, tensor=tensor_parallel)
     if world.size % replicas:
         raise InputError(f"--replicas {replicas}: the number of ranks, {world.size}, must be a multiple of it")
     if replicas == 1:
-        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
-    shape = (replicas, world.size // replicas)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return _mesh(world, shard=world.size)
+    return _mesh(world, replicate=replicas, shard=world.size // replicas)
+
+
+def _mesh(world: World, **sizes: int) -> DeviceMesh:
+    """Its groups have torch's time limit for a collective, 10 or 30 minutes, until they are given the job's."""
+    mesh = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes if world.size > 1 else ():
+        dist.distributed_c10d._set_pg_timeout(_timeout, mesh.get_group(name))
+    return mesh
 
 
 class RowGroup(NamedTuple):
@@ -420,8 +443,7 @@ def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -
         return RowGroup(mesh.get_group("tensor"), "weights")
     if sequence_parallel == 1:
         return None
-    shape = (world.size // sequence_parallel, sequence_parallel)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "sequence"))
+    mesh = _mesh(world, data=world.size // sequence_parallel, sequence=sequence_parallel)
     return RowGroup(mesh.get_group("sequence"), "tokens")
 
 
@@ -454,6 +476,7 @@ def shard_model(
     cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer comes
     to the device when it computes. `model.device` is then the CPU: see `compute_device`.
     """
+    wait_for_all()  # who may be loading it still
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:
         _split_layers(model, mesh["tensor"])
@@ -481,6 +504,7 @@ def shard_model(
         files = reader.read_metadata().state_dict_metadata
         weights = {name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items()}
         dcp.load({name: weight for name, weight in weights.items() if name in files}, storage_reader=reader)
+    enter_stage("start")
     return model
 
 
@@ -616,15 +640,25 @@ def join_group(
     if device.type == "cpu":
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=address)], timeout
-        return dist.ProcessGroupGloo(store, rank, size, options)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    hello = torch.zeros(1, device=device)
+    group.broadcast(hello, 0).wait()
+    hello.item()  # NCCL connects in its first collective, which ends here
+    return group
 
 
 def new_cpu_group() -> dist.ProcessGroup:
     """All ranks again, whose collectives of CPU tensors and objects cannot get between those of the default group."""
-    return dist.new_group(backend="gloo" if dist.get_world_size() > 1 else "fake")
+    return dist.new_group(backend="gloo" if dist.get_world_size() > 1 else "fake", timeout=_timeout)
+
+
+def new_cpu_subgroup(ranks: int) -> dist.ProcessGroup:
+    """The group of this rank and its neighbours, `ranks` of them, over gloo."""
+    return dist.new_subgroups(ranks, timeout=_timeout, backend="gloo")[0]
 
 
 def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:

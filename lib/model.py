@@ -52,6 +52,7 @@ from lib.distributed import (
     TakeOwn,
     all_gather_lists,
     all_to_all,
+    enter_stage,
     fsdp_modules,
     trainable_parameters,
 )
@@ -228,6 +229,7 @@ def _from_pretrained(
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model, its config changed by `settings`, and the names of the parameters that `path` did not hold."""
     check_model_path(path, flag)
+    enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends it
     folder, gguf = split_gguf(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)

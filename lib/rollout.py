@@ -204,6 +204,7 @@ class HFEngine:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.model, self.pad_token_id = model, tokenizer.pad_token_id
+        self.gpu = torch.cuda.current_device() if compute_device(model).type == "cuda" else None
         self._cache_keyword = cache_keyword(model)
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
         self._waiting: dict[str, tuple[list[int], Sampling, int]] = {}
@@ -250,9 +251,8 @@ class HFEngine:
 
     def step(self) -> dict[str, Generated]:
         """Samples what waits, as one batch and to its end (what differs in more than the length, at the next step)."""
-        device = compute_device(self.model)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # which is a thread's own
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)  # which is a thread's own
         settings = [(s.temperature, s.top_p, s.top_k) for _, s, _ in self._waiting.values()]
         ids = [request_id for request_id, own in zip(self._waiting, settings) if own == settings[0]]
         prompt_ids, samplings, seeds = zip(*(self._waiting.pop(request_id) for request_id in ids))

@@ -23,7 +23,14 @@ from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
 from lib.data_proto import DataProto
-from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store
+from lib.distributed import (
+    address_towards,
+    broadcast,
+    compute_device,
+    join_group,
+    listening_store,
+    new_cpu_subgroup,
+)
 from lib.rollout import CheckedStream, Generated, Sampling, WeightSyncError, add_responses, stop_token_ids, turn_seed
 
 # ---- vLLM ----------------------------------------------------------------------------------------
@@ -106,7 +113,7 @@ class VLLMEngine:
         self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
         self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), max_length
         self.shared = ranks > 1
-        self._ranks = dist.new_subgroups(ranks, backend="gloo")[0] if self.shared else None
+        self._ranks = new_cpu_subgroup(ranks) if self.shared else None
         self._place = dist.get_rank() % ranks
         self._submitted: dict[str, tuple] = {}  # (prompt_ids, sampling, seed) of what begins with the next step
         self._aborted: list[str] = []
@@ -408,12 +415,17 @@ class ServedEngine:
         for url, first_rank in zip(self.servers, accumulate([1, *sizes])):
             own = {"init_info": info | {"first_rank": first_rank}}
             replies.append(self._begin("POST", "/init_weight_transfer_engine", url=url, json=own))
-        try:
-            group = join_group(store, 0, info["size"], device, SYNC_TIMEOUT_S, host)
-        except RuntimeError as error:
-            raise self._broken_off(error) from error
-        self._finish(replies)
-        return group
+        joined: Future[dist.Backend] = Future()
+
+        def join() -> None:
+            try:
+                joined.set_result(join_group(store, 0, info["size"], device, SYNC_TIMEOUT_S, host))
+            except RuntimeError as error:
+                joined.set_exception(error)
+
+        threading.Thread(target=join, daemon=True).start()  # NCCL may wait in there for a worker that is gone
+        self._finish([*replies, joined])
+        return joined.result()
 
     def _order(self, path: str, **kwargs) -> list[Future]:
         return [self._begin("POST", path, url=url, **kwargs) for url in self.servers]
@@ -422,15 +434,15 @@ class ServedEngine:
         """Waits for both. Either may hang where the other failed, and both where a server lost its worker."""
         start = asked = time.monotonic()
         while True:
-            for reply in replies:
-                if reply.done():
-                    reply.result()
-            if work is not None and work.is_completed():
-                try:
+            try:
+                for reply in replies:
+                    if reply.done():
+                        reply.result()
+                if work is not None and work.is_completed():
                     work.wait()
-                except RuntimeError as error:
-                    raise self._broken_off(error) from error
-                work = None
+                    work = None
+            except RuntimeError as error:
+                raise self._broken_off(error) from error
             if work is None and all(reply.done() for reply in replies):
                 return
             if time.monotonic() > start + SYNC_TIMEOUT_S:

@@ -331,7 +331,7 @@ def export_moe(world, path, folder):
 @pytest.mark.parametrize(("size", "arrives"), [(1e-4, 0.17), (1e-2, 1.0)])
 def test_small_updates_do_not_reach_an_engine_in_bf16(tmp_path, size, arrives):
     """Why --rollout-correction has a default with LoRA in bf16: of W + dW an engine gets what bfloat16 makes of it. A
-    weight of 0.1 has neighbours at a distance of 5e-4, dW is some 0.3 x size. arrives: <what came, dW> / <dW, dW>."""
+    weight of 0.1 has neighbours 5e-4 away, dW is some 0.3 x size here. arrives: <what came, dW> / <dW, dW>."""
     model = add_lora(load_model(save_tiny(tmp_path), dtype=torch.bfloat16), **LORA)
     base = dict(iter_full_params(model, torch.float32))
     with torch.no_grad():

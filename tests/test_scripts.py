@@ -100,6 +100,22 @@ def test_every_row_is_accounted_for(default_run, script):
             assert row["training/rows_in"] == row["training/rows_trained"] + dropped + left_over
 
 
+@pytest.mark.parametrize("script", ["grpo", *SIBLINGS])
+def test_validation_alone_closes_what_it_opened(tmp_path, script):
+    """A server else keeps its group with a trainer that is gone."""
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "import lib.rollout\n"
+        "from lib.dataset import RLHFDataset as Rows\n"
+        "lib.rollout.HFEngine.close = lambda self: Path(__file__).with_suffix('.closed').touch()\n"
+    )
+    lines = (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:4]
+    (tmp_path / "val.jsonl").write_text("\n".join(lines))
+    args = ["--dataset-class", f"{tmp_path / 'mine.py'}:Rows", "--val-files", str(tmp_path / "val.jsonl")]
+    ran(fork(script, tmp_path, *args, "--val-only", "--run-name", "run"))
+    assert (tmp_path / "mine.closed").exists()
+
+
 # ---- cost by tokens, not by limits ----
 
 

@@ -486,6 +486,26 @@ def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
         http.shutdown()
 
 
+@pytest.mark.parametrize("join", [vllm_rollout.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
+def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch, join):
+    """It says that it will, and dies. NCCL connects in its first collective, which nothing interrupts."""
+    yes = {"status": "ok"}
+    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
+    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, "/pause": yes, "/health": yes}
+    answers |= {"/get_world_size": {"world_size": 1}, "/init_weight_transfer_engine": yes}
+    monkeypatch.setattr(Stub, "answers", answers, raising=False)
+    monkeypatch.setattr(vllm_rollout, "SYNC_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(vllm_rollout, "join_group", join)
+    with HTTPServer(("127.0.0.1", 0), Stub) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        engine, model = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+        engine.weights_by = "broadcast"
+        with pytest.raises(InputError, match="the broadcast of weights broke off") as raised:
+            engine.load_weights(model, 0)
+        http.shutdown()
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("message", WRONG)
 def test_a_server_that_was_started_otherwise(world, tmp_path, message, monkeypatch):
     monkeypatch.setattr(Stub, "answers", WRONG[message], raising=False)

@@ -11,16 +11,30 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 import lib.distributed
-from lib.distributed import enter_stage, init_distributed, run
+from lib.distributed import (
+    enter_stage,
+    init_distributed,
+    make_mesh,
+    make_row_group,
+    new_cpu_group,
+    new_cpu_subgroup,
+    run,
+    shard_model,
+    wait_for_all,
+)
 from lib.metrics import Timer
-from tests.common import ACCELERATE, ONE_NODE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics
+from lib.model import load_model
+from tests.common import ACCELERATE, ONE_NODE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics, save_tiny
 from tests.test_scripts import saved
 
 WAIT_S = 60  # for what has to come in that time at the latest
@@ -103,6 +117,47 @@ def test_a_stopped_process_is_named(tmp_path, start_ranks):
     assert exit_code(waiting) == 124
     reason = (tmp_path / "0").read_text().rsplit("StageTimeout: rank 0 ends after 2 s in step 7 reward; ", 1)[1]
     assert re.match(r"rank 1: step 7 rollout .* silent for \d+ s; rank 0: step 7 reward", reason)
+
+
+def test_loading_a_model_may_take_longer_than_a_stage(tmp_path, start_ranks, monkeypatch):
+    """As a download on one node does, while the others wait for it; it is said where they are."""
+    path = save_tiny(tmp_path / "model")
+    load = AutoConfig.from_pretrained
+
+    def slowly(*args, **kwargs):
+        time.sleep(3 * int(os.environ["RANK"]))
+        return load(*args, **kwargs)
+
+    def load_and_train(_):
+        world = init_distributed(1)
+        model = shard_model(load_model(path, on_meta=True), make_mesh(world), torch.float32)
+        assert lib.distributed._stage[0] == "start"
+        assert len(list(model.parameters())) > 0
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", slowly)
+    assert [exit_code(rank) for rank in start_ranks(2, load_and_train)] == [0, 0]
+    waiting = re.findall(rf"^waiting: .*rank 1: loading --model {path}", (tmp_path / "0").read_text(), re.MULTILINE)
+    assert 2 <= len(waiting) <= 8  # after 1/30, 2/30, 4/30, ... of 3 s
+
+
+def test_the_time_limit_holds_in_every_group(start_ranks):
+    """Of a mesh, its rows, the background: torch gives a new group a limit of its own. Rank 0 waits alone."""
+
+    def in_every_group(_):
+        world = init_distributed()
+        lib.distributed._timeout = timedelta(seconds=0.3)
+        replicas, tensor = make_mesh(world, replicas=2), make_mesh(world, tensor_parallel=2)
+        groups = [replicas.get_group("replicate"), replicas.get_group("shard"), tensor.get_group("tensor")]
+        groups += [make_row_group(world, replicas, 2).ranks, new_cpu_group(), new_cpu_subgroup(2)]
+        if world.rank == 0:
+            start = time.monotonic()
+            for group in groups:
+                with pytest.raises(RuntimeError):
+                    dist.all_reduce(torch.ones(1), group=group)
+            assert time.monotonic() - start < WAIT_S
+        wait_for_all()
+
+    assert [exit_code(rank) for rank in start_ranks(4, in_every_group)] == [0] * 4
 
 
 def test_a_rank_that_does_not_start_is_named(tmp_path, start_ranks):
