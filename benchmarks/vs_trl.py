@@ -171,8 +171,8 @@ def run_plainrl(folder: Path, setting: Setting, steps: int, flags: str) -> tuple
     rows = [json.loads(line) for line in (folder / "plainrl/metrics.jsonl").read_text().splitlines()]
     return [
         {
-            "wall": row["reward/wall"],
-            "cpu": row["reward/cpu"],
+            "wall": row["reward/wall/mean"],
+            "cpu": row["reward/cpu/mean"],
             "rollout": row["timing_s/weight_sync"] + row["timing_s/rollout"],
             "update": row["timing_s/update"],
             "mean_length": row["response_length/mean"],
