@@ -14,6 +14,7 @@ Tests never meet the program's objects: a test sees Remote, which sends plain va
 gets plain values back. So no __eq__, no patched builtin, frame or exit code of the program's can touch a verdict.
 """
 
+import ast
 import builtins
 import contextlib
 import ctypes
@@ -25,6 +26,7 @@ import json
 import math
 import operator
 import os
+import re
 import resource
 import select
 import shutil
@@ -38,6 +40,7 @@ import types
 from pathlib import Path
 
 MAX_FRAME = 1 << 26  # bytes of one message
+NUMERIC = re.compile(r"[<>|=][biufc]\d{1,2}")  # numpy's types that come as they are
 PRELUDE = """import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
 from collections import *
@@ -136,9 +139,21 @@ def pack(value, ref):
     for plain in (tuple, set, frozenset):
         if isinstance(value, plain):
             return {plain.__name__: [pack(item, ref) for item in value]}
-    if hasattr(value, "__index__"):  # numpy's integers
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # numpy's
+        if getattr(value, "ndim", 0) and NUMERIC.fullmatch(value.dtype.str):
+            return {"array": [value.dtype.str, list(value.shape), [pack(item, ref) for item in value.ravel().tolist()]]}
+        return pack(value.tolist(), ref)
+    if hasattr(value, "__index__"):
         return operator.index(value)
     return {"object": ref(value)}
+
+
+def has_nan(packed) -> bool:
+    if isinstance(packed, list):
+        return any(map(has_nan, packed))
+    if isinstance(packed, dict):
+        return any(map(has_nan, packed.values()))
+    return isinstance(packed, float) and packed != packed
 
 
 def unpack(value, deref):
@@ -154,6 +169,12 @@ def unpack(value, deref):
         return complex(*item)
     if kind == "bytes":
         return item.encode("latin-1")
+    if kind == "array":
+        dtype, shape, items = item
+        if not NUMERIC.fullmatch(dtype):
+            raise ValueError(f"an array of {dtype[:20]!r}")
+        numpy = importlib.import_module("numpy")
+        return numpy.array([unpack(part, deref) for part in items], dtype).reshape(shape)
     if kind == "dict":
         return {unpack(key, deref): unpack(entry, deref) for key, entry in item}
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](unpack(entry, deref) for entry in item)
@@ -174,15 +195,22 @@ class Program:
     """Answers what a Remote asks. An object without a plain value stays here, and goes by its number."""
 
     def __init__(self, program: str, prelude: str):
-        self.objects = []
+        self.objects, self.numbers = [], {}
         self.namespace = load(program, "solution", prelude)
 
-    def names(self) -> list[str]:
-        return [name for name in self.namespace if not name.startswith("__")]
+    def names(self) -> list[list]:
+        """[name, and of a module what it is called itself], of all that the program defines or imports."""
+        modules = {
+            name: value.__name__ for name, value in self.namespace.items() if isinstance(value, types.ModuleType)
+        }
+        return [[name, modules.get(name)] for name in self.namespace if not name.startswith("__")]
 
     def ref(self, value) -> int:
-        self.objects.append(value)
-        return len(self.objects) - 1
+        """One number for one object, also if it comes twice."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self.numbers[id(value)]
 
     def find(self, ref):
         if isinstance(ref, int):
@@ -232,8 +260,13 @@ class Died(BaseException):
     """The program's process is gone or talks nonsense. No Exception: a test's own `except` must not swallow it."""
 
 
+class Wrong(BaseException):
+    """What the program answered is no answer to any test, whatever this one makes of it."""
+
+
 class Remote:
-    """A name or an object of the program's, in the tests. Only plain values come back."""
+    """A name or an object of the program's, in the tests. Only plain values come back. It equals itself and nothing
+    that is no object; beside other values it is a wrong answer, as nobody here can say what it equals."""
 
     def __init__(self, ask, ref):
         vars(self).update(_ask=ask, _ref=ref)
@@ -250,6 +283,14 @@ class Remote:
     def __iter__(self):
         return iter(self._ask("list", self._ref, None))
 
+    def __eq__(self, other):
+        if other is None or (isinstance(other, Remote) and other._ref == self._ref):
+            return other is not None
+        raise Wrong
+
+    def __hash__(self):
+        return hash(self._ref)
+
 
 def _remote_ref(value):
     if isinstance(value, Remote):
@@ -257,24 +298,31 @@ def _remote_ref(value):
     raise TypeError(f"a test gives the program a {type(value).__name__}: only plain values reach another process")
 
 
-def asker(channel):
+def asker(channel, nan_is_wrong: bool):
     def ask(operation, ref, args):
         try:
             send(channel, [operation, ref, args])
             reply = receive(channel)
             if "error" not in reply:
+                if nan_is_wrong and has_nan(reply["value"]):
+                    raise Wrong
                 return unpack(reply["value"], lambda number: Remote(ask, int(number)))
             name, text = map(str, reply["error"])
-        except (EOFError, OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except Exception as error:  # noqa: BLE001 whatever is wrong with what the program sends
             raise Died(str(error)) from None
         cls = getattr(builtins, name, None)  # for tests of the form: try ... except ValueError
-        raise (cls if isinstance(cls, type) and issubclass(cls, Exception) else RuntimeError)(text)
+        known = isinstance(cls, type) and issubclass(cls, Exception)
+        ends_loops = known and issubclass(
+            cls, StopIteration | StopAsyncIteration
+        )  # all(map(...)) would take it for its end
+        raise (cls if known and not ends_loops else RuntimeError)(text)
 
     return ask
 
 
 def same(got, expected) -> bool:
-    """Equality of JSON values: a tuple is a list, keys are text, a float is right to 1e-6, True is not 1."""
+    """Equality of JSON values: tuples and arrays are lists, keys are text, a float is right to 1e-6, True is not 1."""
+    got = got.tolist() if hasattr(got, "tolist") else got
     if isinstance(got, list | tuple) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):
@@ -291,19 +339,34 @@ def right(got, expected) -> bool:
     return same(got, expected) or (wrapped and same(got, expected[0]))
 
 
-def run_tests(conn, channel, names: list[str]) -> None:
+def tools(names: list[list], texts: list[str], packages: list[str]) -> dict:
+    """Modules that only the program imports and the tests use: this process's own, by the same name."""
+    used = {node.id for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    found = {}
+    for name, module in names:
+        trusted = module == name if name in sys.stdlib_module_names else module
+        if name in used and trusted and module.partition(".")[0] in {*sys.stdlib_module_names, *packages}:
+            with contextlib.suppress(Exception):
+                found[name] = importlib.import_module(module)
+    return found
+
+
+def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
     """Runs the tests of the next message against the program behind `channel`: setup's verdict, then each case's."""
     tests = receive(conn)
-    ask = asker(channel)
+    texts = [tests["setup"], *tests["cases"]]
+    # a NaN passes `not (error > 1e-6)` and `!=`
+    ask = asker(channel, nan_is_wrong="nan" not in "".join(texts).lower())
     trusted = vars(builtins).keys() | sys.stdlib_module_names  # a program may not supply the tests' own tools
-    namespace = {name: Remote(ask, name) for name in names if name not in trusted} | {"__name__": "tests"}
+    namespace = {name: Remote(ask, name) for name, _ in names if name not in trusted} | {"__name__": "tests"}
+    namespace |= tools(names, texts, packages)
     entries = {name: Remote(ask, name) for name in tests["entries"]}
-    for case in [tests["setup"], *tests["cases"]]:
+    for case in texts:
         try:
             exec(compile(case, "<test>", "exec"), namespace)
             namespace |= entries | {"_right": right, "_loads": json.loads}
             verdict = "passed"
-        except AssertionError:
+        except (AssertionError, Wrong):
             verdict = "wrong"
         except Died:
             verdict = "crash"
@@ -542,12 +605,12 @@ def run_calls(conn, spec: dict, folder: str, null: int) -> None:
     pid = run_program(spec, folder, [null, null, null, theirs.fileno()], body)
     theirs.close()
     try:
-        names = list(map(str, receive(channel)))
+        names = [[str(name), module and str(module)] for name, module in receive(channel)]
     except (EOFError, OSError, ValueError, TypeError):
         send(conn, {"verdict": "error" if end_program(pid) > 0 else "crash"})
     else:
         put_up_walls(spec, folder)  # the tests have them, too
-        run_tests(conn, channel, names)
+        run_tests(conn, channel, names, spec["importable"])
 
 
 def run_functions(conn, spec: dict, folder: str, null: int) -> None:
@@ -585,7 +648,7 @@ def init(conn, spec: dict, folder: str) -> None:
             run_functions(conn, spec, folder, null)
         else:  # "remote": the program is elsewhere, and the scorer passes the calls on
             put_up_walls(spec, folder)
-            run_tests(conn, conn, spec["names"])
+            run_tests(conn, conn, spec["names"], spec["importable"])
 
 
 def supervise(conn) -> None:

@@ -9,10 +9,11 @@ The ground truth is a dict, a list or its JSON text, of one of the forms
 
 The program never meets the tests. Calls go to its process as plain values and come back as plain values; the tests, the
 expected values and the comparison are in another process. What a program prints, patches or exits with cannot make a
-test pass; nor can it see a test but by the arguments it is given. The price: a test cannot see an argument changed in
-place, nor give the program a function, and an object that is no plain value stays where it is (its attributes and
-methods can be used). What remains possible: a program may answer by the arguments alone (a table of known inputs), and
-in MBPP's form a test may call helpers of the program's own.
+test pass; nor can it see a test but by the arguments it is given. numpy's numbers come as plain ones, its arrays as
+arrays. The price: a test cannot see an argument changed in place, nor give the program a function, and an object that
+is no plain value stays where it is (its attributes and methods can be used); compared with a value it is a wrong
+answer, also by !=. So is a NaN, where the tests do not speak of NaN. What remains possible: a program may answer by the
+arguments alone (a table of known inputs), and in MBPP's form a test may call helpers of the program's own.
 
 What the walls are made of, and what each kind lets through, is in rewards/sandbox.py.
 """
@@ -214,7 +215,9 @@ def _attempt_remote(url: str, spec: dict, tests: Tests, final: set, end: float) 
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ["error"] * len(tests.cases)
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names = [[node.name, None] for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    imports = [module for node in tree.body if isinstance(node, ast.Import) for module in node.names]
+    names += [[module.asname or module.name, module.name] for module in imports]
     patient = {**spec, "form": "remote", "names": names, "timeout": 10 * timeout}  # a case makes several requests
     return _attempt(patient, tests, final, end, pass_call)
 

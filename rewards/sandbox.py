@@ -68,7 +68,7 @@ def make_spec(packages: tuple = ("numpy",), **options) -> dict:
         "folder_mb": 64,
         "output_mb": 8,
     }
-    return {**paths, **limits, "prelude": "", **options}
+    return {**paths, **limits, "importable": list(packages), "prelude": "", **options}
 
 
 def _start_zygote(module: str) -> socket.socket:

@@ -107,6 +107,99 @@ def test_forms(program, truth, passed, total):
     assert score(program, truth)["score"] == float(passed == total)
 
 
+EVALPLUS = """
+import numpy as np
+
+def is_floats(x) -> bool:
+    if isinstance(x, float):
+        return True
+    if isinstance(x, (list, tuple)):
+        return all(isinstance(i, float) for i in x)
+    if isinstance(x, np.ndarray):
+        return x.dtype == np.float64 or x.dtype == np.float32
+    return False
+
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp, f"out: {out}, exp: {exp}"
+
+def check(candidate):
+    inputs, results = [[1, 2], [0.1, 0.2]], [3, 0.3]
+    for i, (inp, exp) in enumerate(zip(inputs, results)):
+        assertion(candidate(*inp), exp, 0)
+"""
+ARRAYS = """import numpy as np
+def add(a, b): return np.array(a) + np.array(b)
+def is_even(n): return np.array([n])[0] % 2 == 0
+def rows(n): return [np.arange(n), (np.float32(0.5), np.int8(2))]
+def shape(a): return a.shape
+def objects(): return np.array([[1], 'a'], dtype=object)
+"""
+NUMPY = ["import numpy as np"]
+CLOSE = "def close(a, b):\n    return math.isclose(a, b)"
+IMPORTING = "import math, re\nfrom collections import Counter\ndef f(x):\n    return math.sqrt(x)"
+
+
+@pytest.mark.parametrize(
+    ("program", "truth"),
+    [
+        (ADD, {"prompt": "", "test": EVALPLUS, "entry_point": "add"}),
+        (ARRAYS, ["assert is_even(2) is True", "assert is_even(3) == False", "assert not is_even(3)"]),
+        (ARRAYS, {"test_imports": NUMPY, "test_list": ["assert (add([1], [2]) == np.array([3])).all()"]}),
+        (ARRAYS, {"test_imports": NUMPY, "test_list": ["assert shape(np.zeros((0, 3))) == (0, 3)"]}),
+        (ARRAYS, ["assert np.allclose(add([1], [2]), 3)"]),
+        (ARRAYS, ["assert add([1, 2], [3, 4]).tolist() == [4, 6]", "assert rows(2)[0].dtype.kind == 'i'"]),
+        (ARRAYS, ["assert rows(2)[1] == (0.5, 2)", "assert objects()[0] == [1]"]),
+        (ARRAYS, {"fn_name": "add", "inputs": [[[1, 2], [3, 4]]], "outputs": [[4, 6]]}),
+        (ARRAYS, {"fn_name": "is_even", "inputs": [[2]], "outputs": [True]}),
+        (ARRAYS, {"fn_name": "rows", "inputs": [[2]], "outputs": [[[0, 1], [0.5, 2]]]}),
+        (IMPORTING, ["assert math.isclose(f(2), math.sqrt(2))", "assert re.match('1', str(f(1)))"]),
+        (IMPORTING, {"test_setup_code": CLOSE, "test_list": ["assert close(f(4), 2)"]}),
+        ("def f(x):\n    return float('nan') if x else float('inf')",
+         ["assert math.isnan(f(1))", "assert f(0) == float('inf')"]),
+        ("class Node:\n    def __init__(self, n=None): self.next = n\ndef f(n): return n.next",
+         {"test_setup_code": "a = Node()\nb = Node(a)",
+          "test_list": ["assert f(b) == a", "assert f(b) != None", "assert f(a) is None", "assert b in [b, a]"]}),
+    ],
+)  # fmt: skip
+def test_right_programs_pass(program, truth):
+    if "nan" in str(truth):
+        truth = {"test_imports": ["import math"], "test_list": truth}
+    result = score(program, truth, partial=True)
+    assert result["passed"] == result["total"], reasons(result)
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(x):\n    raise StopIteration", "assert all(map(lambda x: f(x) == x + 1, [1, 2]))"),
+        ("def f(x):\n    raise StopAsyncIteration", "assert list(f(x) for x in [1]) == []"),
+        ("def f(x):\n    raise GeneratorExit", "assert all(f(x) for x in [1])"),
+        ("def f(x):\n    return float('nan')", "assert not f(1) > 1e-6"),
+        ("def f(x):\n    return float('nan')", "assert not abs(f(1) - 2) > 1e-6"),
+        ("def f(x):\n    return [1.0, {'a': float('nan')}]", "assert not max(f(1)[0], f(1)[1]['a']) > 2"),
+        ("def f(x):\n    return float('nan')", "assert f(1) != 3"),
+        ("def f(x):\n    return complex('nan')", "assert f(1) != 3"),
+        ("import numpy as np\ndef f(x):\n    return np.array([1.0, np.nan])", "assert not (f(1) > 2).any()"),
+        ("def f(x):\n    return object()", "assert f(1) != 3"),
+        ("def f(x):\n    return object()", "assert not f(1) == 3"),
+        ("def f(x):\n    return object()", "assert 3 != f(1)"),
+        ("def f(x):\n    return [object()]", "assert f(1) != [3]"),
+        ("def f(x):\n    return object()", "assert f(1) not in [1, 2]"),
+        ("def f(x):\n    return object()", "assert f(1) != f(2)"),
+        ("def f(x):\n    return object()", "try:\n    assert f(1) != 3\nexcept Exception:\n    pass"),
+        ("def f(x):\n    return object()", "assert not f(1) < 3"),
+    ],
+)
+def test_what_is_no_answer_passes_no_test(program, test):
+    result = score(program, [test])
+    assert result["score"] == 0.0 and reasons(result), test
+
+
 @pytest.mark.parametrize(
     "truth", ["", "42", "{}", [], {"test_list": []}, ["assert f("], {"inputs": ["1"], "outputs": []}, {"inputs": ["1"]}]
 )
