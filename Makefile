@@ -43,6 +43,7 @@ bench: setup  ## speed and memory of the parts, to benchmarks/results (an hour; 
 	for part in data_proto update stages code; do $(BIN)/python -m benchmarks.$$part --output benchmarks/results/$$part.json || exit; done
 	for part in hostile_scorer agent_loop weight_sync; do $(BIN)/python -m benchmarks.$$part || exit; done
 	$(BIN)/python -m benchmarks.vs_trl options
+	$(BIN)/python -m benchmarks.vs_trl limits
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .
