@@ -687,6 +687,9 @@ def supervise(conn) -> None:
 def zygote(module: str = "", *folders: str) -> None:
     """Forks a supervisor for each socket that comes over standard input. The module is imported before, and warmed."""
     control = socket.socket(fileno=os.dup(0))
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)  # a supervisor that outlives this process must not keep its socket open: nobody would read it
+    os.close(null)
     sys.set_int_max_str_digits(0)
     exec(PRELUDE, {})  # warm
     processes_can_be_limited()

@@ -81,6 +81,22 @@ def _start_zygote(module: str) -> socket.socket:
     return ours
 
 
+def _ask_zygote(spec: dict, module: str) -> socket.socket:
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, _lock:
+            zygote = _zygotes.get(module) or _zygotes.setdefault(module, _start_zygote(module))
+            socket.send_fds(zygote, [b"+"], [theirs.fileno()])
+        _sandbox.send(ours, spec)
+        answer = _sandbox.receive(ours, time.monotonic() + GRACE)
+        if answer != "ready":
+            raise RuntimeError(f"the sandbox does not start: {answer}")
+    except BaseException:
+        ours.close()
+        raise
+    return ours
+
+
 def connect(spec: dict, module: str = "") -> socket.socket:
     """A sandbox that is ready for its first message. Starts the zygote where it is not there, or not there any more.
 
@@ -88,23 +104,14 @@ def connect(spec: dict, module: str = "") -> socket.socket:
     """
     if spec["level"] == "none":
         raise InputError("--sandbox-level none: what a model wrote is not run without a sandbox")
-    ours, theirs = socket.socketpair()
     try:
-        with theirs, _lock:
-            try:
-                zygote = _zygotes.get(module) or _zygotes.setdefault(module, _start_zygote(module))
-                socket.send_fds(zygote, [b"+"], [theirs.fileno()])
-            except ConnectionError:
-                _zygotes[module] = _start_zygote(module)
-                socket.send_fds(_zygotes[module], [b"+"], [theirs.fileno()])
-        _sandbox.send(ours, spec)
-        answer = _sandbox.receive(ours, time.monotonic() + GRACE)
+        try:
+            return _ask_zygote(spec, module)
+        except (EOFError, ConnectionError):  # it is gone: seen when it is asked, or, if it died since, by no answer
+            _zygotes.pop(module, None)
+            return _ask_zygote(spec, module)
     except (EOFError, OSError) as error:
-        answer = type(error).__name__
-    if answer != "ready":
-        ours.close()
-        raise RuntimeError(f"the sandbox does not start: {answer}")
-    return ours
+        raise RuntimeError(f"the sandbox does not start: {type(error).__name__}") from None
 
 
 def hang_up(conn: socket.socket) -> None:
