@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from lib.secrets import struck
+from lib.cli.secrets import struck
 
 
 class InputError(ValueError):

@@ -431,6 +431,14 @@ def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable
     return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS.get(name, ()))
 
 
+def estimate_advantages(
+    name: str, settings: Mapping, rewards: Tensor, response_mask: Tensor, index: Index, tensors: Mapping[str, Tensor]
+) -> Pair:
+    """(advantages, returns) (B, T) by the estimator of that name; tensors: of the batch, as far as it needs them."""
+    others = {key: tensors[key] for key in ADV_TENSORS.get(name, ()) if key in tensors}
+    return get_adv_estimator_fn(name, settings)(rewards, response_mask, index, **others)
+
+
 # ----------------------------------------------------------- KL in the reward; coefficients that adapt
 
 

@@ -1,30 +1,36 @@
-"""Flags: read from the command line and checked before torch is imported, which takes seconds; no torch here.
+"""The flags that all scripts share, in groups, and the arithmetic of a step. No torch here: --help stays fast.
 
-`read_flags` is a script's first act. What needs a model, data or a process group is checked in main().
+A script's Args nests the groups, which check themselves; functions of lib take the group that they need.
 """
 
-import contextlib
 import importlib.util
-import io
-import json
-import math
-import operator
 import re
-import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal
 
-import tyro
-from annotated_types import Ge, Gt, Interval, Le, Lt
+from annotated_types import Ge, Gt, Interval
+from tyro.conf import OmitArgPrefixes, configure
 
-from lib import InputError, is_first_on_node, launched_ranks, report_mistake
-from lib.secrets import secret_in
-from lib.user_code import load_object
+from lib import InputError, launched_ranks
+from lib.cli.flags import Group, Names, OnResume, as_flag, given, parse_json
+from lib.cli.user_code import load_object
 
-T = TypeVar("T")
+MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
+FILES, ROWS = Names.FILES, Names.ROWS
+ROOT = Path(__file__).parent.parent
+HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
+RENAMED = {
+    "--engine-ranks": "--rollout-tensor-parallel-size",
+    "--gpu-memory": "--gpu-memory-utilization",
+    "--replicas": "--dp-replicate-size",
+    "--sequence-parallel": "--sequence-parallel-size",
+    "--tensor-parallel": "--tensor-parallel-size",
+    "--lam": "--gae-lambda",
+    "--lam-policy": "--gae-lambda-policy",
+}
+"""old flag: new flag"""
 AdvEstimator = Literal[
     "grpo",
     "dr_grpo",
@@ -41,7 +47,7 @@ AdvEstimator = Literal[
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 ]
-"""names in lib/advantages.py, without the estimators that ppo.py and remax.py are for"""
+"""names in lib/core_algos/advantages.py, without the estimators that ppo.py and remax.py are for"""
 PolicyLoss = Literal[
     "vanilla",
     "gspo",
@@ -58,151 +64,505 @@ PolicyLoss = Literal[
     "clip_cov",
     "kl_cov",
 ]
-"""names in lib/policy_losses.py"""
-HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
-WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
-HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
+"""names in lib/core_algos/losses.py"""
+AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"]
 
 
-def read_flags(args_class: type[T], check: Callable[[T], None]) -> T:
-    """Args of the command line, for which `check` raises no InputError. A mistake ends the process with exit code 2."""
-    said = io.StringIO()  # by tyro, which a launcher's report wants too
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(sys.stdout if is_first_on_node() else said):
-            args = tyro.cli(args_class)
-        sys.stderr.write(said.getvalue())
-        check(args)
-    except InputError as error:
-        report_mistake(f"error: {error}")
-        sys.exit(2)
-    except SystemExit as stop:
-        if stop.code:
-            report_mistake(said.getvalue().strip())
-        raise
-    return args
+@configure(OmitArgPrefixes)
+@dataclass
+class ModelArgs(Group):
+    """The policy's model, and what of it trains."""
+
+    model: Annotated[str, FILES, ROWS] = str(ROOT / "data/toy/model")
+    """Hugging Face id, folder or .gguf file of the policy to start from"""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU"""
+    attn_implementation: Annotated[str, MAY_CHANGE] = "packed_sdpa"
+    """packed_sdpa (lib/model/attention.py) runs everywhere; flash_attention_2 needs its package; any other has padded
+    rows"""
+    padding_free: Annotated[bool, MAY_CHANGE] = True
+    """lay the rows of a micro-batch end to end, without padding, where the model allows it (docs/models.md)"""
+    share_prompts: Annotated[bool, MAY_CHANGE] = True
+    """compute a prompt once for all its responses, where rows are packed and attention is packed_sdpa"""
+    gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
+    """recompute activations in the backward pass: less memory, about a third more time in the update"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the model"""
+    lora_rank: Annotated[int, Ge(0)] = 0
+    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. A vLLM
+    engine or server samples from W + dW; as bfloat16 it loses small updates: rollout_correction then has a default"""
+    lora_alpha: Annotated[float, Gt(0)] = 32.0
+    """the adapters' update is multiplied by lora_alpha / lora_rank"""
+    lora_target_modules: str = "all-linear"
+    """linear layers that get adapters: all-linear, or a regular expression of names such as .*[qkvo]_proj"""
+    freeze: str = ""
+    """regular expression of parameter names that are not trained, such as "model.embed_tokens.*"; empty: none"""
+
+    def check(self) -> None:
+        for name in ("freeze", "lora_target_modules"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                raise InputError(f"{as_flag(name)} {getattr(self, name)}: not a regular expression: {error}") from error
 
 
-def as_flag(name: str) -> str:
-    """The flag of a field of Args."""
-    return f"--{name.replace('_', '-')}"
+@configure(OmitArgPrefixes)
+@dataclass
+class ShardArgs(Group):
+    """How models are split over ranks (docs/scaling.md)."""
+
+    dp_replicate_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """copies of the model (HSDP), each split over ranks / copies; 1: one copy, split over all ranks"""
+    sequence_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
+    one (Ulysses); it divides the attention heads; needs --padding-free and packed_sdpa"""
+    tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """neighbouring ranks that compute their rows together, each with a share of every layer's weights, by transformers'
+    plan for the model; it divides the key and value heads; needs a vLLM engine or server"""
+    reduce_each_micro_batch: Annotated[bool, MAY_CHANGE] = False
+    """reduce gradients over ranks after each micro-batch: 4 bytes x parameters / ranks instead of 4 bytes x parameters
+    of memory on each rank, for more communication"""
+    cpu_offload: Annotated[
+        tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...], MAY_CHANGE
+    ] = ()
+    """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update's forward
+    keeps waits there for the backward, best with --gradient-checkpointing, which leaves a tensor a layer; slower"""
 
 
-def parse_json(args: Any, name: str) -> dict:
-    """The JSON object of the field `name`, its numbers finite. Raises InputError."""
-    text = getattr(args, name)
-    try:
-        settings = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except RecursionError as error:
-        raise InputError(f"{as_flag(name)}: nested too deeply") from error
-    except ValueError as error:
-        raise InputError(f"{as_flag(name)} {text}: not JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise InputError(f'{as_flag(name)} {text}: give a JSON object, such as {{"name": 1}}')
-    return settings
+@configure(OmitArgPrefixes)
+@dataclass
+class DataArgs(Group):
+    """Rows in verl's form, and the prompts that they become."""
+
+    train_files: Annotated[tuple[str, ...], FILES, ROWS] = (str(ROOT / "data/toy/train.jsonl"),)
+    """parquet or json(l) files, or a data set on the hub"""
+    val_files: Annotated[tuple[str, ...], MAY_CHANGE] = (str(ROOT / "data/toy/val.jsonl"),)
+    """the same, for validation"""
+    dataset_class: Annotated[str, FILES, ROWS] = ""
+    """path/to/file.py:ClassName of your own dataset class; empty: lib/data's RLHFDataset"""
+    max_prompt_length: Annotated[int, Ge(1), ROWS] = 32
+    """tokens of a prompt, template included"""
+    truncation: Annotated[Literal["error", "left", "right", "middle"], ROWS] = "error"
+    """what happens to a longer prompt that was not filtered out"""
+    filter_overlong_prompts: Annotated[bool, ROWS] = True
+    """drop training and validation prompts that are longer; how many is printed"""
+    chat_template_kwargs: Annotated[str, ROWS] = "{}"
+    """JSON of keywords for the chat template, such as {"enable_thinking": false}"""
+    allow_special_tokens: bool = False
+    """text in a message that spells a special token, such as <|im_end|>, is that token; otherwise it stays text, broken
+    up by a space"""
+    shuffle: Annotated[bool, ROWS] = True
+    """a new order of the training prompts in each epoch"""
+    loader_workers: Annotated[int, Ge(0), MAY_CHANGE] = 0
+    """processes that tokenize ahead"""
+
+    def check(self) -> None:
+        parse_json("chat_template_kwargs", self.chat_template_kwargs)
 
 
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no finite number")
-    return number
+@configure(OmitArgPrefixes)
+@dataclass
+class RolloutArgs(Group):
+    """How responses are sampled."""
+
+    rollout_engine: str = "hf"
+    """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
+    server that runs already (several: commas between)"""
+    rollout_tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """neighbouring ranks that share one vLLM engine, split over them: for models that one GPU cannot hold beside
+    training"""
+    gpu_memory_utilization: Annotated[float, Interval(gt=0, lt=1), MAY_CHANGE] = 0.4
+    """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
+    async_level: Annotated[int, Ge(0)] = 0
+    """steps that rollouts may run ahead of training, on an engine of its own (http://...): their tokens are then of up
+    to that many weights before. Above 0 rollout_correction has a default"""
+    max_response_length: Annotated[int, Ge(1)] = 16
+    """tokens of a response at most; with --multi-turn of a whole episode"""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """sampling temperature; the loss uses log-probs at this temperature, top_p and top_k"""
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    """nucleus sampling: among the fewest likeliest tokens of this probability together; 1: among all"""
+    top_k: Annotated[int, Ge(-1)] = -1
+    """sample among the k likeliest tokens; -1: among all"""
+
+    def check(self) -> None:
+        check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
+        if self.async_level and self.rollout_engine in ("hf", "vllm"):
+            raise InputError(
+                f"--async-level {self.async_level} needs --rollout-engine http://host:port, not a shared device"
+            )
 
 
-def check_ranges(args: Any) -> None:
-    """Raises InputError for a number, alone or in a tuple, that is not finite or not in the range at its field."""
-    for name, hint in get_type_hints(type(args), include_extras=True).items():
-        value, bounds = getattr(args, name), []
-        for given in getattr(hint, "__metadata__", ()):
-            bounds += given if isinstance(given, Interval) else [given]
-        for number in value if isinstance(value, tuple) else [value]:
-            if not isinstance(number, int | float):
-                continue
-            if not abs(number) < math.inf:
-                raise InputError(f"{as_flag(name)} {number}: must be a finite number")
-            if not all(HOLDS[type(bound)](number, *astuple(bound)) for bound in bounds):
-                must = " and ".join(f"{WORDS[type(bound)]} {astuple(bound)[0]}" for bound in bounds)
-                raise InputError(f"{as_flag(name)} {number}: must be {must}")
+@configure(OmitArgPrefixes)
+@dataclass
+class RewardArgs(Group):
+    """Who scores responses, and under what limits."""
+
+    reward: Annotated[tuple[str, ...], FILES] = ("data_source",)
+    """scorers, whose scores are added: data_source (each row's, from rewards/), path/to/file.py:function (your own)"""
+    reward_weights: Annotated[tuple[float, ...], Interval(ge=-1e4, le=1e4)] = ()
+    """a weight for each of them; empty: 1"""
+    reward_kwargs: str = "{}"
+    """JSON of keywords for every scorer"""
+    reward_workers: Annotated[int, Ge(0), MAY_CHANGE] = 2
+    """processes of each rank that score; 0: score in the training process, for breakpoint()"""
+    reward_timeout: Annotated[float, Gt(0), MAY_CHANGE] = 30.0
+    """seconds that a scorer has for a response"""
+    reward_memory: Annotated[int, Ge(1), MAY_CHANGE] = 2048
+    """MiB that a scorer may take beyond what its imports took"""
+    sandbox_level: Annotated[Literal["namespaces", "landlock", "rlimits", "none"], MAY_CHANGE] = "namespaces"
+    """the weakest walls that are accepted around what a model wrote: docs/rewards.md has what each lets through"""
+    reward_failure_score: Annotated[float | None, Interval(ge=-1e12, le=1e12)] = None
+    """score of a response whose scorer hangs, crashes or raises; empty: it is in no group and trains nothing"""
+    reward_model: Annotated[str, FILES] = ""
+    """Hugging Face id or folder of a sequence classifier with one output, whose score is added to the scorer's"""
+    reward_model_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
+    """weight of the reward model's score"""
+
+    def check(self) -> None:
+        parse_json("reward_kwargs", self.reward_kwargs)
+        check_scorers("reward", self.reward)
+        if len(self.reward_weights) not in (0, len(self.reward)):
+            raise InputError(
+                f"--reward-weights has {len(self.reward_weights)} numbers for the {len(self.reward)} scorers of "
+                "--reward"
+            )
 
 
-# ---- sizes ---------------------------------------------------------------------------------------
+@configure(OmitArgPrefixes)
+@dataclass
+class OptimizerArgs(Group):
+    """Micro-batches and AdamW."""
+
+    micro_batch_tokens: Annotated[int, Ge(1), MAY_CHANGE] = 16384
+    """tokens of one forward and backward on one rank"""
+    lr: Annotated[float, Ge(0)] = 1e-4
+    """learning rate (for a model of billions of parameters: 1e-6)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """course of the learning rate after the warm-up"""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """steps in which the learning rate rises from 0"""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """of AdamW"""
+    adam_betas: Annotated[tuple[float, float], Interval(ge=0, lt=1)] = (0.9, 0.999)
+    """of AdamW"""
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    """the gradient's norm is clipped to this"""
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class ValidationArgs(Group):
+    """Validation during training."""
+
+    val_before_train: Annotated[bool, MAY_CHANGE] = True
+    """validate the start model"""
+    val_every: Annotated[int, Ge(0), MAY_CHANGE] = 5
+    """validate every n steps and after the last; 0: never"""
+    val_only: Annotated[bool, NOT_COMPARED] = False
+    """validate (with resume: that checkpoint) and stop, without training data; writes to <run>/val_only/1, 2, ..."""
+    val_reward: Annotated[tuple[str, ...], MAY_CHANGE] = ()
+    """scorers of validation, as --reward; empty: those of training"""
+    val_samples: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """responses per validation prompt: n in mean@n, pass@k, maj@k"""
+    val_temperature: Annotated[float, Ge(0), MAY_CHANGE] = 0.0
+    """sampling temperature in validation; 0: greedy"""
+    val_top_p: Annotated[float, Interval(gt=0, le=1), MAY_CHANGE] = 1.0
+    """nucleus sampling in validation"""
+    show_samples: Annotated[int, Ge(0), MAY_CHANGE] = 3
+    """responses shown after each validation (samples.jsonl holds them all)"""
+
+    def check(self) -> None:
+        check_scorers("val_reward", self.val_reward)
+        if self.val_samples > 1 and self.val_temperature == 0:
+            raise InputError(f"--val-samples {self.val_samples} are all the same at --val-temperature 0: raise it")
+
+    @property
+    def wanted(self) -> bool:
+        return self.val_only or self.val_before_train or self.val_every > 0
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class RunArgs(Group):
+    """The run: its folder, length, checkpoints and logs."""
+
+    run_name: Annotated[str, NOT_COMPARED] = ""
+    """name of the run, which writes to output_dir/run_name; empty: <script>-s<seed>-<date and time>"""
+    output_dir: Annotated[str, NOT_COMPARED] = "runs"
+    """folder of all runs"""
+    config: Annotated[str, NOT_COMPARED] = ""
+    """a run's config.json, or a YAML file: its flags, under those of the command line"""
+    seed: Annotated[int, Interval(ge=0, lt=2**32), ROWS] = 1
+    """seed of sampling and data order; a run repeats itself"""
+    total_steps: Annotated[int, Ge(1), MAY_CHANGE] = 60
+    """number of steps, each of prompts_per_step x group_size responses"""
+    total_epochs: Annotated[int | None, Ge(1), MAY_CHANGE] = None
+    """if given, it sets total_steps: the steps that this many passes over the training prompts take, rounded up"""
+    dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
+    """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
+    resume: Annotated[str, NOT_COMPARED] = "never"
+    """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder:
+    run_name's own takes it back there, another run's starts run_name from there"""
+    resume_override: Annotated[tuple[str, ...], NOT_COMPARED] = ()
+    """flags, or `script`, that change results and may be others than at the checkpoint; config.json records them"""
+    stage_timeout: Annotated[float, Ge(0), MAY_CHANGE] = 1800.0
+    """seconds that a stage (start, rollout, update, save, ...) may take before it ends the job with the reason; after a
+    30th of that it is printed where the ranks are; 0: no limit. The loading of models has none"""
+    save_every: Annotated[int, Ge(0), MAY_CHANGE] = 50
+    """save a checkpoint every n steps and after the last; 0: never"""
+    keep_checkpoints: Annotated[int, Ge(0), MAY_CHANGE] = 2
+    """keep the newest n checkpoints; 0: all"""
+    export_model: Annotated[bool, MAY_CHANGE] = True
+    """after the last step save the policy in Hugging Face form to <run>/model"""
+    track: Annotated[tuple[Literal["wandb", "tensorboard"], ...], MAY_CHANGE] = ()
+    """log there too; metrics.jsonl is always written"""
+
+    def check(self) -> None:
+        if not self.dry_run:
+            check_output_dir(self.output_dir)
+        if self.resume == "auto" and not self.run_name:
+            raise InputError("--resume auto needs the --run-name of the run to resume")
+
+
+# ---- settings: flags with a prefix, such as --multi-turn.tools calculator ---------------------------
+
+
+@dataclass
+class MultiTurnArgs:
+    """Episodes of several turns, where tools or an interaction are named (docs/multi_turn.md)."""
+
+    tools: tuple[str, ...] = ()
+    """tools of the episodes: calculator, python, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
+    interaction: str = ""
+    """who answers turns that call no tool: reasoning_gym or path/to/file.py:Class; empty: the episode ends"""
+    parser: str = "auto"
+    """how calls are read from text: auto (by the chat template), hermes, llama3_json, qwen3_coder, or one of vLLM's"""
+    max_turns: Annotated[int, Gt(0)] = 8
+    """turns of the policy"""
+    max_tool_calls: Annotated[int, Gt(0)] = 4
+    """calls of a turn; those beyond are answered with an error. They run one after the other"""
+    max_turn_tokens: Annotated[int | None, Gt(0)] = None
+    """tokens of a turn; None: what is left of the row"""
+    max_tool_output: Annotated[int, Gt(0)] = 2000
+    """characters of a tool's output"""
+    truncate: Literal["left", "middle", "right"] = "middle"
+    """where a longer output is cut"""
+    tool_timeout: Annotated[float, Gt(0)] = 30.0
+    """seconds of every call of a tool or an interaction"""
+    episode_timeout: Annotated[float | None, Gt(0)] = None
+    """seconds; an episode that takes longer is not trained on"""
+    reward_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
+    """weight of the rewards that tools and interaction give, beside the scorer's"""
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.tools or self.interaction)
+
+    def check(self) -> None:
+        if self != MultiTurnArgs() and not self.wanted:
+            raise InputError("--multi-turn without tools and without an interaction: name one, or drop its flags")
+
+
+Bounds = tuple[float, float] | None
+
+
+@dataclass
+class RejectArgs:
+    """What fails a criterion is out of the loss: a token (token_...), else its row. k1: bounds on r; k2, k3: largest
+    value of (log r)^2 / 2, of r - 1 - log r. seq_sum: r of the row, seq_mean: its geometric mean, seq_max: each token.
+    """
+
+    token_k1: Bounds = None
+    token_k2: float | None = None
+    token_k3: float | None = None
+    seq_sum_k1: Bounds = None
+    seq_sum_k2: float | None = None
+    seq_sum_k3: float | None = None
+    seq_mean_k1: Bounds = None
+    """such as 0.99 1.01"""
+    seq_mean_k2: float | None = None
+    seq_mean_k3: float | None = None
+    seq_max_k1: Bounds = None
+    """such as 1e-4 100: a veto of outliers"""
+    seq_max_k2: float | None = None
+    seq_max_k3: float | None = None
+
+
+@dataclass
+class RolloutCorrectionArgs:
+    """How r = pi_old / pi_rollout corrects the loss (lib/core_algos/rollout_correction.py). Without any of these there
+    is none, but for --async-level above 0 and for LoRA in bfloat16 with vLLM: level token, bounds 0 2."""
+
+    level: Literal["token", "sequence", "geometric", "measure"] | None = None
+    """r of which the weights are; measure: no weights. token, where another of these flags is given"""
+    action: Literal["truncate", "mask"] | None = None
+    """an r outside the bounds becomes the bound (truncated importance sampling), or 0 (IcePop); truncate by default"""
+    bounds: Bounds = None
+    """of the weights; 0 2 by default"""
+    batch_normalize: bool | None = None
+    """divide the weights by their mean"""
+    reject: RejectArgs = field(default_factory=RejectArgs)
+
+    def settings(self) -> dict[str, Any]:
+        """As keywords of compute_rollout_correction; {} where none of these is given."""
+        settings = given(self)
+        return settings | {"level": None} if self.level == "measure" else settings
+
+
+@dataclass
+class TokenMaskArgs:
+    """Tokens that stay in the loss (lib/core_algos/token_masks.py). The last three are of the losses of their names."""
+
+    top_entropy: float | None = None
+    """this fraction of the tokens, those of the highest entropy, such as 0.2 (2506.01939)"""
+    m2po: float | None = None
+    """all but the largest squared log ratios to the sampler: their mean is below this, such as 0.04 (2510.01161)"""
+    off_policy_sequence: float | None = None
+    """none of A < 0 in a row that has drifted by more than this many nats a token from its sampler (2512.02556)"""
+    clip_cov_ratio: float | None = None
+    """share of the tokens that clip_cov leaves out; 2e-4 by default (2505.22617)"""
+    clip_cov_bounds: Bounds = None
+    """covariances among which clip_cov draws; 1 5 by default"""
+    kl_cov_ratio: float | None = None
+    """share of the tokens that kl_cov takes; 2e-4 by default"""
+
+    def settings(self, loss: str) -> dict[str, dict]:
+        """{name: keywords} of compute_token_masks, for the policy loss of that name."""
+        of_names = {"top_entropy": "fraction", "m2po": "threshold", "off_policy_sequence": "delta"}
+        masks = {
+            name: {keyword: value} for name, keyword in of_names.items() if (value := getattr(self, name)) is not None
+        }
+        covs = {
+            "clip_cov": {"ratio": self.clip_cov_ratio, "cov": self.clip_cov_bounds},
+            "kl_cov": {"ratio": self.kl_cov_ratio},
+        }
+        if loss in covs:
+            masks[loss] = {keyword: value for keyword, value in covs[loss].items() if value is not None}
+        return masks
+
+
+@dataclass
+class LossKwargs:
+    """Hyper-parameters of --loss, each of the losses in brackets, which have defaults in lib/core_algos/losses.py."""
+
+    cliprange_low: Annotated[float | None, Ge(0)] = None
+    """lower clip [cispo, gspo, geo_mean, two_sided, decoupled, clip_cov]"""
+    cliprange_high: Annotated[float | None, Ge(0)] = None
+    """upper clip [the same]"""
+    ratio_high: Annotated[float | None, Gt(0)] = None
+    """largest importance weight [reinforce, dppo_tv, dppo_kl]"""
+    tau_pos: Annotated[float | None, Gt(0)] = None
+    """steepness of the gate where A > 0 [sapo]"""
+    tau_neg: Annotated[float | None, Gt(0)] = None
+    """the same where A < 0 [sapo]"""
+    delta_low: Annotated[float | None, Gt(0)] = None
+    """how far a token may have moved where A < 0 [dppo_tv, dppo_kl]"""
+    delta_high: Annotated[float | None, Gt(0)] = None
+    """the same where A > 0 [dppo_tv, dppo_kl]"""
+    dro_beta: Annotated[float | None, Ge(0)] = None
+    """weight of the squared log ratio [dro, which needs it]"""
+    delta: Annotated[float | None, Gt(0)] = None
+    """largest ratio where A < 0 [two_sided]"""
+    cap: Annotated[float | None, Gt(0)] = None
+    """largest weight pi_old / pi_rollout [decoupled]"""
+    kl_coef: Annotated[float | None, Ge(0)] = None
+    """weight of |log ratio| at the tokens chosen [kl_cov]"""
+
+
+@dataclass
+class AdvKwargs:
+    """Hyper-parameters of --adv-estimator, each of the estimators in brackets, whose defaults are in
+    lib/core_algos/advantages.py."""
+
+    epsilon: Annotated[float | None, Gt(0)] = None
+    """added to the standard deviation [grpo, grpo_passk, grpo_leave_one_out, grpo_batch_std]"""
+    norm_adv_by_std_in_grpo: bool | None = None
+    """divide by the group's standard deviation [grpo_passk]"""
+    gamma: Annotated[float | None, Interval(ge=0, le=1)] = None
+    """discount [reinforce_plus_plus]"""
+    f_norm: Annotated[float | None, Gt(0)] = None
+    """divisor of the advantages [gpg]"""
+    reward_weights: Annotated[tuple[float, ...] | None, Interval(ge=-1e4, le=1e4)] = None
+    """a weight for each of --reward-keys [gdpo]"""
+
+
+# ---- the arithmetic of a step ----------------------------------------------------------------------
 
 
 @dataclass
 class Sizes:
     """The arithmetic of a step. No prefix: over all ranks; local: on one rank."""
 
+    group_size: int
+    num_mini_batches: int
+    update_epochs: int
     local_prompts: int
     local_rows: int
     local_mini_batch_rows: int
-    updates_per_step: int
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.num_mini_batches * self.update_epochs
 
 
 def step_sizes(args: Any, world_size: int) -> Sizes:
     """Checks the batch arithmetic. Raises InputError with the formula and its numbers."""
-    if not args.val_only and args.prompts_per_step % (world_size * args.num_mini_batches):
+    if not args.validation.val_only and args.prompts_per_step % (world_size * args.num_mini_batches):
         raise InputError(
             "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
             f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
             f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
         )
-    for name in ("sequence_parallel", "tensor_parallel"):
-        if world_size % getattr(args, name):
-            raise InputError(f"{as_flag(name)} {getattr(args, name)}: must divide the number of ranks, {world_size}")
-    if args.sequence_parallel * args.micro_batch_tokens < args.max_prompt_length + args.max_response_length:
+    for name in ("sequence_parallel_size", "tensor_parallel_size"):
+        if world_size % (size := getattr(args.shard, name)):
+            raise InputError(f"{as_flag(name)} {size}: must divide the number of ranks, {world_size}")
+    lengths = args.data.max_prompt_length, args.rollout.max_response_length
+    sequence_parallel_size, micro_batch_tokens = args.shard.sequence_parallel_size, args.optimizer.micro_batch_tokens
+    if sequence_parallel_size * micro_batch_tokens < sum(lengths):
         raise InputError(
-            "sequence_parallel x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
-            f"{args.sequence_parallel} x {args.micro_batch_tokens} < "
-            f"{args.max_prompt_length} + {args.max_response_length}"
+            "sequence_parallel_size x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
+            f"{sequence_parallel_size} x {micro_batch_tokens} < {lengths[0]} + {lengths[1]}"
         )
     local_prompts = args.prompts_per_step // world_size
     local_rows = local_prompts * args.group_size
     return Sizes(
-        local_prompts, local_rows, local_rows // args.num_mini_batches, args.num_mini_batches * args.update_epochs
+        args.group_size,
+        args.num_mini_batches,
+        args.update_epochs,
+        local_prompts,
+        local_rows,
+        local_rows // args.num_mini_batches,
     )
 
 
-# ---- what all scripts check ----------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------
 
 
 def check_common_flags(args: Any) -> None:
-    """Raises InputError for values and combinations that make no sense in any of the scripts."""
-    check_secrets(args)
-    check_ranges(args)
-    for field in fields(args):
-        if field.default == "{}":
-            parse_json(args, field.name)
-    world_size = args.dry_run or launched_ranks()
+    """Raises InputError for combinations of groups that make no sense in any of the scripts."""
+    world_size = args.run.dry_run or launched_ranks()
     step_sizes(args, world_size)
-    check_engine(args.rollout_engine, args.engine_ranks, world_size)
+    if world_size % (ranks := args.rollout.rollout_tensor_parallel_size):
+        raise InputError(
+            f"--rollout-tensor-parallel-size {ranks}: the number of ranks, {world_size}, must be a multiple of it"
+        )
+    args.multi_turn.check()
     _check_models_and_files(args)
-    if not args.dry_run:
-        check_output_dir(args.output_dir)
-    _check_patterns(args)
     _check_sampling(args)
     _check_kl(args)
     _check_parallel(args)
-    _check_reward(args)
-    if args.resume == "auto" and not args.run_name:
-        raise InputError("--resume auto needs the --run-name of the run to resume")
+    if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction):
+        raise InputError("--reward without a scorer: name one, or a --reward-model")
 
 
-def check_secrets(args: Any) -> None:
-    """Raises InputError, which does not repeat it, for a key or password in a flag."""
-    for field in fields(args):
-        if found := secret_in(getattr(args, field.name), as_flag(field.name)):
-            raise InputError(
-                f"{found}; flags stand in config.json and logs: put it in the environment and name the variable "
-                "(docs/security.md)"
-            )
-
-
-def check_engine(name: str, ranks: int, world_size: int) -> None:
+def check_engine(name: str, ranks: int) -> None:
     """Raises InputError when there is no such engine or it cannot run here."""
-    if world_size % ranks:
-        raise InputError(f"--engine-ranks {ranks}: the number of ranks, {world_size}, must be a multiple of it")
     if ranks > 1 and name != "vllm":
         raise InputError(
-            f"--engine-ranks {ranks} splits a vLLM engine: it needs --rollout-engine vllm (a server is split by its "
-            "own --tensor-parallel-size)"
+            f"--rollout-tensor-parallel-size {ranks} splits a vLLM engine: it needs --rollout-engine vllm (a server is "
+            "split by its own --tensor-parallel-size)"
         )
     if name not in ("hf", "vllm") and not all(url.startswith(("http://", "https://")) for url in name.split(",")):
         raise InputError(f"--rollout-engine {name}: must be hf, vllm or the URL of a vLLM server (http://host:port)")
@@ -232,15 +592,11 @@ def check_source(source: str) -> None:
         raise InputError(f"{path}: no such file; check the path, or write it with one of the scripts in data/")
 
 
-def _check_models_and_files(args: Any) -> None:
-    if not args.dry_run:
-        check_model_path(args.model)
-        if args.reward_model:
-            check_model_path(args.reward_model, "--reward-model")
-    if not args.dataset_class:  # which may take other sources than ours
-        validates = args.val_before_train or args.val_every or args.val_only
-        for source in (*(() if args.val_only else args.train_files), *(args.val_files if validates else ())):
-            check_source(source)
+def check_scorers(name: str, specs: tuple[str, ...]) -> None:
+    """Raises InputError for a scorer of your own that cannot be loaded."""
+    for spec in specs:
+        if spec != "data_source":
+            load_object(as_flag(name), spec)
 
 
 def check_output_dir(folder: str) -> None:
@@ -254,29 +610,26 @@ def check_output_dir(folder: str) -> None:
         raise InputError(f"--output-dir {folder}: {there} cannot be written: {error.strerror}") from error
 
 
-def _check_patterns(args: Any) -> None:
-    for name in ("freeze", "lora_target_modules"):
-        try:
-            re.compile(getattr(args, name))
-        except re.error as error:
-            raise InputError(f"{as_flag(name)} {getattr(args, name)}: not a regular expression: {error}") from error
+def _check_models_and_files(args: Any) -> None:
+    if not args.run.dry_run:
+        check_model_path(args.model.model)
+        if args.reward.reward_model:
+            check_model_path(args.reward.reward_model, "--reward-model")
+    if not args.data.dataset_class:  # which may take other sources than ours
+        train_files = () if args.validation.val_only else args.data.train_files
+        for source in (*train_files, *(args.data.val_files if args.validation.wanted else ())):
+            check_source(source)
 
 
 def _check_sampling(args: Any) -> None:
-    if args.val_samples > 1 and args.val_temperature == 0:
-        raise InputError(f"--val-samples {args.val_samples} are all the same at --val-temperature 0: raise it")
-    if args.async_level and args.rollout_engine in ("hf", "vllm"):
+    if args.rollout.async_level and args.multi_turn.wanted:
         raise InputError(
-            f"--async-level {args.async_level} needs --rollout-engine http://host:port, not a shared device"
+            f"--async-level {args.rollout.async_level}: episodes of --multi-turn do not run ahead; drop one"
         )
-    if args.async_level and parse_json(args, "multi_turn"):
-        raise InputError(f"--async-level {args.async_level}: episodes of --multi-turn do not run ahead; drop one")
-    if args.old_log_probs == "rollout" and parse_json(args, "rollout_correction"):
+    if args.old_log_probs == "rollout" and args.rollout_correction.settings():
         raise InputError("--old-log-probs rollout is the correction itself: drop it or --rollout-correction")
-    reading = {"top_entropy", "optimal_token_baseline", "tir_optimal_token_baseline"} & {
-        *parse_json(args, "token_masks"),
-        getattr(args, "adv_estimator", None),
-    }
+    reading = {"top_entropy"} & args.token_masks.settings(args.loss).keys()
+    reading |= {"optimal_token_baseline", "tir_optimal_token_baseline"} & {getattr(args, "adv_estimator", None)}
     if args.old_log_probs == "rollout" and reading:
         raise InputError(f"--old-log-probs rollout spares the forward pass that {reading.pop()} needs: drop one")
 
@@ -289,31 +642,17 @@ def _check_kl(args: Any) -> None:
 
 
 def _check_parallel(args: Any) -> None:
-    for name in ("sequence_parallel", "tensor_parallel"):
-        if getattr(args, name) > 1 and not (args.padding_free and args.attn_implementation == "packed_sdpa"):
-            raise InputError(
-                f"{as_flag(name)} {getattr(args, name)}: needs --padding-free and --attn-implementation packed_sdpa"
-            )
+    sizes = {name: getattr(args.shard, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
+    for name, size in sizes.items():
+        if size > 1 and not (args.model.padding_free and args.model.attn_implementation == "packed_sdpa"):
+            raise InputError(f"{as_flag(name)} {size}: needs --padding-free and --attn-implementation packed_sdpa")
     without_tensor_parallel = {
-        "--rollout-engine hf": args.rollout_engine == "hf",
-        "--lora-rank": args.lora_rank > 0,
-        "--replicas": args.replicas > 1,
-        "--sequence-parallel": args.sequence_parallel > 1,
-        "--dry-run": args.dry_run > 0,
+        "--rollout-engine hf": args.rollout.rollout_engine == "hf",
+        "--lora-rank": args.model.lora_rank > 0,
+        "--dp-replicate-size": args.shard.dp_replicate_size > 1,
+        "--sequence-parallel-size": args.shard.sequence_parallel_size > 1,
+        "--dry-run": args.run.dry_run > 0,
     }
-    for name, given in without_tensor_parallel.items():
-        if args.tensor_parallel > 1 and given:
-            raise InputError(f"--tensor-parallel {args.tensor_parallel} does not work with {name}")
-
-
-def _check_reward(args: Any) -> None:
-    if not (args.reward or args.reward_model or parse_json(args, "multi_turn").get("interaction")):
-        raise InputError("--reward without a scorer: name one, or a --reward-model")
-    for name in ("reward", "val_reward"):
-        for spec in getattr(args, name):
-            if spec != "data_source":
-                load_object(as_flag(name), spec)
-    if len(args.reward_weights) not in (0, len(args.reward)):
-        raise InputError(
-            f"--reward-weights has {len(args.reward_weights)} numbers for the {len(args.reward)} scorers of --reward"
-        )
+    for name, is_given in without_tensor_parallel.items():
+        if args.shard.tensor_parallel_size > 1 and is_given:
+            raise InputError(f"--tensor-parallel-size {args.shard.tensor_parallel_size} does not work with {name}")

@@ -37,9 +37,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params, new_cpu_group
-from lib.secrets import private
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LambdaLR]

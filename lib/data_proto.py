@@ -409,6 +409,11 @@ class DataProto:
             message = f"{filepath}: not a file of DataProto.save_to_disk, or damaged ({e}); write it anew"
             raise InputError(message) from e
 
+    def add_rows_of(self, whole: dict) -> None:
+        """Adds this rank's rows of tensors over the rows of all ranks, as all_gather gave them, to the batch."""
+        first = dist.get_rank() * len(self)
+        self.batch.update({key: tensor[first : first + len(self)] for key, tensor in whole.items()})
+
     def all_gather(self, group=None) -> "DataProto":
         """The rows of all ranks of `group` in the order of ranks, on every rank. Ranks may have different numbers of
         rows, also none (then also no keys). meta_info stays the rank's own. Collective: every rank must call it."""

@@ -31,8 +31,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
 from lib.args import HUB_ID, check_source
+from lib.cli.user_code import load_object
 from lib.special_tokens import Defuse
-from lib.user_code import load_object
 
 if TYPE_CHECKING:
     import datasets  # a second of import that rows of JSON can do without

@@ -668,6 +668,12 @@ def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
     return tensor.tolist()
 
 
+def global_counts(mask: torch.Tensor) -> tuple[float, float]:
+    """(tokens, rows with a token) of a mask (B, T), over all ranks: what a loss is averaged over. A collective."""
+    tokens, rows = all_reduce_sum([int(mask.sum()), int(mask.any(1).sum())], mask.device)
+    return tokens, rows
+
+
 def all_reduce_max(value: int, device: torch.device) -> int:
     """The largest of the ranks' values; without a process group this one."""
     tensor = torch.tensor(value, dtype=torch.int64, device=device)

@@ -158,6 +158,18 @@ def _truncated(batch: DataProto) -> torch.Tensor:
     return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
 
 
+def row_metrics(batch: DataProto) -> dict[str, Metric]:
+    """Local numbers of rows and tokens that came in, and that trained: those of loss_mask (B, T)."""
+    tensors = batch.batch
+    trained, sampled = tensors["loss_mask"], tensors["response_mask"]
+    return {
+        "training/rows_in": Sum(len(batch)),
+        "training/rows_trained": Sum(trained.any(1).sum().item()),
+        "training/trained_share": Mean(trained.sum().item(), sampled.sum().item()),
+        "training/tokens": Sum(tensors["attention_mask"].sum().item()),
+    }
+
+
 def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """training/rows_dropped/<stage>: rows that lost their last token there. stages: masks (B, T), each in the former.
 

@@ -229,6 +229,15 @@ def get_policy_loss_fn(name: str, settings: Mapping[str, float]) -> Callable[...
     return _bind(f"policy loss {name!r}", loss, settings, 4, LOSS_TENSORS.get(name, ()))
 
 
+def named_policy_loss(
+    name: str, settings: Mapping[str, float], old_log_prob: Tensor, log_prob: Tensor, tensors: Mapping[str, Tensor]
+) -> Loss:
+    """The policy loss of that name, of a micro-batch's tensors (b, T). Raises InputError as get_policy_loss_fn."""
+    others = {key: tensors[key] for key in LOSS_TENSORS.get(name, ())}
+    loss = get_policy_loss_fn(name, settings)
+    return loss(old_log_prob, log_prob, tensors["advantages"], tensors["response_mask"], **others)
+
+
 # ------------------------------------------------------- masks over the whole step: Clip-Cov and KL-Cov
 def _covariance(advantages, log_prob, mask) -> Tensor:
     """(A − mean A)·(log_prob − mean log_prob) of valid tokens; sorted before the sum: the same in any row order."""

@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 import rewards
 from lib import InputError
+from lib.cli.secrets import struck
+from lib.cli.user_code import load_object
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.metrics import Sum
 from lib.reward_pool import LARGEST_SCORE, Pool, call, checked, load_scorer
-from lib.secrets import struck
-from lib.user_code import load_object
 from rewards.sandbox import sandbox_level
 
 BY_DATA_SOURCE = "data_source"

@@ -66,7 +66,7 @@ def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float
     if spec == "data_source":
         function = importlib.import_module("rewards").compute_score
     else:
-        function = importlib.import_module("lib.user_code").load_object("--reward", spec)
+        function = importlib.import_module("lib.cli.user_code").load_object("--reward", spec)
     if time_limit_s is not None and (spec == "data_source" or "time_limit_s" in inspect.signature(function).parameters):
         kwargs = kwargs | {"time_limit_s": time_limit_s}
     return functools.partial(function, **kwargs)

@@ -18,23 +18,37 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import psutil
+from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.checkpoint import Models, Schedulers, load_checkpoint, newest_complete, save_checkpoint, step_folders, why_torn
+from lib.args import RunArgs, ValidationArgs
+from lib.checkpoint import export_hf, load_checkpoint, newest_complete, save_checkpoint, step_folders, why_torn
+from lib.cli.flags import Names, marked
+from lib.cli.secrets import private
+from lib.clock import start_step, step_timing
+from lib.data_proto import DataProto
 from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last
-from lib.run_config import OF_THE_DATA, checked_overrides, compare, describe_run, read_json
-from lib.secrets import private
+from lib.metrics import DROPPED, Metric, reduce_metrics, throughput_metrics
+from lib.run_config import checked_overrides, compare, describe_run, read_json
 from lib.tracking import Tracker
+from lib.trained import Trained
 
 PATIENCE_S = 5  # for a process on this host that is about to end
 LEASE_S = 120  # for one on another host: a file server gives up a dead client's locks after 90 s
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -43,8 +57,9 @@ class Run:
 
     name: str
     folder: Path
-    val_only: bool
-    keep_checkpoints: int
+    args: RunArgs
+    validation: ValidationArgs
+    world: World
     tracker: Tracker
     checkpoint: Path | None = None
     """where it goes on; None: from the start"""
@@ -58,31 +73,80 @@ class Run:
     """rank 0's"""
     _saving: Future | None = None
 
-    def load(self, *, models: Models, schedulers: Schedulers) -> dict[str, Any] | None:
-        """`trainer_state` of the checkpoint, see load_checkpoint; None from the start. A collective."""
+    def load(self, models: dict[str, Trained], parts: dict[str, Stateful]) -> None:
+        """Takes models and parts to the checkpoint, if there is one. A collective."""
         if self.checkpoint is None:
-            return None
-        state = load_checkpoint(self.checkpoint, models=models, schedulers=schedulers)
-        return state | {"loader": {"position": 0}} if self.new_data else state
+            return
+        state = load_checkpoint(self.checkpoint, **_of_checkpoint(models))
+        if self.new_data:
+            state["loader"] = {"position": 0}
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
 
-    def save(self, step: int, **state: Any) -> None:
-        """save_checkpoint, which writes in the background. Raises what went wrong in the save before. A collective."""
+    def steps(self) -> Iterator[int]:
+        """The steps that are left; the first of a run is 1."""
+        for step in range(self.step + 1, self.args.total_steps + 1) if not self.validation.val_only else ():
+            start_step(step)
+            yield step
+
+    def log(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
+        """Writes the metrics of a step, reduced over the ranks, with its times; returns them. A collective."""
+        reduced = reduce_metrics(metrics | step_timing())
+        ways = ("training/rows_trained", "training/rows_left_over")
+        gone = sum(rows for name, rows in reduced.items() if name in ways or name.startswith(DROPPED))
+        assert reduced["training/rows_in"] == gone, "rows were lost on the way"
+        reduced |= throughput_metrics(reduced, reduced["training/tokens"], self.world.size)
+        self.tracker.log(reduced, step)
+        return reduced
+
+    def validates(self, step: int) -> bool:
+        """Whether validation is due after this step, or before the first one."""
+        if step == self.step:
+            return self.validation.val_only or (self.validation.val_before_train and step == 0)
+        return self._is_due(self.validation.val_every, step)
+
+    def save(
+        self,
+        step: int,
+        models: dict[str, Trained],
+        parts: dict[str, Stateful],
+        batches: dict[str, DataProto] | None = None,
+    ) -> None:
+        """Saves a checkpoint where one is due; it is written while training goes on. Raises what went wrong in the save
+        before. batches: rows that the next step needs, the same on all ranks. A collective."""
+        if not self._is_due(self.args.save_every, step):
+            return
         if self._saving is not None:
             self._saving.result()
-        folder = self.folder / "checkpoints"
-        self._saving = save_checkpoint(folder, step, keep=self.keep_checkpoints, config=self.config, **state)
+        self._saving = save_checkpoint(
+            self.folder / "checkpoints",
+            step,
+            trainer_state={"step": step} | {name: part.state_dict() for name, part in parts.items()},
+            batches=batches,
+            keep=self.args.keep_checkpoints,
+            config=self.config,
+            **_of_checkpoint(models),
+        )
+
+    def export(self, actor: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes the policy in Hugging Face form to the run's folder, if --export-model. A collective."""
+        if self.args.export_model and not self.validation.val_only:
+            export_hf(actor.module, tokenizer, self.folder / "model")
 
     def close(self) -> None:
         """The end of a run: waits for the last checkpoint, ends the logs, gives the folder back."""
         if self._saving is not None:
             self._saving.result()
-        if not self.val_only:
+        if not self.validation.val_only:
             self.tracker.report()
         self.tracker.close()
         on_early_end(None)
         if self.lock is not None:
             self.lock.truncate(0)
             self.lock.close()
+
+    def _is_due(self, every: int, step: int) -> bool:
+        return every > 0 and (step == self.args.total_steps or step % every == 0)
 
     def _end_early(self, interrupted: bool) -> None:
         with suppress(OSError):  # a full disk may be what ended the run
@@ -91,9 +155,18 @@ class Run:
         if not interrupted:
             return
         newest = newest_complete(self.folder / "checkpoints")
-        where = "" if self.val_only else f" after {newest.name}" if newest else " before the first checkpoint"
-        command, launcher = typed_command(None if self.val_only else self.name)
+        where = (
+            "" if self.validation.val_only else f" after {newest.name}" if newest else " before the first checkpoint"
+        )
+        command, launcher = typed_command(None if self.validation.val_only else self.name)
         print_last(f"interrupted{where}; to go on: {command}", launcher)
+
+
+def _of_checkpoint(models: dict[str, Trained]) -> dict[str, Any]:
+    return {
+        "models": {name: (model.module, model.optimizer) for name, model in models.items()},
+        "schedulers": {name: model.scheduler for name, model in models.items()},
+    }
 
 
 def open_run(args: Any, world: World, script: str) -> Run:
@@ -106,9 +179,10 @@ def open_run(args: Any, world: World, script: str) -> Run:
             no such checkpoint, the checkpoint's flags were others, a tracker is missing or not logged in.
     """
     script = Path(script).name
-    name = broadcast(args.run_name or f"{Path(script).stem}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder = Path(args.output_dir) / name
-    run = Run(name, folder, args.val_only, args.keep_checkpoints, Tracker(folder, {}, total_steps=0, enabled=False))
+    name = broadcast(args.run.run_name or f"{Path(script).stem}-s{args.run.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(args.run.output_dir) / name
+    tracker = Tracker(folder, {}, total_steps=0, enabled=False)
+    run = Run(name, folder, args.run, args.validation, world, tracker)
     run.checkpoint, run.step, run.new_data = on_first_rank(lambda: _open(run, args, script))
     if world.rank == 0:
         on_early_end(run._end_early)
@@ -121,25 +195,25 @@ def _open(run: Run, args: Any, script: str) -> tuple[Path | None, int, bool]:
     if not is_new:
         run.lock = take_lock(run.folder)
     run.config = describe_run(args, script)
-    overrides = checked_overrides(args.resume_override, run.config)
-    checkpoint = find_checkpoint(args.resume, run.folder)
-    changed = {} if checkpoint is None else compare(checkpoint, run.config, overrides)
+    overrides = checked_overrides(args.run.resume_override, run.config)
+    checkpoint = find_checkpoint(args.run.resume, run.folder)
+    changed = {} if checkpoint is None else compare(checkpoint, run.config, args, overrides)
     if is_new:  # only now: a mistake leaves nothing behind
         run.lock = take_lock(run.folder)
 
     own = checkpoint is not None and _is_own(checkpoint, run.folder)
-    step, came_from, new_data = 0, None, bool(changed.keys() & OF_THE_DATA)
+    step, came_from, new_data = 0, None, bool(changed.keys() & marked(args, Names.ROWS))
     if checkpoint is not None:
         step = json.loads((checkpoint / "trainer.json").read_text())["step"]
         came_from = checkpoint.name if own else str(checkpoint.resolve())
         print(f"resumed from {came_from}" + (", with training data that begin anew" * new_data), flush=True)
-        if step >= args.total_steps and not run.val_only:
-            print(f"{came_from}: step {step} of {args.total_steps}, nothing is left to train", flush=True)
-    elif args.resume == "auto":
+        if step >= args.run.total_steps and not run.validation.val_only:
+            print(f"{came_from}: step {step} of {args.run.total_steps}, nothing is left to train", flush=True)
+    elif args.run.resume == "auto":
         print("no checkpoint yet, from the start", flush=True)
 
     logs, title, history = run.folder, run.name, []
-    if run.val_only:
+    if run.validation.val_only:
         logs = _next_number(run.folder / "val_only")
         logs.mkdir(parents=True)
         title = f"{run.name}-val_only-{logs.name}"
@@ -151,11 +225,11 @@ def _open(run: Run, args: Any, script: str) -> tuple[Path | None, int, bool]:
         logs,
         run.config,
         name=title,
-        trackers=args.track,
-        total_steps=step if run.val_only else args.total_steps,
+        trackers=args.run.track,
+        total_steps=step if run.validation.val_only else args.run.total_steps,
         resume_step=step,
     )
-    if not run.val_only:
+    if not run.validation.val_only:
         set_aside(run.folder, step if own else 0)  # when nothing can be refused any more
     _write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data

@@ -6,37 +6,20 @@ A resume compares it with that of the checkpoint: what changes results needs --r
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lib import InputError
-from lib.args import as_flag
-from lib.secrets import struck
+from lib.cli.flags import Names, OnResume, as_flag, flag_values, marked
+from lib.cli.secrets import struck
 
-# what a resumed run may have otherwise: its results stay the same but for the rounding of sums
-MAY_CHANGE = {
-    *("total_steps", "total_epochs", "stage_timeout"),
-    *("attn_implementation", "padding_free", "share_prompts", "gradient_checkpointing", "micro_batch_tokens"),
-    *("reduce_each_micro_batch", "replicas", "sequence_parallel", "tensor_parallel", "cpu_offload"),
-    *("engine_ranks", "gpu_memory", "loader_workers", "reward_workers", "reward_timeout", "reward_memory"),
-    *("sandbox_level", "val_files", "val_before_train", "val_every", "val_reward", "val_samples", "val_temperature"),
-    "val_top_p",
-    *("save_every", "keep_checkpoints", "export_model", "track", "show_samples"),
-}
-PATHS = {"model", "critic_model", "reward_model", "train_files", "dataset_class", "reward"}  # what they hold counts
-OF_THE_DATA = {  # which rows there are, and their order: with another value the stream starts anew
-    *("train_files", "dataset_class", "shuffle", "seed", "model"),
-    *("max_prompt_length", "truncation", "filter_overlong_prompts", "chat_template_kwargs"),
-}
 NO_FLAGS = {"contents", "history"}  # of config.json's keys; "script" is compared like a flag
-OF_THE_START = {"run_name", "output_dir", "resume", "resume_override", "val_only", "dry_run"}  # not compared
 
 
 def describe_run(args: Any, script: str) -> dict[str, Any]:
     """The run as config.json holds it, without its history."""
-    flags = json.loads(struck(json.dumps(asdict(args), default=str)))
-    of_files = PATHS & flags.keys() - ({"train_files"} if flags["val_only"] else set())  # which are not read then
+    flags = json.loads(struck(json.dumps(flag_values(args), default=str)))
+    of_files = marked(args, Names.FILES) - ({"train_files"} if flags["val_only"] else set())  # which are not read then
     contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
     return {"script": script, **flags, "contents": contents}
 
@@ -51,8 +34,10 @@ def read_json(file: Path) -> dict[str, Any] | None:
         raise InputError(f"{file}: not a JSON object ({error}): mend it; without it flags are not compared") from error
 
 
-def compare(checkpoint: Path, now: dict[str, Any], overrides: set[str]) -> dict[str, list]:
+def compare(checkpoint: Path, now: dict[str, Any], args: Any, overrides: set[str]) -> dict[str, list]:
     """{flag: [was, is]} of what has changed since the checkpoint. Prints that, and flags that are new or gone.
+
+    now: describe_run of `args`, whose marks say what a resume may change.
 
     Raises InputError for what changes results and is not in `overrides`, or cannot be overridden.
     """
@@ -61,10 +46,13 @@ def compare(checkpoint: Path, now: dict[str, Any], overrides: set[str]) -> dict[
     if before is None:
         print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
         return {}
-    not_compared = NO_FLAGS | OF_THE_START | ({"train_files"} if now["val_only"] else set())
+    not_compared = NO_FLAGS | marked(args, OnResume.NOT_COMPARED) | ({"train_files"} if now["val_only"] else set())
     ours, theirs = (config.keys() - not_compared for config in (now, before))
     changed = {flag: [before[flag], now[flag]] for flag in now if flag in ours & theirs and _differs(flag, before, now)}
-    refused = [flag for flag in changed if not (_may_change(flag, now) or flag in overrides)]
+    may_change = marked(args, OnResume.MAY_CHANGE) | overrides
+    if now["lr_schedule"] != "constant":  # which ends with the last step
+        may_change -= {"total_steps"} - overrides
+    refused = [flag for flag in changed if flag not in may_change]
     if refused:
         raise InputError(
             f"{checkpoint} is of another run: {_changes(refused, changed)}. Put that back, give another --run-name "
@@ -90,12 +78,6 @@ def checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]
     if unknown := names - (now.keys() - NO_FLAGS):
         raise InputError(f"--resume-override {' '.join(sorted(unknown))}: no flag of {now['script']}")
     return names
-
-
-def _may_change(flag: str, now: dict[str, Any]) -> bool:
-    if flag == "total_steps" and now["lr_schedule"] != "constant":  # which ends there
-        return False
-    return flag in MAY_CHANGE
 
 
 def _never(flag: str, now: dict[str, Any]) -> str | None:

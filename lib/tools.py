@@ -33,9 +33,9 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lib import InputError
+from lib.cli.secrets import from_environment, struck
+from lib.cli.user_code import load_object
 from lib.reward_pool import LARGEST_SCORE
-from lib.secrets import from_environment, struck
-from lib.user_code import load_object
 
 ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")
 TOP_K = 3  # passages of a search

@@ -25,9 +25,9 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.metrics import trouble_of_run, troubles
-from lib.secrets import private
 
 # what a step's console line shows
 NUMBERS = {

@@ -1,0 +1,1 @@
+"""The command line: flags.py reads it, secrets.py keeps keys out of logs, user_code.py loads path/to/file.py:name."""

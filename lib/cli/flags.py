@@ -1,0 +1,256 @@
+"""From the command line to a script's Args, before torch is imported, which takes seconds.
+
+Args nests groups, whose flags are flat (--lr), and settings, whose flags have a prefix (--multi-turn.tools).
+"""
+
+import contextlib
+import io
+import json
+import math
+import operator
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import Field, astuple, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import tyro
+import yaml
+from annotated_types import Ge, Gt, Interval, Le, Lt
+
+from lib import InputError, is_first_on_node, report_mistake
+from lib.cli.secrets import secret_in
+
+T = TypeVar("T")
+OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
+OF_ONE_START |= {"history"}  # what --config does not take from a run's config.json
+HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
+WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
+
+
+class Group:
+    """Flags without a prefix. `check` raises InputError for values that make no sense."""
+
+    def check(self) -> None:
+        pass
+
+
+class OnResume(Enum):
+    """What a resume does with a flag that is another than at the checkpoint. A flag without a mark changes results: it
+    needs --resume-override."""
+
+    MAY_CHANGE = "results stay the same but for the rounding of sums"
+    NOT_COMPARED = "it is about this start"
+
+
+class Names(Enum):
+    """What a flag's value names. Of FILES their contents are compared; with other ROWS the data stream starts anew."""
+
+    FILES = "files that results depend on"
+    ROWS = "the training rows or their order"
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
+    """Args of the command line, checked: every range, every group's `check`, then the `check` of Args itself.
+
+    renamed: {old flag: new flag}, for a line that says so. A mistake ends the process with exit code 2.
+    """
+    said = io.StringIO()  # by tyro, which a launcher's report wants too
+    shown = io.StringIO()
+    try:
+        words = _words(args_class, sys.argv[1:], renamed)
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
+            args = tyro.cli(args_class, args=words)
+        sys.stderr.write(said.getvalue())
+        _check(args)
+    except InputError as error:
+        report_mistake(f"error: {error}")
+        sys.exit(2)
+    except SystemExit as stop:
+        if stop.code:
+            report_mistake(said.getvalue().strip())
+        elif is_first_on_node():
+            print(_algorithm_last(shown.getvalue()))
+        raise
+    return args
+
+
+def _algorithm_last(help_text: str) -> str:
+    """--help with the box of the script's own flags at the end, which is what stays on the screen."""
+    usage, *boxes = re.split(r"^(?=╭)", help_text.rstrip(), flags=re.M)
+    return "\n".join([usage.rstrip(), *(box.rstrip() for box in [*boxes[1:], *boxes[:1]])])
+
+
+def _words(args_class: type, given: list[str], renamed: dict[str, str]) -> list[str]:
+    """The flags of --config, then those that were typed: the last one counts."""
+    settings = {f"--{field.name.replace('_', '-')}" for field in fields(args_class) if _is_settings(args_class, field)}
+    configs, words = [], []
+    for i, word in enumerate(given):
+        name, equals, value = word.partition("=")
+        flag = name.replace("_", "-")
+        if flag == "--config":
+            configs += _of_config(value if equals else "".join(given[i + 1 : i + 2]))
+        if flag in renamed:
+            raise InputError(f"{name} is called {renamed[flag]} now")
+        if flag in settings:
+            value = value if equals else "".join(given[i + 1 : i + 2])
+            raise InputError(f"{name}: it takes no JSON now; give {_as_words(flag, value)}")
+        words.append(word)
+    return configs + words
+
+
+def _as_words(flag: str, text: str) -> str:
+    """JSON as the flags that took its place."""
+    if secret_in(text, flag):
+        return f"{flag}.<name> <value>"
+    try:
+        return " ".join(_flags_of(json.loads(text), f"{flag[2:]}.")) or f"{flag}.<name> <value>"
+    except (ValueError, AttributeError):
+        return f"{flag}.<name> <value>"
+
+
+def _flags_of(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        name = f"{prefix}{name.replace('_', '-')}"
+        if isinstance(value, dict):
+            yield from _flags_of(value, f"{name}.")
+        elif isinstance(value, bool):
+            head, _, last = name.rpartition(".")
+            yield f"--{head}{'.' * bool(head)}{'' if value else 'no-'}{last}"
+        else:
+            yield f"--{name}"
+            yield from map(str, value if isinstance(value, list) else [value])
+
+
+def _of_config(path: str) -> list[str]:
+    """The flags in a run's config.json or a YAML file; what is about that run's start is left out."""
+    try:
+        values = yaml.safe_load(Path(path).expanduser().read_text())  # JSON is YAML
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"--config {path}: cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"--config {path}: give a run's config.json, or YAML lines such as lr: 1e-5")
+    dropped = {
+        "script",
+        "contents",
+        "history",
+        "run_name",
+        "resume",
+        "resume_override",
+        "val_only",
+        "dry_run",
+        "config",
+    }
+    return list(_flags_of({str(name): value for name, value in values.items() if name not in dropped}))
+
+
+# ---- walking over flags --------------------------------------------------------------------------
+
+
+def as_flag(name: str) -> str:
+    """The flag of a field of Args."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _is_settings(args_class: type, field: Field) -> bool:
+    return is_dataclass(default := _default(field)) and not isinstance(default, Group)
+
+
+def _default(field: Field) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def groups_of(args: Any) -> list[Group]:
+    return [value for field in fields(args) if isinstance(value := getattr(args, field.name), Group)]
+
+
+def walk(args: Any, prefix: str = "") -> Iterator[tuple[str, Any, tuple]]:
+    """(name, value, what is annotated at the field) of every flag; the name of a setting is like multi_turn.tools."""
+    hints = get_type_hints(type(args), include_extras=True)
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, Group):
+            yield from walk(value)
+        elif is_dataclass(value):
+            yield from walk(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value, getattr(hints[field.name], "__metadata__", ())
+
+
+def flag_values(args: Any) -> dict[str, Any]:
+    """{name: value} of all flags, settings nested: what config.json holds."""
+    values: dict[str, Any] = {}
+    for name, value, _ in walk(args):
+        *parents, last = name.split(".")
+        inner = values
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+    return values
+
+
+def marked(args: Any, mark: Enum) -> set[str]:
+    """Names of the flags with this mark; of a setting that of its settings, which are compared as one."""
+    return {name.partition(".")[0] for name, _, marks in walk(args) if mark in marks}
+
+
+def given(settings: Any) -> dict[str, Any]:
+    """The settings that are not None, as keywords."""
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    nested = {name: given(value) if is_dataclass(value) else value for name, value in values.items()}
+    return {name: value for name, value in nested.items() if value is not None and value != {}}
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check(args: Any) -> None:
+    for name, value, marks in walk(args):
+        if found := secret_in(value, as_flag(name)):  # not repeated in the message
+            raise InputError(
+                f"{found}; flags stand in config.json and logs: put it in the environment and name the variable "
+                "(docs/security.md)"
+            )
+        check_range(name, value, marks)
+    for group in groups_of(args):
+        group.check()
+    args.check()
+
+
+def check_range(name: str, value: Any, marks: tuple) -> None:
+    """Raises InputError for a number, alone or in a tuple, that is not finite or not in the range at its field."""
+    bounds: list[Any] = []
+    for mark in marks:
+        bounds += mark if isinstance(mark, Interval) else [mark] if type(mark) in HOLDS else []
+    for number in value if isinstance(value, tuple) else [value]:
+        if not isinstance(number, int | float):
+            continue
+        if not abs(number) < math.inf:
+            raise InputError(f"{as_flag(name)} {number}: must be a finite number")
+        if not all(HOLDS[type(bound)](number, *astuple(bound)) for bound in bounds):
+            must = " and ".join(f"{WORDS[type(bound)]} {astuple(bound)[0]}" for bound in bounds)
+            raise InputError(f"{as_flag(name)} {number}: must be {must}")
+
+
+def parse_json(name: str, text: str) -> dict:
+    """The JSON object that the flag of the field `name` holds, its numbers finite. Raises InputError."""
+    try:
+        settings = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except RecursionError as error:
+        raise InputError(f"{as_flag(name)}: nested too deeply") from error
+    except ValueError as error:
+        raise InputError(f"{as_flag(name)} {text}: not JSON ({error})") from error
+    if not isinstance(settings, dict):
+        raise InputError(f'{as_flag(name)} {text}: give a JSON object, such as {{"name": 1}}')
+    return settings
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return number

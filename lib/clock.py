@@ -1,0 +1,52 @@
+"""The time of a step's stages, and their names for the watchdog."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lib.distributed import enter_stage
+
+_step = 0
+_seconds: dict[str, float] = defaultdict(float)
+_started = 0.0
+_open = False  # a stage
+
+
+def start_step(step: int) -> None:
+    """From here on `timed` counts for this step."""
+    global _step, _started
+    _step, _started = step, time.perf_counter()
+    _seconds.clear()
+
+
+@contextmanager
+def timed(stage: str) -> Iterator[None]:
+    """`with timed("rollout")`, or as a decorator: its seconds are added to timing_s/rollout of the step.
+
+    It is also a stage for the watchdog (`enter_stage`), and so is what comes after it. A stage within a stage is part
+    of the outer one.
+    """
+    global _open
+    if _open:
+        yield
+        return
+    enter_stage(f"step {_step} {stage}")
+    _open, start = True, time.perf_counter()
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # kernels that are still queued belong to this stage
+        _seconds[stage] += time.perf_counter() - start
+        _open = False
+        enter_stage(f"step {_step} after {stage}")
+
+
+def step_timing() -> dict[str, float]:
+    """timing_s/<stage> of the step so far, and timing_s/step, which is all of it."""
+    return {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()} | {
+        "timing_s/step": time.perf_counter() - _started
+    }

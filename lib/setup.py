@@ -1,0 +1,375 @@
+"""From groups of flags to what a run needs: data, models, engine, rewards. A script's set-up calls these."""
+
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lib.advantages import (
+    ADV_TENSORS,
+    AdaptiveKLController,
+    FixedKLController,
+    get_adv_estimator_fn,
+)
+from lib.agent_loop import MultiTurn, generate_multi_turn, load_multi_turn
+from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
+from lib.cli.flags import given, parse_json
+from lib.dataset import RLHFDataset, load_dataset_class, make_loader
+from lib.distributed import RowGroup, World, make_mesh, make_row_group, shard_model
+from lib.memory import GIB, estimate_memory, memory_table
+from lib.model import (
+    add_lora,
+    check_sequence_parallel,
+    check_tensor_parallel,
+    freeze,
+    load_critic,
+    load_model,
+    load_reward_model,
+    load_tokenizer,
+)
+from lib.policy_losses import LOSS_TENSORS, check_token_masks, get_policy_loss_fn
+from lib.reward import RewardManager, Scorer, load_scorers
+from lib.rollout import Sampling, check_engine_import, make_engine
+from lib.rollout_correction import get_rollout_correction_fn
+from lib.run import Run
+from lib.scores import RewardModel, Rewards
+from lib.stream import Rollouts
+from lib.trained import Critic, Forward, Policy, Reference
+from lib.validate import Validation
+from rewards.sandbox import accept as accept_sandbox
+
+# ---- before a model loads ------------------------------------------------------------------------
+
+
+def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def check_algorithm(args: Any, world: World) -> dict:
+    """Checks the names and hyper-parameters of the algorithm's parts, each by a trial. Raises InputError.
+
+    Returns the settings of the rollout correction, its default among them; {} is none.
+    """
+    if hasattr(args, "adv_estimator"):
+        get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | given(args.adv_kwargs))
+    if args.loss != "vanilla":
+        get_policy_loss_fn(args.loss, given(args.loss_kwargs))
+    check_token_masks(args.token_masks.settings(args.loss))
+    correction = args.rollout_correction.settings()
+    merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which bfloat16 may round to W
+    rounded = merged and get_compute_dtype(args.model.compute_dtype, world.device) == torch.bfloat16
+    if (args.rollout.async_level or rounded) and args.old_log_probs != "rollout":
+        correction = correction or {"level": "token", "bounds": (0, 2)}
+    if correction:
+        get_rollout_correction_fn(correction)
+    return correction
+
+
+def needs_old_log_probs(args: Any, sizes: Sizes, correction: dict) -> bool:
+    """False where nothing reads them: with one update a step the ratio is 1."""
+    return bool(
+        sizes.updates_per_step > 1
+        or args.old_log_probs == "recompute"
+        or correction
+        or args.token_masks.settings(args.loss)
+        or (args.kl_coef > 0 and args.kl_placement == "reward")
+        or args.loss in LOSS_TENSORS
+        or "old_log_probs" in ADV_TENSORS.get(getattr(args, "adv_estimator", ""), ())
+    )
+
+
+def make_kl_control(args: Any) -> AdaptiveKLController:
+    """beta, fixed or adaptive."""
+    if args.kl_target is None:
+        return FixedKLController(args.kl_coef)
+    return AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+
+
+@dataclass
+class Inputs:
+    """What is read before a model loads. A data set is None where the run does not need it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    multi_turn: MultiTurn | None
+    train_data: Dataset | None
+    val_data: Dataset | None
+    scorers: list[Scorer]
+    val_scorers: list[Scorer]
+    """empty: those of training"""
+
+
+def load_inputs(args: Any) -> Inputs:
+    """Tokenizer, tools, data and scorers, checked against each other; total_steps from total_epochs. InputError."""
+    model, data, reward, validation = args.model, args.data, args.reward, args.validation
+    trust = {"trust_remote_code": model.trust_remote_code}
+    check_engine_import(args.rollout.rollout_engine)
+    for flag, path in {"--model": model.model, "--critic-model": getattr(args, "critic_model", "")}.items():
+        if path:
+            check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
+            check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
+    accept_sandbox(reward.sandbox_level)
+    tokenizer = load_tokenizer(model.model, **trust)
+    template = parse_json("chat_template_kwargs", data.chat_template_kwargs)
+    multi_turn = None
+    if args.multi_turn.wanted:
+        multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length)
+        template = template | {"tools": multi_turn.schemas or None}
+    load = partial(
+        load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
+        tokenizer=tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        chat_template_kwargs=template,
+        allow_special_tokens=data.allow_special_tokens,
+    )
+    train_data = None if validation.val_only else load(list(data.train_files))
+    val_data = load(list(data.val_files)) if validation.wanted else None
+    trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
+    kwargs = parse_json("reward_kwargs", reward.reward_kwargs)
+    scored = trained if validation.val_reward else [*trained, *validated]
+    scorers = load_scorers(reward.reward, scored, kwargs, reward.reward_weights)
+    val_scorers = load_scorers(validation.val_reward, validated, kwargs)
+    if args.run.total_epochs is not None and train_data is not None:
+        args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
+    return Inputs(tokenizer, multi_turn, train_data, val_data, scorers, val_scorers)
+
+
+# ---- what a run will do --------------------------------------------------------------------------
+
+
+def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
+    """What the run will do, in its own arithmetic; with --dry-run also what each GPU holds."""
+
+    def size_of(dataset) -> str:
+        counts = dict(getattr(dataset, "dropped", {}))
+        if defused := getattr(dataset, "defused", 0):
+            counts["special_tokens_as_text"] = defused
+        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())})"
+
+    train_data, val_data, samples = inputs.train_data, inputs.val_data, args.validation.val_samples
+    ranks = f"on {args.run.dry_run or world.size} rank(s) of {world.device.type}"
+    if train_data is None:
+        size = f"validation prompts: {size_of(val_data)} x {samples} = {len(val_data) * samples}"
+        return f"{size} responses {ranks}"
+    responses, total_steps = args.prompts_per_step * args.group_size, args.run.total_steps
+    text = (
+        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step"
+        f" {ranks}, {sizes.updates_per_step} update(s) of "
+        f"{responses // args.num_mini_batches} rows; training prompts: {size_of(train_data)}, "
+        f"validation prompts: {size_of(val_data) if val_data else 'none'}; {total_steps} steps = "
+        f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
+    )
+    return text + (f"\n{describe_memory(args, sizes)}" if args.run.dry_run else "")
+
+
+def describe_memory(args: Any, sizes: Sizes) -> str:
+    """A table of what each of --dry-run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
+    model, shard, rollout = args.model, args.shard, args.rollout
+    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
+    dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
+    moments = estimate_memory(
+        model.model,
+        ranks=args.run.dry_run // shard.dp_replicate_size,
+        compute_dtype=dtype,
+        frozen_dtype=dtype,
+        micro_batch_tokens=args.optimizer.micro_batch_tokens,
+        rows=sizes.local_rows,
+        max_prompt_length=args.data.max_prompt_length,
+        max_response_length=rollout.max_response_length,
+        accumulation="sharded" if shard.reduce_each_micro_batch else "whole",
+        gradient_checkpointing=model.gradient_checkpointing,
+        lora_rank=model.lora_rank,
+        lora_target_modules=model.lora_target_modules,
+        reference=args.kl_coef > 0 and not model.lora_rank,
+        critic_model=args.critic_model or model.model if hasattr(args, "critic_model") else "",
+        reward_model=args.reward.reward_model,
+        cpu_offload="actor" in shard.cpu_offload,
+        offload_activations="activations" in shard.cpu_offload,
+        engine_bytes=int(rollout.gpu_memory_utilization * gpu) if rollout.rollout_engine == "vllm" else 0,
+        engine_ranks=rollout.rollout_tensor_parallel_size,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return memory_table(moments, gpu)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sharding:
+    """How the models of a run are loaded, split and run. Its making is a collective."""
+
+    model: ModelArgs
+    shard: ShardArgs
+    world: World
+    mesh: DeviceMesh
+    forward: Forward
+    seed: int
+
+    def place(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
+        offload = name in self.shard.cpu_offload
+        return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=offload)
+
+    def trains(self, module: PreTrainedModel) -> PreTrainedModel:
+        """What of a model trains: LoRA adapters, all, or all but --freeze."""
+        if self.model.lora_rank:
+            settings = {"rank": self.model.lora_rank, "alpha": self.model.lora_alpha}
+            return add_lora(module, **settings, target_modules=self.model.lora_target_modules, seed=self.seed)
+        return freeze(module, self.model.freeze) if self.model.freeze else module
+
+    def options(self, trainable: bool = True) -> dict[str, Any]:
+        return {
+            "dtype": torch.float32 if trainable and not self.model.lora_rank else self.forward.compute_dtype,  # masters
+            "attn_implementation": self.model.attn_implementation,
+            "padding_free": self.model.padding_free,
+            "share_prompts": self.model.share_prompts,
+            "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
+            "offload_activations": "activations" in self.shard.cpu_offload,
+            "trust_remote_code": self.model.trust_remote_code,
+            "on_meta": True,
+        }
+
+
+def make_sharding(
+    model: ModelArgs, shard: ShardArgs, optimizer: OptimizerArgs, rollout: RolloutArgs, world: World, seed: int
+) -> Sharding:
+    torch.manual_seed(seed + world.rank)
+    mesh = make_mesh(world, shard.dp_replicate_size, shard.tensor_parallel_size)
+    row_group: RowGroup | None = make_row_group(world, mesh, shard.sequence_parallel_size)
+    dtype = get_compute_dtype(model.compute_dtype, world.device)
+    sampled = rollout.temperature, rollout.top_p, rollout.top_k
+    return Sharding(model, shard, world, mesh, Forward(optimizer.micro_batch_tokens, *sampled, row_group, dtype), seed)
+
+
+def load_policy(sharding: Sharding, optimizer: OptimizerArgs, updates_per_step: int, total_steps: int) -> Policy:
+    """The model that samples and trains. total_steps: of its schedule."""
+    module = load_model(sharding.model.model, **sharding.options())
+    module = sharding.place(sharding.trains(module), "actor")
+    return Policy(
+        "actor", module, **_training(sharding, module, optimizer, optimizer.lr, updates_per_step, total_steps)
+    )
+
+
+def load_critic_of(
+    sharding: Sharding, path: str, optimizer: OptimizerArgs, lr: float, updates_per_step: int, total_steps: int
+) -> Critic:
+    """PPO's values. path: empty for the policy's model, with a new head."""
+    module = load_critic(path or sharding.model.model, **sharding.options())
+    module = sharding.place(sharding.trains(module), "critic")
+    return Critic("critic", module, **_training(sharding, module, optimizer, lr, updates_per_step, total_steps))
+
+
+def load_reference(sharding: Sharding, actor: Policy) -> Reference:
+    """The start model, which the KL is to."""
+    if sharding.model.lora_rank:
+        return Reference(actor.module, sharding.forward)
+    module = load_model(sharding.model.model, **sharding.options(trainable=False)).requires_grad_(False)
+    return Reference(sharding.place(module, "ref"), sharding.forward)
+
+
+def _training(
+    sharding: Sharding, module: PreTrainedModel, args: OptimizerArgs, lr: float, updates_per_step: int, steps: int
+) -> dict[str, Any]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True)
+    factor = partial(lr_factor, args, updates_per_step, steps)
+    return {
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+        "world": sharding.world,
+        "forward": sharding.forward,
+        "max_grad_norm": args.max_grad_norm,
+        "reduce_each_micro_batch": sharding.shard.reduce_each_micro_batch,
+    }
+
+
+def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, update: int) -> float:
+    """What the learning rate is multiplied with at an optimizer update, counted from 0."""
+    warmup, total = (steps * updates_per_step for steps in (args.warmup_steps, total_steps))
+    if update < warmup:
+        return (update + 1) / warmup
+    done = min(1.0, (update - warmup) / max(1, total - warmup))
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
+
+
+# ---- rollouts, rewards, validation ---------------------------------------------------------------
+
+
+def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
+    """The engine, and the stream of the run's rollouts from its next step on."""
+    rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
+    engine = make_engine(
+        rollout.rollout_engine,
+        actor.module,
+        inputs.tokenizer,
+        folder=run.folder / "engine",
+        max_length=data.max_prompt_length + rollout.max_response_length,
+        dtype=dtype,
+        gpu_memory=rollout.gpu_memory_utilization,
+        ranks=rollout.rollout_tensor_parallel_size,
+    )
+    generate = engine.generate
+    if inputs.multi_turn is not None:
+        generate = partial(generate_multi_turn, engine, settings=inputs.multi_turn)
+    loader = None
+    if inputs.train_data is not None:
+        loader = make_loader(
+            inputs.train_data,
+            args.prompts_per_step,
+            rank=world.rank,
+            world_size=world.size,
+            seed=args.run.seed,
+            shuffle=data.shuffle,
+            num_workers=data.loader_workers,
+        )
+    return Rollouts(
+        engine,
+        generate,
+        loader,
+        Sampling(rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k),
+        world=world,
+        sizes=sizes,
+        seed=args.run.seed,
+        steps=range(run.step + 1, args.run.total_steps + 1),
+        async_level=rollout.async_level,
+        sync_tolerance=1e-3 if dtype == torch.float32 else 0.25,  # nats; bf16 engines differ by 0.03
+    )
+
+
+def make_rewards_and_validation(
+    args: Any, sharding: Sharding, inputs: Inputs, rollouts: Rollouts, run: Run
+) -> tuple[Rewards, Validation]:
+    """The scores of training, and validation, which has the same scorers unless --val-reward names others."""
+    reward: RewardArgs = args.reward
+    judge = None
+    if reward.reward_model:
+        dtype, trust = sharding.forward.compute_dtype, sharding.model.trust_remote_code
+        module, tokenizer = load_reward_model(reward.reward_model, dtype=dtype, trust_remote_code=trust, on_meta=True)
+        mesh = make_mesh(sharding.world, sharding.shard.dp_replicate_size)  # each rank runs its own rows
+        offload = "reward_model" in sharding.shard.cpu_offload
+        module = shard_model(module, mesh, dtype, cpu_offload=offload)
+        judge = RewardModel(module, tokenizer, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
+
+    def scored_by(scorers: list[Scorer]) -> Rewards:
+        manager = RewardManager(
+            scorers,
+            inputs.tokenizer,
+            workers=reward.reward_workers,
+            timeout_s=reward.reward_timeout,
+            memory_mb=reward.reward_memory,
+            failure_score=reward.reward_failure_score,
+        )
+        return Rewards(manager, judge, args.multi_turn.reward_coef)
+
+    rewards = scored_by(inputs.scorers)
+    val_rewards = scored_by(inputs.val_scorers) if inputs.val_scorers else rewards
+    return rewards, Validation(args.validation, inputs.val_data, rollouts, val_rewards, rollouts.sizes, run.tracker)

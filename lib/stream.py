@@ -1,0 +1,118 @@
+"""The rollouts of a run, step after step: prompts from the loader, responses from the engine, rows over the ranks."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from lib.args import Sizes
+from lib.batching import balance_groups, exchange_groups
+from lib.clock import timed
+from lib.data_proto import DataProto
+from lib.dataset import PromptLoader
+from lib.distributed import World
+from lib.metrics import Metric
+from lib.rollout import Sampling, request_seeds, rollouts_ahead, staleness_metrics, sync_weights
+from lib.trained import Policy
+
+
+class Rollouts:
+    """Samples with `generate(prompts, sampling, seeds)`, the engine's or that of episodes. Seeds and uids are numbered
+    over all ranks, so that a run samples the same on any number of them.
+
+    steps: those that are still to come. sync_tolerance: nats, see sync_weights.
+    """
+
+    def __init__(
+        self,
+        engine,
+        generate: Callable,
+        loader: PromptLoader | None,
+        sampling: Sampling,
+        *,
+        world: World,
+        sizes: Sizes,
+        seed: int,
+        steps: range,
+        async_level: int,
+        sync_tolerance: float,
+    ):
+        self.engine, self._generate, self.loader, self.sampling = engine, generate, loader, sampling
+        self.world, self.sizes, self.seed, self.async_level = world, sizes, seed, async_level
+        self.sync_tolerance, self.steps = sync_tolerance, steps
+        self._prompts: Iterator | None = None
+        self._ahead = rollouts_ahead(engine, generate, self._requests(), sampling, async_level)
+        self._state = {} if loader is None else loader.state_dict()
+
+    @timed("weight_sync")
+    def sync(self, actor: Policy, version: int) -> dict[str, float]:
+        """Gives the engine the policy's weights, those after `version` steps, and proves that it has them."""
+        return sync_weights(self.engine, actor.module, version, tolerance=self.sync_tolerance)
+
+    @timed("rollout")
+    def next(self) -> tuple[DataProto, DataProto]:
+        """(responses of the next step (B,), group_size to a prompt; its prompts). Both are this rank's."""
+        batch, (prompts, self._state) = next(self._ahead)
+        return batch, prompts
+
+    @timed("rollout")
+    def sample(self, step: int, number: int) -> DataProto:
+        """The responses of batch `number` of a step that samples several."""
+        _, batch, seeds = self._batch_of(step, number * self.sizes.local_prompts * self.world.size)
+        self._state = self.loader.state_dict()
+        return self._generate(batch, self.sampling, seeds)
+
+    def generate(
+        self, prompts: DataProto, sampling: Sampling, step: int, numbers: list[int] | None = None
+    ) -> DataProto:
+        """A response to each prompt. step: -1 for validation. numbers: of the prompts over all ranks; None: those that
+        the prompts of a step have."""
+        return self._generate(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
+
+    @timed("rollout")
+    def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
+        """(batch, *others, metrics) with groups exchanged, so that all ranks have about as much to compute. The
+        engine's memory is free from here on. others: with a row for each group, or group_size."""
+        self.engine.sleep()
+        plan, metrics = balance_groups(
+            batch,
+            actor.module,
+            self.sizes.group_size,
+            self.sizes.num_mini_batches,
+            share_prompts=actor.module.share_prompts,
+        )
+        return *(exchange_groups(part, plan) for part in (batch, *others)), metrics
+
+    def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        """Passes over the data, and of rollouts that run ahead how many weight versions ago tokens were sampled."""
+        metrics = {"training/epoch": self._state["position"] / len(self.loader.dataset)}
+        if self.async_level:
+            metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1, self.async_level)
+        return metrics
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def state_dict(self) -> dict:
+        return self._state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.loader.load_state_dict(state)
+        self._state = self.loader.state_dict()
+
+    def _requests(self) -> Iterator[tuple]:
+        for step in self.steps:
+            prompts, batch, seeds = self._batch_of(step, 0)
+            yield batch, seeds, (prompts, self.loader.state_dict())
+
+    def _batch_of(self, step: int, first: int) -> tuple[DataProto, DataProto, list[int]]:
+        """(prompts, each of them group_size times, seeds of these); first: number of the batch's first prompt."""
+        self._prompts = self._prompts or iter(self.loader)
+        prompts = DataProto.from_single_dict(next(self._prompts)).to(self.world.device)
+        numbers = self._numbers(first)
+        prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
+        group_size = self.sizes.group_size
+        rows = [n * group_size + sample for n in numbers for sample in range(group_size)]
+        return prompts, prompts.repeat(group_size, interleave=True), request_seeds(self.seed, step, rows)
+
+    def _numbers(self, first: int) -> list[int]:
+        return [first + self.world.rank + self.world.size * i for i in range(self.sizes.local_prompts)]

@@ -1,0 +1,149 @@
+"""A model that trains, with its optimizer and schedule: the policy, and PPO's critic as a second one."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from lib.batching import prepare_dynamic_batch
+from lib.clock import timed
+from lib.data_proto import DataProto
+from lib.distributed import RowGroup, World, clip_grad_norm, set_gradient_sync, trainable_parameters
+from lib.metrics import Mean, Metric, Sum
+from lib.model import (
+    batched_log_probs,
+    batched_values,
+    check_rows,
+    response_log_probs,
+    response_values,
+    without_adapters,
+)
+from lib.packing import layout
+
+
+@dataclass
+class Forward:
+    """How rows go through a model."""
+
+    micro_batch_tokens: int
+    temperature: float
+    """of sampling, as are top_p and top_k: the loss is of the distribution that was sampled from"""
+    top_p: float
+    top_k: int
+    row_group: RowGroup | None
+    """ranks that run their rows together"""
+    compute_dtype: torch.dtype
+
+
+@dataclass
+class Trained:
+    """A model, its optimizer and its schedule. What differs between policy and critic is in the classes below."""
+
+    name: str
+    module: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    world: World
+    forward: Forward
+    max_grad_norm: float
+    reduce_each_micro_batch: bool
+    parameters: list[torch.nn.Parameter] = field(init=False)
+
+    def __post_init__(self):
+        self.parameters = trainable_parameters(self.module)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """loss: this rank's share of the sum over ranks, whose gradients FSDP averages: hence the factor."""
+        (loss * self.world.size).backward()
+
+    def step(self) -> dict[str, Metric]:
+        """Clips the gradient and updates the weights, unless the gradient is not finite. A collective."""
+        grad_norm = clip_grad_norm(self.parameters, self.max_grad_norm)
+        skipped = not math.isfinite(grad_norm)
+        if not skipped:
+            self.optimizer.step()
+        [lr, *_] = self.scheduler.get_last_lr()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return {
+            f"{self.name}/grad_norm": Mean(grad_norm, 1),
+            f"{self.name}/lr": Mean(lr, 1),
+            "training/skipped_updates": Sum(skipped and self.world.rank == 0),  # all ranks skip the same
+        }
+
+
+class Policy(Trained):
+    checked = False
+
+    def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
+        """(log_probs, entropy) (b, T) of the sampled tokens, with gradients; with top_p or top_k also which tokens
+        these would not have kept."""
+        f = self.forward
+        return response_log_probs(
+            self.module, micro, f.temperature, top_p=f.top_p, top_k=f.top_k, row_group=f.row_group
+        )
+
+    @timed("log_probs")
+    def batched_log_probs(self, batch: DataProto, sum_pi_squared: bool = False) -> dict[str, torch.Tensor]:
+        """old_log_probs, entropys and, if asked for, sum_pi_squared (B, T), without gradients. A collective."""
+        f = self.forward
+        outputs = batched_log_probs(
+            self.module,
+            batch,
+            f.temperature,
+            f.micro_batch_tokens,
+            top_p=f.top_p,
+            top_k=f.top_k,
+            sum_pi_squared=sum_pi_squared,
+            row_group=f.row_group,
+        )
+        return dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs))
+
+    @timed("log_probs")
+    def check_rows(self, batch: DataProto) -> None:
+        """The first time: proves on a micro-batch that a row's log-probs are its own. Raises InputError."""
+        f = self.forward
+        if not self.checked:
+            check_rows(self.module, batch, f.temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
+        self.checked = True
+
+
+class Critic(Trained):
+    def values(self, micro: DataProto) -> torch.Tensor:
+        """(b, T), with gradients."""
+        return response_values(self.module, micro, row_group=self.forward.row_group)
+
+    @timed("log_probs")
+    def batched_values(self, batch: DataProto) -> torch.Tensor:
+        """(B, T), without gradients. A collective."""
+        f = self.forward
+        return batched_values(self.module, batch, f.micro_batch_tokens, row_group=f.row_group)
+
+
+@dataclass
+class Reference:
+    """The start model: frozen, or the policy without its adapters. top_p and top_k do not cut its distribution."""
+
+    module: PreTrainedModel
+    forward: Forward
+
+    @timed("log_probs")
+    def batched_log_probs(self, batch: DataProto) -> torch.Tensor:
+        """(B, T). A collective."""
+        f = self.forward
+        with without_adapters(self.module):
+            options = {"row_group": f.row_group}
+            return batched_log_probs(self.module, batch, f.temperature, f.micro_batch_tokens, **options)[0]
+
+
+def micro_batches(mini_batch: DataProto, *trained: Trained) -> Iterator[DataProto]:
+    """Equally many on every rank. Gradients are added up over them and reduced over ranks after the last."""
+    first, modules = trained[0], [model.module for model in trained]
+    options = {"row_group": first.forward.row_group, **layout(*modules)}
+    parts, _ = prepare_dynamic_batch(mini_batch, first.forward.micro_batch_tokens, **options)
+    for i, micro in enumerate(parts):
+        for module in modules:
+            set_gradient_sync(module, first.reduce_each_micro_batch or i == len(parts) - 1)
+        yield micro
