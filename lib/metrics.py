@@ -139,7 +139,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
         "rollout/dead_rows": Sum(int((~alive).sum())),
     }
     if "finish_reason" in batch.non_tensor_batch:
-        metrics["response_length/clip_ratio"] = Mean(int(_truncated(batch)[alive.cpu()].sum()), int(alive.sum()))
+        metrics["response_length/clip_ratio"] = Mean(int(truncated_rows(batch)[alive].sum()), int(alive.sum()))
     if (advantages := tensors.get("advantages", None)) is not None:
         metrics |= _spread("advantages", advantages[tensors["live_mask"].bool()])
 
@@ -153,9 +153,10 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     return metrics
 
 
-def _truncated(batch: DataProto) -> torch.Tensor:
-    """(B,) bool, on the CPU: responses that the limit cut off."""
-    return torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+def truncated_rows(batch: DataProto) -> torch.Tensor:
+    """(B,) bool: responses that the limit cut off."""
+    truncated = [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]]
+    return torch.tensor(truncated, device=batch.batch["response_mask"].device)
 
 
 def row_metrics(batch: DataProto) -> dict[str, Metric]:
@@ -342,7 +343,7 @@ def validated_rows(batch: DataProto, extras: Mapping[str, list], prompts: Sequen
     """The rows of a scored batch, for `validation_metrics`. extras: B values by key; prompts: B numbers."""
     scored = batch.batch["response_mask"].any(1).tolist()
     scores = batch.batch["token_level_scores"].sum(1).tolist()
-    truncated, rows = _truncated(batch).tolist(), []
+    truncated, rows = truncated_rows(batch).tolist(), []
     for i, data_source in enumerate(batch.non_tensor_batch["data_source"]):
         given = {key: column[i] for key, column in extras.items()}
         answer = given.pop("pred", None)

@@ -166,6 +166,12 @@ def add_responses(
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
 
+def concat_rows(batches: list[DataProto]) -> DataProto:
+    """DataProto.concat of rollouts of any widths; empty ones have no keys."""
+    batches = [batch for batch in batches if len(batch)]
+    return DataProto.concat(fit_columns(batches)) if batches else DataProto()
+
+
 def fit_columns(batches: list[DataProto]) -> list[DataProto]:
     """The same rows, in all batches with P and T columns of the longest prompt and response among them."""
     masks = [(batch.batch["attention_mask"], batch.batch["responses"].shape[1]) for batch in batches]

@@ -30,7 +30,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
-from lib.checkpoint import export_hf, load_checkpoint, newest_complete, save_checkpoint, step_folders, why_torn
+from lib.checkpoint import (
+    export_hf,
+    load_batches,
+    load_checkpoint,
+    newest_complete,
+    save_checkpoint,
+    step_folders,
+    why_torn,
+)
 from lib.cli.flags import Names, marked
 from lib.cli.secrets import private
 from lib.clock import start_step, step_timing
@@ -73,15 +81,16 @@ class Run:
     """rank 0's"""
     _saving: Future | None = None
 
-    def load(self, models: dict[str, Trained], parts: dict[str, Stateful]) -> None:
-        """Takes models and parts to the checkpoint, if there is one. A collective."""
+    def load(self, models: dict[str, Trained], parts: dict[str, Stateful]) -> dict[str, DataProto]:
+        """Takes models and parts to the checkpoint, if there is one; returns its `batches`. A collective."""
         if self.checkpoint is None:
-            return
+            return {}
         state = load_checkpoint(self.checkpoint, **_of_checkpoint(models))
         if self.new_data:
             state["loader"] = {"position": 0}
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        return load_batches(self.checkpoint)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left; the first of a run is 1."""

@@ -259,7 +259,7 @@ def load_policy(sharding: Sharding, optimizer: OptimizerArgs, updates_per_step: 
     )
 
 
-def load_critic_of(
+def load_value_model(
     sharding: Sharding, path: str, optimizer: OptimizerArgs, lr: float, updates_per_step: int, total_steps: int
 ) -> Critic:
     """PPO's values. path: empty for the policy's model, with a new head."""

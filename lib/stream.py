@@ -82,6 +82,17 @@ class Rollouts:
         )
         return *(exchange_groups(part, plan) for part in (batch, *others)), metrics
 
+    def all_gather(self, batch: DataProto) -> DataProto:
+        """The rows of all ranks, in the order of their numbers, which is the same on any number of ranks."""
+        size, group_size = self.world.size, self.sizes.group_size
+        by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
+        return batch.all_gather()[by_number]
+
+    def own_rows(self, whole: DataProto) -> DataProto:
+        """This rank's groups of the rows of all ranks."""
+        groups = np.arange(len(whole)).reshape(-1, self.sizes.group_size)
+        return whole[groups[self.world.rank :: self.world.size].ravel()]
+
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Passes over the data, and of rollouts that run ahead how many weight versions ago tokens were sampled."""
         metrics = {"training/epoch": self._state["position"] / len(self.loader.dataset)}
