@@ -14,10 +14,7 @@ and no KL. --overlong-filtering (truncated responses are out of the loss) is the
 Where this departs from the paper: leftovers are kept, with their sampler's log-probs as pi_old; dual clip.
 This file is grpo.py with those changes: make diff A=grpo B=dapo.
 
-    python dapo.py                              one process; a tiny model and task, on any machine
-    GPUS=8 launch/one_node.sh dapo.py ...       one node; by torchrun or accelerate themselves: docs/scaling.md
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 dapo.py ...     two nodes
-
+Launch: python dapo.py (any machine), GPUS=8 launch/one_node.sh dapo.py ..., torchrun, accelerate (docs/scaling.md).
 Every rank runs this file from top to bottom. Details, metrics and results: docs/dapo.md.
 """
 
@@ -27,29 +24,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
-from lib.args import (
-    RENAMED,
-    AdvEstimator,
-    AdvKwargs,
-    AggMode,
-    DataArgs,
-    KLEstimator,
-    LossKwargs,
-    ModelArgs,
-    MultiTurnArgs,
-    OptimizerArgs,
-    PolicyLoss,
-    RewardArgs,
-    RolloutArgs,
-    RolloutCorrectionArgs,
-    RunArgs,
-    ShardArgs,
-    Sizes,
-    TokenMaskArgs,
-    ValidationArgs,
-    check_common_flags,
-    step_sizes,
-)
+from lib import args as shared
 from lib.cli.flags import given, read_flags
 
 
@@ -57,15 +32,15 @@ from lib.cli.flags import given, read_flags
 class Args:
     """Groups of lib/args.py, whose flags are flat (--lr), settings (--multi-turn.tools), and what is GRPO's own."""
 
-    run: RunArgs = field(default_factory=RunArgs)
-    model: ModelArgs = field(default_factory=ModelArgs)
-    shard: ShardArgs = field(default_factory=ShardArgs)
-    data: DataArgs = field(default_factory=DataArgs)
-    rollout: RolloutArgs = field(default_factory=RolloutArgs)
-    multi_turn: MultiTurnArgs = field(default_factory=MultiTurnArgs)
-    reward: RewardArgs = field(default_factory=RewardArgs)
-    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
-    validation: ValidationArgs = field(default_factory=ValidationArgs)
+    run: shared.RunArgs = field(default_factory=shared.RunArgs)
+    model: shared.ModelArgs = field(default_factory=shared.ModelArgs)
+    shard: shared.ShardArgs = field(default_factory=shared.ShardArgs)
+    data: shared.DataArgs = field(default_factory=shared.DataArgs)
+    rollout: shared.RolloutArgs = field(default_factory=shared.RolloutArgs)
+    multi_turn: shared.MultiTurnArgs = field(default_factory=shared.MultiTurnArgs)
+    reward: shared.RewardArgs = field(default_factory=shared.RewardArgs)
+    optimizer: shared.OptimizerArgs = field(default_factory=shared.OptimizerArgs)
+    validation: shared.ValidationArgs = field(default_factory=shared.ValidationArgs)
 
     # ---- sizes of a step
     prompts_per_step: Annotated[int, Ge(1)] = 32
@@ -78,9 +53,9 @@ class Args:
     """passes over a step's responses"""
 
     # ---- advantages
-    adv_estimator: AdvEstimator = "grpo"
+    adv_estimator: shared.AdvEstimator = "grpo"
     """advantage estimator in lib/core_algos/advantages.py; dr_grpo does not divide by the standard deviation"""
-    adv_kwargs: AdvKwargs = field(default_factory=AdvKwargs)
+    adv_kwargs: shared.AdvKwargs = field(default_factory=shared.AdvKwargs)
     singleton: Literal["raw", "zero"] = "raw"
     """advantage of a group with one live row, which has nothing to be compared with: its reward, as in verl, or 0"""
     zero_variance: Literal["keep", "mask", "drop_from_denominator", "refill"] = "refill"
@@ -100,20 +75,20 @@ class Args:
     --adv-kwargs.reward-weights"""
 
     # ---- loss
-    loss: PolicyLoss = "vanilla"
+    loss: shared.PolicyLoss = "vanilla"
     """vanilla is policy_loss below; the others are in lib/core_algos/losses.py"""
-    loss_kwargs: LossKwargs = field(default_factory=LossKwargs)
+    loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.28
     """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """dual clip: bound of the ratio where the advantage is negative"""
-    loss_agg_mode: AggMode = "token-mean"
+    loss_agg_mode: shared.AggMode = "token-mean"
     """how token losses become one loss: see agg_loss in lib/core_algos/losses.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
-    token_masks: TokenMaskArgs = field(default_factory=TokenMaskArgs)
+    token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)
     entropy_coef: Annotated[float, Interval(ge=-1, le=1)] = 0.0
     """weight of the entropy bonus"""
     entropy_target: Annotated[float | None, Ge(0)] = None
@@ -121,12 +96,12 @@ class Args:
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
     """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
     ratio is 1), or the rollout engine's"""
-    rollout_correction: RolloutCorrectionArgs = field(default_factory=RolloutCorrectionArgs)
+    rollout_correction: shared.RolloutCorrectionArgs = field(default_factory=shared.RolloutCorrectionArgs)
 
     # ---- KL to the start model
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
-    kl_estimator: KLEstimator = "k3+"
+    kl_estimator: shared.KLEstimator = "k3+"
     """estimator of that KL; in the loss, + and _unbiased have the gradient of the KL; in the reward, k1 is usual"""
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
@@ -137,7 +112,7 @@ class Args:
 
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
-        check_common_flags(self)
+        shared.check_common_flags(self)
         if (self.adv_estimator == "gdpo") != bool(self.reward_keys):
             raise InputError("--adv-estimator gdpo and --reward-keys, the rewards that it weighs, go together")
         if self.adv_estimator == "gdpo" and self.kl_placement == "reward":
@@ -158,18 +133,17 @@ class Args:
 
 
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
-    given_args = read_flags(Args, RENAMED)
+    given_args = read_flags(Args, shared.RENAMED)
 
 import torch
 
-from lib import setup
-from lib.advantages import AdaptiveEntropyController, AdaptiveKLController, apply_kl_penalty, estimate_advantages
+from lib import core_algos, setup
 from lib.agent_loop import agent_metrics
 from lib.clock import timed
-from lib.core_algos import agg_loss, compute_overlong_penalty, kl_penalty, zero_variance_rows
 from lib.data_proto import DataProto
 from lib.distributed import global_counts, init_distributed
 from lib.distributed import run as launch
+from lib.batching import gather_columns
 from lib.metrics import (
     Metric,
     Sum,
@@ -183,25 +157,16 @@ from lib.metrics import (
     token_means,
     truncated_rows,
 )
-from lib.policy_losses import compute_token_masks, named_policy_loss
 from lib.rollout import concat_rows
-from lib.rollout_correction import compute_rollout_correction
 from lib.run import open_run
 from lib.scores import Rewards
 from lib.stream import Rollouts
 from lib.trained import Policy, micro_batches
 
-GATHERED = (  # over ranks, for the advantages
-    *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),
-    *("sum_pi_squared", "reward_components"),
-    *("truncated",),  # DAPO:
-)
-
-
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
     if args.loss != "vanilla":
-        return named_policy_loss(args.loss, given(args.loss_kwargs), old_log_probs, log_probs, t)
+        return core_algos.named_policy_loss(args.loss, given(args.loss_kwargs), old_log_probs, log_probs, t)
     advantages, log_ratio = t["advantages"], (log_probs - old_log_probs).clamp(-20, 20)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -223,7 +188,7 @@ def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]
     live = batch.batch["response_mask"].bool()
     if args.overlong_filtering:
         live = live & ~batch.batch["truncated"][:, None]
-    dull = zero_variance_rows(batch.batch["token_level_scores"], live, batch.non_tensor_batch["uid"]) | ~live.any(1)
+    dull = core_algos.zero_variance_rows(batch.batch["token_level_scores"], live, batch.non_tensor_batch["uid"]) | ~live.any(1)
     dull = dull.view(-1, args.group_size).all(1).repeat_interleave(args.group_size)  # (B,)
     return batch[~dull], batch[dull]
 
@@ -267,18 +232,18 @@ def sample_groups(
 
 @timed("advantages")
 def add_advantages(
-    args: Args, batch: DataProto, correction: dict, kl_control: AdaptiveKLController, step: int
+    args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
     """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
-    whole = batch.select([key for key in GATHERED if key in batch.batch], ["uid"]).all_gather()
-    t, uid, metrics = dict(whole.batch.items()), whole.non_tensor_batch["uid"], {}
+    t, uid = gather_columns(batch)
+    metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     keep = counted = mask  # tokens that the loss sums, and those that its means count
     stages = {"dead": mask}  # of keep: who loses which rows
     if args.overlong_filtering:  # DAPO:
         stages["overlong"] = keep = counted = mask & ~t["truncated"][:, None]
     if correction:
-        weights, keep, metrics = compute_rollout_correction(
+        weights, keep, metrics = core_algos.compute_rollout_correction(
             t["old_log_probs"], t["rollout_log_probs"], keep, **correction
         )
         stages["rollout_correction"] = keep
@@ -287,23 +252,23 @@ def add_advantages(
     live = mask & keep.any(1, keepdim=True)  # a rejected row is in no group
     rewards = t["token_level_scores"]
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, live)
-        rewards, mean_kl = apply_kl_penalty(rewards, kl, live, kl_control.value)
+        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, live)
+        rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, live, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
-        kl_control.update(mean_kl, len(whole))
+        kl_control.update(mean_kl, len(mask))
     if args.overlong_buffer:  # DAPO: a response that reaches into the last tokens loses reward
         limits = args.rollout.max_response_length, args.overlong_buffer, args.overlong_factor
-        rewards = rewards + compute_overlong_penalty(live, *limits)
+        rewards = rewards + core_algos.compute_overlong_penalty(live, *limits)
     settings = {"singleton": args.singleton} | given(args.adv_kwargs)
     t["token_level_rewards"] = rewards
-    t["advantages"], t["returns"] = estimate_advantages(args.adv_estimator, settings, rewards, live, uid, t)
+    t["advantages"], t["returns"] = core_algos.estimate_advantages(args.adv_estimator, settings, rewards, live, uid, t)
     if args.zero_variance != "keep":
-        without_signal = zero_variance_rows(t["token_level_scores"], live, uid)  # (B,)
+        without_signal = core_algos.zero_variance_rows(t["token_level_scores"], live, uid)  # (B,)
         stages["zero_variance"] = keep = keep & ~without_signal[:, None]
         if args.zero_variance in ("drop_from_denominator", "refill"):  # DAPO: what filled the step up
             counted = counted & ~without_signal[:, None]
     if token_masks := args.token_masks.settings(args.loss):
-        t |= compute_token_masks(token_masks, t | {"response_mask": keep}, seed=args.run.seed * 2**20 + step)
+        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": keep}, seed=args.run.seed * 2**20 + step)
         stages["token_masks"] = keep = keep & t.get("loss_mask", keep)
     t |= {"loss_mask": keep, "counted_mask": counted, "live_mask": live}
     batch.add_rows_of(t)
@@ -313,7 +278,7 @@ def add_advantages(
 
 
 @timed("update")
-def update(args: Args, actor: Policy, batch: DataProto, sizes: Sizes, entropy_coef: float) -> dict[str, Metric]:
+def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, entropy_coef: float) -> dict[str, Metric]:
     """update_epochs x num_mini_batches optimizer steps."""
     metrics: dict[str, Metric] = {}
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
@@ -328,10 +293,10 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: Sizes, entropy_co
                 losses = losses * t["rollout_is_weights"]
             losses = losses - entropy_coef * entropy
             if args.kl_coef > 0 and args.kl_placement == "loss":
-                kl = kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, mask, old_log_probs)
+                kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, mask, old_log_probs)
                 losses = losses + args.kl_coef * kl
                 token_metrics["actor/ref_kl"] = kl.detach()
-            loss = agg_loss(
+            loss = core_algos.agg_loss(
                 losses * t["loss_mask"],
                 mask,
                 args.loss_agg_mode,
@@ -353,11 +318,11 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: Sizes, entropy_co
 def main(args: Args) -> None:
     # ---- set-up: everything that can be wrong is found before a model loads or a file is written
     world = init_distributed(args.run.stage_timeout, args.rollout.rollout_engine)
-    sizes = step_sizes(args, args.run.dry_run or world.size)
+    sizes = shared.step_sizes(args, args.run.dry_run or world.size)
     correction = setup.check_algorithm(args, world)
-    needs_old_log_probs = setup.needs_old_log_probs(args, sizes, correction)
+    needed_log_probs = setup.needed_log_probs(args, sizes, correction)
     kl_control = setup.make_kl_control(args)
-    entropy_control = AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
+    entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     inputs = setup.load_inputs(args)
     if world.rank == 0:
         print(setup.describe(args, sizes, world, inputs), flush=True)
@@ -387,8 +352,8 @@ def main(args: Args) -> None:
         batch.batch["is_fresh"] = is_fresh = batch.batch["sampled_at"] == step  # DAPO:
         if args.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif needs_old_log_probs or old_rows:  # DAPO: what was left over was sampled by older weights
-            batch.batch.update(actor.batched_log_probs(batch, sum_pi_squared="optimal" in args.adv_estimator))
+        elif needed_log_probs or old_rows:  # DAPO: what was left over was sampled by older weights
+            batch.batch.update(actor.batched_log_probs(batch, needed_log_probs))
             of_samplers = batch.batch["rollout_log_probs"].where(~is_fresh[:, None], batch.batch["old_log_probs"])
             batch.batch["old_log_probs"] = of_samplers
         if ref is not None:

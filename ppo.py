@@ -11,10 +11,7 @@ Where this departs from the papers, by default: gamma and lam are 1, as is usual
 share no weights, each has its optimizer; dual clip. --lam-policy and --length-adaptive-alpha are VAPO's (2504.05118).
 This file is grpo.py with a critic: make diff A=grpo B=ppo.
 
-    python ppo.py                              one process; a tiny model and task, on any machine
-    GPUS=8 launch/one_node.sh ppo.py ...       one node; by torchrun or accelerate themselves: docs/scaling.md
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ppo.py ...     two nodes
-
+Launch: python ppo.py (any machine), GPUS=8 launch/one_node.sh ppo.py ..., torchrun, accelerate (docs/scaling.md).
 Every rank runs this file from top to bottom. Details, metrics and results: docs/ppo.md.
 """
 
@@ -24,29 +21,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
-from lib.args import (
-    FILES,
-    RENAMED,
-    AggMode,
-    DataArgs,
-    KLEstimator,
-    LossKwargs,
-    ModelArgs,
-    MultiTurnArgs,
-    OptimizerArgs,
-    PolicyLoss,
-    RewardArgs,
-    RolloutArgs,
-    RolloutCorrectionArgs,
-    RunArgs,
-    ShardArgs,
-    Sizes,
-    TokenMaskArgs,
-    ValidationArgs,
-    check_common_flags,
-    check_model_path,
-    step_sizes,
-)
+from lib import args as shared
 from lib.cli.flags import given, read_flags
 
 
@@ -54,15 +29,15 @@ from lib.cli.flags import given, read_flags
 class Args:
     """Groups of lib/args.py, whose flags are flat (--lr), settings (--multi-turn.tools), and what is GRPO's own."""
 
-    run: RunArgs = field(default_factory=RunArgs)
-    model: ModelArgs = field(default_factory=ModelArgs)
-    shard: ShardArgs = field(default_factory=ShardArgs)
-    data: DataArgs = field(default_factory=DataArgs)
-    rollout: RolloutArgs = field(default_factory=RolloutArgs)
-    multi_turn: MultiTurnArgs = field(default_factory=MultiTurnArgs)
-    reward: RewardArgs = field(default_factory=RewardArgs)
-    optimizer: OptimizerArgs = field(default_factory=OptimizerArgs)
-    validation: ValidationArgs = field(default_factory=ValidationArgs)
+    run: shared.RunArgs = field(default_factory=shared.RunArgs)
+    model: shared.ModelArgs = field(default_factory=shared.ModelArgs)
+    shard: shared.ShardArgs = field(default_factory=shared.ShardArgs)
+    data: shared.DataArgs = field(default_factory=shared.DataArgs)
+    rollout: shared.RolloutArgs = field(default_factory=shared.RolloutArgs)
+    multi_turn: shared.MultiTurnArgs = field(default_factory=shared.MultiTurnArgs)
+    reward: shared.RewardArgs = field(default_factory=shared.RewardArgs)
+    optimizer: shared.OptimizerArgs = field(default_factory=shared.OptimizerArgs)
+    validation: shared.ValidationArgs = field(default_factory=shared.ValidationArgs)
 
     # ---- sizes of a step
     prompts_per_step: Annotated[int, Ge(1)] = 256
@@ -85,7 +60,7 @@ class Args:
     """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha x response length) (0.05 in the paper)"""
 
     # ---- critic
-    critic_model: Annotated[str, FILES] = ""
+    critic_model: Annotated[str, shared.FILES] = ""
     """Hugging Face id, folder or .gguf file that the critic starts from; empty: the policy's, with a new value head"""
     critic_lr: Annotated[float, Ge(0)] = 3e-4
     """learning rate of the critic (for a model of billions of parameters: 1e-5); schedule as the policy's"""
@@ -95,20 +70,20 @@ class Args:
     """a value that has moved further than this in a step's updates is held back"""
 
     # ---- loss
-    loss: PolicyLoss = "vanilla"
+    loss: shared.PolicyLoss = "vanilla"
     """vanilla is policy_loss below; the others are in lib/core_algos/losses.py"""
-    loss_kwargs: LossKwargs = field(default_factory=LossKwargs)
+    loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """dual clip: bound of the ratio where the advantage is negative"""
-    loss_agg_mode: AggMode = "token-mean"
+    loss_agg_mode: shared.AggMode = "token-mean"
     """how token losses become one loss: see agg_loss in lib/core_algos/losses.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
-    token_masks: TokenMaskArgs = field(default_factory=TokenMaskArgs)
+    token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)
     entropy_coef: Annotated[float, Interval(ge=-1, le=1)] = 0.0
     """weight of the entropy bonus"""
     entropy_target: Annotated[float | None, Ge(0)] = None
@@ -116,12 +91,12 @@ class Args:
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
     """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
     ratio is 1), or the rollout engine's"""
-    rollout_correction: RolloutCorrectionArgs = field(default_factory=RolloutCorrectionArgs)
+    rollout_correction: shared.RolloutCorrectionArgs = field(default_factory=shared.RolloutCorrectionArgs)
 
     # ---- KL to the start model
     kl_coef: Annotated[float, Ge(0)] = 0.001
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
-    kl_estimator: KLEstimator = "k1"
+    kl_estimator: shared.KLEstimator = "k1"
     """estimator of that KL; in the loss, + and _unbiased have the gradient of the KL; in the reward, k1 is usual"""
     kl_placement: Literal["loss", "reward"] = "reward"
     """add the KL to the loss, or subtract it from the reward of each token"""
@@ -132,9 +107,9 @@ class Args:
 
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
-        check_common_flags(self)
+        shared.check_common_flags(self)
         if self.critic_model:
-            check_model_path(self.critic_model, "--critic-model")
+            shared.check_model_path(self.critic_model, "--critic-model")
         if self.gae_lambda_policy is not None and self.length_adaptive_alpha is not None:
             raise InputError(
                 "--gae-lambda-policy and --length-adaptive-alpha both say what lambda the policy has: drop one"
@@ -142,25 +117,17 @@ class Args:
 
 
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
-    given_args = read_flags(Args, RENAMED)
+    given_args = read_flags(Args, shared.RENAMED)
 
 import torch
 
-from lib import setup
-from lib.advantages import (
-    AdaptiveEntropyController,
-    AdaptiveKLController,
-    apply_kl_penalty,
-    compute_gae_advantage_return,
-    compute_value_loss,
-    length_adaptive_lam,
-)
+from lib import core_algos, setup
 from lib.agent_loop import agent_metrics
 from lib.clock import timed
-from lib.core_algos import agg_loss, kl_penalty
 from lib.data_proto import DataProto
 from lib.distributed import global_counts, init_distributed
 from lib.distributed import run as launch
+from lib.batching import gather_columns
 from lib.metrics import (
     Metric,
     Sum,
@@ -173,21 +140,13 @@ from lib.metrics import (
     rows_dropped,
     token_means,
 )
-from lib.policy_losses import compute_token_masks, named_policy_loss
-from lib.rollout_correction import compute_rollout_correction
 from lib.run import open_run
 from lib.trained import Critic, Policy, micro_batches
-
-GATHERED = (  # over ranks, for the advantages
-    *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),
-    *("values",),  # PPO: instead of what group estimators need
-)
-
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
     if args.loss != "vanilla":
-        return named_policy_loss(args.loss, given(args.loss_kwargs), old_log_probs, log_probs, t)
+        return core_algos.named_policy_loss(args.loss, given(args.loss_kwargs), old_log_probs, log_probs, t)
     advantages, log_ratio = t["advantages"], (log_probs - old_log_probs).clamp(-20, 20)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -206,22 +165,22 @@ def gae(args: Args, rewards: torch.Tensor, values: torch.Tensor, mask: torch.Ten
     """(advantages, returns) (B, T); the advantages are whitened, 0 in a row that is not live."""
     lam_policy = args.gae_lambda_policy
     if args.length_adaptive_alpha is not None:
-        lam_policy = length_adaptive_lam(mask, args.length_adaptive_alpha)
-    return compute_gae_advantage_return(rewards, values, mask, args.gamma, args.gae_lambda, lam_policy)
+        lam_policy = core_algos.length_adaptive_lam(mask, args.length_adaptive_alpha)
+    return core_algos.compute_gae_advantage_return(rewards, values, mask, args.gamma, args.gae_lambda, lam_policy)
 
 
 @timed("advantages")
 def add_advantages(
-    args: Args, batch: DataProto, correction: dict, kl_control: AdaptiveKLController, step: int
+    args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
     """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
-    whole = batch.select([key for key in GATHERED if key in batch.batch], []).all_gather()
-    t, metrics = dict(whole.batch.items()), {}
+    t, uid = gather_columns(batch)
+    metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     keep = counted = mask  # tokens that the loss sums, and those that its means count
     stages = {"dead": mask}  # of keep: who loses which rows
     if correction:
-        weights, keep, metrics = compute_rollout_correction(
+        weights, keep, metrics = core_algos.compute_rollout_correction(
             t["old_log_probs"], t["rollout_log_probs"], mask, **correction
         )
         stages["rollout_correction"] = keep
@@ -230,15 +189,15 @@ def add_advantages(
     live = mask & keep.any(1, keepdim=True)  # a rejected row is in no group
     rewards = t["token_level_scores"]
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, live)
-        rewards, mean_kl = apply_kl_penalty(rewards, kl, live, kl_control.value)
+        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, live)
+        rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, live, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
-        kl_control.update(mean_kl, len(whole))
+        kl_control.update(mean_kl, len(mask))
     t["token_level_rewards"] = rewards
     t["advantages"], t["returns"] = gae(args, rewards, t["values"], live)
     metrics["critic/explained_variance"] = explained_variance(t["values"], t["returns"], live)
     if token_masks := args.token_masks.settings(args.loss):
-        t |= compute_token_masks(token_masks, t | {"response_mask": keep}, seed=args.run.seed * 2**20 + step)
+        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": keep}, seed=args.run.seed * 2**20 + step)
         stages["token_masks"] = keep = keep & t.get("loss_mask", keep)
     t |= {"loss_mask": keep, "counted_mask": counted, "live_mask": live}
     batch.add_rows_of(t)
@@ -248,8 +207,8 @@ def add_advantages(
 def value_loss_of(args: Args, values: torch.Tensor, t, live_tokens: float, live_rows: float) -> tuple:
     """This micro-batch's share of the critic's loss, and metrics (b, T). values (b, T): of the critic as it is now."""
     live = t["live_mask"]
-    losses, metrics = compute_value_loss(values, t["returns"], t["values"], live, args.cliprange_value)
-    loss = agg_loss(
+    losses, metrics = core_algos.compute_value_loss(values, t["returns"], t["values"], live, args.cliprange_value)
+    loss = core_algos.agg_loss(
         losses,
         live,
         args.loss_agg_mode,
@@ -262,7 +221,7 @@ def value_loss_of(args: Args, values: torch.Tensor, t, live_tokens: float, live_
 
 @timed("update")
 def update(
-    args: Args, actor: Policy, critic: Critic, batch: DataProto, sizes: Sizes, entropy_coef: float, warm_up: bool
+    args: Args, actor: Policy, critic: Critic, batch: DataProto, sizes: shared.Sizes, entropy_coef: float, warm_up: bool
 ) -> dict[str, Metric]:
     """update_epochs x num_mini_batches optimizer steps, of the critic alone in its warm-up."""
     metrics: dict[str, Metric] = {}
@@ -285,10 +244,10 @@ def update(
                 losses = losses * t["rollout_is_weights"]
             losses = losses - entropy_coef * entropy
             if args.kl_coef > 0 and args.kl_placement == "loss":
-                kl = kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, mask, old_log_probs)
+                kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, mask, old_log_probs)
                 losses = losses + args.kl_coef * kl
                 token_metrics["actor/ref_kl"] = kl.detach()
-            loss = agg_loss(
+            loss = core_algos.agg_loss(
                 losses * t["loss_mask"],
                 mask,
                 args.loss_agg_mode,
@@ -311,11 +270,11 @@ def update(
 def main(args: Args) -> None:
     # ---- set-up: everything that can be wrong is found before a model loads or a file is written
     world = init_distributed(args.run.stage_timeout, args.rollout.rollout_engine)
-    sizes = step_sizes(args, args.run.dry_run or world.size)
+    sizes = shared.step_sizes(args, args.run.dry_run or world.size)
     correction = setup.check_algorithm(args, world)
-    needs_old_log_probs = setup.needs_old_log_probs(args, sizes, correction)
+    needed_log_probs = setup.needed_log_probs(args, sizes, correction)
     kl_control = setup.make_kl_control(args)
-    entropy_control = AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
+    entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     inputs = setup.load_inputs(args)
     if world.rank == 0:
         print(setup.describe(args, sizes, world, inputs), flush=True)
@@ -352,12 +311,8 @@ def main(args: Args) -> None:
         actor.check_rows(batch)
         if args.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif needs_old_log_probs:
-            batch.batch.update(
-                actor.batched_log_probs(
-                    batch,
-                )
-            )
+        elif needed_log_probs:
+            batch.batch.update(actor.batched_log_probs(batch, needed_log_probs))
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         batch.batch["values"] = critic.batched_values(batch)  # PPO: V_old (B, T)
