@@ -103,7 +103,7 @@ class Args:
     val_files: tuple[str, ...] = (str(HERE / "data/toy/val.jsonl"),)
     """the same, for validation"""
     dataset_class: str = ""
-    """path/to/file.py:ClassName of your own dataset class; empty: lib/dataset.py's RLHFDataset"""
+    """path/to/file.py:ClassName of your own dataset class; empty: lib/data/dataset.py's RLHFDataset"""
     max_prompt_length: Annotated[int, Ge(1)] = 32
     """tokens of a prompt, template included"""
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -180,7 +180,7 @@ class Args:
     length_adaptive_alpha: Annotated[float | None, Gt(0)] = None
     """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha x response length) (0.05 in the paper)"""
     loss: PolicyLoss = "vanilla"
-    """policy loss in lib/policy_losses.py"""
+    """policy loss in lib/core_algos/policy_losses.py"""
     loss_kwargs: str = "{}"
     """JSON of its hyper-parameters, such as {"cliprange_high": 4.0}; vanilla takes the three flags below"""
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
@@ -195,7 +195,7 @@ class Args:
     loss_agg_mode: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
-    """how token losses become one loss: see agg_loss in lib/core_algos.py"""
+    """how token losses become one loss: see agg_loss in lib/core_algos/reductions.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
     kl_coef: Annotated[float, Ge(0)] = 0.001
@@ -218,7 +218,7 @@ class Args:
     rollout_correction: str = "{}"
     """JSON: how r = pi_old / pi_rollout corrects the loss, such as {"level": "token", "bounds": [0, 2]}, the default of
     --async-level above 0 and of LoRA in bfloat16 with vLLM, {"level": null}, which only measures, or {"level": null,
-    "reject": {"seq_mean_k1": [0.99, 1.01]}}: see lib/rollout_correction.py"""
+    "reject": {"seq_mean_k1": [0.99, 1.01]}}: see lib/core_algos/rollout_correction.py"""
 
     # ---- update
     num_mini_batches: Annotated[int, Ge(1)] = 4
@@ -295,22 +295,40 @@ if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag a
 import numpy as np
 import torch
 
-from lib.advantages import (
+from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
+from lib.checkpoint import export_hf
+from lib.core_algos import (
     ADV_TENSORS,
+    LOSS_TENSORS,
+    TOKEN_MASKS,
     AdaptiveEntropyController,
     AdaptiveKLController,
     FixedKLController,
+    agg_loss,
     apply_kl_penalty,
+    at_last_token,
+    check_token_masks,
+    compute_token_masks,
     compute_value_loss,
     get_adv_estimator_fn,
+    get_policy_loss_fn,
+    get_rollout_correction_fn,
+    kl_penalty,
 )
-from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
-from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
-from lib.checkpoint import export_hf
-from lib.core_algos import agg_loss, at_last_token, kl_penalty
+from lib.data import (
+    RLHFDataset,
+    balance_groups,
+    collate_fn,
+    exchange_groups,
+    load_dataset_class,
+    make_loader,
+    prepare_dynamic_batch,
+)
 from lib.data_proto import DataProto
-from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
 from lib.distributed import (
+    Mean,
+    Sum,
+    add_metrics,
     all_gather_lists,
     all_reduce_sum,
     clip_grad_norm,
@@ -318,25 +336,22 @@ from lib.distributed import (
     init_distributed,
     make_mesh,
     make_row_group,
+    reduce_metrics,
     run,
     set_gradient_sync,
     shard_model,
+    token_means,
     trainable_parameters,
 )
 from lib.memory import GIB, estimate_memory, memory_table
 from lib.metrics import (
-    Mean,
-    Sum,
     Timer,
-    add_metrics,
     data_metrics,
     explained_variance,
     extra_metrics,
     mismatch_metrics,
-    reduce_metrics,
     rows_dropped,
     throughput_metrics,
-    token_means,
     validated_rows,
     validation_metrics,
 )
@@ -358,7 +373,6 @@ from lib.model import (
     without_adapters,
 )
 from lib.packing import layout
-from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
 from lib.reward import RewardManager, load_scorers
 from lib.rollout import (
     Sampling,
@@ -369,7 +383,6 @@ from lib.rollout import (
     staleness_metrics,
     sync_weights,
 )
-from lib.rollout_correction import get_rollout_correction_fn
 from lib.run import open_run
 from lib.tracking import Tracker, sample_rows
 from rewards.sandbox import accept as accept_sandbox

@@ -41,7 +41,7 @@ AdvEstimator = Literal[
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 ]
-"""names in lib/advantages.py, without the estimators that ppo.py and remax.py are for"""
+"""names in lib/core_algos/advantages.py, without the estimators that ppo.py and remax.py are for"""
 PolicyLoss = Literal[
     "vanilla",
     "gspo",
@@ -58,7 +58,7 @@ PolicyLoss = Literal[
     "clip_cov",
     "kl_cov",
 ]
-"""names in lib/policy_losses.py"""
+"""names in lib/core_algos/policy_losses.py"""
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")

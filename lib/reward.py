@@ -23,7 +23,7 @@ import rewards
 from lib import InputError
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.metrics import Sum
+from lib.distributed import Sum
 from lib.reward_pool import LARGEST_SCORE, Pool, call, checked, load_scorer
 from lib.secrets import struck
 from lib.user_code import load_object

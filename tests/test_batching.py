@@ -1,4 +1,4 @@
-"""lib/batching.py: rows over ranks, and micro-batches of rows that share prompts. Of rows that do not:
+"""lib/data/: rows over ranks, and micro-batches of rows that share prompts. Of rows that do not:
 tests/test_distributed.py."""
 
 from collections import Counter
@@ -13,16 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.batching import (
-    balance_groups,
-    exchange_groups,
-    group_costs,
-    largest_differencing,
-    longest_first,
-    prepare_dynamic_batch,
-    prompt_groups,
-    restore_dynamic_batch,
-)
+from lib.data import balance_groups, exchange_groups, prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
+from lib.data.balance import group_costs, largest_differencing, longest_first
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, clip_grad_norm, full_tensor, make_mesh, shard_model, trainable_parameters
 from lib.model import load_model, response_log_probs

@@ -1,4 +1,4 @@
-"""lib/distributed.py and lib/batching.py: launchers, FSDP2 at 1 and 2 ranks.
+"""lib/distributed/ and micro-batches of lib/data/: launchers, FSDP2 at 1 and 2 ranks.
 
 Traps are numbered as in docs/dev/LOG.md.
 """
@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 import lib.distributed
 import lib.model
 from lib import InputError
-from lib.batching import prepare_dynamic_batch, restore_dynamic_batch
 from lib.core_algos import agg_loss
+from lib.data import prepare_dynamic_batch, restore_dynamic_batch
 from lib.distributed import (
     World,
     clip_grad_norm,
@@ -203,14 +203,14 @@ def test_unequal_replicas_are_refused():
 @pytest.mark.parametrize("size", [1, 2])
 def test_offloading_to_cpu_memory_changes_no_number(tmp_path, size, monkeypatch):
     """On a CPU memory is all the same; the path through FSDP is the offloading one."""
-    policies, shard = set(), lib.distributed.fully_shard
+    policies, shard = set(), lib.distributed.sharding.fully_shard
 
     def spy(module, *, offload_policy, **options):
         policies.add(type(offload_policy))
         return shard(module, offload_policy=offload_policy, **options)
 
     path, args = save_tiny(tmp_path), ("token-mean", 30, torch.float64, True, 1)
-    monkeypatch.setattr(lib.distributed, "fully_shard", spy)
+    monkeypatch.setattr(lib.distributed.sharding, "fully_shard", spy)
     results = []
     for offload, policy in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
         ran = run_ranks(size, lambda *a: (mini_batch_gradient(*a), policies), path, *args, offload)[0]

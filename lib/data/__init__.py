@@ -1,0 +1,20 @@
+"""Prompts: rows -> tokens -> the share of each rank in a step; batches -> balanced ranks and micro-batches."""
+
+from lib.data.balance import balance_groups, exchange_groups
+from lib.data.dataset import RLHFDataset, load_dataset_class
+from lib.data.loader import collate_fn, make_loader
+from lib.data.micro_batches import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
+from lib.data.rows import load_split
+
+__all__ = [
+    "RLHFDataset",
+    "balance_groups",
+    "collate_fn",
+    "exchange_groups",
+    "load_dataset_class",
+    "load_split",
+    "make_loader",
+    "prepare_dynamic_batch",
+    "prompt_groups",
+    "restore_dynamic_batch",
+]
