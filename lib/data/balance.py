@@ -35,8 +35,8 @@ def balance_groups(
 
     for m in range(num_mini_batches):
         sampled, groups = numbers[:, m].tolist(), numbers[:, m].ravel().tolist()
-        ways = [split([cost[g] for g in groups], ranks) for split in (largest_differencing, longest_first)]
-        parts = min([sampled, *([[groups[i] for i in part] for part in way] for way in ways)], key=slowest)
+        moved = [[groups[i] for i in part] for part in longest_first([cost[g] for g in groups], ranks)]
+        parts = min(sampled, moved, key=slowest)
         for own, part in zip(plan, parts):
             own += sorted(part)
         as_sampled, by_plan = as_sampled + slowest(sampled), by_plan + slowest(parts)
@@ -85,28 +85,9 @@ def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share
     return (whole.sum(1) - share_prompts * (group_size - 1) * shared[:, 0]).tolist()
 
 
-def largest_differencing(costs: list[float], parts: int) -> list[list[int]]:
-    """The numbers of `costs` in `parts` lists of equal length whose sums are close to each other.
-
-    Karmarkar and Karp's method, in its form for equal lengths (Michiels, Korst, Aarts 2003, Performance ratios for the
-    differencing method): partial solutions, at first of one number a part, are joined, largest sum to smallest, always
-    the two of the largest difference within. Within 1 % of the mean if costs are alike, 20 % above if few are large.
-    """
-    order = sorted(range(len(costs)), key=lambda i: costs[i])
-    heap = []
-    for i in range(0, len(costs), parts):
-        sums = [(costs[n], [n]) for n in order[i : i + parts]]  # ascending
-        heap.append((sums[0][0] - sums[-1][0], i, sums))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, i, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        sums = sorted((x + y, [*xs, *ys]) for (x, xs), (y, ys) in zip(a, reversed(b)))
-        heapq.heappush(heap, (sums[0][0] - sums[-1][0], i, sums))
-    return [numbers for _, numbers in heap[0][2]]
-
-
 def longest_first(costs: list[float], parts: int) -> list[list[int]]:
-    """As `largest_differencing`, better where few costs are large: each goes to the smallest sum with room."""
+    """The numbers of `costs` in `parts` lists of equal length, of sums close to each other: each cost, from the largest
+    down, goes to the smallest sum with room (LPT scheduling)."""
     lists: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0.0, part) for part in range(parts)]  # those with room
     for n in sorted(range(len(costs)), key=lambda i: -costs[i]):
