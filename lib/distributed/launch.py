@@ -1,6 +1,5 @@
 """The start and the end of a job: launchers, the store, the process group, Ctrl-C and mistakes."""
 
-import ctypes
 import itertools
 import math
 import os
@@ -23,10 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from lib import InputError, report_mistake
 from lib.distributed.watchdog import enter_stage, start_watching, stop_watching
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-
 _job: tuple[dist.Store, int, int] | None = None  # its store, this rank, how many ranks; vLLM destroys the process group
 _timeout = timedelta(days=7)  # of a collective in any group, and of the store
+_meetings = itertools.count()
 
 
 class World(NamedTuple):
@@ -67,7 +65,6 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
-        _keep_freed_memory()
     if stage_timeout:
         _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher knows more and comes first
     if _on_one_node():
@@ -126,13 +123,6 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
     return dist.TCPStore(
         address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-
-
-def _keep_freed_memory() -> None:
-    """glibc gives large tensors back to the system as they are freed; 3 to 5 % of a step are then page faults."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # not on a Mac
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
@@ -202,9 +192,6 @@ def _leave() -> None:
     else:
         stop_watching()  # it uses the store
         store.set(f"left/{rank}", "")
-
-
-_meetings = itertools.count()
 
 
 def collective_timeout() -> timedelta:

@@ -220,31 +220,8 @@ def unsharded(model: torch.nn.Module) -> Iterator[None]:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
-        with _without_fsdp_hooks(modules):
-            yield
+        yield
     finally:
         for module in modules:
             module.set_reshard_after_forward(module is not model, recurse=False)
             module.reshard()
-
-
-@contextmanager
-def _without_fsdp_hooks(modules: list[FSDPModule]) -> Iterator[None]:
-    """Spares what FSDP does around each forward, a fifth of a decoding step of a tiny model, and unsharded modules do
-    not need. Where parameters are cast, the hooks cast a layer's inputs too: there they stay."""
-    removed = []
-    for module in modules:
-        state = module._get_fsdp_state()
-        if state._mp_policy.param_dtype is None:
-            for hooks, handle in (
-                (module._forward_pre_hooks, state._pre_forward_hook_handle),
-                (module._forward_hooks, state._post_forward_hook_handle),
-            ):
-                removed.append((hooks, hooks.copy()))
-                del hooks[handle.id]
-    try:
-        yield
-    finally:
-        for hooks, before in removed:
-            hooks.clear()
-            hooks.update(before)
