@@ -139,11 +139,10 @@ import torch
 
 from lib import core_algos, setup
 from lib.agent_loop import agent_metrics
-from lib.clock import timed
+from lib.data import gather_columns
 from lib.data_proto import DataProto
-from lib.distributed import global_counts, init_distributed
+from lib.distributed import global_counts, init_distributed, timed
 from lib.distributed import run as launch
-from lib.batching import gather_columns
 from lib.metrics import (
     Metric,
     Sum,
@@ -162,6 +161,7 @@ from lib.run import open_run
 from lib.scores import Rewards
 from lib.stream import Rollouts
 from lib.trained import Policy, micro_batches
+
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
@@ -188,7 +188,9 @@ def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]
     live = batch.batch["response_mask"].bool()
     if args.overlong_filtering:
         live = live & ~batch.batch["truncated"][:, None]
-    dull = core_algos.zero_variance_rows(batch.batch["token_level_scores"], live, batch.non_tensor_batch["uid"]) | ~live.any(1)
+    dull = core_algos.zero_variance_rows(
+        batch.batch["token_level_scores"], live, batch.non_tensor_batch["uid"]
+    ) | ~live.any(1)
     dull = dull.view(-1, args.group_size).all(1).repeat_interleave(args.group_size)  # (B,)
     return batch[~dull], batch[dull]
 

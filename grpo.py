@@ -116,11 +116,10 @@ import torch
 
 from lib import core_algos, setup
 from lib.agent_loop import agent_metrics
-from lib.clock import timed
+from lib.data import gather_columns
 from lib.data_proto import DataProto
-from lib.distributed import global_counts, init_distributed
+from lib.distributed import global_counts, init_distributed, timed
 from lib.distributed import run as launch
-from lib.batching import gather_columns
 from lib.metrics import (
     Metric,
     Sum,
@@ -135,6 +134,7 @@ from lib.metrics import (
 )
 from lib.run import open_run
 from lib.trained import Policy, micro_batches
+
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""

@@ -123,11 +123,10 @@ import torch
 
 from lib import core_algos, setup
 from lib.agent_loop import agent_metrics
-from lib.clock import timed
+from lib.data import gather_columns
 from lib.data_proto import DataProto
-from lib.distributed import global_counts, init_distributed
+from lib.distributed import global_counts, init_distributed, timed
 from lib.distributed import run as launch
-from lib.batching import gather_columns
 from lib.metrics import (
     Metric,
     Sum,
@@ -142,6 +141,7 @@ from lib.metrics import (
 )
 from lib.run import open_run
 from lib.trained import Critic, Policy, micro_batches
+
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
@@ -174,7 +174,7 @@ def add_advantages(
     args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
     """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
-    t, uid = gather_columns(batch)
+    t, _ = gather_columns(batch)
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     keep = counted = mask  # tokens that the loss sums, and those that its means count

@@ -1,4 +1,4 @@
-"""What a step's slowest rank has to compute, rows as they were sampled and rows balanced by lib/batching.py.
+"""What a step's slowest rank has to compute, rows as they were sampled and rows balanced by lib/data/balance.py.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 -m benchmarks.balance [--prompts 16] [--repeats 5]
 
@@ -22,7 +22,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.update import GROUP, update
-from lib.batching import balance_groups, exchange_groups
+from lib.data import balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, init_distributed, run
 from lib.model import load_model

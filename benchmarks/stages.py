@@ -27,12 +27,10 @@ import torch
 from transformers import GenerationConfig
 
 from benchmarks.update import environment, peak_memory
-from lib.advantages import compute_gae_advantage_return, get_adv_estimator_fn
-from lib.core_algos import agg_loss
+from lib.core_algos import agg_loss, compute_gae_advantage_return, get_adv_estimator_fn, get_policy_loss_fn
 from lib.data_proto import DataProto
 from lib.distributed import init_distributed, make_mesh, shard_model, unsharded
 from lib.model import LinearLogProbs, load_model, load_tokenizer
-from lib.policy_losses import get_policy_loss_fn
 from lib.rollout import HFEngine, Sampling, make_engine, sync_weights
 from tests.common import TOY_MODEL, rollout_batch
 

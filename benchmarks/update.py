@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lib.batching import prepare_dynamic_batch
+from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.model import load_model, response_log_probs
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data.rows import make_row, run_script, write_rows
 from lib import InputError
-from lib.dataset import load_split
+from lib.data import load_split
 
 HUB_ID = "openai/gsm8k"
 INSTRUCTION = 'Think step by step, and end with the final answer, a number, after "####".'

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from data.rows import make_row, run_script, write_rows
 from lib import InputError
-from lib.dataset import load_split
+from lib.data import load_split
 from rewards.math import last_boxed
 
 HUB_IDS = {"train": "DigitalLearningGmbH/MATH-lighteval", "test": "HuggingFaceH4/MATH-500"}

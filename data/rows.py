@@ -11,7 +11,7 @@ from lib import InputError
 
 
 def make_row(data_source: str, prompt: str, truth: str, extra_info: dict) -> dict:
-    """A row that lib/dataset.py reads: one user message, scored by the scorer of `data_source` against `truth`."""
+    """A row that lib/data/dataset.py reads: one user message, scored by the scorer of `data_source` against `truth`."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": prompt}],

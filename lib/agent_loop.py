@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.metrics import Mean, Metric, Sum
+from lib.distributed import Mean, Metric, Sum
 from lib.reward_pool import LARGEST_SCORE
 from lib.rollout import Generated, Sampling, add_responses, turn_seed
 from lib.special_tokens import Defuse

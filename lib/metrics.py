@@ -1,9 +1,7 @@
 """Numbers about a step: what a batch looks like, validation scores, times. Pure functions, but for one gather.
 
-Traps it avoids: a mean of per-rank means is wrong when ranks hold different counts, so a rank reports totals and counts
-(`Mean`, `Sum`, `Max`, `Min`) and `reduce_metrics` finishes them; pass@k as 1 - (1 - c/n)^k is biased; rows without a
-trained token (padding, failed rollouts) are counted and stay out of every other number. A metric without any data in
-this step is left out, not reported as 0.
+Traps it avoids: pass@k as 1 - (1 - c/n)^k is biased; rows without a trained token (padding, failed rollouts) are
+counted and stay out of every other number. A rank reports totals and counts, see lib/distributed/reduced.py.
 """
 
 import sys
@@ -18,85 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import enter_stage
-
-# ---- reduction over ranks ------------------------------------------------------------------------
-
-
-class Mean(NamedTuple):
-    """total / count over all ranks; left out where the count is 0."""
-
-    total: float
-    count: float
-
-
-class Sum(NamedTuple):
-    value: float
-
-
-class Max(NamedTuple):
-    value: float
-
-
-class Min(NamedTuple):
-    value: float
-
-
-Metric = Mean | Sum | Max | Min | float
-
-
-def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """The metrics of all ranks as plain floats, equal on every rank. A collective; without a process group: local only.
-
-    Ranks may lack keys. A plain number is the same on all ranks already (a learning rate): the lowest rank's is taken.
-    """
-    ranks = [dict(local)]
-    if dist.is_initialized():
-        ranks = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(ranks, dict(local), group=group)
-    reduced = {}
-    for key in dict.fromkeys(key for metrics in ranks for key in metrics):
-        parts = [metrics[key] for metrics in ranks if key in metrics]
-        match parts[0]:
-            case Mean():
-                count = sum(part.count for part in parts)
-                if count > 0:
-                    reduced[key] = float(sum(part.total for part in parts) / count)
-            case Sum():
-                reduced[key] = float(sum(part.value for part in parts))
-            case Max():
-                reduced[key] = float(max(part.value for part in parts))
-            case Min():
-                reduced[key] = float(min(part.value for part in parts))
-            case plain:
-                reduced[key] = float(plain)
-    return reduced
-
-
-def add_metrics(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
-    """Adds the metrics of one more micro-batch to those of this rank, in place."""
-    for key, new in more.items():
-        match total.get(key):
-            case None:
-                total[key] = new
-            case Mean(value, count):
-                total[key] = Mean(value + new.total, count + new.count)
-            case Sum(value):
-                total[key] = Sum(value + new.value)
-            case Max(value):
-                total[key] = Max(max(value, new.value))
-            case Min(value):
-                total[key] = Min(min(value, new.value))
-
-
-def token_means(values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, Metric]:
-    """The mean of each (B, T) tensor over the tokens of the mask, over all micro-batches and ranks."""
-    mask = mask.bool()
-    return {name: Mean(value[mask].double().sum().item(), int(mask.sum())) for name, value in values.items()}
+from lib.distributed import Max, Mean, Metric, Min, Sum, enter_stage, reduce_metrics
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -475,7 +398,7 @@ def trouble_of_run(rows: Sequence[Mapping]) -> list[str]:
 class Timer:
     """`with timer("rollout"): ...` adds the block's seconds to timing_s/rollout; make a new one every step.
 
-    The block is also a stage of the step for `enter_stage` in lib/distributed.py, and so is what comes after it.
+    The block is also a stage of the step for `enter_stage` in lib/distributed, and so is what comes after it.
     """
 
     def __init__(self, step: int = 0) -> None:

@@ -44,7 +44,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lib import InputError, is_first_on_node
 from lib.args import check_model_path
-from lib.batching import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
+from lib.data import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import (
     TENSOR_PARALLEL_STYLES,

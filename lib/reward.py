@@ -25,7 +25,7 @@ from lib.cli.secrets import struck
 from lib.cli.user_code import load_object
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.metrics import Sum
+from lib.distributed import Sum
 from lib.reward_pool import LARGEST_SCORE, Pool, call, checked, load_scorer
 from rewards.sandbox import sandbox_level
 

@@ -41,9 +41,8 @@ from lib.checkpoint import (
 )
 from lib.cli.flags import Names, marked
 from lib.cli.secrets import private
-from lib.clock import start_step, step_timing
 from lib.data_proto import DataProto
-from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last
+from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last, start_step, step_timing
 from lib.metrics import DROPPED, Metric, reduce_metrics, throughput_metrics
 from lib.run_config import checked_overrides, compare, describe_run, read_json
 from lib.tracking import Tracker

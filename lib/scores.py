@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lib.clock import timed
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
+from lib.distributed import timed
 from lib.metrics import Sum
 from lib.model import reward_model_scores
 from lib.reward import PendingScores, RewardManager

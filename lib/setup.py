@@ -10,16 +10,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lib.advantages import (
-    ADV_TENSORS,
-    AdaptiveKLController,
-    FixedKLController,
-    get_adv_estimator_fn,
-)
 from lib.agent_loop import MultiTurn, generate_multi_turn, load_multi_turn
 from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
 from lib.cli.flags import given, parse_json
-from lib.dataset import RLHFDataset, load_dataset_class, make_loader
+from lib.core_algos import (
+    ADV_TENSORS,
+    LOSS_TENSORS,
+    AdaptiveKLController,
+    FixedKLController,
+    check_token_masks,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    get_rollout_correction_fn,
+)
+from lib.data import RLHFDataset, load_dataset_class, make_loader
 from lib.distributed import RowGroup, World, make_mesh, make_row_group, shard_model
 from lib.memory import GIB, estimate_memory, memory_table
 from lib.model import (
@@ -32,10 +36,8 @@ from lib.model import (
     load_reward_model,
     load_tokenizer,
 )
-from lib.policy_losses import LOSS_TENSORS, check_token_masks, get_policy_loss_fn
 from lib.reward import RewardManager, Scorer, load_scorers
 from lib.rollout import Sampling, check_engine_import, make_engine
-from lib.rollout_correction import get_rollout_correction_fn
 from lib.run import Run
 from lib.scores import RewardModel, Rewards
 from lib.stream import Rollouts
@@ -73,17 +75,21 @@ def check_algorithm(args: Any, world: World) -> dict:
     return correction
 
 
-def needs_old_log_probs(args: Any, sizes: Sizes, correction: dict) -> bool:
-    """False where nothing reads them: with one update a step the ratio is 1."""
-    return bool(
+def needed_log_probs(args: Any, sizes: Sizes, correction: dict) -> tuple[str, ...]:
+    """What of the policy before the update has to be computed: old_log_probs and entropys, and for some estimators
+    sum_pi_squared; nothing where nothing reads it: with one update a step the ratio is 1."""
+    of_advantages = ADV_TENSORS.get(getattr(args, "adv_estimator", ""), ())
+    if "sum_pi_squared" in of_advantages:
+        return "old_log_probs", "entropys", "sum_pi_squared"
+    needed = (
         sizes.updates_per_step > 1
         or args.old_log_probs == "recompute"
         or correction
         or args.token_masks.settings(args.loss)
         or (args.kl_coef > 0 and args.kl_placement == "reward")
         or args.loss in LOSS_TENSORS
-        or "old_log_probs" in ADV_TENSORS.get(getattr(args, "adv_estimator", ""), ())
     )
+    return ("old_log_probs", "entropys") if needed else ()
 
 
 def make_kl_control(args: Any) -> AdaptiveKLController:

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from lib.args import Sizes
-from lib.batching import balance_groups, exchange_groups
-from lib.clock import timed
+from lib.data import PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
-from lib.dataset import PromptLoader
-from lib.distributed import World
+from lib.distributed import World, timed
 from lib.metrics import Metric
 from lib.rollout import Sampling, request_seeds, rollouts_ahead, staleness_metrics, sync_weights
 from lib.trained import Policy

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from lib.batching import prepare_dynamic_batch
-from lib.clock import timed
+from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup, World, clip_grad_norm, set_gradient_sync, trainable_parameters
+from lib.distributed import RowGroup, World, clip_grad_norm, set_gradient_sync, timed, trainable_parameters
 from lib.metrics import Mean, Metric, Sum
 from lib.model import (
     batched_log_probs,
@@ -86,8 +85,9 @@ class Policy(Trained):
         )
 
     @timed("log_probs")
-    def batched_log_probs(self, batch: DataProto, sum_pi_squared: bool = False) -> dict[str, torch.Tensor]:
-        """old_log_probs, entropys and, if asked for, sum_pi_squared (B, T), without gradients. A collective."""
+    def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+        """old_log_probs, entropys and, if it is among the names, sum_pi_squared (B, T), without gradients. A
+        collective."""
         f = self.forward
         outputs = batched_log_probs(
             self.module,
@@ -96,7 +96,7 @@ class Policy(Trained):
             f.micro_batch_tokens,
             top_p=f.top_p,
             top_k=f.top_k,
-            sum_pi_squared=sum_pi_squared,
+            sum_pi_squared="sum_pi_squared" in names,
             row_group=f.row_group,
         )
         return dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs))

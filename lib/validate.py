@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from torch.utils.data import Dataset
 
 from lib.args import Sizes, ValidationArgs
-from lib.clock import timed
+from lib.data import collate_fn
 from lib.data_proto import DataProto
-from lib.dataset import collate_fn
-from lib.distributed import all_gather_lists, enter_stage
+from lib.distributed import all_gather_lists, enter_stage, timed
 from lib.metrics import validated_rows, validation_metrics
 from lib.rollout import Sampling
 from lib.scores import Rewards

@@ -23,14 +23,7 @@ from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
 from lib.data_proto import DataProto
-from lib.distributed import (
-    address_towards,
-    broadcast,
-    compute_device,
-    join_group,
-    listening_store,
-    new_cpu_subgroup,
-)
+from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store, new_cpu_subgroup
 from lib.rollout import CheckedStream, Generated, Sampling, WeightSyncError, add_responses, stop_token_ids, turn_seed
 
 # ---- vLLM ----------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def off_policy(folder: Path) -> list[str]:
     """A sampler whose probabilities are not the trainer's: there is something to correct and to reject."""
     (folder / "off.py").write_text(
         "import lib.rollout\n"
-        "from lib.dataset import RLHFDataset as Rows\n"
+        "from lib.data import RLHFDataset as Rows\n"
         "sample = lib.rollout.sample_tokens\n"
         "def sample_off(*args):\n"
         "    token, log_prob = sample(*args)\n"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
-from lib.advantages import (
+from lib.core_algos import (
     ADV_ESTIMATORS,
     ADV_TENSORS,
     AdaptiveEntropyController,
@@ -23,14 +23,15 @@ from lib.advantages import (
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
     compute_grpo_leave_one_out_outcome_advantage,
+    compute_grpo_outcome_advantage,
     compute_multi_turn_optimal_token_baseline_advantage,
     compute_optimal_token_baseline_advantage,
     compute_remax_outcome_advantage,
     compute_value_loss,
     get_adv_estimator_fn,
     length_adaptive_lam,
+    masked_whiten,
 )
-from lib.core_algos import compute_grpo_outcome_advantage, masked_whiten
 
 GAMMA, LAM, ALPHA, WEIGHTS = 0.97, 0.9, 0.3, [0.5, 2.0]
 GARBAGE = [math.nan, 1e9, -1e9, math.inf, -math.inf]

@@ -17,8 +17,7 @@ from transformers import AddedToken
 from lib import InputError
 from lib.agent_loop import MultiTurn, agent_metrics, generate_multi_turn
 from lib.data_proto import DataProto
-from lib.distributed import World, init_distributed, make_mesh, shard_model
-from lib.metrics import reduce_metrics
+from lib.distributed import World, init_distributed, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
 from lib.tools import BaseInteraction, BaseTool, FunctionTool, ToolCall, get_tool_parser

@@ -1,4 +1,4 @@
-"""lib/batching.py: rows over ranks, and micro-batches of rows that share prompts. Of rows that do not:
+"""lib/data/: rows over ranks, and micro-batches of rows that share prompts. Of rows that do not:
 tests/test_distributed.py."""
 
 from collections import Counter
@@ -13,16 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.batching import (
-    balance_groups,
-    exchange_groups,
-    group_costs,
-    largest_differencing,
-    longest_first,
-    prepare_dynamic_batch,
-    prompt_groups,
-    restore_dynamic_batch,
-)
+from lib.data import balance_groups, exchange_groups, prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
+from lib.data.balance import group_costs, longest_first
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, clip_grad_norm, full_tensor, make_mesh, shard_model, trainable_parameters
 from lib.model import load_model, response_log_probs
@@ -130,36 +122,29 @@ def smallest_maximum(costs: list[float], parts: int) -> float:
     return best(tuple(range(len(costs))))
 
 
-RATIOS = {1: 1, 2: 1, 3: 4 / 3, 4: 19 / 12, 5: 103 / 60}  # at worst, by numbers a part; for m parts also 2 - 1 / m
-
-
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([(2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (3, 2), (3, 3), (4, 2), (5, 1)]), st.data())
-def test_parts_are_of_equal_size_and_within_the_proved_ratio_of_the_optimum(shape, data):
-    parts, size = shape
+@given(st.integers(1, 8), st.integers(1, 8), st.data())
+def test_parts_are_of_equal_size(parts, size, data):
     costs = data.draw(st.lists(st.integers(0, 200), min_size=parts * size, max_size=parts * size))
-    for split in (largest_differencing, longest_first):
-        partition = split(costs, parts)
-        assert sorted(n for part in partition for n in part) == list(range(len(costs)))
-        assert [len(part) for part in partition] == [size] * parts
-    bound = min(RATIOS[size], 2 - 1 / parts) * smallest_maximum(costs, parts)
-    assert slowest(costs, largest_differencing(costs, parts)) <= bound + 1e-9
+    partition = longest_first(costs, parts)
+    assert sorted(n for part in partition for n in part) == list(range(len(costs)))
+    assert [len(part) for part in partition] == [size] * parts
 
 
 def slowest(costs, partition) -> float:
     return max(sum(costs[n] for n in part) for part in partition)
 
 
-@pytest.mark.parametrize("spread, differencing, longest", [(0.1, 1.006, 1.02), (0.9, 1.08, 1.02)])
-def test_both_are_close_to_the_optimum_each_where_it_is_used(spread, differencing, longest):
-    """Log-normal lengths, alike and skewed. The split as it comes is 5 and 35 % above the optimum."""
-    rng, sums = np.random.default_rng(0), np.zeros(4)
+@pytest.mark.parametrize("spread", [0.1, 0.9])
+def test_parts_are_close_to_the_optimum(spread):
+    """Log-normal lengths, alike and skewed: 0.7 and 1.8 % above it. The split as it comes is 5 and 35 %."""
+    rng, sums = np.random.default_rng(0), np.zeros(3)
     for _ in range(30):
         costs = rng.lognormal(6, spread, 12).tolist()
-        ways = largest_differencing(costs, 3), longest_first(costs, 3), [range(i, i + 4) for i in (0, 4, 8)]
+        ways = longest_first(costs, 3), [range(i, i + 4) for i in (0, 4, 8)]
         sums += [smallest_maximum(costs, 3), *(slowest(costs, way) for way in ways)]
-    optimum, *sums = sums
-    assert sums[0] < differencing * optimum and sums[1] < longest * optimum and sums[2] > 1.04 * optimum
+    optimum, found, as_it_comes = sums
+    assert found < 1.02 * optimum and as_it_comes > 1.04 * optimum
 
 
 @pytest.fixture(scope="module")

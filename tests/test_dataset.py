@@ -1,4 +1,4 @@
-"""lib/dataset.py with real files, real (small) tokenizers and the real StatefulDataLoader."""
+"""lib/data/dataset.py with real files, real (small) tokenizers and the real StatefulDataLoader."""
 
 import json
 import random
@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
 from lib import InputError
-from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, load_split, make_loader
+from lib.data import RLHFDataset, collate_fn, load_dataset_class, load_split, make_loader
 from tests.common import ROOT
 
 # One token a character: "<user: hi><assistant: " has 6 + 3 + 12 tokens, and thinking adds "!".
@@ -66,7 +66,7 @@ def texts(dataset):
 
 def test_rows_of_json_do_without_the_import_of_datasets(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [make_row("a")])
-    code = f"import sys, lib.dataset; print(len(lib.dataset.read_rows({str(path)!r})), 'datasets' in sys.modules)"
+    code = f"import sys, lib.data.rows; print(len(lib.data.rows.read_rows({str(path)!r})), 'datasets' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["1", "False"]
 
@@ -426,7 +426,7 @@ def test_load_split_of_a_local_copy(tmp_path):
 def test_load_dataset_class(tmp_path, tokenizer):
     code = tmp_path / "mine.py"
     code.write_text(
-        "from lib.dataset import RLHFDataset\n"
+        "from lib.data import RLHFDataset\n"
         "class Mine(RLHFDataset):\n"
         "    def __getitem__(self, i):\n"
         "        return {**super().__getitem__(i), 'mine': i}\n"

@@ -1,4 +1,4 @@
-"""lib/distributed.py and lib/batching.py: launchers, FSDP2 at 1 and 2 ranks.
+"""lib/distributed/ and micro-batches of lib/data/: launchers, FSDP2 at 1 and 2 ranks.
 
 Traps are numbered as in docs/dev/LOG.md.
 """
@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 import lib.distributed
 import lib.model
 from lib import InputError
-from lib.batching import prepare_dynamic_batch, restore_dynamic_batch
 from lib.core_algos import agg_loss
+from lib.data import prepare_dynamic_batch, restore_dynamic_batch
 from lib.distributed import (
     World,
     clip_grad_norm,
@@ -203,14 +203,14 @@ def test_unequal_replicas_are_refused():
 @pytest.mark.parametrize("size", [1, 2])
 def test_offloading_to_cpu_memory_changes_no_number(tmp_path, size, monkeypatch):
     """On a CPU memory is all the same; the path through FSDP is the offloading one."""
-    policies, shard = set(), lib.distributed.fully_shard
+    policies, shard = set(), lib.distributed.sharding.fully_shard
 
     def spy(module, *, offload_policy, **options):
         policies.add(type(offload_policy))
         return shard(module, offload_policy=offload_policy, **options)
 
     path, args = save_tiny(tmp_path), ("token-mean", 30, torch.float64, True, 1)
-    monkeypatch.setattr(lib.distributed, "fully_shard", spy)
+    monkeypatch.setattr(lib.distributed.sharding, "fully_shard", spy)
     results = []
     for offload, policy in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
         ran = run_ranks(size, lambda *a: (mini_batch_gradient(*a), policies), path, *args, offload)[0]
@@ -349,28 +349,19 @@ def test_unsharded_ranks_may_run_different_numbers_of_forwards(tmp_path):
     assert torch.equal(a, b) and norm_a == norm_b
 
 
-def hooks(model) -> list[list]:
-    return [[*m._forward_pre_hooks.values(), *m._forward_hooks.values()] for m in model.modules()]
-
-
-def forwards_without_hooks(world, path, dtype):
-    model = shard_model(load_model(path), make_mesh(world), dtype)
-    calls, ids = [], torch.arange(4, 12)[None]
-    model.register_forward_hook(lambda *_: calls.append(1))
-    before, whole = hooks(model), model(input_ids=ids).logits
+def unsharded_and_again(world, path, dtype):
+    model, ids = shard_model(load_model(path), make_mesh(world), dtype), torch.arange(4, 12)[None]
+    whole = model(input_ids=ids).logits
     with torch.no_grad(), unsharded(model):
-        inside = hooks(model)
         same = torch.equal(model(input_ids=ids).logits, whole)
     with pytest.raises(KeyboardInterrupt), unsharded(model):
         raise KeyboardInterrupt
-    return sum(map(len, inside)), sum(map(len, before)), hooks(model) == before, same, len(calls)
+    return same, all(isinstance(p, DTensor) for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_whole_model_runs_without_fsdps_hooks_where_nothing_is_cast(tmp_path, dtype):
-    inside, before, restored, same, calls = run_ranks(1, forwards_without_hooks, save_tiny(tmp_path), dtype)[0]
-    assert restored and same and calls == 2
-    assert inside == (1 if dtype == torch.float32 else before) and before == 2 * 3 + 1  # two layers, root, and our own
+def test_a_whole_model_gives_the_same_logits_and_is_sharded_again_also_after_an_interrupt(tmp_path, dtype):
+    assert run_ranks(1, unsharded_and_again, save_tiny(tmp_path), dtype) == [(True, True)]
 
 
 def checksums(world, path):

@@ -67,9 +67,7 @@ def flag_docstring(script: str, field: str) -> str:
 @pytest.mark.parametrize("doc", SCRIPT_OF)
 def test_flags_and_their_values_are_taken(doc):
     """A flag alone is one of the script's; flags with values parse, and their JSON fits what it is for."""
-    from lib.advantages import get_adv_estimator_fn
-    from lib.policy_losses import check_token_masks, get_policy_loss_fn
-    from lib.rollout_correction import get_rollout_correction_fn
+    from lib.core_algos import check_token_masks, get_adv_estimator_fn, get_policy_loss_fn, get_rollout_correction_fn
 
     snippets = SNIPPET.findall(text_of(doc))
     assert len(snippets) > 5
@@ -150,7 +148,7 @@ def test_servers_are_started_on_an_address():
 
 
 def test_the_row_of_the_readme_is_one(tmp_path):
-    from lib.dataset import RLHFDataset
+    from lib.data import RLHFDataset
     from lib.model import load_tokenizer
     from rewards import compute_score
 
@@ -165,10 +163,7 @@ def test_the_row_of_the_readme_is_one(tmp_path):
 
 
 def test_tables_of_algorithms_are_complete():
-    from lib.advantages import ADV_ESTIMATORS
-    from lib.core_algos import LOSS_AGG_MODES
-    from lib.policy_losses import POLICY_LOSSES, TOKEN_MASKS
-    from lib.rollout_correction import CRITERIA
+    from lib.core_algos import ADV_ESTIMATORS, CRITERIA, LOSS_AGG_MODES, POLICY_LOSSES, TOKEN_MASKS
 
     tables = {
         "Advantages": ADV_ESTIMATORS,
@@ -190,8 +185,7 @@ def test_tables_of_algorithms_are_complete():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_help_lists_every_estimator_loss_and_mask(script):
-    from lib.advantages import ADV_ESTIMATORS
-    from lib.policy_losses import POLICY_LOSSES, TOKEN_MASKS
+    from lib.core_algos import ADV_ESTIMATORS, POLICY_LOSSES, TOKEN_MASKS
 
     assert set(choices(script, "loss")) == set(POLICY_LOSSES)
     if script in ("grpo", "dapo"):

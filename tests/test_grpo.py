@@ -427,7 +427,7 @@ def test_a_special_token_in_a_prompt_is_text_and_is_counted(tmp_path):
 def test_your_own_reward_dataset_and_validation_by_sampling(tmp_path):
     """--reward, --dataset-class, several validation samples, tensorboard and wandb."""
     (tmp_path / "mine.py").write_text(
-        "from lib.dataset import RLHFDataset\n"
+        "from lib.data import RLHFDataset\n"
         "class Mine(RLHFDataset):\n"
         "    pass\n"
         "def score(data_source, solution_str, ground_truth, extra_info=None):\n"

@@ -26,13 +26,24 @@ from transformers import (
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from lib.advantages import ADV_ESTIMATORS, ADV_TENSORS, compute_value_loss, get_adv_estimator_fn
-from lib.batching import prepare_dynamic_batch
-from lib.core_algos import KL_PENALTIES, LOSS_AGG_MODES, agg_loss, kl_penalty
+from lib.core_algos import (
+    ADV_ESTIMATORS,
+    ADV_TENSORS,
+    KL_PENALTIES,
+    LOSS_AGG_MODES,
+    LOSS_TENSORS,
+    POLICY_LOSSES,
+    agg_loss,
+    compute_token_masks,
+    compute_value_loss,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    kl_penalty,
+)
+from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, set_gradient_sync, shard_model, trainable_parameters
 from lib.model import batched_log_probs, load_critic, load_model, response_log_probs, response_values
-from lib.policy_losses import LOSS_TENSORS, POLICY_LOSSES, compute_token_masks, get_policy_loss_fn
 from tests.common import rollout_batch, run_ranks, save_tiny
 from tests.test_core_algos import SCALE, bits_equal, counts, poison, random_batch
 

@@ -8,23 +8,17 @@ import pytest
 import torch
 
 from lib.data_proto import DataProto
+from lib.distributed import Max, Mean, Min, Sum, add_metrics, reduce_metrics, token_means
 from lib.metrics import (
-    Max,
-    Mean,
-    Min,
-    Sum,
     Timer,
     Validated,
-    add_metrics,
     best_at_k,
     data_metrics,
     extra_metrics,
     maj_at_k,
     mismatch_metrics,
     pass_at_k,
-    reduce_metrics,
     throughput_metrics,
-    token_means,
     validated_rows,
     validation_metrics,
 )

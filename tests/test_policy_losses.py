@@ -15,9 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
-from lib import policy_losses as pl
-from lib.core_algos import LOSS_AGG_MODES, agg_loss, compute_policy_loss
-from lib.rollout_correction import CRITERIA, compute_rollout_correction, get_rollout_correction_fn
+from lib.core_algos import (
+    CRITERIA,
+    LOSS_AGG_MODES,
+    agg_loss,
+    compute_policy_loss,
+    compute_rollout_correction,
+    get_rollout_correction_fn,
+)
+from lib.core_algos import policy_losses as pl
 from tests.test_core_algos import SCALE, bits_equal, close, counts, garbage, poison, random_batch, slow_weights
 
 LOW, HIGH = 0.2, 0.28

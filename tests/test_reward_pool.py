@@ -14,7 +14,8 @@ import torch
 
 from lib import InputError, reward_pool
 from lib.data_proto import DataProto
-from lib.metrics import Sum, extra_metrics, reward_components
+from lib.distributed import Sum
+from lib.metrics import extra_metrics, reward_components
 from lib.model import load_tokenizer
 from lib.reward import RewardManager, load_scorers
 from tests.common import TOY_MODEL, run_ranks

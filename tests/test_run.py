@@ -357,7 +357,7 @@ def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, capsys):
 
 BREAKS = """
 import os
-from lib.dataset import RLHFDataset
+from lib.data import RLHFDataset
 class Breaks(RLHFDataset):
     taken = 0
     def __getitem__(self, i):

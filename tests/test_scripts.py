@@ -107,7 +107,7 @@ def test_validation_alone_closes_what_it_opened(tmp_path, script):
     (tmp_path / "mine.py").write_text(
         "from pathlib import Path\n"
         "import lib.rollout\n"
-        "from lib.dataset import RLHFDataset as Rows\n"
+        "from lib.data import RLHFDataset as Rows\n"
         "lib.rollout.HFEngine.close = lambda self: Path(__file__).with_suffix('.closed').touch()\n"
     )
     lines = (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:4]

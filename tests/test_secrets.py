@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.secrets import private, secret_in, struck
+from lib.cli.secrets import private, secret_in, struck
 from tests.common import PYTHON, ROOT, SMALL, environment, launch, ran
 from tests.test_args import DRIVER
 

@@ -22,16 +22,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
 from lib import InputError
-from lib.batching import prepare_dynamic_batch
 from lib.core_algos import LOSS_AGG_MODES
-from lib.distributed import (
-    full_tensor,
-    make_mesh,
-    make_row_group,
-    set_gradient_sync,
-    shard_model,
-    trainable_parameters,
-)
+from lib.data import prepare_dynamic_batch
+from lib.distributed import full_tensor, make_mesh, make_row_group, set_gradient_sync, shard_model, trainable_parameters
 from lib.memory import estimate_memory
 from lib.model import (
     add_lora,

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from lib.dataset import RLHFDataset
+from lib.data import RLHFDataset
 from lib.model import load_tokenizer
 from lib.special_tokens import Defuse
 from tests.common import TOY_MODEL

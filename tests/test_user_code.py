@@ -6,10 +6,10 @@ import pytest
 
 from lib import InputError
 from lib.agent_loop import load_multi_turn
-from lib.dataset import load_dataset_class
+from lib.cli.user_code import load_object
+from lib.data import load_dataset_class
 from lib.model import load_tokenizer
 from lib.reward import load_scorers
-from lib.user_code import load_object
 from tests.common import TOY_MODEL
 
 BROKEN = {

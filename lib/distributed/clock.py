@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lib.distributed import enter_stage
+from lib.distributed.watchdog import enter_stage
 
 _step = 0
 _seconds: dict[str, float] = defaultdict(float)

@@ -1,12 +1,12 @@
-"""Policy losses beside PPO's (`compute_policy_loss` in lib/core_algos.py), one section a paper. L is minimised.
+"""Policy losses, one section a paper. L is minimised.
 
     policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
 
-as `compute_policy_loss` in lib/core_algos.py: tensors (B, T); 0 at masked positions, value and gradient, whatever is
-there; only log_prob is differentiated; metrics are detached; `agg_loss` divides by global counts. A loss may look along
-its own row (a response is never split) but never across rows, so no micro-batch split changes it. What compares rows, a
-rank or a quantile over tokens, is a mask: `compute_token_masks` makes it, without gradient, from the step's batch,
-gathered over the ranks, and it is cut into micro-batches like every other key. It multiplies losses; denominators stay.
+Tensors are (B, T). Losses are 0 at masked positions, value and gradient, whatever is there; only log_prob is
+differentiated; metrics are detached; `agg_loss` divides by global counts. A loss may look along its own row (a response
+is never split) but never across rows, so no micro-batch split changes it. What compares rows, a rank or a quantile over
+tokens, is a mask: `compute_token_masks` makes it, without gradient, from the step's batch, gathered over the ranks, and
+it is cut into micro-batches like every other key. It multiplies losses; denominators stay.
 
 ρ = exp(log_prob − old_log_prob), log ratio clamped to ±20; A = advantage; sg = stop-gradient; N = number of tokens.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lib import InputError
-from lib.core_algos import _bind, _keep, _lookup, compute_policy_loss, masked_mean
+from lib.core_algos.reductions import _keep, masked_mean
+from lib.core_algos.settings import _bind, _lookup
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -43,6 +44,47 @@ def _ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tup
     """max(−A·r, −A·clip(r, 1 − low, 1 + high)), and where it is clipped."""
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+# --------------------------------------------------------------------------------------- PPO 1707.06347
+def compute_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    cliprange_low: float = 0.2,
+    cliprange_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO, arXiv 1707.06347 eq. 7: L = max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)), ρ = exp(log_prob − old_log_prob).
+
+    low != high is DAPO's clip-higher, arXiv 2503.14476. Dual clip, arXiv 1912.09729: where A < 0, L <= −A·c (c > 1;
+    math.inf turns it off). The log ratio is clamped to ±20. Only log_prob is differentiated. All tensors (B, T).
+
+    Returns losses (B, T), 0 at masked positions, and detached (B, T) metrics to be averaged over the valid tokens of
+    the global mini-batch: pg_clipfrac (clipped by PPO), pg_clipfrac_lower (by the dual clip), ppo_kl (KL(old ‖ new)).
+    verl returns the aggregated scalar here. But a scalar has lost its denominator: summed over uneven micro-batches
+    or ranks it is not the loss of the mini-batch. So the script calls `agg_loss`, with the global counts.
+    """
+    if not clip_ratio_c > 1:
+        raise InputError(f"clip_ratio_c bounds the ratio from above where A < 0 and must be > 1, not {clip_ratio_c}")
+    log_prob = _keep(log_prob, response_mask)
+    old_log_prob = _keep(old_log_prob, response_mask).detach()
+    advantages = _keep(advantages, response_mask).detach()
+
+    log_ratio = (log_prob - old_log_prob).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
+    ppo = torch.maximum(unclipped, clipped)
+    bound = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
+    metrics = {
+        "actor/pg_clipfrac": (clipped > unclipped).to(ratio.dtype),
+        "actor/pg_clipfrac_lower": (ppo > bound).to(ratio.dtype),
+        "actor/ppo_kl": -log_ratio.detach(),
+    }
+    return torch.minimum(ppo, bound), metrics
 
 
 # ------------------------------------------------------------------------- policy gradient: 2504.02546

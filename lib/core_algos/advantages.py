@@ -1,7 +1,7 @@
-"""Advantage estimators (grpo and dr_grpo are in lib/core_algos.py), the critic's loss, KL in the reward, controllers.
+"""Advantage estimators and the critic's loss.
 
 The tensors given are the *global* batch: the script gathers over ranks first. Groups must be whole, and batch
-statistics (whitening, batch std, gpg's α, the mean KL) are those of what is given. As in core_algos:
+statistics (whitening, batch std, gpg's α) are those of what is given.
 
 - What stands at a masked position, a reward too, does not count, be it NaN. The results are 0 there.
 - A dead row (no valid token) is in no group, count or statistic; with or without it, the others are equal to the bit.
@@ -13,7 +13,6 @@ Estimators return advantages (B, T), returns (B, T), an outcome estimator one te
 differentiated. Statistics are taken in float64; results have the dtype of the rewards, float32 at least.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -22,16 +21,16 @@ import torch
 from torch import Tensor
 
 from lib import InputError
-from lib.core_algos import (
-    _bind,
+from lib.core_algos.reductions import (
     _group_sum,
     _keep,
-    _lookup,
     _outcome_scores,
+    _rewards_dtype,
     _spread,
-    compute_grpo_outcome_advantage,
+    at_last_token,
     masked_whiten,
 )
+from lib.core_algos.settings import _bind, _lookup
 
 Index = Sequence | np.ndarray  # (B,): rows of equal id are one group
 Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
@@ -72,8 +71,65 @@ def _whiten(values: Tensor, mask: Tensor) -> Tensor:
     return _keep(values, mask).masked_scatter(valid, whitened.to(values.dtype))
 
 
-def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.to(torch.promote_types(token_level_rewards.dtype, torch.float32)) for x in results)
+# ------------------------------------------------------------------------------------- DAPO's punishment
+
+
+def compute_overlong_penalty(
+    response_mask: Tensor, max_response_length: int, overlong_buffer: int, penalty_factor: float
+) -> Tensor:
+    """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, to be added to the rewards.
+
+    min(0, −(len − (max_response_length − overlong_buffer)) / overlong_buffer · penalty_factor) on a live row's last
+    valid token, 0 elsewhere (B, T) float32. len is that token's place: tool output before it counts. Lengths in tokens.
+    Raises InputError unless 0 < overlong_buffer <= max_response_length.
+    """
+    if not 0 < overlong_buffer <= max_response_length:
+        raise InputError(
+            f"overlong_buffer must be in 1..max_response_length = {max_response_length}, not {overlong_buffer}"
+        )
+    length = (torch.arange(1, response_mask.shape[1] + 1, device=response_mask.device) * response_mask.bool()).amax(-1)
+    excess = (length - (max_response_length - overlong_buffer)).clamp(min=0)  # (B,)
+    return at_last_token(-excess / overlong_buffer * penalty_factor, response_mask)
+
+
+# ------------------------------------------------------------------------------------------------ GRPO
+
+
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence | np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    singleton: str = "raw",
+) -> tuple[Tensor, Tensor]:
+    """GRPO, arXiv 2402.03300: A_i = (R_i − mean_g) / (std_g + epsilon) on every valid token of row i; std with N − 1.
+
+    `norm_adv_by_std_in_grpo=False` is Dr. GRPO, arXiv 2503.20783: A_i = R_i − mean_g.
+    token_level_rewards, response_mask (B, T); index (B,): rows of equal id are one group, and a group must be whole.
+    Returns one (B, T) tensor twice, as advantages and as returns. Equal rewards give exactly 0. Rewards at masked
+    positions do not count.
+
+    `singleton` is for a group with one live row, which has no baseline: "raw" takes mean 0 and std 1 (A = R, as verl),
+    "zero" takes A = 0. Where rows can die beware of "raw": the last survivor's advantage is its bare reward.
+    """
+    if singleton not in ("raw", "zero"):
+        raise InputError(f"unknown singleton {singleton!r}: choose one of raw, zero")
+    scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
+    count = torch.bincount(group)  # (num_groups,)
+    low = scores.new_zeros(len(count)).scatter_reduce(0, group, scores, "amin", include_self=False)
+    shifted = scores - low[group]  # exactly 0 in a group of equal scores, where a rounded mean may leave noise
+    advantages = shifted - (_group_sum(shifted, group, len(count)) / count)[group]
+    std = (_group_sum(advantages.square(), group, len(count)) / (count - 1).clamp(min=1)).sqrt()[group]
+    if singleton == "raw":
+        single = count[group] == 1
+        advantages = torch.where(single, scores, advantages)
+        std = std.masked_fill(single, 1)
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (std + epsilon)
+    advantages = _spread(advantages, alive, token_level_rewards, response_mask)
+    return advantages, advantages
 
 
 # ---------------------------------------------------------------------------------------- with a critic
@@ -437,87 +493,3 @@ def estimate_advantages(
     """(advantages, returns) (B, T) by the estimator of that name; tensors: of the batch, as far as it needs them."""
     others = {key: tensors[key] for key in ADV_TENSORS.get(name, ()) if key in tensors}
     return get_adv_estimator_fn(name, settings)(rewards, response_mask, index, **others)
-
-
-# ----------------------------------------------------------- KL in the reward; coefficients that adapt
-
-
-@torch.no_grad()
-def apply_kl_penalty(
-    token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float
-) -> tuple[Tensor, float]:
-    """token_level_rewards = scores − β·kl (B, T), 0 at masked positions, and the mean KL for the controller.
-
-    kl (B, T) is `kl_penalty(old_log_probs, ref_log_prob, ...)`. Its mean: over the valid tokens of each row, then over
-    the live rows; 0 if there is none.
-    """
-    kl = _keep(kl, response_mask)
-    (rewards,) = _rewards_dtype(token_level_scores, _keep(token_level_scores, response_mask) - beta * kl)
-    lengths = response_mask.bool().sum(-1)
-    row_means = (kl.double().sum(-1) / lengths)[lengths > 0]
-    return rewards, float(row_means.sort().values.sum() / max(len(row_means), 1))
-
-
-class AdaptiveKLController:
-    """arXiv 1909.08593, section 2.2: β <- β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after n responses.
-
-    β is `value`, and part of a checkpoint, whose β does not count where another start is given now. A KL of NaN raises
-    ValueError, since β would stay NaN.
-    """
-
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
-        if not (target_kl > 0 and horizon > 0):
-            raise InputError(f"the adaptive KL needs target_kl > 0 and horizon > 0, not {target_kl} and {horizon}")
-        self.value = self.start = float(init_kl_coef)
-        self.target, self.horizon = target_kl, horizon
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        if math.isnan(current_kl):
-            raise ValueError("the KL to the reference is NaN")
-        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value, "start": self.start}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        if state.get("start", self.start) == self.start:
-            self.value = float(state["value"])
-
-
-class FixedKLController(AdaptiveKLController):
-    """A constant β: the horizon is infinite."""
-
-    def __init__(self, kl_coef: float) -> None:
-        super().__init__(kl_coef, target_kl=1.0, horizon=math.inf)
-
-
-class AdaptiveEntropyController:
-    """Skywork-OR1, arXiv 2505.22312: coef <- coef ± delta toward the target entropy (nats a token), in [0, max_coef].
-
-    `value`, the coefficient of the next update, is coef, but 0 while the last entropy is above the target. Without a
-    target it is constant. Both are part of a checkpoint, and do not count where another start is given now. An entropy
-    of NaN raises ValueError.
-    """
-
-    def __init__(self, coef: float, target: float | None, delta: float = 0.005, max_coef: float = 1.0) -> None:
-        if target is not None and not (delta > 0 and 0 <= coef <= max_coef):
-            raise InputError(f"the adaptive entropy needs delta > 0 and coef in 0..{max_coef}, not {delta} and {coef}")
-        self.value = self.coef = self.start = float(coef)
-        self.target, self.delta, self.max_coef = target, delta, max_coef
-
-    def update(self, entropy: float) -> None:
-        if math.isnan(entropy):
-            raise ValueError("the entropy is NaN")
-        if self.target is None:
-            return
-        step = self.delta if entropy < self.target else -self.delta
-        self.coef = min(max(self.coef + step, 0.0), self.max_coef)
-        self.value = 0.0 if entropy > self.target else self.coef
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value, "coef": self.coef, "start": self.start}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        if state.get("start", self.start) == self.start:
-            self.value, self.coef = float(state["value"]), float(state["coef"])

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lib import InputError
-from lib.core_algos import _bind, _keep, is_number, masked_mean, masked_sum
+from lib.core_algos.reductions import _keep, masked_mean, masked_sum
+from lib.core_algos.settings import _bind, _is_number
 
 REDUCE = {"sequence": masked_sum, "geometric": masked_mean, "seq_sum": masked_sum, "seq_mean": masked_mean}
 CRITERIA = tuple(f"{scope}_{k}" for scope in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3"))
@@ -44,14 +45,14 @@ def _passes(x: Tensor, mask: Tensor, criterion: str, limit: tuple[float, float] 
 
 
 def _bounds(name: str, bounds) -> tuple[float, float]:
-    pair = isinstance(bounds, tuple | list) and len(bounds) == 2 and all(map(is_number, bounds))
+    pair = isinstance(bounds, tuple | list) and len(bounds) == 2 and all(map(_is_number, bounds))
     if not pair or not 0 <= bounds[0] <= 1 <= bounds[1] or bounds[0] == bounds[1]:
         raise InputError(f"{name} needs bounds on r, (low, high), around the 1 of on-policy tokens, not {bounds!r}")
     return bounds[0], bounds[1]
 
 
 def _upper(name: str, limit) -> float:
-    if not is_number(limit) or not limit > 0:
+    if not _is_number(limit) or not limit > 0:
         raise InputError(f"{name} needs one number > 0, the largest value that passes, not {limit!r}")
     return limit
 

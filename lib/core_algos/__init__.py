@@ -1,0 +1,118 @@
+"""The mathematics of a step: advantages, policy losses, loss aggregation, KL, entropy.
+
+Pure functions on tensors and numbers, never `args`. One section a paper. Two calling conventions:
+
+    estimator(token_level_rewards, response_mask, index, *, ...)         -> advantages (B, T), returns (B, T)
+    policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
+
+What is per token stays per token until `agg_loss` (or a masked mean) divides by *global* counts: only so does a loss
+not depend on the micro-batch split or the number of ranks. What stands in a masked position (NaN, inf, 1e9) is
+replaced in the inputs, not in the results: 0 · NaN is NaN in the backward pass too. A row without a valid token is
+dead: in no group, in no denominator. A mask is 0/1 of any dtype, of exactly the shape of what it masks.
+"""
+
+from lib.core_algos.advantages import (
+    ADV_ESTIMATORS,
+    ADV_TENSORS,
+    compute_gae_advantage_return,
+    compute_gdpo_outcome_advantage,
+    compute_gpg_outcome_advantage,
+    compute_grpo_batch_std_outcome_advantage,
+    compute_grpo_leave_one_out_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_maxrl_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_opo_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
+    compute_overlong_penalty,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    compute_value_loss,
+    estimate_advantages,
+    get_adv_estimator_fn,
+    length_adaptive_lam,
+)
+from lib.core_algos.kl import (
+    KL_PENALTIES,
+    AdaptiveEntropyController,
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    entropy_from_logits,
+    kl_penalty,
+)
+from lib.core_algos.policy_losses import (
+    LOSS_TENSORS,
+    POLICY_LOSSES,
+    TOKEN_MASKS,
+    check_token_masks,
+    compute_policy_loss,
+    compute_token_masks,
+    get_policy_loss_fn,
+    named_policy_loss,
+)
+from lib.core_algos.reductions import (
+    LOSS_AGG_MODES,
+    agg_loss,
+    at_last_token,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    zero_variance_rows,
+)
+from lib.core_algos.rollout_correction import CRITERIA, compute_rollout_correction, get_rollout_correction_fn
+
+__all__ = [
+    "ADV_ESTIMATORS",
+    "ADV_TENSORS",
+    "CRITERIA",
+    "KL_PENALTIES",
+    "LOSS_AGG_MODES",
+    "LOSS_TENSORS",
+    "POLICY_LOSSES",
+    "TOKEN_MASKS",
+    "AdaptiveEntropyController",
+    "AdaptiveKLController",
+    "FixedKLController",
+    "agg_loss",
+    "apply_kl_penalty",
+    "at_last_token",
+    "check_token_masks",
+    "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_batch_std_outcome_advantage",
+    "compute_grpo_leave_one_out_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_maxrl_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
+    "compute_overlong_penalty",
+    "compute_policy_loss",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_rollout_correction",
+    "compute_token_masks",
+    "compute_value_loss",
+    "entropy_from_logits",
+    "estimate_advantages",
+    "get_adv_estimator_fn",
+    "get_policy_loss_fn",
+    "get_rollout_correction_fn",
+    "kl_penalty",
+    "length_adaptive_lam",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "named_policy_loss",
+    "zero_variance_rows",
+]

@@ -1,0 +1,159 @@
+"""Masked reductions, sums over the groups of outcomes, and the aggregation of a loss."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lib import InputError
+
+
+def _keep(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with exact zeros, and zero gradient, where the mask is 0."""
+    if values.shape != mask.shape:
+        raise ValueError(f"values {tuple(values.shape)} and mask {tuple(mask.shape)} must have the same shape")
+    return values.masked_fill(~mask.bool(), 0)
+
+
+# ----------------------------------------------------------------------------------- masked reductions
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Σ x·m over all positions, or along `dim`."""
+    return _keep(values, mask).sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Σ x·m / Σ m; 0 where the mask is empty. (verl adds 1e-8 to the denominator; this is exact.)"""
+    return masked_sum(values, mask, dim) / mask.bool().sum(dim).clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """Σ (x − mean)²·m / (N − 1), N = Σ m. Raises ValueError for N <= 1, where it is not defined."""
+    count = int(mask.bool().sum())
+    if count <= 1:
+        raise ValueError(f"a variance needs at least 2 valid positions, the mask has {count}")
+    values = _keep(values, mask)
+    return masked_sum((values - masked_mean(values, mask)).square(), mask) / (count - 1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x − mean) / sqrt(var + 1e-8), 0 at masked positions; `shift_mean=False` adds the mean back.
+
+    The statistics are those of the tensor given: whoever whitens a batch that is spread over ranks gathers it first.
+    Raises ValueError for less than 2 valid positions.
+    """
+    values = _keep(values, mask)
+    mean = masked_mean(values, mask)
+    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return _keep(whitened if shift_mean else whitened + mean, mask)
+
+
+# --------------------------------------------------------------------------- outcomes and their groups
+
+
+def _outcome_scores(token_level_rewards: Tensor, response_mask: Tensor, index) -> tuple[Tensor, Tensor, Tensor]:
+    """The live rows' scores R_i = Σ_t r·m (N,) and group numbers (N,), and which rows live (B,). float64, on the CPU.
+
+    Dead rows are gone from here on, so they cannot touch the others. float64 makes sums of float32 rewards exact.
+    """
+    ids = np.asarray(index)
+    if ids.shape != (len(response_mask),):
+        raise ValueError(f"index needs one group id for each of the {len(response_mask)} rows, not shape {ids.shape}")
+    alive = response_mask.bool().any(-1)
+    scores = _keep(token_level_rewards, response_mask)[alive].double().sum(-1).cpu()
+    alive = alive.cpu()
+    group = torch.from_numpy(np.unique(ids[alive.numpy()], return_inverse=True)[1])
+    return scores, group, alive
+
+
+def _group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """(N,) -> (num_groups,), to the last bit the same in any order of rows: added in ascending order, on the CPU."""
+    order = values.argsort()
+    return values.new_zeros(num_groups).index_add(0, group[order], values[order])
+
+
+def _spread(row_values: Tensor, alive: Tensor, token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Values of the live rows (N,) -> their valid tokens (B, T); 0 elsewhere."""
+    rows = row_values.new_zeros(len(alive))
+    rows[alive] = row_values
+    dtype = torch.promote_types(token_level_rewards.dtype, torch.float32)  # integer rewards must not truncate
+    return _keep(rows.to(response_mask.device, dtype)[:, None].expand(response_mask.shape), response_mask)
+
+
+def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.to(torch.promote_types(token_level_rewards.dtype, torch.float32)) for x in results)
+
+
+def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
+    """(B,) -> (B, T): each row's value on its last valid token, where an outcome's reward stands; 0 elsewhere."""
+    mask = response_mask.bool()
+    place = torch.arange(mask.shape[1], device=mask.device) * mask  # (B, T)
+    last = mask & (place == place.amax(-1, keepdim=True))
+    return _keep(row_values[:, None].expand(mask.shape), last)
+
+
+def zero_variance_rows(token_level_rewards: Tensor, response_mask: Tensor, index: Sequence | np.ndarray) -> Tensor:
+    """(B,) bool: the live rows of groups with at least two of them whose scores R_i are all exactly equal.
+
+    Their advantage is 0 by every group estimator: DAPO's dynamic sampling, arXiv 2503.14476, drops them. A group of one
+    is not among them: it has no spread rather than none. Arguments as those of the estimators.
+    """
+    scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
+    size = torch.bincount(group)
+    low, high = (
+        scores.new_zeros(len(size)).scatter_reduce(0, group, scores, end, include_self=False)
+        for end in ("amin", "amax")
+    )
+    rows = torch.zeros_like(alive)
+    rows[alive] = ((low == high) & (size > 1))[group]
+    return rows.to(response_mask.device)
+
+
+# ------------------------------------------------------------------------------------ loss aggregation
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    global_tokens: int | Tensor | None = None,
+    global_rows: int | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """This micro-batch's share of the mini-batch's loss: the *sum* over micro-batches and ranks is the loss.
+
+    token-mean               Σ L·m / tokens                  DAPO, arXiv 2503.14476
+    token-sum                Σ L·m
+    seq-mean-token-sum       Σ_i Σ_t L·m / rows
+    seq-mean-token-mean      Σ_i (Σ_t L·m / Σ_t m) / rows    GRPO, arXiv 2402.03300
+    seq-mean-token-sum-norm  Σ_i Σ_t L·m / rows / C          Dr. GRPO, arXiv 2503.20783; C = loss_scale_factor
+
+    All (B, T). `global_tokens` and `global_rows` count the valid tokens, and the rows with at least one, of the whole
+    mini-batch: all its micro-batches on all ranks. Give both, or neither to count them in `loss_mask`. A count of 0
+    gives 0, not NaN. FSDP averages gradients over ranks where a sum is wanted: the factor world_size is the script's.
+    C is a constant, such as the maximal response length. verl falls back to the padded width, which makes the loss
+    depend on the longest response around; here a missing C is an InputError, like an unknown mode.
+    """
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise InputError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
+    if (global_tokens is None) != (global_rows is None):
+        raise ValueError("give both global_tokens and global_rows, or neither")
+    if global_tokens is None:
+        global_tokens, global_rows = loss_mask.bool().sum(), loss_mask.bool().any(-1).sum()
+    token_loss = masked_sum(loss_mat, loss_mask)
+    if loss_agg_mode == "token-mean":
+        return token_loss / max(global_tokens, 1)
+    if loss_agg_mode == "token-sum":
+        return token_loss
+    if loss_agg_mode == "seq-mean-token-sum":
+        return token_loss / max(global_rows, 1)
+    if loss_agg_mode == "seq-mean-token-mean":
+        return masked_mean(loss_mat, loss_mask, dim=-1).sum() / max(global_rows, 1)
+    if loss_scale_factor is None or not loss_scale_factor > 0:
+        raise InputError(f"seq-mean-token-sum-norm needs a constant loss_scale_factor > 0, not {loss_scale_factor}")
+    return token_loss / max(global_rows, 1) / loss_scale_factor

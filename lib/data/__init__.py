@@ -1,0 +1,22 @@
+"""Prompts: rows -> tokens -> the share of each rank in a step; batches -> balanced ranks and micro-batches."""
+
+from lib.data.balance import balance_groups, exchange_groups, gather_columns
+from lib.data.dataset import RLHFDataset, load_dataset_class
+from lib.data.loader import PromptLoader, collate_fn, make_loader
+from lib.data.micro_batches import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
+from lib.data.rows import load_split
+
+__all__ = [
+    "PromptLoader",
+    "RLHFDataset",
+    "balance_groups",
+    "collate_fn",
+    "exchange_groups",
+    "gather_columns",
+    "load_dataset_class",
+    "load_split",
+    "make_loader",
+    "prepare_dynamic_batch",
+    "prompt_groups",
+    "restore_dynamic_batch",
+]

@@ -1,0 +1,110 @@
+"""Rows over ranks by cost, so that no rank waits long for another."""
+
+import heapq
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from lib.data_proto import DataProto
+from lib.distributed import all_gather_lists, all_to_all_objects
+
+
+def balance_groups(
+    batch: DataProto, model: PreTrainedModel, group_size: int, num_mini_batches: int, *, share_prompts: bool = False
+) -> tuple[list[list[int]], dict[str, float]]:
+    """Which rank should train on which groups, so that all have about as much to compute. A collective.
+
+    A group is `group_size` rows of one prompt that follow each other, and stays whole. A mini-batch, the union of all
+    ranks' m-th parts, stays the same set of rows, so that its loss and gradient stay too; and every rank keeps its
+    number of rows.
+
+    Returns:
+        (plan, metrics): plan[r] are the groups of rank r, numbered over all ranks, for `exchange_groups`. Metrics: what
+        the costliest rank of each mini-batch has to compute, over the mean of the ranks; perf/imbalance_sampled as the
+        rows came, perf/imbalance by the plan.
+    """
+    ranks, cost = dist.get_world_size(), all_gather_lists(group_costs(batch, model, group_size, share_prompts))
+    numbers = np.arange(len(cost)).reshape(ranks, num_mini_batches, -1)  # of the groups
+    plan: list[list[int]] = [[] for _ in range(ranks)]
+    as_sampled = by_plan = 0.0
+
+    def slowest(parts: list[list[int]]) -> float:
+        return max(sum(cost[g] for g in part) for part in parts)
+
+    for m in range(num_mini_batches):
+        sampled, groups = numbers[:, m].tolist(), numbers[:, m].ravel().tolist()
+        moved = [[groups[i] for i in part] for part in longest_first([cost[g] for g in groups], ranks)]
+        parts = min(sampled, moved, key=slowest)
+        for own, part in zip(plan, parts):
+            own += sorted(part)
+        as_sampled, by_plan = as_sampled + slowest(sampled), by_plan + slowest(parts)
+    assert sorted(g for own in plan for g in own) == list(range(len(cost))), "groups were lost on the way"
+    mean = sum(cost) / ranks
+    return plan, {"perf/imbalance_sampled": as_sampled / mean, "perf/imbalance": by_plan / mean}
+
+
+def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
+    """This rank's groups by the plan of `balance_groups`, in its order. A collective.
+
+    Tensors and objects move; meta_info stays the rank's own. A batch may have any number of rows a group.
+    """
+    if len(plan) == 1:
+        return batch
+    rank, groups = dist.get_rank(), len(plan[0])
+    rows = np.arange(len(batch)).reshape(groups, -1)  # (groups of a rank, rows of a group)
+    columns = batch.select(meta_info_keys=())
+    parts = [columns[rows[[g % groups for g in own if g // groups == rank]].ravel()] for own in plan]
+    received = DataProto.concat(all_to_all_objects(parts)).to(batch.batch["input_ids"].device)
+    came = sorted(range(groups), key=lambda i: plan[rank][i] // groups)  # ranks send in the order of the plan
+    exchanged = received[rows[np.argsort(came)].ravel()]
+    assert len(exchanged) == len(batch), "rows were lost on the way"
+    exchanged.meta_info = dict(batch.meta_info)
+    return exchanged
+
+
+def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share_prompts: bool) -> list[float]:
+    """FLOPs of a forward pass of each group, as a multiple of what a token takes in the linear layers.
+
+    A token takes 2 N there, N weights, and 4 L D in attention for each token before it, L layers with attention and D =
+    heads x head size: s tokens cost s + s^2 L D / N. With `share_prompts` a prompt counts once. A mixture's experts are
+    not in N.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = sum(kind not in ("linear_attention", "conv") for kind in kinds)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    quadratic = layers * heads * head_size / weights
+    attention = batch.batch["attention_mask"].double()
+    tokens = attention.sum(1)  # (B,)
+    prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1)
+    whole, shared = ((s + quadratic * s**2).view(-1, group_size) for s in (tokens, prompt))
+    return (whole.sum(1) - share_prompts * (group_size - 1) * shared[:, 0]).tolist()
+
+
+def longest_first(costs: list[float], parts: int) -> list[list[int]]:
+    """The numbers of `costs` in `parts` lists of equal length, of sums close to each other: each cost, from the largest
+    down, goes to the smallest sum with room (LPT scheduling)."""
+    lists: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0.0, part) for part in range(parts)]  # those with room
+    for n in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        total, part = heapq.heappop(heap)
+        lists[part].append(n)
+        if len(lists[part]) < len(costs) // parts:
+            heapq.heappush(heap, (total + costs[n], part))
+    return lists
+
+
+ADVANTAGES_READ = (  # of the whole batch: what compares rows or tokens
+    *("token_level_scores", "reward_components", "reward_baselines", "response_mask", "truncated"),
+    *("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "sum_pi_squared", "values"),
+)
+
+
+def gather_columns(batch: DataProto) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """(tensors that advantages are made of, uid (B,)) of the rows of all ranks. A collective."""
+    whole = batch.select([key for key in ADVANTAGES_READ if key in batch.batch], ["uid"]).all_gather()
+    return dict(whole.batch.items()), whole.non_tensor_batch["uid"]

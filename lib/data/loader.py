@@ -1,0 +1,132 @@
+"""The endless loader that hands each rank its share of a step's prompts.
+
+Traps it avoids: numpy makes a 2-D array of equally long lists, collate_fn never does. A worker prefetches; the loader's
+position counts what was handed out, not what was prepared.
+"""
+
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lib import InputError
+
+warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
+
+
+def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
+    """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). P of input_ids, attention_mask
+    and position_ids (B, P) is that of the longest prompt: columns that are padding in all rows are left out."""
+    batch = {}
+    for key in items[0]:
+        values = [item[key] for item in items]
+        if isinstance(values[0], torch.Tensor):
+            batch[key] = torch.stack(values)
+        else:
+            batch[key] = np.fromiter(values, dtype=object, count=len(values))
+    if "attention_mask" in batch:
+        longest = int(batch["attention_mask"].sum(1).max())
+        batch |= {key: batch[key][:, -longest:] for key in ("input_ids", "attention_mask", "position_ids")}
+    return batch
+
+
+class _StepSampler:
+    """Yields, step after step and without end, the rows of the stream that belong to this rank."""
+
+    def __init__(self, num_rows: int, prompts_per_step: int, rank: int, world_size: int, seed: int, shuffle: bool):
+        self.num_rows, self.prompts_per_step, self.seed, self.shuffle = num_rows, prompts_per_step, seed, shuffle
+        self.rank, self.world_size = rank, world_size
+        self.start = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch_of_order, order, position = None, None, self.start
+        while True:
+            rows = []
+            for k in range(position + self.rank, position + self.prompts_per_step, self.world_size):
+                epoch, i = divmod(k, self.num_rows)
+                if epoch != epoch_of_order:
+                    epoch_of_order, order = epoch, self.order(epoch)
+                rows.append(int(order[i]))
+            yield rows
+            position += self.prompts_per_step
+
+    def order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.num_rows)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+
+
+class PromptLoader(StatefulDataLoader):
+    """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks.
+
+    The state is the position and what the order depends on, so it fits any world size and any num_workers (torchdata's
+    own state holds its workers, and loads only into as many).
+    """
+
+    def __init__(self, dataset: Dataset, sampler: _StepSampler, num_workers: int):
+        # Its own generator: the worker seeds would else be drawn from the global one, at another time after a resume.
+        generator = torch.Generator().manual_seed(sampler.seed)
+        super().__init__(
+            dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate_fn, generator=generator
+        )
+        self.position = 0
+
+    def __iter__(self) -> Iterator[dict]:
+        self.batch_sampler.start = self.position
+        for batch in super().__iter__():
+            self.position += self.batch_sampler.prompts_per_step
+            yield batch
+
+    def state_dict(self) -> dict[str, int | bool]:
+        sampler = self.batch_sampler
+        order = {"num_rows": sampler.num_rows, "seed": sampler.seed, "shuffle": sampler.shuffle}
+        return {"position": self.position, **order}
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Takes effect at the next iter(loader). Raises InputError when the saved stream had another order; a state of
+        a position alone is one of this stream."""
+        for key, here in self.state_dict().items():
+            if key != "position" and state.get(key, here) != here:
+                raise InputError(
+                    f"resume: the saved data stream has {key}={state[key]}, this run {key}={here}, so rows would be "
+                    "lost or doubled; use the same data files, max_prompt_length, seed and shuffle, or start a new run"
+                )
+        self.position = int(state["position"])
+
+
+def make_loader(
+    dataset: Dataset,
+    prompts_per_step: int,
+    *,
+    rank: int,
+    world_size: int,
+    seed: int,
+    shuffle: bool = True,
+    num_workers: int = 0,
+) -> PromptLoader:
+    """An endless loader of one rank's share, prompts_per_step / world_size rows, of each step's prompts.
+
+    Row k of the stream is row order(seed, k // N)[k % N] of the data set's N rows, shuffled anew each epoch. A step
+    takes the next prompts_per_step rows, also across an epoch's end, and rank r every world_size-th of them from the
+    r-th on. So each epoch has each row once, and the union over the ranks does not depend on their number. (With N less
+    than prompts_per_step a step has rows of several epochs, hence the same row more than once.)
+
+    state_dict() / load_state_dict() are plain ints, the same on every rank. Raises InputError on impossible sizes.
+    """
+    if prompts_per_step < 1 or prompts_per_step % world_size:
+        above = (max(prompts_per_step, 1) // world_size + 1) * world_size
+        raise InputError(
+            f"prompts_per_step={prompts_per_step} must be a positive multiple of world_size={world_size} "
+            f"(prompts_per_step % world_size = {prompts_per_step % world_size}); use {above}, say"
+        )
+    if not 0 <= rank < world_size:
+        raise InputError(f"rank={rank}: must be in 0..{world_size - 1} for world_size={world_size}")
+    if seed < 0:
+        raise InputError(f"seed={seed}: must not be negative")
+    if len(dataset) == 0:
+        raise InputError("the data set has no rows")
+    sampler = _StepSampler(len(dataset), prompts_per_step, rank, world_size, seed, shuffle)
+    return PromptLoader(dataset, sampler, num_workers)

@@ -1,0 +1,92 @@
+"""Micro-batches by token budget, of which every rank makes the same number, because FSDP's collectives must meet."""
+
+import heapq
+import itertools
+
+import torch
+
+from lib.data_proto import DataProto
+from lib.distributed import RowGroup, all_gather_lists, all_reduce_max
+
+
+def prompt_groups(batch: DataProto) -> torch.Tensor:
+    """(B,) numbers: equal where rows have the same prompt, the attended tokens of `input_ids` left of the response."""
+    prompts = batch.batch["input_ids"].where(batch.batch["attention_mask"].bool(), -1)
+    return prompts[:, : -batch.batch["response_mask"].shape[1]].unique(dim=0, return_inverse=True)[1]
+
+
+def prepare_dynamic_batch(
+    batch: DataProto,
+    max_tokens: int,
+    *,
+    share_prompts: bool = False,
+    padding_free: bool = True,
+    row_group: RowGroup | None = None,
+) -> tuple[list[DataProto], list[list[int]]]:
+    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank.
+
+    With `share_prompts` rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts
+    their prompt once. Without `padding_free` each row counts as much as the longest of its micro-batch. First-fit
+    decreasing; then the ranks that need fewer split the micro-batch of most rows until all have as many. A row longer
+    than `max_tokens` is alone. The longest micro-batches come first, on every rank, so that ranks wait little for each
+    other. A collective: every rank calls it, with the same number of rows.
+
+    A `row_group` of n ranks makes its micro-batches together, so that each rank runs at most max_tokens: n x max_tokens
+    over its ranks' rows where they split the tokens. Each rank gets its own rows of them, which may be none.
+
+    Returns:
+        (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
+    """
+    attention = batch.batch["attention_mask"]
+    own, prompt, group = attention.sum(1).tolist(), [0] * len(batch), list(range(len(batch)))
+    if share_prompts:
+        prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1).tolist()
+        own, group = [n - p for n, p in zip(own, prompt)], prompt_groups(batch).tolist()
+    first = 0  # this rank's first row
+    if row_group is not None:
+        rank, ranks = row_group.ranks.rank(), row_group.ranks
+        first = rank * len(batch)
+        max_tokens *= ranks.size() if row_group.split == "tokens" else 1
+        group = [(rank, number) for number in group]
+        own, prompt, group = (all_gather_lists(numbers, ranks) for numbers in (own, prompt, group))
+
+    def tokens(rows: list[int]) -> int:
+        if not padding_free:
+            return len(rows) * max((own[r] for r in rows), default=0)
+        return sum(own[r] for r in rows) + sum({group[r]: prompt[r] for r in rows}.values())
+
+    parts: list[list[int]] = []  # the rows of one prompt, or as many of them as fit
+    for row in sorted(range(len(own)), key=lambda r: (group[r], -own[r])):
+        if parts and group[parts[-1][0]] == group[row] and tokens([*parts[-1], row]) <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    bins: list[list[int]] = []
+    room: list[int] = []
+    longest: list[int] = []  # row of each bin: the first
+    for part in sorted(parts, key=lambda rows: -tokens(rows)):
+        size = tokens(part)
+        sizes = itertools.repeat(size) if padding_free else longest
+        place = next((i for i, (free, takes) in enumerate(zip(room, sizes)) if free >= takes), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            room.append(max_tokens)
+            longest.append(size)
+        bins[place] += part
+        room[place] -= size if padding_free else longest[place]
+    wanted = all_reduce_max(len(bins), attention.device)
+    heap = [(-len(rows), rows) for rows in bins]
+    heapq.heapify(heap)
+    while len(heap) < wanted:
+        _, rows = heapq.heappop(heap)
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            heapq.heappush(heap, (-len(half), half))
+    bins = sorted((sorted(rows) for _, rows in heap), key=lambda rows: (-tokens(rows), rows))
+    bins = [[row - first for row in rows if first <= row < first + len(batch)] for rows in bins]
+    return [batch[rows] for rows in bins], bins
+
+
+def restore_dynamic_batch(tensor: torch.Tensor, rows: list[list[int]]) -> torch.Tensor:
+    """Puts the concatenated results of the micro-batches back into the batch's row order."""
+    return tensor[torch.tensor([r for part in rows for r in part], device=tensor.device).argsort()]

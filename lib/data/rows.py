@@ -1,0 +1,156 @@
+"""Files, folders and hub data sets -> rows in verl's form.
+
+A row is {"prompt": [{"role": ..., "content": ...}, ...], "data_source": ..., "reward_model": {"ground_truth": ...},
+"extra_info": {"index": ..., "tools_kwargs": ..., "interaction_kwargs": ...}} (extra_info and its keys may be absent).
+
+Traps this module avoids:
+- Arrow gives every row of a struct column all fields that any row has, None where the row had none (tools_kwargs of
+  two tools, say). So a null field is the same as an absent one: it is removed, whatever kind of file it came from.
+- Columns of several files are not merged: ground_truth may be a string in one file and a number in the next.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lib import InputError
+from lib.args import HUB_ID, check_source
+
+if TYPE_CHECKING:
+    import datasets  # a second of import that rows of JSON can do without
+
+DEEPEST = 100  # lists and dicts of a row, one in the other
+
+
+def _read_json(path: Path) -> list[dict]:
+    """The rows of a .jsonl file, or of a .json file that is either one array or one object a line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    if text.lstrip().startswith("["):
+        try:
+            rows = list(enumerate(json.loads(text)))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path} line {error.lineno}: not valid JSON ({error.msg}); correct the file") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not readable ({_why_unreadable(error)}); correct the file") from error
+        place = "row"
+    else:
+        rows, place = [], "line"
+        for number, line in enumerate(text.split("\n"), start=1):  # not splitlines(): U+2028 may stand in a string
+            if not line.strip():
+                continue
+            try:
+                rows.append((number, json.loads(line)))
+            except json.JSONDecodeError as error:
+                message = f"{path} line {number}: not valid JSON ({error.msg}); correct or remove the line"
+                raise InputError(message) from error
+            except (ValueError, RecursionError) as error:
+                why = _why_unreadable(error)
+                raise InputError(f"{path} line {number}: not readable ({why}); correct or remove the line") from error
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise InputError(f"{path} {place} {number}: a {type(row).__name__}, but a row must be an object {{...}}")
+    return [row for _, row in rows]
+
+
+def _why_unreadable(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+
+
+def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
+    """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
+    datasets.Dataset, or a hub id "owner/name" or "owner/name:split" (split "train" if not given).
+
+    Raises InputError: no such file, an extension that is not one of these, a file that cannot be read.
+    """
+    if not isinstance(source, str | Path):
+        import datasets
+
+        if isinstance(source, datasets.Dataset):
+            return source
+        raise InputError(f"data files: got a {type(source).__name__}; give paths, a hub id or a datasets.Dataset")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "state.json").is_file():
+            files = sorted(p.name for p in path.iterdir())[:8]
+            raise InputError(f"{path}: a folder that holds no saved Dataset; name the files in it: {', '.join(files)}")
+        with _quiet_datasets() as datasets:
+            return datasets.load_from_disk(str(path))
+    if path.is_file():
+        if path.suffix in (".json", ".jsonl"):
+            return _read_json(path)
+        if path.suffix != ".parquet":
+            raise InputError(f"{path}: unsupported extension {path.suffix!r}; use .parquet, .jsonl or .json")
+        try:
+            with _quiet_datasets() as datasets:
+                return datasets.Dataset.from_parquet(str(path))
+        except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+            reason = str(error.__cause__ or error).partition("\n")[0]
+            raise InputError(f"{path}: not readable as parquet ({reason}); write the file again") from error
+    check_source(str(source))
+    hub = HUB_ID.fullmatch(str(source))
+    return load_split(hub["id"], hub["split"] or "train")
+
+
+def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir: Path | None = None) -> Sequence[dict]:
+    """A split of a data set on the hub, or of a copy of it: the .parquet / .jsonl / .json files under local_dir (under
+    local_dir/config if there is such a folder) whose names begin with `split`.
+
+    Raises InputError when there is none, with the reason.
+    """
+    if local_dir is None:
+        try:
+            with _quiet_datasets() as datasets:
+                return datasets.load_dataset(hub_id, config, split=split)
+        except Exception as error:  # the hub client's errors have no common class
+            reason = str(error).partition("\n")[0]
+            raise InputError(
+                f"{hub_id}: not a file here, and split {split!r} cannot be had from the hub ({reason}); "
+                "check the name and the network, or use a local copy"
+            ) from error
+    folder = local_dir / config if config and (local_dir / config).is_dir() else local_dir
+    files = sorted(path for path in folder.rglob(f"{split}*") if path.suffix in (".parquet", ".jsonl", ".json"))
+    if not files:
+        raise InputError(f"{folder}: no {split}*.parquet, {split}*.jsonl or {split}*.json in it; check --local-dir")
+    return [row for path in files for row in read_rows(path)]
+
+
+@contextmanager
+def _quiet_datasets():
+    """The library, imported where it is needed, without its progress bars."""
+    import datasets
+
+    were_off = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield datasets
+    finally:
+        if not were_off:
+            datasets.enable_progress_bars()
+
+
+def _plain(value, depth: int = 0):
+    """Python's lists and scalars for numpy's; a dict's fields that are None are removed (see the module's traps).
+
+    Raises RecursionError for what is nested deeper than DEEPEST: other code, of a template, say, is to get through.
+    """
+    if depth > DEEPEST:
+        raise RecursionError
+    if isinstance(value, dict):
+        return {key: _plain(item, depth + 1) for key, item in value.items() if item is not None}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    return [_plain(item, depth + 1) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,139 @@
+"""Collectives, and process groups beside the default one."""
+
+import pickle
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from lib import InputError
+from lib.distributed.launch import collective_timeout
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's, on the network by which it reaches the other. Raises OSError."""
+    with socket.create_connection((host, port)) as s:
+        return s.getsockname()[0]
+
+
+def join_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str
+) -> dist.Backend:
+    """A process group beside the trainer's own, with processes that are no ranks of it; gloo on a CPU, which listens on
+    `address`, else NCCL.
+
+    Blocks until all have joined. Raises RuntimeError (also its operations) after `timeout_s` without an answer.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cpu":
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=address)], timeout
+        group = dist.ProcessGroupGloo(store, rank, size, options)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    hello = torch.zeros(1, device=device)
+    group.broadcast(hello, 0).wait()
+    hello.item()  # NCCL connects in its first collective, which ends here
+    return group
+
+
+def new_cpu_group() -> dist.ProcessGroup:
+    """All ranks again, whose collectives of CPU tensors and objects cannot get between those of the default group."""
+    return dist.new_group(backend="gloo" if dist.get_world_size() > 1 else "fake", timeout=collective_timeout())
+
+
+def new_cpu_subgroup(ranks: int) -> dist.ProcessGroup:
+    """The group of this rank and its neighbours, `ranks` of them, over gloo."""
+    return dist.new_subgroups(ranks, timeout=collective_timeout(), backend="gloo")[0]
+
+
+def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
+    """Element-wise sum over ranks, in float64."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def global_counts(mask: torch.Tensor) -> tuple[float, float]:
+    """(tokens, rows with a token) of a mask (B, T), over all ranks: what a loss is averaged over. A collective."""
+    tokens, rows = all_reduce_sum([int(mask.sum()), int(mask.any(1).sum())], mask.device)
+    return tokens, rows
+
+
+def all_reduce_max(value: int, device: torch.device) -> int:
+    """The largest of the ranks' values; without a process group this one."""
+    tensor = torch.tensor(value, dtype=torch.int64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor)
+
+
+def all_gather_lists(values: list, group: dist.ProcessGroup | None = None) -> list:
+    """The concatenation of every rank's list, in the order of ranks."""
+    gathered: list[list] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, values, group)
+    return [value for part in gathered for value in part]
+
+
+def all_to_all_objects(values: list) -> list:
+    """values[r] goes to rank r; returns what every rank sent here, in the order of ranks."""
+    sent = [torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) for value in values]
+    sizes = torch.tensor([len(part) for part in sent])
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes)
+    received = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(received, torch.cat(sent), coming.tolist(), sizes.tolist())
+    return [pickle.loads(part.numpy()) for part in received.split(coming.tolist())]  # noqa: S301 (of our own ranks)
+
+
+def all_to_all(
+    x: torch.Tensor, group: dist.ProcessGroup, send: list[int] | None = None, receive: list[int] | None = None
+) -> torch.Tensor:
+    """What the ranks of the group send to this one, along the first dimension in their order: rank i gets the i-th of
+    x's parts, which are equal or of the lengths `send`. Has a gradient, which goes the way back."""
+    return all_to_all_single_autograd(x.contiguous(), receive, send, group)
+
+
+class TakeOwn(torch.autograd.Function):
+    """x[own], of an x that all ranks of the group computed alike. The gradient is the mean over the group of what the
+    ranks' losses, each of its own part, have: as FSDP's over the other dimension of the mesh, a mean over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, own, group):
+        ctx.save_for_backward(own)
+        ctx.shape, ctx.group = x.shape, group
+        return x[own]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [own] = ctx.saved_tensors
+        whole = gradient.new_zeros(ctx.shape).index_copy(0, own, gradient)
+        dist.all_reduce(whole, group=ctx.group)
+        return whole / ctx.group.size(), None, None
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def on_first_rank(act: Callable[[], Any]) -> Any:
+    """What `act()` gives on rank 0, which alone calls it; an InputError that it raises is raised on every rank."""
+    outcome = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = act()
+        except InputError as error:
+            outcome = error
+    outcome = broadcast(outcome)
+    if isinstance(outcome, InputError):
+        raise outcome
+    return outcome

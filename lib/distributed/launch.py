@@ -1,0 +1,251 @@
+"""The start and the end of a job: launchers, the store, the process group, Ctrl-C and mistakes."""
+
+import itertools
+import math
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from lib import InputError, report_mistake
+from lib.distributed.watchdog import enter_stage, start_watching, stop_watching
+
+_job: tuple[dist.Store, int, int] | None = None  # its store, this rank, how many ranks; vLLM destroys the process group
+_timeout = timedelta(days=7)  # of a collective in any group, and of the store
+_meetings = itertools.count()
+
+
+class World(NamedTuple):
+    """Where this process stands among all processes of the job."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> World:
+    """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
+
+    stage_timeout: seconds that a stage may take (watchdog.py); 0: nobody watches. rollout_engine: as the flag; with
+    servers, which may be elsewhere, NCCL is not kept on loopback. What listens where: docs/security.md.
+
+    On a CPU a process computes with one thread unless OMP_NUM_THREADS says otherwise: two threads of a tiny model spend
+    their time waiting for each other.
+
+    Raises:
+        InputError: `accelerate launch --cpu --num_processes N`, which starts one process without a word.
+    """
+    global _job, _timeout
+    env = os.environ
+    # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
+    env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    if "RANK" not in env and "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
+        raise InputError(
+            "`accelerate launch --cpu --num_processes N` starts one process, not N: use `accelerate launch --multi_gpu "
+            "--num_processes N` (it works without a GPU) or `torchrun --nproc-per-node N`"
+        )
+    if "RANK" not in env:  # plain `python script.py`
+        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        env["MASTER_PORT"] = "0"
+    on_gpu = torch.cuda.is_available() and env.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
+    device = torch.device("cuda", int(env["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    if stage_timeout:
+        _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher knows more and comes first
+    if _on_one_node():
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # lo0 on a Mac
+        env.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        if not rollout_engine.startswith("http"):
+            env.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    store, rank, size = _meet(_timeout)
+    if stage_timeout:
+        enter_stage("start")
+        start_watching(store.clone(), rank, size, stage_timeout)  # the main thread may be waiting in the store
+    # "fake" copies a rank's own values: of a single rank that is each collective, and it opens no port
+    backend = "fake" if size == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
+    _job = store, rank, size
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout)
+    return World(rank, size, device)
+
+
+def _on_one_node() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The job's store, this rank and the number of ranks.
+
+    The store is the launcher's where that has one. Else a single process has it to itself, ranks of one node have it in
+    rank 0 on loopback, and only those of several nodes have it on all interfaces there.
+    """
+    env = os.environ
+    rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if rank == 0 and _on_one_node():
+            print(
+                f"warning: the launcher's store listens on all network interfaces (port {env['MASTER_PORT']}); "
+                "launch/one_node.sh opens none to the network",
+                file=sys.stderr,
+                flush=True,
+            )
+        return next(dist.rendezvous("env://", timeout=timeout))
+    if size == 1:
+        return dist.HashStore(), rank, size
+    if not _on_one_node():
+        return next(dist.rendezvous("env://", timeout=timeout))
+    address = "127.0.0.1", int(env["MASTER_PORT"])
+    if rank == 0:
+        return listening_store(*address, timeout), rank, size
+    return dist.TCPStore(*address, is_master=False, timeout=timeout), rank, size
+
+
+def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens on one address only; port 0: any that is free. Raises OSError where it cannot."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
+    """A name that all ranks agree on and no earlier start of the job had, to set their keys in the store apart.
+
+    torchrun's store outlives a restart: a rank that finds the address of one that is gone waits for it for ever
+    (pytorch issue 135712). The count of restarts is not it: the launchers of several nodes count their own.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"hello/{rank}", mine)
+    if rank > 0:
+        attempt = store.get(f"welcome/{mine}").decode()
+        store.set(f"{attempt}/{rank}", "here")
+        return attempt
+    while size > 1 and not store.check([f"{mine}/{r}" for r in range(1, size)]):
+        for hello in [f"hello/{r}" for r in range(1, size)]:
+            if store.check([hello]):  # of this start or an earlier one
+                store.set(f"welcome/{store.get(hello).decode()}", mine)
+        time.sleep(0.02)
+    return mine
+
+
+def run(main: Callable[[Any], None], args: Any) -> None:
+    """`main(args)`, with a user's mistake shown as one line (once a node) and exit code 2 instead of a traceback.
+
+    Ctrl-C ends it without a traceback, exit code 130. An exception of another kind goes on as usual, and into the
+    report of torchrun and accelerate. Before each of them comes what `on_early_end` was given.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell made us deaf to it
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        _run(main, args)
+    except KeyboardInterrupt:
+        _end_early(interrupted=True)
+        sys.stdout.flush()
+        os._exit(130)  # at once, as below; a checkpoint's writer may wait for a peer
+
+
+def _run(main: Callable[[Any], None], args: Any) -> None:
+    try:
+        main(args)
+        _leave()
+    except InputError as error:
+        _end_early(interrupted=False)
+        report_mistake(f"error: {error}")
+        sys.stdout.flush()
+        os._exit(2)  # at once: a peer that waits in a collective must not hold this rank back
+    except Exception as error:
+        _end_early(interrupted=False)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            time.sleep(2)  # launchers name the first to end, which is not one that fails because another is gone
+        get_error_handler().record_exception(error)
+        raise
+    finally:
+        stop_watching()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """The store may be in rank 0, which therefore goes last."""
+    if _job is None:
+        return
+    store, rank, size = _job
+    if rank == 0:
+        store.wait([f"left/{r}" for r in range(1, size)])
+    else:
+        stop_watching()  # it uses the store
+        store.set(f"left/{rank}", "")
+
+
+def collective_timeout() -> timedelta:
+    """The time that a collective may take, in any group."""
+    return _timeout
+
+
+def wait_for_all() -> None:
+    """Until every rank of the job is here: for an end of a stage without limit, since a collective has one."""
+    if _job is None:
+        return
+    store, rank, size = _job
+    place = f"meeting {next(_meetings)}"
+    store.set(f"{place}/{rank}", "")
+    while not store.check([f"{place}/{r}" for r in range(size)]):
+        time.sleep(0.05)
+
+
+# ---- an early end --------------------------------------------------------------------------------
+
+_at_early_end: Callable[[bool], None] | None = None
+_interrupted_at = -math.inf
+
+
+def on_early_end(act: Callable[[bool], None] | None) -> None:
+    """`act(interrupted)` is called when the run ends before its time, by Ctrl-C or by an exception. None: no more."""
+    global _at_early_end
+    _at_early_end = act
+
+
+def _end_early(interrupted: bool) -> None:
+    if _at_early_end is None:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):  # a launcher sends them to the ranks that are left
+        signal.signal(number, signal.SIG_IGN)
+    _at_early_end(interrupted)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _interrupt(*_) -> None:
+    """The terminal sends SIGINT to all processes of the job, and torchrun then its own to the ranks."""
+    global _interrupted_at
+    again_s, _interrupted_at = time.monotonic() - _interrupted_at, time.monotonic()
+    if again_s > 1:
+        raise KeyboardInterrupt
+
+
+def print_last(line: str, launcher: int | None) -> None:
+    """Prints on stderr; where a launcher (its pid) started this process, below what that prints when it ends."""
+    if launcher is None:
+        print(line, file=sys.stderr, flush=True)
+        return
+    its_end = f"for i in $(seq 600); do kill -0 {launcher} 2>/dev/null || break; sleep 0.1; done"
+    subprocess.Popen(
+        ["sh", "-c", f"{its_end}; echo {shlex.quote(line)} >&2"], stdin=subprocess.DEVNULL, start_new_session=True
+    )

@@ -1,0 +1,227 @@
+"""Device mesh, FSDP2 and tensor parallelism: sharding a model, gradients over ranks, and whole weights again."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lib import InputError
+from lib.distributed.launch import World, collective_timeout, wait_for_all
+from lib.distributed.watchdog import enter_stage
+
+# torch warns on every rank that weights split over two mesh dimensions take two collectives to gather
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
+    """Parameters, gradients and optimizer state are split over the dimension "shard", which is all ranks.
+
+    More replicas (HSDP): each is split over size / replicas ranks that follow each other (a node, say), so that weights
+    are gathered within a replica and only gradients are added up between them. Raises InputError for unequal replicas.
+
+    tensor_parallel: so many neighbouring ranks are the dimension "tensor", along which `shard_model` splits layers. It
+    divides the number of ranks; there is one replica then.
+    """
+    if tensor_parallel > 1:
+        return _mesh(world, shard=world.size // tensor_parallel, tensor=tensor_parallel)
+    if world.size % replicas:
+        raise InputError(f"--replicas {replicas}: the number of ranks, {world.size}, must be a multiple of it")
+    if replicas == 1:
+        return _mesh(world, shard=world.size)
+    return _mesh(world, replicate=replicas, shard=world.size // replicas)
+
+
+def _mesh(world: World, **sizes: int) -> DeviceMesh:
+    """Its groups have torch's time limit for a collective, 10 or 30 minutes, until they are given the job's."""
+    mesh = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes if world.size > 1 else ():
+        dist.distributed_c10d._set_pg_timeout(collective_timeout(), mesh.get_group(name))
+    return mesh
+
+
+class RowGroup(NamedTuple):
+    """Neighbouring ranks that run their rows together. It is passed to the functions of lib/model and lib/data, and is
+    no state of a model, because the same model also samples, each rank alone."""
+
+    ranks: dist.ProcessGroup
+    split: Literal["tokens", "weights"]
+    """what each rank has a share of: sequence parallel, tensor parallel"""
+
+
+def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -> RowGroup | None:
+    """This rank's group: that of the mesh's dimension "tensor", or `sequence_parallel` ranks; None for a rank alone."""
+    if "tensor" in mesh.mesh_dim_names:
+        return RowGroup(mesh.get_group("tensor"), "weights")
+    if sequence_parallel == 1:
+        return None
+    mesh = _mesh(world, data=world.size // sequence_parallel, sequence=sequence_parallel)
+    return RowGroup(mesh.get_group("sequence"), "tokens")
+
+
+# of transformers' tensor parallel plans, in torch's terms. The last is of norms of heads, of which each rank has a
+# share: the weight's gradient is a sum over ranks
+TENSOR_PARALLEL_STYLES = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
+
+def _split_layers(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """Splits what the model's tensor parallel plan names in its layers, in place; embedding and head stay whole."""
+    styles = {name: style for name, style in model.tp_plan.items() if "layers." in name}
+    plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in styles.items()}
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+
+
+def shard_model(
+    model: torch.nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
+) -> torch.nn.Module:
+    """FSDP2 of a transformers model, in place: one group a decoder layer, the rest in the root group.
+
+    Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
+    gradients are reduced in the trained parameters' dtype. The model may be on any device; what it left on the meta
+    device (`on_meta` in lib/model.py) is read from its files, by each rank its own shards. A mesh with the dimension
+    "tensor" also splits the layers' projections, by transformers' plan for the model.
+
+    cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer comes
+    to the device when it computes. `model.device` is then the CPU: see `compute_device`.
+    """
+    wait_for_all()  # who may be loading it still
+    on_gpu = mesh.device_type != "cpu"
+    if "tensor" in mesh.mesh_dim_names:
+        _split_layers(model, mesh["tensor"])
+        mesh = mesh["shard"]
+    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()}
+    master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
+    options["mp_policy"] = MixedPrecisionPolicy()
+    if any(p.dtype != compute_dtype for p in model.parameters()):
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
+    layer_classes = set(model._no_split_modules)
+    for module in [m for m in model.modules() if type(m).__name__ in layer_classes]:
+        fully_shard(module, **options)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    if not tied:  # tied weights must stay in one group, the root: torch 2.11 silently unties them otherwise
+        fully_shard(embedding, **options)
+    fully_shard(model, **options)
+    assert head is None or (head.weight is embedding.weight) == tied
+    for name in getattr(model, "fsdp_forward_methods", ()):
+        register_fsdp_forward_method(model, name)
+    if any(p.is_meta for p in model.parameters()):
+        device = "cpu" if cpu_offload else mesh.device_type
+        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        reader = dcp.HuggingFaceStorageReader(model.weights_folder)
+        files = reader.read_metadata().state_dict_metadata
+        weights = {name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items()}
+        dcp.load({name: weight for name, weight in weights.items() if name in files}, storage_reader=reader)
+    enter_stage("start")
+    return model
+
+
+def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def compute_device(model: torch.nn.Module) -> torch.device:
+    """Where the model computes, which with `cpu_offload` is not where its parameters are."""
+    param = next(model.parameters())
+    return torch.device(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
+
+
+def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Call once, before any forward: a forward without backward leaves the root's parameters unsharded, and
+    `model.parameters()` read then has no gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
+    """Reduce gradients over ranks in the coming backward (the last micro-batch), or only add them up locally."""
+    model.set_requires_gradient_sync(sync)
+
+
+def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> float:
+    """Clips the global gradient to `max_norm` (2-norm over all ranks) and returns the norm before clipping."""
+    by_mesh: dict[Any, list[torch.nn.Parameter]] = {}  # tensor parallel splits some over one dimension more
+    for p in parameters:
+        by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None]) for ps in by_mesh.values()]
+    norm = torch.nn.utils.get_total_norm([full_tensor(n) for n in norms])
+    for ps in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(ps, max_norm, norm)
+    return float(norm)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def merged_shards(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, this rank's shard as a DTensor) of each weight of the model as it was before `add_lora`, with its LoRA
+    update added: W + alpha / rank x B A. The model stays as it is. A collective.
+
+    Rows of W and of B are split alike, so a rank merges its own rows with the whole A.
+    """
+    device = compute_device(model)
+    for module in fsdp_modules(model):
+        module.reshard()
+    for name, param in model.named_parameters():
+        path, adapted, leaf = name.rpartition(".base_layer.")
+        if ".lora_" in name:
+            continue
+        weight = param.detach().to(device)
+        if adapted and leaf == "weight":
+            layer = model.get_submodule(path)
+            A, B = layer.lora_A["default"].weight.to(device), layer.lora_B["default"].weight.to(device)
+            if isinstance(A, DTensor):
+                A = A.redistribute(placements=[Replicate()] * A.device_mesh.ndim)
+            weight = (weight + layer.scaling["default"] * (B @ A)).to(weight.dtype)
+        yield f"{path}.{leaf}" if adapted else name, weight
+
+
+def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of `merged_shards` one at a time, on every rank: a collective, so every rank must run
+    through all of it.
+
+    Extra memory: twice the largest parameter. Tied weights come once, under the name of the embedding.
+    """
+    for name, shard in merged_shards(model):
+        tensor = full_tensor(shard)
+        yield name, tensor if dtype is None else tensor.to(dtype)
+
+
+@contextmanager
+def unsharded(model: torch.nn.Module) -> Iterator[None]:
+    """All parameters whole for the time of the block: forward passes in it need no collective, so ranks may run
+    different numbers of them (generation). There is no backward in it."""
+    modules = fsdp_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(module is not model, recurse=False)
+            module.reshard()

@@ -1,0 +1,126 @@
+"""Who waits for whom, and for how long: a thread of each rank watches the stage that its rank is in."""
+
+import faulthandler
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+# A thread of each rank, its watcher, tells the others through the job's store where the rank is. When a stage has taken
+# a 30th of the time that it may take, and whenever that has doubled, it prints where all of them are; when the time is
+# over it ends the process. The launcher then ends the other ranks or, with --max-restarts, starts all of them anew.
+
+_stage = ("start", time.monotonic(), True)  # of this rank, since when, and whether its time is limited
+_watcher: threading.Thread | None = None
+_finished = threading.Event()
+
+
+class StageTimeout(RuntimeError):
+    """A stage takes longer than it may."""
+
+
+class StoreLost(RuntimeError):
+    """The job's store does not answer: it was in the launcher on the first node, or in rank 0."""
+
+
+class LauncherLost(RuntimeError):
+    """torchrun or accelerate, which would end or restart the other ranks, is gone."""
+
+
+def enter_stage(name: str, limited: bool = True) -> None:
+    """From now on this rank is in the stage `name`, such as "step 12 rollout"; its time starts anew. Not `limited`: it
+    may take as long as it likes, such as a download."""
+    global _stage
+    _stage = (name, time.monotonic(), limited)
+
+
+def start_watching(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    """Starts the watcher. `store` is a client of the job's store that nobody else uses."""
+    global _watcher
+    _watcher = threading.Thread(target=_watch, args=(store, rank, size, timeout_s), name="watcher", daemon=True)
+    _watcher.start()
+
+
+def stop_watching() -> None:
+    if _watcher is not None:
+        _finished.set()
+        _watcher.join()
+
+
+def _watch(*args) -> None:
+    try:
+        _watch_stages(*args)
+    except (StageTimeout, StoreLost, LauncherLost) as error:
+        faulthandler.dump_traceback()
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        get_error_handler().record_exception(error)  # for the launcher's report
+        os._exit(124)  # as timeout(1); the main thread may be anywhere
+
+
+def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+    beat_s, first_line_s, silent_s = timeout_s / 360, timeout_s / 30, max(1, timeout_s / 90)
+    store.set_timeout(timedelta(seconds=first_line_s))
+    started_at, watched = time.time(), None
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    while not _finished.wait(beat_s):
+        line = _line_of_main_thread()
+        if line == "debugger":  # a prompt may stay as long as it likes
+            enter_stage(_stage[0], _stage[2])
+        if watched is not _stage:
+            watched, next_line_s = _stage, first_line_s
+        (name, since, limited), now = watched, time.monotonic()
+        seconds, limit_s = now - since, timeout_s if limited else math.inf
+        if launcher not in (None, os.getppid()):
+            raise LauncherLost(f"rank {rank} in {name} ({line}): its launcher, process {launcher}, is gone")
+        try:
+            store.set(f"rank {rank}", json.dumps([f"{name} ({line})", seconds, time.time()]))
+            store.get(f"rank {rank}")  # which fails, other than set, when nobody is there
+            if seconds < min(next_line_s, limit_s):
+                continue
+            states = {}  # of each rank: where, for how long, and for how long it has said nothing
+            for r in range(size):
+                told = store.get(f"rank {r}") if store.check([f"rank {r}"]) else None
+                where, stayed, told_at = json.loads(told) if told else ("not started", 0, started_at)
+                silence = time.time() - told_at
+                states[r] = (where, stayed + silence, silence if silence > silent_s else 0)
+        except dist.DistError as error:
+            raise StoreLost(f"rank {rank} in {name} ({line}): {error}") from error
+        if seconds >= limit_s:
+            raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
+        if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):
+            print(f"waiting: {_describe(states)}", file=sys.stderr, flush=True)  # one line for all ranks
+        next_line_s *= 2
+
+
+def _line_of_main_thread() -> str:
+    """file:line of the innermost function, packages aside, in which the main thread is."""
+    frame, line = sys._current_frames()[threading.main_thread().ident], ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_globals.get("__name__") in ("bdb", "pdb"):
+            return "debugger"
+        if not (line or "/lib/python3" in file or file.startswith("<")):
+            line = f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return line
+
+
+def _describe(states: dict[int, tuple[str, float, float]]) -> str:
+    """Who is where; first those that have been there longest, for whom the others may be waiting."""
+    groups = defaultdict(list)
+    for rank, (where, seconds, silence) in states.items():
+        groups[where, silence > 0].append((seconds, silence, rank))
+    texts = []
+    for (where, _), members in sorted(groups.items(), key=lambda group: -max(group[1])[0]):
+        seconds, silence, _ = max(members)
+        text = f"rank {', '.join(str(rank) for *_, rank in members)}: {where} for {seconds:.0f} s"
+        texts.append(text + (f", silent for {silence:.0f} s" if silence else ""))
+    return "; ".join(texts)
