@@ -60,7 +60,7 @@ class Args:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU"""
     attn_implementation: str = "packed_sdpa"
-    """packed_sdpa (lib/model.py) runs everywhere; flash_attention_2 needs its package; any other has padded rows"""
+    """packed_sdpa (lib/model) runs everywhere; flash_attention_2 needs its package; any other has padded rows"""
     padding_free: bool = True
     """lay the rows of a micro-batch end to end, without padding, where the model allows it (docs/models.md)"""
     share_prompts: bool = True
@@ -298,7 +298,6 @@ from lib.distributed import (
     shard_model,
     trainable_parameters,
 )
-from lib.memory import GIB, estimate_memory, memory_table
 from lib.metrics import (
     Mean,
     Sum,
@@ -321,6 +320,7 @@ from lib.model import (
     check_sequence_parallel,
     check_tensor_parallel,
     freeze,
+    layout,
     load_model,
     load_reward_model,
     load_tokenizer,
@@ -328,7 +328,7 @@ from lib.model import (
     reward_model_scores,
     without_adapters,
 )
-from lib.packing import layout
+from lib.model.memory import GIB, estimate_memory, memory_table
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
 from lib.reward import RewardManager, load_scorers
 from lib.rollout import (

@@ -429,7 +429,7 @@ def _mesh(world: World, **sizes: int) -> DeviceMesh:
 
 
 class RowGroup(NamedTuple):
-    """Neighbouring ranks that run their rows together. It is passed to the functions of lib/model.py and
+    """Neighbouring ranks that run their rows together. It is passed to the functions of lib/model and
     lib/batching.py, and is no state of a model, because the same model also samples, each rank alone."""
 
     ranks: dist.ProcessGroup
@@ -470,7 +470,7 @@ def shard_model(
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
     gradients are reduced in the trained parameters' dtype. The model may be on any device; what it left on the meta
-    device (`on_meta` in lib/model.py) is read from its files, by each rank its own shards. A mesh with the dimension
+    device (`on_meta` in lib/model) is read from its files, by each rank its own shards. A mesh with the dimension
     "tensor" also splits the layers' projections, by transformers' plan for the model.
 
     cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer comes

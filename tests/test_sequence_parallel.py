@@ -32,7 +32,6 @@ from lib.distributed import (
     shard_model,
     trainable_parameters,
 )
-from lib.memory import estimate_memory
 from lib.model import (
     add_lora,
     batched_log_probs,
@@ -43,6 +42,7 @@ from lib.model import (
     response_log_probs,
     response_values,
 )
+from lib.model.memory import estimate_memory
 from tests.common import (
     ACCELERATE,
     SMALL,
