@@ -321,8 +321,8 @@ def generated_tokens(engine) -> float:
 def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
     """Each token's log-prob is that of the weights of its version, and of no other."""
     engine, model = engine_and_model
-    settings = served_engine._vllm_settings
-    monkeypatch.setattr(served_engine, "_vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    settings = served_engine.vllm_settings
+    monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     monkeypatch.setattr(engine, "stop_ids", [])  # so that the sync does not find them ended
     n, T, old_version, before = 24, 360, engine.version, generated_tokens(engine)
     prompts, sampling = random_prompts(n), Sampling(T)

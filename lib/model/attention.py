@@ -13,6 +13,7 @@ from functools import cache, partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch.nn.attention.bias import causal_lower_right
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -59,17 +60,16 @@ def packed_sdpa(
         query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))
     window, gqa = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
     # split, whose backward is one cat; that of a slice fills a whole row with zeros
-    queries, keys, values = (
-        x[0].transpose(0, 1).split([run.tokens for run in packed_runs]) for x in (query, key, value)
-    )
+    sizes = [run.tokens for run in packed_runs]
+    queries, keys, values = (rearrange(x, "1 h n d -> n h d").split(sizes) for x in (query, key, value))
     outputs = []
     for i, run in enumerate(packed_runs):
         if run.prompt_run is None:
-            q, k, v = (x[i].unflatten(0, (run.count, run.length)) for x in (queries, keys, values))
+            q, k, v = (rearrange(x[i], "(s l) h d -> s l h d", s=run.count) for x in (queries, keys, values))
         else:
             k, v = (_take(torch.cat([x[run.prompt_run], x[i]]), run.places) for x in (keys, values))
             q = _take(queries[i], run.places[:, -run.length :] - len(queries[run.prompt_run]))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (count, H, length, D); keys (count, H_kv, P + length, D)
+        q, k, v = (rearrange(x, "s l h d -> s h l d") for x in (q, k, v))  # of keys and values l is P + length
         mask = None
         if window is not None and k.shape[2] > window:
             position = torch.arange(k.shape[2], device=q.device)
@@ -78,28 +78,32 @@ def packed_sdpa(
         elif run.prompt_run is not None:
             mask = causal_lower_right(run.length, k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=gqa)
-        out = out.transpose(1, 2).flatten(0, 1)  # (count * length, H, D)
+        out = rearrange(out, "s h l d -> (s l) h d")
         outputs.append(out if run.real is None else _take(out, run.real))
     output = torch.cat(outputs)  # (N, H, D)
-    return (output if sequence_group is None else _all_heads(output, sequence_group))[None], None
+    if sequence_group is not None:
+        output = _all_heads(output, sequence_group)
+    return output[None], None
 
 
 def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(1, H / n, N, D), this rank's heads, from (1, H, N / n, D), its tokens. Fewer heads than n, of keys and values,
     are repeated; so are those whose number n does not divide."""
     n, H = group.size(), x.shape[1]
-    x = x[0].repeat_interleave(n // math.gcd(n, H), 0)
-    return all_to_all(x.unflatten(0, (n, -1)), group).transpose(0, 1).flatten(1, 2)[None]
+    x = repeat(x, "1 h t d -> (h copies) t d", copies=n // math.gcd(n, H))
+    x = all_to_all(rearrange(x, "(n h) t d -> n h t d", n=n), group)
+    return rearrange(x, "n h t d -> 1 h (n t) d")
 
 
 def _all_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(N / n, H, D), this rank's tokens, from (N, H / n, D), its heads."""
-    return all_to_all(x.unflatten(0, (group.size(), -1)), group).transpose(0, 1).flatten(1, 2)
+    x = all_to_all(rearrange(x, "(n t) h d -> n t h d", n=group.size()), group)
+    return rearrange(x, "n t h d -> t (n h) d")
 
 
 def _take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """x[places] for x (n, H, D); the backward of an embedding is twice as fast on a CPU as that of an index."""
-    return F.embedding(places, x.flatten(1)).unflatten(-1, x.shape[1:])
+    return rearrange(F.embedding(places, rearrange(x, "n h d -> n (h d)")), "... (h d) -> ... h d", h=x.shape[1])
 
 
 ALL_ATTENTION_FUNCTIONS.register("packed_sdpa", packed_sdpa)
@@ -232,5 +236,5 @@ def _by_rows(layer: torch.nn.Module, hidden_states: torch.Tensor, *args, **kwarg
     forward = partial(type(layer).forward, layer)
     if rows is None:
         return forward(hidden_states, *args, **kwargs)
-    outputs = [forward(F.embedding(places, hidden_states[0])).flatten(0, 1) for places in rows.places]
+    outputs = [rearrange(forward(F.embedding(places, hidden_states[0])), "s l d -> (s l) d") for places in rows.places]
     return F.embedding(rows.back, torch.cat(outputs))[None]

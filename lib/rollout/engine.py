@@ -88,9 +88,9 @@ def check_engine_import(name: str) -> None:
 def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
     """A seed for each response from (run seed, step, row of the global batch): the same for any number of ranks."""
     high, low = divmod(seed, 1 << 15)  # low << 48 still fits in an int64
-    mixed = _splitmix64(torch.tensor(rows) + (step << 24) + (low << 48))
+    mixed = splitmix64(torch.tensor(rows) + (step << 24) + (low << 48))
     if high:
-        mixed = _splitmix64(mixed + high)
+        mixed = splitmix64(mixed + high)
     return [int(s) for s in mixed & 0x7FFFFFFF]
 
 
@@ -98,7 +98,7 @@ def turn_seed(seed: int, turn: int) -> int:
     """The seed of an episode's turn, counted from 0: the first has the row's own seed, as if it were the only one."""
     if turn == 0:
         return seed
-    return int(_splitmix64(torch.tensor(-seed - (turn << 32)))) & 0x7FFFFFFF  # a sampled token's noise is of > 0
+    return int(splitmix64(torch.tensor(-seed - (turn << 32)))) & 0x7FFFFFFF  # a sampled token's noise is of > 0
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -174,7 +174,7 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
     return fitted
 
 
-def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+def splitmix64(x: torch.Tensor) -> torch.Tensor:
     """A well mixed 64-bit hash of each int64 (Steele et al. 2014); int64 arithmetic wraps, shifts are made logical."""
 
     def shift(v: torch.Tensor, n: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from einops import rearrange
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -12,7 +13,7 @@ from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, unsharded
 from lib.model import NEVER, SAMPLED_BY_HF, carries_state, least_kept
-from lib.rollout.engine import Generated, Sampling, _splitmix64, add_responses, stop_token_ids
+from lib.rollout.engine import Generated, Sampling, add_responses, splitmix64, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
 
 LONG_PROMPT = 128  # tokens; of shorter ones a copy a row costs less than to attend in two parts
@@ -204,21 +205,21 @@ class GroupCache(Cache):
             raise InputError(
                 f"--rollout-engine hf: {type(module).__name__} attends to other keys than it caches: {NOT_GROUPED}"
             )
-        R, H_kv, t, _ = key.shape
-        q = query.float().view(R, H_kv, -1, query.shape[-1])
+        _, H_kv, t, _ = key.shape
+        q = rearrange(query.float(), "r (k g) 1 d -> r k g d", k=H_kv)
         q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         out, lse = _attend(q, key[:, :, -layer.window :], value[:, :, -layer.window :])  # (R, H_kv, H / H_kv, D)
         seen = min(layer.prompt_keys.shape[2], layer.window - t)  # of a prompt
         if seen > 0:
             hidden = None if self.hidden is None else self.hidden[:, None, None, -seen:]
             groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy(0, self.slot, q)
-            groups = groups.unflatten(0, (self.prompts, -1)).transpose(1, 2).flatten(2, 3)  # (n, H_kv, G x H / H_kv, D)
+            groups = rearrange(groups, "(n rows) k g d -> n k (rows g) d", n=self.prompts)
             of_prompt = _attend(groups, layer.prompt_keys[:, :, -seen:], layer.prompt_values[:, :, -seen:], hidden)
             prompt_out, prompt_lse = (
-                x.unflatten(2, (self.largest, -1)).transpose(1, 2).flatten(0, 1)[self.slot] for x in of_prompt
+                rearrange(x, "n k (rows g) d -> (n rows) k g d", rows=self.largest)[self.slot] for x in of_prompt
             )
             out = torch.lerp(out, prompt_out, (prompt_lse - lse).sigmoid())
-        return out.reshape(R, 1, query.shape[1], -1).to(query.dtype)
+        return rearrange(out, "r k g d -> r 1 (k g) d").to(query.dtype)
 
 
 class GroupLayer(DynamicLayer):
@@ -298,6 +299,6 @@ def sample_tokens(
         if sampling.top_p < 1 or sampling.top_k > 0:
             logits = logits.masked_fill(logits < least_kept(logits, sampling.top_p, sampling.top_k), NEVER)
         cdf = logits.softmax(-1).cumsum(-1)  # (B, V)
-        uniform = (_splitmix64(seeds + (t << 32)) & 0xFFFFFF).float() / 2**24  # [0, 1)
+        uniform = (splitmix64(seeds + (t << 32)) & 0xFFFFFF).float() / 2**24  # [0, 1)
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
     return token, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]

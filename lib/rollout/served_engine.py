@@ -23,7 +23,7 @@ from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store
 from lib.rollout.engine import Generated, Sampling, add_responses, stop_token_ids, turn_seed
-from lib.rollout.vllm_engine import _finish_reason, _vllm_settings
+from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
 STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/agent_loop.py stands still meanwhile
@@ -300,7 +300,7 @@ class ServedEngine:
             await self._open.wait()
             version = self.version
             left = replace(sampling, max_response_length=sampling.max_response_length - len(row.token_ids))
-            settings = _vllm_settings(left, turn_seed(seed, -stops))
+            settings = vllm_settings(left, turn_seed(seed, -stops))
             request = asyncio.create_task(self._complete([*prompt_ids, *row.token_ids], **settings))
             self._posted.add(request)
             try:
@@ -315,7 +315,7 @@ class ServedEngine:
                     row.token_ids += choice["token_ids"]
                     row.log_probs += choice["logprobs"]["token_logprobs"]
                     row.weight_versions += [version] * len(choice["token_ids"])
-                row.finish_reason = _finish_reason(choice["finish_reason"])
+                row.finish_reason = as_finish_reason(choice["finish_reason"])
                 if self._open.is_set() or row.finish_reason != "abort":
                     return row
             stops += 1

@@ -169,7 +169,7 @@ class VLLMEngine:
         for place, (submitted, aborted, _) in enumerate(everyones):
             engine.abort_request([f"{place} {request_id}" for request_id in aborted])
             for request_id, (prompt_ids, sampling, seed) in submitted.items():
-                params = self._params(**_vllm_settings(sampling, seed))
+                params = self._params(**vllm_settings(sampling, seed))
                 engine.add_request(f"{place} {request_id}", {"prompt_token_ids": prompt_ids}, params)
         ended = {out.request_id: out for out in engine.step() if out.finished}
         done = {name: _generated(ended[full]) for name in self._running if (full := f"{self._place} {name}") in ended}
@@ -187,7 +187,7 @@ class VLLMEngine:
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
         everyones = self._exchange((list(prompts.non_tensor_batch["raw_prompt_ids"]), seeds))
-        params = [self._params(**_vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
+        params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
         outputs = self._run([prompt_ids for prompts, _ in everyones for prompt_ids in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
         rows = [_generated(out) for out in outputs[before : before + len(prompts)]]
@@ -231,10 +231,10 @@ def _groups_of_one() -> Iterator[None]:
 def _generated(output) -> Generated:
     out = output.outputs[0]
     log_probs = [lp[token].logprob for token, lp in zip(out.token_ids, out.logprobs)]
-    return Generated(list(out.token_ids), log_probs, _finish_reason(out.finish_reason))
+    return Generated(list(out.token_ids), log_probs, as_finish_reason(out.finish_reason))
 
 
-def _vllm_settings(sampling: Sampling, seed: int) -> dict:
+def vllm_settings(sampling: Sampling, seed: int) -> dict:
     """A request's, as SamplingParams and a server's API name them."""
     return {
         "max_tokens": sampling.max_response_length,
@@ -246,5 +246,5 @@ def _vllm_settings(sampling: Sampling, seed: int) -> dict:
     }
 
 
-def _finish_reason(reason: str | None) -> str:
+def as_finish_reason(reason: str | None) -> str:
     return reason if reason in ("stop", "length") else "abort"
