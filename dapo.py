@@ -156,11 +156,10 @@ from lib.metrics import (
     token_means,
     truncated_rows,
 )
-from lib.rollout import concat_rows
+from lib.model import Policy, micro_batches
+from lib.rollout import Rollouts, concat_rows
 from lib.run import open_run
 from lib.scores import Rewards
-from lib.stream import Rollouts
-from lib.trained import Policy, micro_batches
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:

@@ -132,8 +132,8 @@ from lib.metrics import (
     rows_dropped,
     token_means,
 )
+from lib.model import Policy, micro_batches
 from lib.run import open_run
-from lib.trained import Policy, micro_batches
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:

@@ -2,7 +2,7 @@
 
     numerics    packed log-probs, entropies and gradients against the padded eager model, in fp32 and bf16
     scripts     grpo.py learns the embedded task and resumes bit for bit; two steps of ppo.py, dapo.py and remax.py
-    memory      the peak of a step against lib/memory.py, for models of 0.5, 1.5 and 3 B random parameters
+    memory      the peak of a step against lib/model/memory.py, for models of 0.5, 1.5 and 3 B random parameters
     throughput  MFU of an update (forward, backward, AdamW), tokens per second of hf rollouts
 
 Each part is a process of its own: one that fails is reported, and the others go on. Writes a JSON file and prints its
@@ -30,12 +30,13 @@ import tyro
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-import lib.model
-import lib.packing
 from lib.data_proto import DataProto
 from lib.distributed import init_distributed, make_mesh, shard_model, trainable_parameters
-from lib.memory import estimate_memory, shard_numel
-from lib.model import batched_log_probs, load_tokenizer, response_log_probs
+from lib.model import add_lora, batched_log_probs, load_tokenizer, response_log_probs
+from lib.model.attention import lay_out
+from lib.model.load import _prepare
+from lib.model.log_probs import token_log_probs
+from lib.model.memory import estimate_memory, shard_numel
 from lib.rollout import HFEngine, Sampling
 
 ROOT = Path(__file__).parent.parent
@@ -75,8 +76,8 @@ def random_model(path: str, device: torch.device, gradient_checkpointing: bool =
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(path, **config), dtype=torch.float32, attn_implementation="packed_sdpa"
         )
-    lib.packing.lay_out(model, path)
-    return lib.model._prepare(model, lib.model.token_log_probs, gradient_checkpointing)
+    lay_out(model, path)
+    return _prepare(model, token_log_probs, gradient_checkpointing)
 
 
 def random_batch(prompts: list[int], responses: list[int], vocabulary: int, device: torch.device) -> DataProto:
@@ -212,7 +213,7 @@ def memory(options: Options, device: torch.device) -> list[dict]:
             label = f"{name}{', checkpointing' * checkpointing}{f', LoRA {lora_rank}' if lora_rank else ''}"
             model = random_model(path, device, checkpointing)
             if lora_rank:
-                lib.model.add_lora(model, rank=lora_rank, alpha=32, seed=0)
+                add_lora(model, rank=lora_rank, alpha=32, seed=0)
                 model.to(device)
             model = shard_model(model, make_mesh(init_distributed_once()), torch.bfloat16)
             parameters = trainable_parameters(model)

@@ -9,7 +9,7 @@ rendered. While that is the text so far and then the turn (whitespace apart: tem
 way), only what follows is encoded and goes behind the sampled tokens. It begins with the template's end token, which is
 dropped where the policy sampled one; the newline that templates write behind it stays. Where it is another text (a
 template that drops the thinking of earlier turns, say), the next turn starts a new segment of the row: all of that text
-as its prompt, position_ids from 0 again, and lib/model.py takes it as a sequence of its own.
+as its prompt, position_ids from 0 again, and lib/model takes it as a sequence of its own.
 
 The seed of a turn comes from its row's seed and its number: neither time nor other episodes change what is sampled.
 """
@@ -34,11 +34,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.data import Defuse
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
 from lib.reward_pool import LARGEST_SCORE
 from lib.rollout import Generated, Sampling, add_responses, turn_seed
-from lib.special_tokens import Defuse
 from lib.tools import (
     ERROR_KINDS,
     BaseInteraction,

@@ -44,9 +44,9 @@ from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last, start_step, step_timing
 from lib.metrics import DROPPED, Metric, reduce_metrics, throughput_metrics
+from lib.model import Trained
 from lib.run_config import checked_overrides, compare, describe_run, read_json
 from lib.tracking import Tracker
-from lib.trained import Trained
 
 PATIENCE_S = 5  # for a process on this host that is about to end
 LEASE_S = 120  # for one on another host: a file server gives up a dead client's locks after 90 s

@@ -25,8 +25,11 @@ from lib.core_algos import (
 )
 from lib.data import RLHFDataset, load_dataset_class, make_loader
 from lib.distributed import RowGroup, World, make_mesh, make_row_group, shard_model
-from lib.memory import GIB, estimate_memory, memory_table
 from lib.model import (
+    Critic,
+    Forward,
+    Policy,
+    Reference,
     add_lora,
     check_sequence_parallel,
     check_tensor_parallel,
@@ -36,12 +39,11 @@ from lib.model import (
     load_reward_model,
     load_tokenizer,
 )
+from lib.model.memory import GIB, estimate_memory, memory_table
 from lib.reward import RewardManager, Scorer, load_scorers
-from lib.rollout import Sampling, check_engine_import, make_engine
+from lib.rollout import Rollouts, Sampling, check_engine_import, make_engine
 from lib.run import Run
 from lib.scores import RewardModel, Rewards
-from lib.stream import Rollouts
-from lib.trained import Critic, Forward, Policy, Reference
 from lib.validate import Validation
 from rewards.sandbox import accept as accept_sandbox
 

@@ -10,11 +10,10 @@ from lib.data import collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, enter_stage, timed
 from lib.metrics import validated_rows, validation_metrics
-from lib.rollout import Sampling
+from lib.model import Policy
+from lib.rollout import Rollouts, Sampling
 from lib.scores import Rewards
-from lib.stream import Rollouts
 from lib.tracking import Tracker, sample_rows
-from lib.trained import Policy
 
 
 @dataclass

@@ -174,13 +174,13 @@ def _run_as_main(arguments: list[str], outputs: list[Path]) -> None:
 def off_policy(folder: Path) -> list[str]:
     """A sampler whose probabilities are not the trainer's: there is something to correct and to reject."""
     (folder / "off.py").write_text(
-        "import lib.rollout\n"
+        "import lib.rollout.hf_engine as hf_engine\n"
         "from lib.data import RLHFDataset as Rows\n"
-        "sample = lib.rollout.sample_tokens\n"
+        "sample = hf_engine.sample_tokens\n"
         "def sample_off(*args):\n"
         "    token, log_prob = sample(*args)\n"
         "    return token, 0.9 * log_prob\n"
-        "lib.rollout.sample_tokens = sample_off\n"
+        "hf_engine.sample_tokens = sample_off\n"
     )
     return ["--dataset-class", f"{folder / 'off.py'}:Rows", "--temperature", "1.5"]
 
@@ -230,7 +230,7 @@ def serve(model: str, max_length: int) -> Iterator[tuple[str, subprocess.Popen]]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
     command += ["--max-model-len", str(max_length), "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
-    command += ["--worker-extension-cls", "lib.vllm_weights.WorkerExtension"]
+    command += ["--worker-extension-cls", "lib.rollout.vllm_weights.WorkerExtension"]
     command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}

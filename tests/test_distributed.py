@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import lib.distributed
-import lib.model
+import lib.model.load
 from lib import InputError
 from lib.core_algos import agg_loss
 from lib.data import prepare_dynamic_batch, restore_dynamic_batch
@@ -225,13 +225,13 @@ def offloaded_update(world, path, checkpointing):
     """({offload: outputs and gradients of actor and critic}, the tensors that were copied with offload)."""
     results, copied, batch = {}, [], rollout_batch(PROMPTS, RESPONSES)
 
-    class Spy(lib.model.save_on_cpu):
+    class Spy(lib.model.load.save_on_cpu):
         def __init__(self, pin_memory):
             super().__init__(pin_memory)
             pack = self.pack_hook
             self.pack_hook = lambda tensor: pack(copied.append(tensor.detach().clone()) or copied[-1])
 
-    lib.model.save_on_cpu = Spy
+    lib.model.load.save_on_cpu = Spy
     for offload in (False, True):
         results[offload] = []
         for load, forward in (

@@ -108,7 +108,13 @@ VLLM = {
     *("--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
     *("--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
 }
-OF_TOOLS = {"--security-opt", "--local-dir", "--ranks", "--flag", "--name"}  # of data/ and lib/memory.py; placeholders
+OF_TOOLS = {
+    "--security-opt",
+    "--local-dir",
+    "--ranks",
+    "--flag",
+    "--name",
+}  # of data/ and lib/model/memory.py; placeholders
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z](?![\w-])")
 
 

@@ -163,12 +163,12 @@ def test_a_sync_that_is_skipped_stops_the_run_at_that_step(tmp_path):
     pytest.importorskip("vllm")
     (tmp_path / "skip.py").write_text(
         "import runpy, sys\n"
-        "import lib.vllm_rollout\n"
-        "load = lib.vllm_rollout.VLLMEngine.load_weights\n"
+        "from lib.rollout.vllm_engine import VLLMEngine\n"
+        "load = VLLMEngine.load_weights\n"
         "def load_all_but_the_third(engine, model, version):\n"
         "    if version == 2: engine.version = version\n"
         "    else: load(engine, model, version)\n"
-        "lib.vllm_rollout.VLLMEngine.load_weights = load_all_but_the_third\n"
+        "VLLMEngine.load_weights = load_all_but_the_third\n"
         f"runpy.run_path({str(ROOT / 'grpo.py')!r}, run_name='__main__')\n"
     )
     args = [

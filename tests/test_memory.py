@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lib import InputError
 from lib.distributed import make_mesh, set_gradient_sync, shard_model, trainable_parameters
-from lib.memory import GIB, estimate_memory, memory_table, meta_model, shard_numel
 from lib.model import (
     add_lora,
     batched_log_probs,
@@ -23,6 +22,7 @@ from lib.model import (
     response_log_probs,
     response_values,
 )
+from lib.model.memory import GIB, estimate_memory, memory_table, meta_model, shard_numel
 from lib.rollout import HFEngine, Sampling
 from tests.common import ROOT, TOY_MODEL, rollout_batch, run_ranks, save_tiny
 

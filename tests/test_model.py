@@ -1,4 +1,4 @@
-"""lib/model.py: log-probs, entropies, values and scores against single rows, packed against padded, loading.
+"""lib/model: log-probs, entropies, values and scores against single rows, packed against padded, loading.
 
 Traps are numbered as in docs/dev/LOG.md.
 """
@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-import lib.model
+import lib.model.log_probs
 from lib import InputError
 from lib.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from lib.data_proto import DataProto
@@ -271,7 +271,7 @@ def test_truncated_linear_log_probs_value_and_gradient(truncation, chunk, inv_te
         torch.stack([-(row.exp() * row).sum() for row in rows]),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lib.model, "CANDIDATES", candidates)
+        patch.setattr(lib.model.log_probs, "CANDIDATES", candidates)
         *ours, squares, added = LinearLogProbs.apply(h, w, y, inv_temperature, chunk, True, top_p, top_k)
     for a, b in zip((*ours, squares), (*expected, torch.stack([row.exp().square().sum() for row in rows]))):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)

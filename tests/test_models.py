@@ -15,22 +15,21 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForToken
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import lib.rollout
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import clip_grad_norm, make_mesh, make_row_group, shard_model, trainable_parameters
-from lib.memory import kv_bytes_per_token, meta_model
 from lib.model import (
+    SAMPLED_BY_HF,
     check_rows,
     load_critic,
     load_model,
     load_tokenizer,
-    packed_sdpa,
     response_log_probs,
     response_values,
 )
-from lib.packing import SAMPLED_BY_HF, STATE_LAYERS
-from lib.rollout import HFEngine, Sampling, request_seeds
+from lib.model.attention import STATE_LAYERS, packed_sdpa
+from lib.model.memory import kv_bytes_per_token, meta_model
+from lib.rollout import HFEngine, Sampling, hf_engine, request_seeds
 from tests.common import ROOT, SMALL, TOY_MODEL, VOCAB, fork, metrics, ran, rollout_batch, run_ranks
 
 SIZES = {  # a config takes of these what it knows
@@ -396,7 +395,7 @@ def prompts_of(lengths: list[int]) -> DataProto:
 
 
 def rollout(world, path):
-    lib.rollout.LONG_PROMPT = 0  # prompts are kept once wherever the cache allows it
+    hf_engine.LONG_PROMPT = 0  # prompts are kept once wherever the cache allows it
     model = shard_model(load_model(path), make_mesh(world), torch.float32)
     engine = HFEngine(model, load_tokenizer(TOY_MODEL))
     batch = engine.generate(prompts_of([2, 9, 5]), Sampling(12, 0.7), request_seeds(1, 1, list(range(9))))
@@ -464,13 +463,13 @@ def test_rows_that_are_not_their_own_are_found_on_every_rank(tmp_path, family, f
 
 
 LEAKING = """
-import runpy, lib.model
+import runpy, lib.model.load
 
-def lay_out(model, *more, settle=lib.model.lay_out):
+def lay_out(model, *more, settle=lib.model.load.lay_out):
     settle(model, *more)
     model.takes_rows = False
 
-lib.model.lay_out = lay_out
+lib.model.load.lay_out = lay_out
 runpy.run_path({script!r}, run_name="__main__")
 """
 

@@ -1,4 +1,4 @@
-"""lib/rollout.py: one contract for the hf and the vLLM engine (both real), sampling by numbers, the checked sync."""
+"""lib/rollout: one contract for the hf and the vLLM engine (both real), sampling by numbers, the checked sync."""
 
 import math
 import os
@@ -25,25 +25,14 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import lib.rollout
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, fsdp_modules, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
-from lib.rollout import (
-    ROOM,
-    GroupCache,
-    GroupLayer,
-    Sampling,
-    WeightSyncError,
-    can_group,
-    fit_columns,
-    make_engine,
-    request_seeds,
-    sample_tokens,
-    sync_weights,
-)
-from lib.vllm_rollout import NEUTRAL, VLLMEngine
+from lib.rollout import Sampling, WeightSyncError, fit_columns, hf_engine, make_engine, request_seeds, sync_weights
+from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
+from lib.rollout.served_engine import NEUTRAL
+from lib.rollout.vllm_engine import VLLMEngine
 from tests.common import TOY_MODEL, give_generation_config, rollout_batch, save_tiny
 
 WIDTH = 24  # prompt
@@ -282,7 +271,7 @@ def test_a_prompts_keys_and_values_kept_once_change_no_sample(world, tmp_path, d
     """Against the cache of transformers, which has a copy a row, and against the loss's own forward.
 
     fp32, 80 tokens, more than the buffers' first room, two layers: 1e-5 is 100 roundings."""
-    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
+    monkeypatch.setattr(hf_engine, "LONG_PROMPT", 0)
     engine, model = build("hf", save_tiny(tmp_path / "model", **DECODERS[decoder]), tmp_path / "engine")
     texts = [list(ids) for ids in random_prompts(6).non_tensor_batch["raw_prompt_ids"]]
     mixed = prompts_of([*texts[:3] * 3, *texts[3:]])  # three groups, three rows of their own
@@ -297,7 +286,7 @@ def test_a_prompts_keys_and_values_kept_once_change_no_sample(world, tmp_path, d
         log_probs, _ = response_log_probs(model, out, 0.8)
         assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-5
         with monkeypatch.context() as patch:
-            patch.setattr(lib.rollout, "can_group", lambda *_: False)
+            patch.setattr(hf_engine, "can_group", lambda *_: False)
             plain = engine.generate(prompts, Sampling(80, 0.8), seeds)
         assert isinstance(kept[-2], DynamicCache)
         assert torch.equal(out.batch["responses"], plain.batch["responses"])
@@ -306,7 +295,7 @@ def test_a_prompts_keys_and_values_kept_once_change_no_sample(world, tmp_path, d
 
 
 def test_a_group_holds_its_prompt_once_and_as_long_as_a_row_runs(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
+    monkeypatch.setattr(hf_engine, "LONG_PROMPT", 0)
     engine, model = build("hf", save_tiny(tmp_path / "model"), tmp_path / "engine")
     sizes = []
 
@@ -336,7 +325,7 @@ def test_attention_that_cannot_be_joined_keeps_a_copy_a_row(world, tmp_path):
 
 
 def test_an_attention_that_swallows_keyword_arguments_is_refused(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(lib.rollout, "LONG_PROMPT", 0)
+    monkeypatch.setattr(hf_engine, "LONG_PROMPT", 0)
     engine, _ = build("hf", save_tiny(tmp_path / "model"), tmp_path / "engine")
     monkeypatch.setitem(
         ALL_ATTENTION_FUNCTIONS,
@@ -463,7 +452,7 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     """Tied head, prefix cache, packed experts; and an engine that took the weights and does not use them is caught."""
-    vllm_weights = pytest.importorskip("lib.vllm_weights")
+    vllm_weights = pytest.importorskip("lib.rollout.vllm_weights")
     moe = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, "num_experts_per_tok": 2}
     moe |= {"moe_intermediate_size": 32, "head_dim": 32}
     path = save_tiny(tmp_path / "model", tied=kind == "tied", **(moe if kind == "moe" else {}))

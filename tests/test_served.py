@@ -1,4 +1,4 @@
-"""lib/vllm_rollout.py's ServedEngine against a real vLLM server on the CPU, started once."""
+"""ServedEngine against a real vLLM server on the CPU, started once."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lib import InputError, vllm_rollout
+from lib import InputError
 from lib.distributed import World, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
@@ -25,10 +25,11 @@ from lib.rollout import (
     make_engine,
     request_seeds,
     rollouts_ahead,
+    served_engine,
     staleness_metrics,
     sync_weights,
 )
-from lib.vllm_rollout import ServedEngine
+from lib.rollout.served_engine import ServedEngine
 from tests.common import (
     SMALL,
     TORCHRUN,
@@ -276,7 +277,7 @@ def test_every_way_gives_the_same_weights(engine_and_model, monkeypatch, way, bu
     """A bucket of 9000 bytes holds several of the smaller tensors; the embedding and others exceed it."""
     engine, model = engine_and_model
     monkeypatch.setattr(engine, "weights_by", way)
-    monkeypatch.setattr(vllm_rollout, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(served_engine, "BUCKET_BYTES", bucket)
     sent, real = [], engine._order
     monkeypatch.setattr(engine, "_order", lambda path, **kw: sent.append(path) or real(path, **kw))
     perturb(model)
@@ -320,8 +321,8 @@ def generated_tokens(engine) -> float:
 def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
     """Each token's log-prob is that of the weights of its version, and of no other."""
     engine, model = engine_and_model
-    settings = vllm_rollout._vllm_settings
-    monkeypatch.setattr(vllm_rollout, "_vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    settings = served_engine.vllm_settings
+    monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     monkeypatch.setattr(engine, "stop_ids", [])  # so that the sync does not find them ended
     n, T, old_version, before = 24, 360, engine.version, generated_tokens(engine)
     prompts, sampling = random_prompts(n), Sampling(T)
@@ -354,7 +355,7 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
 @needs_vllm
 def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monkeypatch):
     engine, model = engine_and_model
-    monkeypatch.setattr(vllm_rollout, "STOP_S", 0.2)
+    monkeypatch.setattr(served_engine, "STOP_S", 0.2)
     engine._ask("POST", "/pause", params={"mode": "abort"})
     prompts, sampling = random_prompts(6), Sampling(8)
     rows = engine.start(prompts, sampling, list(range(6)))
@@ -409,9 +410,9 @@ def test_staleness_is_counted_over_sampled_tokens_and_bounded():
 
 
 def test_buckets(monkeypatch):
-    monkeypatch.setattr(vllm_rollout, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(served_engine, "BUCKET_BYTES", 100)
     stream = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 10, 5, 5, 40, 1, 25])]  # of 4 bytes
-    assert [names for names, _ in vllm_rollout._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
+    assert [names for names, _ in served_engine._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
 
 
 @pytest.mark.parametrize(
@@ -433,8 +434,8 @@ def test_a_broadcast_listens_on_the_way_to_its_servers(monkeypatch, ways, addres
         assert port == next(ports)
         return by_host[host]
 
-    monkeypatch.setattr(vllm_rollout, "address_towards", towards)
-    assert vllm_rollout._address_towards(list(ways)) == address
+    monkeypatch.setattr(served_engine, "address_towards", towards)
+    assert served_engine._address_towards(list(ways)) == address
 
 
 # ---- what a person reads --------------------------------------------------------------------------
@@ -488,7 +489,7 @@ def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
         http.shutdown()
 
 
-@pytest.mark.parametrize("join", [vllm_rollout.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
+@pytest.mark.parametrize("join", [served_engine.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
 def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch, join):
     """It says that it will, and dies. NCCL connects in its first collective, which nothing interrupts."""
     yes = {"status": "ok"}
@@ -496,8 +497,8 @@ def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch,
     answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, "/pause": yes, "/health": yes}
     answers |= {"/get_world_size": {"world_size": 1}, "/init_weight_transfer_engine": yes}
     monkeypatch.setattr(Stub, "answers", answers, raising=False)
-    monkeypatch.setattr(vllm_rollout, "SYNC_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(vllm_rollout, "join_group", join)
+    monkeypatch.setattr(served_engine, "SYNC_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(served_engine, "join_group", join)
     with HTTPServer(("127.0.0.1", 0), Stub) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         engine, model = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
@@ -535,7 +536,7 @@ def test_no_generate_before_the_weights():
 def test_a_server_that_hangs(monkeypatch):
     engine = ServedEngine.__new__(ServedEngine)
     engine.servers = ["http://a:1", "http://b:2"]
-    monkeypatch.setattr(vllm_rollout, "SYNC_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(served_engine, "SYNC_TIMEOUT_S", 0.05)
     with pytest.raises(InputError, match=r"http://a:1,http://b:2: the broadcast .*no answer for 0.05 s"):
         engine._finish([Future()])
 
@@ -556,15 +557,15 @@ def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
         assert "\n" not in str(raised.value)
 
     worker = max(psutil.Process(process.pid).children(recursive=True), key=lambda child: child.memory_info().rss)
-    real_buckets = vllm_rollout._buckets
+    real_buckets = served_engine._buckets
 
     def buckets(stream):
         for names, tensors in real_buckets(stream):
             yield names, tensors
             worker.kill()  # while one is on its way
 
-    monkeypatch.setattr(vllm_rollout, "_buckets", buckets)
-    monkeypatch.setattr(vllm_rollout, "BUCKET_BYTES", 9000)
+    monkeypatch.setattr(served_engine, "_buckets", buckets)
+    monkeypatch.setattr(served_engine, "BUCKET_BYTES", 9000)
     with pytest.raises(InputError, match="must serve the model that is trained") as raised:
         sync_weights(engine, model, 1, tolerance=TOLERANCE)
     assert "\n" not in str(raised.value) and "no answer" not in str(raised.value)

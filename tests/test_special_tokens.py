@@ -8,9 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from lib.data import RLHFDataset
+from lib.data import Defuse, RLHFDataset
 from lib.model import load_tokenizer
-from lib.special_tokens import Defuse
 from tests.common import TOY_MODEL
 
 TOKENIZER = load_tokenizer(TOY_MODEL)

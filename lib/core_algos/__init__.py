@@ -44,6 +44,7 @@ from lib.core_algos.kl import (
     entropy_from_logits,
     kl_penalty,
 )
+from lib.core_algos.noise import splitmix64
 from lib.core_algos.policy_losses import (
     LOSS_TENSORS,
     POLICY_LOSSES,
@@ -114,5 +115,6 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "named_policy_loss",
+    "splitmix64",
     "zero_variance_rows",
 ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lib import InputError
+from lib.core_algos.noise import GOLDEN, mix64
 from lib.core_algos.reductions import _keep, masked_mean
 from lib.core_algos.settings import _bind, _lookup
 
@@ -292,10 +293,7 @@ def _token_noise(row_ids: Tensor, width: int, seed: int) -> Tensor:
     if len(row_ids.unique()) != len(row_ids):
         raise ValueError("row_ids must number the rows: no two equal")
     x = row_ids.long()[:, None] * 2**32 + torch.arange(width, device=row_ids.device)
-    x = x + ((seed * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63)  # wrapped into a signed integer, as the factors
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1)):
-        x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * factor  # >> copies the sign bit: cut it off
-    return x
+    return mix64(x + ((seed * GOLDEN + 2**63) % 2**64 - 2**63))  # the seed's part wrapped into a signed integer
 
 
 @torch.no_grad()

@@ -5,8 +5,10 @@ from lib.data.dataset import RLHFDataset, load_dataset_class
 from lib.data.loader import PromptLoader, collate_fn, make_loader
 from lib.data.micro_batches import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.rows import load_split
+from lib.data.special_tokens import Defuse
 
 __all__ = [
+    "Defuse",
     "PromptLoader",
     "RLHFDataset",
     "balance_groups",

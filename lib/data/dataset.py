@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lib import InputError
 from lib.cli.user_code import load_object
 from lib.data.rows import DEEPEST, _plain, _shown, read_rows
-from lib.special_tokens import Defuse
+from lib.data.special_tokens import Defuse
 
 if TYPE_CHECKING:
     import datasets

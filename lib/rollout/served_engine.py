@@ -1,9 +1,7 @@
-"""The two vLLM engines of lib/rollout.py: in this process, and servers that run already."""
+"""The engine of a URL: vLLM servers that run already."""
 
 import asyncio
-import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,248 +19,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from lib import InputError, is_first_on_node
+from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store, new_cpu_subgroup
-from lib.rollout import CheckedStream, Generated, Sampling, WeightSyncError, add_responses, stop_token_ids, turn_seed
-
-# ---- vLLM ----------------------------------------------------------------------------------------
-
-
-class VLLMEngine:
-    """A vLLM engine inside this process, on CPU or GPU; weights go over in memory.
-
-    The engine starts with dummy weights from a folder that holds only config and tokenizer: the trainer is the one
-    source of weights, and a generate before the first load_weights is refused.
-
-    `ranks` that follow each other are one engine, split by tensor parallelism. Each has its own requests; generate,
-    step and the end of a session are then collectives of these ranks, for vLLM wants of each the same requests in the
-    same order.
-
-    Raises:
-        InputError: the model's attention heads cannot be split over the ranks.
-    """
-
-    long_steps = False  # a step is a token; requests come and go at each
-
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        *,
-        folder: Path,
-        max_length: int,
-        dtype: torch.dtype,
-        gpu_memory: float,
-        ranks: int = 1,
-    ):
-        heads = model.config.get_text_config().num_attention_heads
-        if heads % ranks:
-            raise InputError(f"--engine-ranks {ranks}: the model's {heads} attention heads must be a multiple of it")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        on_gpu = compute_device(model).type == "cuda"
-        if not on_gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        import vllm
-
-        from lib import vllm_weights  # noqa: F401  its import makes the backend known
-
-        if not on_gpu:  # spares a C++ compilation of many seconds at the first generate, for the rank of a token
-            import vllm.v1.sample.sampler as sampler
-
-            counter = sampler.batched_count_greater_than
-            sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
-            # vLLM looks for its kernels in vars() of all that is imported; the library under numba (and so under bm25s)
-            # makes a C function of every name that it is asked for, of __dict__ too, and vLLM dies of it
-            if llvm := sys.modules.get("llvmlite.binding.ffi"):
-                llvm.lib._fntab["__dict__"] = {}
-        if is_first_on_node():  # nodes may not share the disk
-            model.config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        dist.barrier()
-        settings = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
-        if not on_gpu:  # seeded requests and chunked prefill crash on a CPU
-            settings = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
-            # instead of 256: a step of a tiny model costs what the scheduler takes, not what its rows do
-            settings["max_num_seqs"] = 512
-        if dist.get_world_size() > 1:
-            settings["distributed_executor_backend"] = "external_launcher"
-        with torch.random.fork_rng(), _groups_of_one():  # vLLM seeds the global generators
-            self.llm = vllm.LLM(
-                str(folder),
-                load_format="dummy",
-                dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max(max_length, 33),  # the probe of sync_weights is 32 tokens, and samples one
-                seed=0,
-                generation_config="vllm",  # the model's own would add to what a request says
-                logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
-                weight_transfer_config={"backend": "direct"},
-                tensor_parallel_size=ranks,
-                **settings,
-            )
-        self.llm.init_weight_transfer_engine({"init_info": {}})
-        self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
-        self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), max_length
-        self.shared = ranks > 1
-        self._ranks = new_cpu_subgroup(ranks) if self.shared else None
-        self._place = dist.get_rank() % ranks
-        self._submitted: dict[str, tuple] = {}  # (prompt_ids, sampling, seed) of what begins with the next step
-        self._aborted: list[str] = []
-        self._running: set[str] = set()
-        self.version: int | None = None
-        self.checksum: int | None = None
-        self.sleep()
-
-    def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Streams the trainer's weights into the engine, one whole tensor at a time. A collective."""
-        if self.can_sleep:
-            self.llm.wake_up(["weights"])  # weights first, KV cache after: the two and the update never add up
-        stream = CheckedStream(model, self.dtype)
-        self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"weights": stream}})
-        self.llm.finish_weight_update(weight_version=str(version))
-        if not self.llm.reset_prefix_cache():  # cached prefixes hold keys and values of the old weights
-            raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
-        self.version, self.checksum = version, stream.checksum
-        self.wake()
-
-    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
-        out = self._run([ids], [self._params(1, temperature=1.0, prompt_logprobs=0)])[0]
-        return torch.tensor([lp[token].logprob for token, lp in zip(ids[1:], out.prompt_logprobs[1:])])
-
-    def sleep(self) -> None:
-        """On a GPU, frees weights and KV cache; the weights must be loaded again before the next generate."""
-        if self.can_sleep:
-            self.llm.sleep(level=2)
-            self.version = self.checksum = None
-
-    def wake(self) -> None:
-        if self.can_sleep:
-            self.llm.wake_up(["kv_cache"])
-
-    def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Between its ends are submit, step and abort."""
-        self._check_weights()
-        with torch.random.fork_rng():  # vLLM advances torch's global generator
-            try:
-                yield
-            finally:
-                self._submitted.clear()
-                self._aborted += self._running
-                while not self._step(leaving=True)[1]:  # the others of this engine may not be done
-                    pass
-
-    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
-        """Raises ValueError when the prompt is too long for the engine."""
-        if len(prompt_ids) >= self.max_length:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens; the engine's longest row is {self.max_length}")
-        self._submitted[request_id] = (list(prompt_ids), sampling, seed)
-
-    def abort(self, request_id: str) -> None:
-        if self._submitted.pop(request_id, None) is None:
-            self._aborted.append(request_id)
-
-    def step(self) -> dict[str, Generated]:
-        """One token, or the prefill, of what runs; those that ended."""
-        return self._step(leaving=False)[0]
-
-    def _step(self, leaving: bool) -> tuple[dict[str, Generated], bool]:
-        """(what ended of this rank's requests, whether every rank of the engine leaves its session)."""
-        engine = self.llm.llm_engine
-        everyones = self._exchange((self._submitted, self._aborted, leaving))
-        self._running = (self._running | self._submitted.keys()) - set(self._aborted)
-        self._submitted, self._aborted = {}, []
-        for place, (submitted, aborted, _) in enumerate(everyones):
-            engine.abort_request([f"{place} {request_id}" for request_id in aborted])
-            for request_id, (prompt_ids, sampling, seed) in submitted.items():
-                params = self._params(**_vllm_settings(sampling, seed))
-                engine.add_request(f"{place} {request_id}", {"prompt_token_ids": prompt_ids}, params)
-        ended = {out.request_id: out for out in engine.step() if out.finished}
-        done = {name: _generated(ended[full]) for name in self._running if (full := f"{self._place} {name}") in ended}
-        self._running -= done.keys()
-        return done, all(leaves for *_, leaves in everyones)
-
-    def _exchange(self, mine) -> list:
-        """What each rank of this engine gives, in their order."""
-        if not self.shared:
-            return [mine]
-        everyones = [None] * dist.get_world_size(self._ranks)
-        dist.all_gather_object(everyones, mine, group=self._ranks)
-        return everyones
-
-    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
-        everyones = self._exchange((list(prompts.non_tensor_batch["raw_prompt_ids"]), seeds))
-        params = [self._params(**_vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
-        outputs = self._run([prompt_ids for prompts, _ in everyones for prompt_ids in prompts], params)
-        before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        rows = [_generated(out) for out in outputs[before : before + len(prompts)]]
-        return add_responses(prompts, rows, self.pad_token_id)
-
-    def _params(self, max_tokens: int, **kwargs):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            max_tokens=max_tokens,
-            stop_token_ids=self.stop_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # one request's own
-            **kwargs,
-        )
-
-    def _check_weights(self) -> None:
-        if self.version is None:  # vLLM would spin for ever while asleep
-            raise WeightSyncError("the vLLM engine has no weights: call sync_weights before generate")
-
-    def _run(self, prompt_ids, params: list) -> list:
-        self._check_weights()
-        with torch.random.fork_rng():  # vLLM advances torch's global generator
-            return self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompt_ids], params, use_tqdm=False)
-
-
-@contextmanager
-def _groups_of_one() -> Iterator[None]:
-    """Of a single process vLLM makes a dozen gloo groups, each with a port: here they are as the default group."""
-    new_group = dist.new_group
-    if dist.get_world_size() == 1:
-        dist.new_group = lambda ranks=None, **kwargs: new_group(ranks, **kwargs | {"backend": dist.get_backend()})
-    try:
-        yield
-    finally:
-        dist.new_group = new_group
-
-
-def _generated(output) -> Generated:
-    out = output.outputs[0]
-    log_probs = [lp[token].logprob for token, lp in zip(out.token_ids, out.logprobs)]
-    return Generated(list(out.token_ids), log_probs, _finish_reason(out.finish_reason))
-
-
-def _vllm_settings(sampling: Sampling, seed: int) -> dict:
-    """A request's, as SamplingParams and a server's API name them."""
-    return {
-        "max_tokens": sampling.max_response_length,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "logprobs": 0,
-        "seed": seed,
-    }
-
-
-def _finish_reason(reason: str | None) -> str:
-    return reason if reason in ("stop", "length") else "abort"
-
-
-# ---- a vLLM server -------------------------------------------------------------------------------
+from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store
+from lib.rollout.engine import Generated, Sampling, add_responses, stop_token_ids, turn_seed
+from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
+from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
 STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/agent_loop.py stands still meanwhile
 BUCKET_BYTES = 256 << 20  # of one broadcast, or one tensor; three buckets are in memory at a time
@@ -285,7 +47,7 @@ class ServedEngine:
     """vLLM servers that the user started, over their OpenAI-compatible API; rank r uses URL r modulo their number.
 
     Weights are broadcast from the first rank to all workers of all servers, bucket by bucket, if the servers were
-    started with lib/vllm_weights.py's backend "broadcast"; else they go by way of a file in `folder`, which the first
+    started with vllm_weights.py's backend "broadcast"; else they go by way of a file in `folder`, which the first
     rank writes and the servers read: on another machine, from a shared disk. The folder that a server was started with
     is not touched. A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then takes orders from whoever
     reaches it) and with --logprobs-mode processed_logprobs; beside the requests of this run it must have none.
@@ -538,7 +300,7 @@ class ServedEngine:
             await self._open.wait()
             version = self.version
             left = replace(sampling, max_response_length=sampling.max_response_length - len(row.token_ids))
-            settings = _vllm_settings(left, turn_seed(seed, -stops))
+            settings = vllm_settings(left, turn_seed(seed, -stops))
             request = asyncio.create_task(self._complete([*prompt_ids, *row.token_ids], **settings))
             self._posted.add(request)
             try:
@@ -553,7 +315,7 @@ class ServedEngine:
                     row.token_ids += choice["token_ids"]
                     row.log_probs += choice["logprobs"]["token_logprobs"]
                     row.weight_versions += [version] * len(choice["token_ids"])
-                row.finish_reason = _finish_reason(choice["finish_reason"])
+                row.finish_reason = as_finish_reason(choice["finish_reason"])
                 if self._open.is_set() or row.finish_reason != "abort":
                     return row
             stops += 1

@@ -9,17 +9,21 @@ from transformers import PreTrainedModel
 
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup, World, clip_grad_norm, set_gradient_sync, timed, trainable_parameters
-from lib.metrics import Mean, Metric, Sum
-from lib.model import (
-    batched_log_probs,
-    batched_values,
-    check_rows,
-    response_log_probs,
-    response_values,
-    without_adapters,
+from lib.distributed import (
+    Mean,
+    Metric,
+    RowGroup,
+    Sum,
+    World,
+    clip_grad_norm,
+    set_gradient_sync,
+    timed,
+    trainable_parameters,
 )
-from lib.packing import layout
+from lib.model.attention import layout
+from lib.model.load import without_adapters
+from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
+from lib.model.values import batched_values, response_values
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What one GPU needs, part by part and moment by moment, from a model's config alone: no weights, no network.
 
-    python -m lib.memory --model benchmarks/shapes/qwen2.5-7b.json --ranks 8 --gradient-checkpointing
+    python -m lib.model.memory --model benchmarks/shapes/qwen2.5-7b.json --ranks 8 --gradient-checkpointing
 
 A step passes through moments, and what it needs in one is free again in another: the peak is that of the worst moment.
 N ranks, P parameters (P_l of the largest layer, P_r of the root group: head and final norm, or the tied embedding), c
@@ -47,7 +47,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
 from lib.distributed import trainable_parameters
-from lib.model import add_lora, token_log_probs, token_values
+from lib.model.load import add_lora
+from lib.model.log_probs import token_log_probs
+from lib.model.values import token_values
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device

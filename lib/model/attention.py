@@ -1,21 +1,117 @@
-"""Which models take packed rows, and how layers that carry a state from token to token take them.
+"""How the layers that mix tokens keep the sequences of a packed row apart, and which models' layers can.
 
-Attention runs inside each row (packed_sdpa in lib/model.py). A recurrent or convolutional layer would carry its state
-over from one packed row to the next, so it gets its tokens as rows, and gives them back packed: the same on any device
-and with any kernel. transformers can also pass such layers `cu_seq_lens_q` or `seq_idx`, which only some kernels look
-at: without those packages, and on a CPU, rows leak into each other without a word.
+Attention runs inside each sequence: packed_sdpa. A recurrent or convolutional layer would carry its state over from one
+packed sequence to the next, so it gets its tokens as rows, and gives them back packed: the same on any device and with
+any kernel. transformers can also pass such layers `cu_seq_lens_q` or `seq_idx`, which only some kernels look at:
+without those packages, and on a CPU, rows leak into each other without a word.
 """
 
 import math
 import types
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch.nn.attention.bias import causal_lower_right
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError, is_first_on_node
+from lib.distributed import all_to_all
+
+# ---- attention over packed rows ------------------------------------------------------------------
+
+
+def packed_sdpa(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    packed_runs=None,
+    sequence_group=None,
+    group_cache=None,
+    scaling=None,
+    **kwargs,
+):
+    """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
+
+    `packed_runs` is a list of packing.py's `PackedRun`. A whole sequence, or a prompt that rows share, attends to its
+    own earlier tokens; a response to a shared prompt attends to the prompt and to its own earlier tokens. Only such
+    responses are padded, and in the attention only. With a `group_cache` (lib/rollout/hf_engine.py) that attends.
+    Without either this is transformers' own SDPA attention.
+
+    With a `sequence_group` of n ranks each has N / n tokens of the packed row, and attends with H / n heads to all N:
+    an all-to-all before and one behind change from the one to the other (DeepSpeed-Ulysses, arXiv 2309.14509).
+    """
+    if group_cache is not None:
+        return group_cache.attend(module, query, key, value, scaling), None
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise InputError(f"{type(module).__name__} has soft caps or sinks: --attn-implementation eager")
+    if packed_runs is None:
+        if attention_mask is not None and attention_mask.shape[3] < key.shape[2]:
+            raise InputError(f"{type(module).__name__} gets no keywords from its layer: --no-padding-free")
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if sequence_group is not None:
+        query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))
+    window, gqa = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
+    # split, whose backward is one cat; that of a slice fills a whole row with zeros
+    sizes = [run.tokens for run in packed_runs]
+    queries, keys, values = (rearrange(x, "1 h n d -> n h d").split(sizes) for x in (query, key, value))
+    outputs = []
+    for i, run in enumerate(packed_runs):
+        if run.prompt_run is None:
+            q, k, v = (rearrange(x[i], "(s l) h d -> s l h d", s=run.count) for x in (queries, keys, values))
+        else:
+            k, v = (_take(torch.cat([x[run.prompt_run], x[i]]), run.places) for x in (keys, values))
+            q = _take(queries[i], run.places[:, -run.length :] - len(queries[run.prompt_run]))
+        q, k, v = (rearrange(x, "s l h d -> s h l d") for x in (q, k, v))  # of keys and values l is P + length
+        mask = None
+        if window is not None and k.shape[2] > window:
+            position = torch.arange(k.shape[2], device=q.device)
+            distance = position[-run.length :, None] - position[None, :]
+            mask = (distance >= 0) & (distance < window)
+        elif run.prompt_run is not None:
+            mask = causal_lower_right(run.length, k.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=gqa)
+        out = rearrange(out, "s h l d -> (s l) h d")
+        outputs.append(out if run.real is None else _take(out, run.real))
+    output = torch.cat(outputs)  # (N, H, D)
+    if sequence_group is not None:
+        output = _all_heads(output, sequence_group)
+    return output[None], None
+
+
+def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(1, H / n, N, D), this rank's heads, from (1, H, N / n, D), its tokens. Fewer heads than n, of keys and values,
+    are repeated; so are those whose number n does not divide."""
+    n, H = group.size(), x.shape[1]
+    x = repeat(x, "1 h t d -> (h copies) t d", copies=n // math.gcd(n, H))
+    x = all_to_all(rearrange(x, "(n h) t d -> n h t d", n=n), group)
+    return rearrange(x, "n h t d -> 1 h (n t) d")
+
+
+def _all_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(N / n, H, D), this rank's tokens, from (N, H / n, D), its heads."""
+    x = all_to_all(rearrange(x, "(n t) h d -> n t h d", n=group.size()), group)
+    return rearrange(x, "n t h d -> t (n h) d")
+
+
+def _take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x[places] for x (n, H, D); the backward of an embedding is twice as fast on a CPU as that of an index."""
+    return rearrange(F.embedding(places, rearrange(x, "n h d -> n (h d)")), "... (h d) -> ... h d", h=x.shape[1])
+
+
+ALL_ATTENTION_FUNCTIONS.register("packed_sdpa", packed_sdpa)
+ALL_MASK_ATTENTION_FUNCTIONS.register("packed_sdpa", sdpa_mask)
+
+
+# ---- which models, and their layers that carry a state -------------------------------------------
+
 
 STATE_LAYERS = {  # of a model_type: the class of its layers that carry a state; tests/test_models.py has each
     "bamba": "BambaMixer",
@@ -84,44 +180,6 @@ def carries_state(model: PreTrainedModel) -> bool:
     )
 
 
-class SequenceRows(NamedTuple):
-    """The sequences of a packed row as right-padded rows, which causal layers compute as if each were alone."""
-
-    places: list[torch.Tensor]
-    """each (count, length), of rows of about equal length: the token's place in the packed row. A response to a shared
-    prompt has that prompt before it. Padding repeats the row's last token"""
-    back: torch.Tensor
-    """(N,) of each token of the packed row: its place in the rows laid end to end"""
-
-
-def sequence_rows(
-    order: list[int], lengths: list[int], prompt: list[int | None], device: torch.device, *, one_size: bool = False
-) -> SequenceRows:
-    """The rows of sequences that stand in `order` in the packed row. prompt[i] is the number of the shared prompt that
-    sequence i answers, if any. one_size: all rows have the length of the longest."""
-    begin, N = {}, 0  # of each sequence: its first token's place
-    for i in order:
-        begin[i], N = N, N + lengths[i]
-    length = {i: lengths[i] + (0 if prompt[i] is None else lengths[prompt[i]]) for i in order}
-    shared = set(prompt)
-    rows = sorted((i for i in order if i not in shared), key=lambda i: length[i])
-    sizes = [math.inf if one_size else int(4 * math.log2(length[i])) for i in rows]  # padding: a fifth at most
-    places, back, offset, placed = [], torch.empty(N, dtype=torch.long), 0, set()
-    for size in sorted(set(sizes)):
-        members = [i for i, own in zip(rows, sizes) if own == size]
-        P = torch.tensor([length[i] - lengths[i] for i in members])[:, None]
-        n = torch.tensor([length[i] for i in members])[:, None]
-        first = torch.tensor([[begin[i if prompt[i] is None else prompt[i]], begin[i]] for i in members])
-        column = torch.arange(int(n.max())).minimum(n - 1)  # (count, length)
-        place = torch.where(column < P, first[:, :1] + column, first[:, 1:] + column - P)
-        new = torch.tensor([prompt[i] not in placed and not placed.add(prompt[i]) for i in members])  # shared prompts
-        taken = (torch.arange(column.shape[1]) < n) & (new[:, None] | (column >= P))
-        back[place[taken]] = offset + taken.flatten().nonzero()[:, 0]
-        places.append(place.to(device))
-        offset += place.numel()
-    return SequenceRows(places, back.to(device))
-
-
 def lay_out(
     model: PreTrainedModel,
     name: str,
@@ -178,5 +236,5 @@ def _by_rows(layer: torch.nn.Module, hidden_states: torch.Tensor, *args, **kwarg
     forward = partial(type(layer).forward, layer)
     if rows is None:
         return forward(hidden_states, *args, **kwargs)
-    outputs = [forward(F.embedding(places, hidden_states[0])).flatten(0, 1) for places in rows.places]
+    outputs = [rearrange(forward(F.embedding(places, hidden_states[0])), "s l d -> (s l) d") for places in rows.places]
     return F.embedding(rows.back, torch.cat(outputs))[None]

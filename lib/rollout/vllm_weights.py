@@ -3,7 +3,8 @@
 "direct": the engine takes the trainer's tensors by reference, in one process. "broadcast": the workers of a server
 join a process group with the trainer's first rank and receive buckets of tensors. vLLM's own backends need CUDA.
     python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 \\
-        --worker-extension-cls lib.vllm_weights.WorkerExtension --weight-transfer-config '{"backend": "broadcast"}' ...
+        --worker-extension-cls lib.rollout.vllm_weights.WorkerExtension \\
+        --weight-transfer-config '{"backend": "broadcast"}' ...
 On a CPU two of vLLM's caches outlive a reload, silently: the packed copy of a tied output head, and the packed experts
 of a mixture of experts; both are made again here.
 """

@@ -7,10 +7,10 @@ import numpy as np
 from lib.args import Sizes
 from lib.data import PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
-from lib.distributed import World, timed
-from lib.metrics import Metric
-from lib.rollout import Sampling, request_seeds, rollouts_ahead, staleness_metrics, sync_weights
-from lib.trained import Policy
+from lib.distributed import Metric, World, timed
+from lib.model import Policy
+from lib.rollout.engine import Sampling, request_seeds, rollouts_ahead, staleness_metrics
+from lib.rollout.weight_sync import sync_weights
 
 
 class Rollouts:

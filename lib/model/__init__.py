@@ -1,0 +1,58 @@
+"""Policy, reference, critic and reward model: load, and forward to log-probs and entropies, values, or scores.
+
+Two things keep the forward cheap, and both are exact. Padding never enters it (packing.py, attention.py), and full fp32
+logits never exist (log_probs.py). What a step needs of a GPU is estimated by lib/model/memory.py, a command too.
+"""
+
+from lib.model.attention import SAMPLED_BY_HF, carries_state, layout
+from lib.model.load import (
+    add_lora,
+    check_sequence_parallel,
+    check_tensor_parallel,
+    freeze,
+    load_critic,
+    load_model,
+    load_reward_model,
+    load_tokenizer,
+    without_adapters,
+)
+from lib.model.log_probs import (
+    NEVER,
+    LinearLogProbs,
+    batched_log_probs,
+    check_rows,
+    least_kept,
+    response_log_probs,
+)
+from lib.model.trained import Critic, Forward, Policy, Reference, Trained, micro_batches
+from lib.model.values import batched_values, response_values, reward_model_scores
+
+__all__ = [
+    "NEVER",
+    "SAMPLED_BY_HF",
+    "Critic",
+    "Forward",
+    "LinearLogProbs",
+    "Policy",
+    "Reference",
+    "Trained",
+    "add_lora",
+    "batched_log_probs",
+    "batched_values",
+    "carries_state",
+    "check_rows",
+    "check_sequence_parallel",
+    "check_tensor_parallel",
+    "freeze",
+    "layout",
+    "least_kept",
+    "load_critic",
+    "load_model",
+    "load_reward_model",
+    "load_tokenizer",
+    "micro_batches",
+    "response_log_probs",
+    "response_values",
+    "reward_model_scores",
+    "without_adapters",
+]

@@ -1,0 +1,388 @@
+"""Loads policy, reference, critic and reward model, and what is done to a model before `shard_model`: freeze, LoRA.
+
+Dropout is off everywhere: sampling and training are one function.
+"""
+
+import logging
+import re
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils.logging import disable_progress_bar
+
+from lib import InputError, is_first_on_node
+from lib.args import check_model_path
+from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, trainable_parameters
+from lib.model.attention import attention_and_packing, lay_out, other_layers
+from lib.model.log_probs import token_log_probs
+from lib.model.values import token_values, value_head
+
+disable_progress_bar()  # of loading: one bar a rank
+# a table of weights that are missing or too many, on each rank: `_from_pretrained` says in one line what is wrong
+logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
+
+
+def split_gguf(path: str) -> tuple[str, dict[str, str]]:
+    """transformers reads `folder/model.gguf` as the folder plus the keyword `gguf_file`."""
+    if path.endswith(".gguf"):
+        return str(Path(path).parent), {"gguf_file": Path(path).name}
+    return path, {}
+
+
+def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
+    """Raises InputError for a model whose attention heads cannot be split over `size` ranks, or that mixes tokens in
+    other ways than attention, too."""
+    if size == 1:
+        return
+    config = _packed_config(path, "--sequence-parallel", size, flag, trust_remote_code)
+    heads = getattr(config, "num_attention_heads", 0)
+    if heads == 0 or heads % size:
+        raise InputError(f"--sequence-parallel {size}: must divide the {heads} attention heads of {flag} {path}")
+
+
+def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
+    """Raises InputError for a model without a plan that `shard_model` knows, or whose heads cannot be split over `size`
+    ranks."""
+    if size == 1:
+        return
+    config = _packed_config(path, "--tensor-parallel", size, flag, trust_remote_code)
+    plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
+    others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
+    if others:
+        raise InputError(f"--tensor-parallel {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag")
+    heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
+    if any(n % size for n in heads):
+        raise InputError(f"--tensor-parallel {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
+
+
+def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """The config of a model whose layers are all attention over packed rows. Raises InputError for any other."""
+    folder, gguf = split_gguf(path)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
+    reason = attention_and_packing(config, "packed_sdpa")[1]
+    if reason is None and other_layers(config):
+        reason = "it has layers that carry a state from token to token"
+    if reason:
+        raise InputError(f"{split} {size}: {flag} {path} cannot be split: {reason}; drop {split}")
+    return config.get_text_config()
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
+    """The tokenizer of `path`, which must have a chat template; a missing pad token becomes the eos token."""
+    folder, gguf = split_gguf(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+    except OSError as error:
+        raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{flag} {path}: its tokenizer has no chat template; use an instruct model, or set one and save"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "packed_sdpa",
+    padding_free: bool = True,
+    share_prompts: bool = True,
+    gradient_checkpointing: bool = False,
+    offload_activations: bool = False,
+    trust_remote_code: bool = False,
+    on_meta: bool = False,
+) -> PreTrainedModel:
+    """A causal LM from a Hugging Face id, a folder or a .gguf file, with weights in `dtype` and without dropout.
+
+    `dtype` is explicit because transformers otherwise takes the checkpoint's, and AdamW on bf16 weights loses small
+    updates. The model gets the method `token_log_probs`, which FSDP treats as a forward.
+
+    padding_free, share_prompts: how `response_log_probs` lays out its rows, where the model allows it: the model's
+    attributes of these names. If it has to be padded rows, one line says why.
+    offload_activations: what autograd keeps of `token_log_probs` waits in CPU memory for the backward pass.
+    on_meta: read no weights yet; `shard_model` reads of the safetensors files what its rank holds, so that no process
+    ever holds the whole model. Where transformers has to convert the weights, they are all read now, as without it.
+    """
+    options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    model, missing = _from_pretrained(AutoModelForCausalLM, path, "--model", {}, on_meta=on_meta, **options)
+    _refuse_missing(missing, model, path, "--model")
+    lay_out(model, f"--model {path}", attn_implementation, padding_free, share_prompts)
+    return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
+
+
+def load_critic(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str = "packed_sdpa",
+    padding_free: bool = True,
+    share_prompts: bool = True,
+    gradient_checkpointing: bool = False,
+    offload_activations: bool = False,
+    trust_remote_code: bool = False,
+    on_meta: bool = False,
+) -> PreTrainedModel:
+    """A token classifier of one label, the value, from what `load_model` takes, or from a critic or a reward model.
+
+    Where there is no value head (a causal LM) it starts at zero, so that the first values are 0 on every rank: a random
+    head would differ from rank to rank. The model gets the method `token_values`. Options: as in `load_model`.
+
+    Raises:
+        InputError: the architecture has no token classification, or the head has another number of outputs.
+    """
+    options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    # without classifier_dropout, transformers drops 10 % of what the head sees
+    settings = {"num_labels": 1, "classifier_dropout": 0.0}
+    model, missing = _from_pretrained(
+        AutoModelForTokenClassification, path, "--critic-model", settings, on_meta=on_meta, **options
+    )
+    head = value_head(model)
+    new = {name for name in missing if model.get_submodule(name.rpartition(".")[0]) is head}
+    for name in new:
+        zeros = torch.zeros(model.get_parameter(name).shape, dtype=dtype)  # also where the rest is on the meta device
+        setattr(head, name.rpartition(".")[2], torch.nn.Parameter(zeros))
+    _refuse_missing(missing - new, model, path, "--critic-model")
+    lay_out(model, f"--critic-model {path}", attn_implementation, padding_free, share_prompts)
+    return _prepare(model, token_values, gradient_checkpointing, offload_activations)
+
+
+def load_reward_model(
+    path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A sequence classifier with one output, frozen, and its own tokenizer. The model gets the method `token_values`.
+    on_meta: as in `load_model`.
+
+    Raises:
+        InputError: it has another number of outputs (or no head, being a causal LM), or no chat template.
+    """
+    flag = "--reward-model"
+    options = {"dtype": dtype, "attn_implementation": "packed_sdpa", "trust_remote_code": trust_remote_code}
+    model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, {}, on_meta=on_meta, **options)
+    _refuse_missing(missing, model, path, flag)
+    if model.config.num_labels != 1:
+        raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
+    lay_out(model, f"{flag} {path}")
+    model = _prepare(model, token_values).requires_grad_(False).eval()
+    return model, load_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag)
+
+
+def _from_pretrained(
+    auto_class: Any,
+    path: str,
+    flag: str,
+    settings: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    on_meta: bool,
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model, its config changed by `settings`, and the names of the parameters that `path` did not hold."""
+    check_model_path(path, flag)
+    enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends it
+    folder, gguf = split_gguf(path)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        attn_implementation, _ = attention_and_packing(config, attn_implementation)
+        for part in (config, config.get_text_config()):  # log-probs of sampling and training must be the same function
+            for name, value in vars(part).items():
+                if ("dropout" in name or "jitter" in name or name.endswith("pdrop")) and isinstance(value, float):
+                    setattr(part, name, 0.0)
+        for name, value in settings.items():
+            setattr(config, name, value)
+        if on_meta and not gguf:
+            options = {"dtype": dtype, "attn_implementation": attn_implementation}
+            model, missing = _meta_model(auto_class, folder, config, trust_remote_code=trust_remote_code, **options)
+            if model is not None:
+                return model, missing
+            if is_first_on_node():
+                print(f"{flag} {path}: its weights have to be converted: every process reads all of them", flush=True)
+        model, info = auto_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, in one line
+            **gguf,
+        )
+    except (OSError, ValueError) as error:  # ValueError: an architecture that is unknown, or not for this task
+        raise InputError(f"{flag} {path}: cannot load it: {str(error).splitlines()[0]}") from error
+    for name, theirs, ours in info["mismatched_keys"]:
+        raise InputError(f"{flag} {path}: its {name} is of shape {tuple(theirs)}, the model needs {tuple(ours)}")
+    for param in model.parameters():  # not buffers: rotary tables stay fp32
+        param.data = param.data.to(dtype)
+    if gguf:  # its weights are plain now; vLLM and an export must not take them for quantized
+        vars(model.config).pop("quantization_config", None)
+        for name in ("hf_quantizer", "quantization_method"):
+            vars(model).pop(name, None)
+    return model, set(info["missing_keys"])
+
+
+def _meta_model(
+    auto_class: Any, path: str, config: PreTrainedConfig, **options: Any
+) -> tuple[PreTrainedModel | None, set[str]]:
+    """The model with its parameters on the meta device, and the names of those that the files of `path` do not hold; no
+    model where transformers would do more than to read each weight by its name."""
+    folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"])
+    if not any(Path(folder).glob("*.safetensors")) or hasattr(config, "quantization_config"):
+        return None, set()
+    with init_empty_weights(include_buffers=False):  # buffers, such as rotary tables, are computed and not read
+        model = auto_class.from_config(config, **options)
+    model.tie_weights()
+    files = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    tied, changes = model.all_tied_weights_keys, get_model_conversion_mapping(model)
+    shapes = {name: weight.shape for name, weight in model.state_dict().items() if name not in tied}
+    missing = shapes.keys() - files.keys()
+    held = shapes.keys() - missing
+    if (
+        any(name.startswith(f"{model.base_model_prefix}.") for name in missing)
+        or any(files[name].size != shapes[name] or len(files[name].chunks) > 1 for name in held)  # or in two files
+        or any(name in files for name in tied)  # which may differ from what they are tied to
+        or any(change.rename_source_key(name)[1] for change in changes for name in files)
+    ):
+        return None, set()
+    if (Path(folder) / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.weights_folder = folder
+    return model, missing
+
+
+def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:
+    """Freezes the parameters whose whole names the regular expression matches, in place. Before `shard_model`."""
+    frozen = [p.requires_grad_(False) for name, p in model.named_parameters() if re.fullmatch(pattern, name)]
+    if not (frozen and any(p.requires_grad for p in model.parameters())):
+        raise InputError(f"--freeze {pattern}: matches {'all' if frozen else 'none'} of the model's parameters")
+    return model
+
+
+def _refuse_missing(names: set[str], model: PreTrainedModel, path: str, flag: str) -> None:
+    if names:
+        raise InputError(f"{flag} {path}: not a {type(model).__name__}: no {min(names)} in it ({len(names)} missing)")
+
+
+def _prepare(
+    model: PreTrainedModel, forward, gradient_checkpointing: bool = False, offload_activations: bool = False
+) -> PreTrainedModel:
+    """In train mode, because gradient checkpointing works there only, with `forward` as a method that FSDP knows."""
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    method = _keeping_activations_on_cpu(forward) if offload_activations else forward
+    setattr(model, forward.__name__, types.MethodType(method, model))
+    model.fsdp_forward_methods = (forward.__name__,)
+    return model
+
+
+def _keeping_activations_on_cpu(forward):
+    """torch's save_on_cpu, weights apart: FSDP gathers these again, and has their memory back in between."""
+    host = save_on_cpu(pin_memory=torch.cuda.is_available())
+
+    def pack(tensor: torch.Tensor):
+        of = tensor._base if tensor._is_view() else tensor
+        return tensor if isinstance(of, torch.nn.Parameter) else host.pack_hook(tensor)
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+
+    @wraps(forward)
+    def method(*args, **kwargs):
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    return method
+
+
+# ---- LoRA ----------------------------------------------------------------------------------------
+
+
+def add_lora(
+    model: PreTrainedModel, *, rank: int, alpha: float, seed: int, target_modules: str = "all-linear"
+) -> PreTrainedModel:
+    """Freezes the model and adds LoRA adapters by peft, in place: W x becomes W x + alpha / rank x B A x
+    (arXiv 2106.09685). Before `shard_model`.
+
+    They start at B = 0 and an A that is the same on every rank. They are fp32 at least, though W may be bfloat16. A
+    critic's value head is trained as a whole. Dropout is off, as everywhere.
+
+    Args:
+        target_modules: "all-linear" (of the decoder, without the head), or a regular expression that names of linear
+            layers match as a whole.
+
+    Raises:
+        InputError: no layer matches, or one that is not linear (peft counts the experts of a mixture of experts in).
+    """
+    from peft import LoraConfig  # seconds of import
+    from peft.tuners.lora import LoraLayer
+
+    head = None if hasattr(model, "token_log_probs") else value_head(model)
+    heads = [name for name, module in model.named_modules() if module is head]
+    model.requires_grad_(False)
+    try:
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_modules, exclude_modules=heads))
+    except ValueError as error:
+        raise InputError(f"--lora-target-modules {target_modules}: {str(error).splitlines()[0]}") from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, layer in model.named_modules():
+            if isinstance(layer, LoraLayer):
+                if not isinstance(layer.get_base_layer(), torch.nn.Linear):
+                    raise InputError(
+                        f"--lora-target-modules {target_modules}: {name} is not a linear layer; name some that are, "
+                        "such as '.*[qkvo]_proj'"
+                    )
+                layer.lora_A.to_empty(device="cpu")  # from the meta device, where the layer's weight may be
+                layer.lora_B.to_empty(device="cpu")
+                layer.reset_lora_parameters("default", init_lora_weights=True)
+    if head is not None:
+        head.requires_grad_(True)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.to(torch.promote_types(param.dtype, torch.float32))
+    return model
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """In the block the model is what it was before `add_lora`; a model without adapters is what it is."""
+    if not getattr(model, "peft_config", None):
+        yield
+        return
+    for module in fsdp_modules(model):
+        module.reshard()
+    trained = trainable_parameters(model)
+    model.disable_adapters()
+    for param in trained:  # peft has frozen them, and FSDP's first forward settles by that the dtype of gradients
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        model.enable_adapters()

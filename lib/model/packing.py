@@ -1,0 +1,237 @@
+"""From a batch to a forward over packed rows, and back.
+
+Padding never enters the model: the rows of a micro-batch are laid end to end, and a prompt that rows share stands there
+once. lib/model/attention.py keeps the sequences apart.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from lib.data import prompt_groups
+from lib.data_proto import DataProto
+from lib.distributed import RowGroup, TakeOwn, all_to_all
+
+
+class PackedRun(NamedTuple):
+    """Sequences that stand end to end in the packed row and are one batched SDPA call."""
+
+    tokens: int
+    count: int
+    length: int
+    """of each sequence; where `places` is given, of the longest"""
+    prompt_run: int | None
+    """the number of the run that holds their prompts, where they are responses to shared prompts"""
+    places: torch.Tensor | None
+    """each prompt and response (count, P + length), padded at the end: places in the prompts' run and then this one"""
+    real: torch.Tensor | None
+    """the tokens (tokens,) among the count * length with padding"""
+
+
+class SequenceRows(NamedTuple):
+    """The sequences of a packed row as right-padded rows, which causal layers compute as if each were alone."""
+
+    places: list[torch.Tensor]
+    """each (count, length), of rows of about equal length: the token's place in the packed row. A response to a shared
+    prompt has that prompt before it. Padding repeats the row's last token"""
+    back: torch.Tensor
+    """(N,) of each token of the packed row: its place in the rows laid end to end"""
+
+
+def of_responses(
+    model: PreTrainedModel,
+    batch: DataProto,
+    forward: Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    padding_free: bool,
+    share_prompts: bool,
+    row_group: RowGroup | None,
+) -> tuple[torch.Tensor, ...]:
+    """The results of `forward(inputs, select, y)`, each (n,) for the trained tokens y (n,), as rows (B, T)."""
+    responses = batch.batch["responses"]
+    if row_group is None:
+        inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
+        results = forward(inputs, select, responses.flatten()[target])
+    else:
+        results, target = _of_group(model, batch, forward, share_prompts, row_group)
+    return tuple(_to_rows(x, target, responses) for x in results)
+
+
+def _of_group(
+    model: PreTrainedModel, batch: DataProto, forward: Callable, share_prompts: bool, row_group: RowGroup
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """(results, target) for this rank's trained tokens. All rows of the group are one packed row.
+
+    Either each rank runs a share of its tokens, and a result then goes from the rank that ran the token to the one that
+    owns the row; or each runs all of them with a share of the weights, and takes the results of its own rows.
+    """
+    group, rank = row_group.ranks, row_group.ranks.rank()
+    fields = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+    rows = batch.select(fields, [])
+    rows.batch["rank"] = torch.full((len(rows),), rank, device=batch.batch["responses"].device)
+    rows = rows.all_gather(group)
+    inputs, select, target = _response_inputs(model, rows, True, share_prompts)
+    y, T = rows.batch["responses"].flatten()[target], rows.batch["responses"].shape[1]
+    owner = rows.batch["rank"][target // T]  # (n,)
+    own, before = owner == rank, (rows.batch["rank"] < rank).sum() * T  # before: places of other ranks' rows
+    if row_group.split == "weights":
+        results = torch.stack(forward(inputs, select, y), 1)
+        return TakeOwn.apply(results, own.nonzero()[:, 0], group).unbind(1), target[own] - before
+
+    inputs, tokens = _share_of_tokens(inputs, group)
+    here = select // tokens == rank  # (n,): this rank runs it
+    results = torch.stack(forward(inputs, select[here] - rank * tokens, y[here]), 1)
+    runner = select[own] // tokens
+    send, receive = (ranks.bincount(minlength=group.size()).tolist() for ranks in (owner[here], runner))
+    results = all_to_all(results, group, send, receive)
+    return results.unbind(1), target[own][runner.argsort(stable=True)] - before
+
+
+def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]:
+    """The inputs of this rank, of equally many tokens on each, and how many; the last rank's end with padding."""
+    n, N = group.size(), inputs["input_ids"].shape[1]
+    padding = -N % n
+    tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
+    tensors = {name: x.chunk(n, 1)[group.rank()] for name, x in tensors.items()}
+    runs = inputs["packed_runs"] + [PackedRun(padding, 1, padding, None, None, None)] * (padding > 0)
+    return inputs | tensors | {"packed_runs": runs, "sequence_group": group}, (N + padding) // n
+
+
+def _response_inputs(
+    model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
+) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """(inputs, select, target): what the decoder takes; for each trained token the place (n,), in the decoder's layout,
+    that predicts it; and its own place (n,) in the flattened response_mask.
+
+    A row may hold several sequences end to end (lib/agent_loop.py): one begins wherever position_ids is 0.
+    """
+    padding_free = padding_free and model.padding_free
+    fields = ("input_ids", "attention_mask", "position_ids", "response_mask")
+    ids, attention, positions, trained = (batch.batch[name] for name in fields)
+    attention, trained = attention.bool(), trained.bool()
+    L, T = ids.shape[1], trained.shape[1]
+    target = trained.flatten().nonzero()[:, 0]  # (n,)
+    row, column = target // T, L - T - 1 + target % T  # token t of the response is predicted one place to its left
+    if len(target):  # nothing depends on what stands behind the last token of a row that predicts
+        predicts = torch.zeros_like(attention)
+        predicts[row, column] = True
+        attention = attention & (predicts.flip(1).cumsum(1).flip(1) > 0)
+    owner = own = torch.arange(len(ids), device=ids.device)  # (B,) the row whose prompt stands for this row's
+    if share_prompts and padding_free and model.share_prompts:
+        owner = _prompt_owners(prompt_groups(batch), attention.any(1) & (positions[:, L - T] > 0))
+    shared = owner.bincount(minlength=len(ids))[owner] > 1  # (B,)
+    attention[:, : L - T] &= (owner == own)[:, None]
+    first = attention & (positions == 0)
+    first[:, L - T] |= attention[:, L - T] & shared  # a response to a shared prompt is a sequence of its own
+
+    token = attention.flatten().nonzero()[:, 0]  # (N,)
+    sequence = first.flatten()[token].cumsum(0) - 1  # (N,)
+    lengths = sequence.bincount().tolist()  # (S,)
+    prompt = _prompts_of_sequences(first.nonzero().tolist(), owner.tolist(), shared.tolist(), L - T)  # (S,)
+    # in one run: whole sequences of equal length; responses of about equal length to prompts of equal length
+    kinds = [(0, n) if p is None else (lengths[p], -(-n // 16)) for n, p in zip(lengths, prompt)]
+    order = sorted(range(len(kinds)), key=lambda i: kinds[i])
+    rank = torch.tensor(order, device=ids.device).argsort()
+    token = token[rank[sequence].argsort(stable=True)]
+    inputs = {"input_ids": ids.flatten()[token][None], "position_ids": positions.flatten()[token][None]}  # (1, N)
+    place = torch.zeros_like(ids).flatten()  # (B * L,)
+    place[token] = torch.arange(len(token), device=ids.device)
+    row = torch.where(column < L - T, owner[row], row)
+    select = place[row * L + column]
+    if not padding_free:
+        [places], back = sequence_rows(order, lengths, prompt, ids.device, one_size=True)
+        start = inputs["position_ids"][0, places[:, :1]]
+        positions = start + torch.arange(places.shape[1], device=ids.device)  # go on where there is padding
+        return {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}, back[select], target
+    if model.takes_rows:
+        inputs["sequence_rows"] = sequence_rows(order, lengths, prompt, ids.device)
+    if model.config._attn_implementation.startswith("flash"):
+        cu_seqlens = F.pad(torch.tensor([lengths[i] for i in order], device=ids.device).cumsum(0), (1, 0)).int()
+        inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    else:
+        inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt, ids.device)
+        # transformers passes a 4-D mask on untouched; without one it would build a dense (N, N) mask
+        inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
+    return inputs, select, target
+
+
+def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """(B,): for each row that answers its prompt the first such row of its group; for the others the row itself."""
+    owner, first_of = list(range(len(group))), {}
+    for row, (number, answer) in enumerate(zip(group.tolist(), answers.tolist())):
+        if answer:
+            owner[row] = first_of.setdefault(number, row)
+    return torch.tensor(owner, device=group.device)
+
+
+def _prompts_of_sequences(
+    starts: list[list[int]], owner: list[int], shared: list[bool], column: int
+) -> list[int | None]:
+    """For each sequence, given as [row, column] of its first token, the number of the shared prompt it answers, if any;
+    `column` is where responses begin."""
+    prompt_of = {row: i for i, (row, start) in enumerate(starts) if start < column}
+    return [prompt_of[owner[row]] if start == column and shared[row] else None for row, start in starts]
+
+
+def _packed_runs(
+    order: list[int],
+    kinds: list[tuple[int, int]],
+    lengths: list[int],
+    prompt: list[int | None],
+    device: torch.device,
+) -> list[PackedRun]:
+    """The runs of sequences of one kind, which stand in this order; a kind is (tokens of the shared prompt, length)."""
+    runs, run_of, begin = [], {}, {}  # of each sequence: the number of its run, the place in its run
+    for (P, _), group in itertools.groupby(order, key=lambda i: kinds[i]):
+        members = list(group)
+        sizes = [lengths[i] for i in members]
+        begin |= dict(zip(members, itertools.accumulate(sizes, initial=0)))
+        run_of |= dict.fromkeys(members, len(runs))
+        prompt_run = places = real = None
+        if P:
+            prompt_run = run_of[prompt[members[0]]]
+            column, size = torch.arange(max(sizes)), torch.tensor(sizes)[:, None]
+            first = torch.tensor([[begin[prompt[i]], runs[prompt_run].tokens + begin[i]] for i in members])
+            places = torch.cat([first[:, :1] + torch.arange(P), first[:, 1:] + column.minimum(size - 1)], 1).to(device)
+            real = (column < size).flatten().nonzero()[:, 0].to(device)
+        runs.append(PackedRun(sum(sizes), len(members), max(sizes), prompt_run, places, real))
+    return runs
+
+
+def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """(B, T), shaped as `like`, from the values at the trained tokens (n,); zero elsewhere."""
+    return x.new_zeros(like.numel()).index_copy(0, target, x).view_as(like)
+
+
+def sequence_rows(
+    order: list[int], lengths: list[int], prompt: list[int | None], device: torch.device, *, one_size: bool = False
+) -> SequenceRows:
+    """The rows of sequences that stand in `order` in the packed row. prompt[i] is the number of the shared prompt that
+    sequence i answers, if any. one_size: all rows have the length of the longest."""
+    begin, N = {}, 0  # of each sequence: its first token's place
+    for i in order:
+        begin[i], N = N, N + lengths[i]
+    length = {i: lengths[i] + (0 if prompt[i] is None else lengths[prompt[i]]) for i in order}
+    shared = set(prompt)
+    rows = sorted((i for i in order if i not in shared), key=lambda i: length[i])
+    sizes = [math.inf if one_size else int(4 * math.log2(length[i])) for i in rows]  # padding: a fifth at most
+    places, back, offset, placed = [], torch.empty(N, dtype=torch.long), 0, set()
+    for size in sorted(set(sizes)):
+        members = [i for i, own in zip(rows, sizes) if own == size]
+        P = torch.tensor([length[i] - lengths[i] for i in members])[:, None]
+        n = torch.tensor([length[i] for i in members])[:, None]
+        first = torch.tensor([[begin[i if prompt[i] is None else prompt[i]], begin[i]] for i in members])
+        column = torch.arange(int(n.max())).minimum(n - 1)  # (count, length)
+        place = torch.where(column < P, first[:, :1] + column, first[:, 1:] + column - P)
+        new = torch.tensor([prompt[i] not in placed and not placed.add(prompt[i]) for i in members])  # shared prompts
+        taken = (torch.arange(column.shape[1]) < n) & (new[:, None] | (column >= P))
+        back[place[taken]] = offset + taken.flatten().nonzero()[:, 0]
+        places.append(place.to(device))
+        offset += place.numel()
+    return SequenceRows(places, back.to(device))

@@ -1,0 +1,115 @@
+"""Values of a critic, and scores of a reward model: classifiers of one output a token."""
+
+import jinja2
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lib import InputError
+from lib.data import Defuse, prepare_dynamic_batch, restore_dynamic_batch
+from lib.data_proto import DataProto
+from lib.distributed import RowGroup
+from lib.model.packing import of_responses
+
+
+def value_head(model: PreTrainedModel) -> torch.nn.Module:
+    """The last layer of a token or sequence classifier: `score`, which a few older architectures call `classifier`."""
+    return model.score if hasattr(model, "score") else model.classifier
+
+
+def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
+    """Bound to a model by `load_critic` and `load_reward_model`: the head's output (n,) at the selected positions.
+
+    inputs: what the decoder takes, over (b, l) positions; select (n,): places among the b * l, some of them repeatedly.
+    """
+    h = self.base_model(**inputs, use_cache=False).last_hidden_state
+    h = F.embedding(select, h.flatten(0, 1))  # (n, D)
+    values = value_head(self)(h).sum(1)  # one output; [:, 0] would be a view, which FSDP's hooks warn of
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def response_values(
+    model: PreTrainedModel,
+    batch: DataProto,
+    *,
+    padding_free: bool = True,
+    share_prompts: bool = True,
+    row_group: RowGroup | None = None,
+) -> torch.Tensor:
+    """The critic's values (B, T), zero where response_mask is; batch and options as in `response_log_probs`.
+
+    V_t is read where token t of the response is predicted: it is the value of the state before that token.
+    """
+
+    def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        return (model.token_values(inputs, select),)
+
+    return of_responses(model, batch, forward, padding_free, share_prompts, row_group)[0]
+
+
+@torch.no_grad()
+def batched_values(
+    model: PreTrainedModel,
+    batch: DataProto,
+    micro_batch_tokens: int,
+    *,
+    padding_free: bool = True,
+    share_prompts: bool = True,
+    row_group: RowGroup | None = None,
+) -> torch.Tensor:
+    """`response_values` of a whole batch without gradients, in micro-batches. A collective."""
+    share_prompts = share_prompts and padding_free and model.share_prompts
+    padding_free = padding_free and model.padding_free
+    options = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
+    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
+    parts = [response_values(model, micro, **options) for micro in micro_batches]
+    return restore_dynamic_batch(torch.cat(parts), rows)
+
+
+def reward_model_scores(
+    model: PreTrainedModel,
+    rm_tokenizer: PreTrainedTokenizerBase,
+    batch: DataProto,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    micro_batch_tokens: int,
+) -> torch.Tensor:
+    """The reward model's score (B,) float32 of each conversation: `raw_prompt` and then the response as a message.
+
+    The response is decoded by the policy's tokenizer, and the whole goes through the reward model's own chat template
+    and tokenizer; text that spells one of its special tokens stays text. A row without a trained token scores 0. A
+    collective; all ranks have the same number of rows.
+    """
+    responses, trained = batch.batch["responses"], batch.batch["response_mask"].any(1)
+    attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
+    conversations, defuse = [], Defuse(rm_tokenizer)
+    for i, prompt in enumerate(batch.non_tensor_batch["raw_prompt"]):
+        text = policy_tokenizer.decode(responses[i][attended[i]], skip_special_tokens=True)
+        messages = defuse([*prompt, {"role": "assistant", "content": text}])
+        try:
+            text = rm_tokenizer.apply_chat_template(messages, tokenize=False)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise InputError(f"--reward-model: its chat template refuses {prompt!r:.200}: {error}") from error
+        conversations.append(rm_tokenizer(text, add_special_tokens=False)["input_ids"])
+    rows = _conversation_batch(conversations, responses.device)
+    values = batched_values(model, rows, micro_batch_tokens)  # (B, 1)
+    return values[:, 0].float().masked_fill(~trained, 0)
+
+
+def _conversation_batch(conversations: list[list[int]], device: torch.device) -> DataProto:
+    """Left-padded rows, each before one response token that is not attended to: its value is that of the whole row.
+
+    transformers' own pooling is not used: it reads the last token that differs from the pad token, which is the wrong
+    one where the pad token is also the end of a message.
+    """
+    L = max(len(ids) for ids in conversations)
+    ids = torch.tensor([[0] * (L - len(row)) + row + [0] for row in conversations], device=device)  # (B, L + 1)
+    first = L - torch.tensor([len(row) for row in conversations], device=device)[:, None]
+    column = torch.arange(L + 1, device=device)
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": ((column >= first) & (column < L)).long(),
+        "position_ids": (column - first).clamp(min=0),
+        "responses": ids[:, L:],
+        "response_mask": torch.ones_like(ids[:, L:]),
+    }
+    return DataProto.from_dict(tensors=tensors)

@@ -1,0 +1,39 @@
+"""Rollout engines behind one small interface (engine.py), and the weight sync that is checked (weight_sync.py)."""
+
+from lib.rollout.engine import (
+    Generated,
+    Sampling,
+    add_responses,
+    check_engine_import,
+    concat_rows,
+    fit_columns,
+    make_engine,
+    request_seeds,
+    rollouts_ahead,
+    staleness_metrics,
+    stop_token_ids,
+    turn_seed,
+)
+from lib.rollout.hf_engine import HFEngine
+from lib.rollout.stream import Rollouts
+from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
+
+__all__ = [
+    "Generated",
+    "HFEngine",
+    "Rollouts",
+    "Sampling",
+    "WeightSyncError",
+    "add_responses",
+    "check_engine_import",
+    "concat_rows",
+    "fit_columns",
+    "make_engine",
+    "request_seeds",
+    "rollouts_ahead",
+    "staleness_metrics",
+    "stop_token_ids",
+    "sync_weights",
+    "turn_seed",
+    "weight_checksum",
+]

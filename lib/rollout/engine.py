@@ -1,0 +1,214 @@
+"""The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
+
+An engine has: generate(prompts, sampling, seeds) -> DataProto, load_weights(model, version), version, checksum,
+probe_log_probs(ids), sleep(), wake(), close(); and `proved`, the metrics of its last sync, which sync_weights keeps
+there. `hf` samples with the live model; `vllm` is an engine in this process; `http://host:port` is a vLLM server that
+runs already.
+For requests that come and go one by one (lib/agent_loop.py) it has, inside `with engine.session():`, submit(request_id,
+prompt_ids, sampling, seed), step() -> {request_id: Generated} of those that ended, and abort(request_id).
+
+Tokens in, tokens out: prompts are `raw_prompt_ids`, responses are never decoded on their way to the loss. A response
+has its own seed, so a sample depends on neither its batch nor its rank, and a run repeats itself. rollout_log_probs are
+those of the distribution that was sampled from (temperature, top-p and top-k applied).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lib import InputError
+from lib.core_algos import splitmix64
+from lib.data_proto import DataProto
+from lib.distributed import all_reduce_max
+from lib.metrics import Max, Mean, Metric
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. temperature 0 is greedy; top_p 1 and top_k -1 switch those filters off."""
+
+    max_response_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass
+class Generated:
+    """What was sampled for one request."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str  # "stop" (the end token is the last), "length" or "abort"
+    weight_versions: list[int | None] = field(default_factory=list)  # of each token, where the engine keeps them
+
+
+def make_engine(
+    name: str,
+    model,
+    tokenizer,
+    *,
+    folder: Path,
+    max_length: int,
+    dtype: torch.dtype,
+    gpu_memory: float,
+    ranks: int = 1,
+):
+    """The engine called `name`: "hf", "vllm" or the URL of a server, or several with commas between. ranks: of a vLLM
+    engine that neighbouring ranks share."""
+    # engines import from here
+    from lib.rollout.hf_engine import HFEngine
+    from lib.rollout.served_engine import ServedEngine
+    from lib.rollout.vllm_engine import VLLMEngine
+
+    if name == "hf":
+        return HFEngine(model, tokenizer)
+    settings = {"folder": folder, "max_length": max_length, "dtype": dtype}
+    if name != "vllm":
+        return ServedEngine(name, model, tokenizer, **settings)
+    return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks)
+
+
+def check_engine_import(name: str) -> None:
+    """Raises InputError where the engine's package cannot be imported, before a model loads."""
+    if name == "vllm":
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise InputError(
+                f"--rollout-engine vllm: vLLM cannot be imported ({error}); use --rollout-engine hf"
+            ) from error
+
+
+def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
+    """A seed for each response from (run seed, step, row of the global batch): the same for any number of ranks."""
+    high, low = divmod(seed, 1 << 15)  # low << 48 still fits in an int64
+    mixed = splitmix64(torch.tensor(rows) + (step << 24) + (low << 48))
+    if high:
+        mixed = splitmix64(mixed + high)
+    return [int(s) for s in mixed & 0x7FFFFFFF]
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of an episode's turn, counted from 0: the first has the row's own seed, as if it were the only one."""
+    if turn == 0:
+        return seed
+    return int(splitmix64(torch.tensor(-seed - (turn << 32)))) & 0x7FFFFFFF  # a sampled token's noise is of > 0
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every end token that the tokenizer or the model's generation config names (chat models often have two)."""
+    eos = model.generation_config.eos_token_id
+    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+    return sorted(i for i in ids if i is not None)
+
+
+def add_responses(
+    prompts: DataProto,
+    rows: list[Generated],
+    pad_token_id: int,
+    masks: list[list[int]] | None = None,
+    position_ids: list[list[int]] | None = None,
+) -> DataProto:
+    """The prompts with their responses: what every engine returns. A collective.
+
+    P and T are the longest prompt and response of all ranks, whatever the prompts' padding and the limits: what comes
+    after it costs as much as there are tokens. Prompts are left-padded, responses right-padded.
+
+    A row's finish_reason may also be one of lib/agent_loop.py; "abort" and "error" leave no trained token. masks: which
+    tokens were sampled, if not all. position_ids: if a response is not simply what follows its prompt.
+    """
+    B, device = len(rows), prompts.batch["input_ids"].device
+    lengths = torch.tensor([len(row.token_ids) for row in rows])
+    longest_prompt = int(prompts.batch["attention_mask"].sum(1).max())
+    P, T = (all_reduce_max(longest, device) for longest in (longest_prompt, max(1, int(lengths.max()))))
+    responses = torch.full((B, T), pad_token_id)
+    rollout_log_probs = torch.zeros(B, T)
+    response_mask = torch.zeros(B, T, dtype=torch.long)
+    for i, row in enumerate(rows):
+        n = len(row.token_ids)
+        responses[i, :n] = torch.tensor(row.token_ids)
+        rollout_log_probs[i, :n] = torch.tensor(row.log_probs)
+        if row.finish_reason not in ("abort", "error"):
+            response_mask[i, :n] = 1 if masks is None else torch.tensor(masks[i])
+    attended = (torch.arange(T) < lengths[:, None]).long().to(device)
+    ids, mask, before = (prompts.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
+    left = (P - ids.shape[1], 0)  # below 0: columns that no rank needs
+    ids, mask, before = F.pad(ids, left, value=pad_token_id), F.pad(mask, left), F.pad(before, left)  # (B, P)
+    positions = before[:, -1:] + torch.arange(1, T + 1, device=device)  # (B, T)
+    for position, own in zip(positions, position_ids or []):
+        position[: len(own)] = torch.tensor(own)
+    tensors = {
+        "prompts": ids,
+        "responses": responses.to(device),
+        "input_ids": torch.cat([ids, responses.to(device)], 1),  # (B, L)
+        "attention_mask": torch.cat([mask, attended], 1),
+        "position_ids": torch.cat([before, positions], 1),
+        "response_mask": response_mask.to(device),
+        "rollout_log_probs": rollout_log_probs.to(device),
+    }
+    objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
+    return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
+
+
+def concat_rows(batches: list[DataProto]) -> DataProto:
+    """DataProto.concat of rollouts of any widths; empty ones have no keys."""
+    batches = [batch for batch in batches if len(batch)]
+    return DataProto.concat(fit_columns(batches)) if batches else DataProto()
+
+
+def fit_columns(batches: list[DataProto]) -> list[DataProto]:
+    """The same rows, in all batches with P and T columns of the longest prompt and response among them."""
+    masks = [(batch.batch["attention_mask"], batch.batch["responses"].shape[1]) for batch in batches]
+    P = max(int(mask[:, :-width].sum(1).max()) for mask, width in masks)
+    T = max(1, *(int(mask[:, -width:].sum(1).max()) for mask, width in masks))
+    fitted = []
+    for batch in batches:
+        left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["responses"].shape[1]
+        pads = {"prompts": (left, 0)}
+        pads |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), (left, right))
+        of_responses = ("responses", "response_mask", "rollout_log_probs", "turn_rewards", "token_level_scores")
+        pads |= dict.fromkeys(of_responses, (0, right))
+        batch = batch.select()
+        batch.batch.update({key: F.pad(batch.batch[key], pad) for key, pad in pads.items() if key in batch.batch})
+        fitted.append(batch)
+    return fitted
+
+
+# ---- ahead of training ---------------------------------------------------------------------------
+
+
+def rollouts_ahead(
+    engine, generate: Callable, requests: Iterator[tuple[DataProto, list[int], dict]], sampling: Sampling, level: int
+) -> Iterator[tuple[DataProto, dict]]:
+    """The rollout of each of `requests`, (prompts, seeds, what belongs to them), and what belongs to it.
+
+    level 0: sampled when it is asked for. Else `level` further ones are sampled meanwhile, by a ServedEngine: tokens of
+    a rollout are then of up to `level` weight versions before that of its own step.
+    """
+    if level == 0:
+        for prompts, seeds, state in requests:
+            yield generate(prompts, sampling, seeds), state
+        return
+    started: deque[tuple] = deque()
+    for prompts, seeds, state in requests:
+        started.append((prompts, engine.start(prompts, sampling, seeds), state))
+        if len(started) > level:
+            prompts, rows, state = started.popleft()
+            yield engine.collect(prompts, sampling, rows), state
+    for prompts, rows, state in started:
+        yield engine.collect(prompts, sampling, rows), state
+
+
+def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int) -> dict[str, Metric]:
+    """weight_versions (B, T) of collect; version: of the weights at the start of the step."""
+    stale = version - weight_versions[weight_versions >= 0]
+    oldest = int(stale.max()) if len(stale) else 0
+    assert oldest <= level, f"a token of {oldest} weight versions ago, at --async-level {level}"
+    return {"async/staleness_mean": Mean(stale.sum().item(), len(stale)), "async/staleness_max": Max(oldest)}

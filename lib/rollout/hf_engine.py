@@ -1,0 +1,305 @@
+"""The engine `hf`: samples with the trainer's own model, through transformers."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from einops import rearrange
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from lib import InputError
+from lib.core_algos import splitmix64
+from lib.data_proto import DataProto
+from lib.distributed import compute_device, unsharded
+from lib.model import NEVER, SAMPLED_BY_HF, carries_state, least_kept
+from lib.rollout.engine import Generated, Sampling, add_responses, stop_token_ids
+from lib.rollout.weight_sync import weight_checksum
+
+LONG_PROMPT = 128  # tokens; of shorter ones a copy a row costs less than to attend in two parts
+NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa --no-padding-free"
+ROOM = 64  # tokens by which the buffers of a response's keys and values grow
+
+
+class HFEngine:
+    """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
+
+    Each distinct prompt is prefilled once and its keys and values kept once for its group (LONG_PROMPT, can_group);
+    finished rows leave the batch.
+    """
+
+    long_steps = True  # a step goes to the end of its requests
+    shared = False
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+        self.model, self.pad_token_id = model, tokenizer.pad_token_id
+        self.gpu = torch.cuda.current_device() if compute_device(model).type == "cuda" else None
+        self._cache_keyword = cache_keyword(model)
+        self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
+        self._waiting: dict[str, tuple[list[int], Sampling, int]] = {}
+        self.version: int | None = None
+        self.checksum: int | None = None
+
+    def load_weights(self, model: PreTrainedModel, version: int) -> None:
+        """The weights are shared; the checksum says of which ones."""
+        self.version, self.checksum = version, weight_checksum(model, next(model.parameters()).dtype)
+
+    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
+        with torch.no_grad(), unsharded(self.model):
+            log_p = (
+                self.model(input_ids=torch.tensor([ids], device=compute_device(self.model)))
+                .logits[0]
+                .float()
+                .log_softmax(-1)
+            )
+        return log_p[:-1].gather(-1, torch.tensor(ids[1:], device=log_p.device)[:, None])[:, 0].cpu()
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Between its ends are submit, step and abort, on each rank as many as it likes. A collective."""
+        was_training = self.model.training
+        self.model.eval()  # gradient checkpointing switches the KV cache off in train mode
+        try:
+            with unsharded(self.model):
+                yield
+        finally:
+            self.model.train(was_training)
+            self._waiting.clear()
+
+    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
+        self._waiting[request_id] = (prompt_ids, sampling, seed)
+
+    def abort(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+
+    def step(self) -> dict[str, Generated]:
+        """Samples what waits, as one batch and to its end (what differs in more than the length, at the next step)."""
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)  # which is a thread's own
+        settings = [(s.temperature, s.top_p, s.top_k) for _, s, _ in self._waiting.values()]
+        ids = [request_id for request_id, own in zip(self._waiting, settings) if own == settings[0]]
+        prompt_ids, samplings, seeds = zip(*(self._waiting.pop(request_id) for request_id in ids))
+        limits = [sampling.max_response_length for sampling in samplings]
+        return dict(zip(ids, self._sample(prompt_ids, samplings[0], seeds, limits)))
+
+    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        """One response per row of `prompts`; row i is sampled with seeds[i]."""
+        with self.session():
+            limits = [sampling.max_response_length] * len(seeds)
+            rows = self._sample(prompts.non_tensor_batch["raw_prompt_ids"], sampling, seeds, limits)
+        return add_responses(prompts, rows, self.pad_token_id)
+
+    @torch.no_grad()
+    def _sample(self, prompt_ids, sampling: Sampling, seeds, limits: list[int]) -> list[Generated]:
+        """Row i has limits[i] tokens at most, which stands above sampling.max_response_length."""
+        device = compute_device(self.model)
+        stop_ids = self.stop_ids.to(device)
+        seeds, limits = torch.tensor(seeds, device=device), torch.tensor(limits, device=device)
+        keys = [tuple(ids) for ids in prompt_ids]
+        distinct = list(dict.fromkeys(keys))
+        number = {key: i for i, key in enumerate(distinct)}
+        prompt_of_row = torch.tensor([number[key] for key in keys], device=device)
+        width = max(map(len, distinct))
+        ids = torch.tensor([[self.pad_token_id] * (width - len(key)) + list(key) for key in distinct], device=device)
+        first = width - torch.tensor([len(key) for key in distinct], device=device)
+        mask = (torch.arange(width, device=device) >= first[:, None]).long()  # (n, P)
+
+        cache = DynamicCache(config=self.model.config)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self.model(
+            input_ids=ids,
+            attention_mask=mask if first.any() else None,
+            position_ids=positions,
+            logits_to_keep=1,
+            **{self._cache_keyword: cache},
+        ).logits[:, -1]
+        grouped = width >= LONG_PROMPT and can_group(self.model, cache)
+        if grouped:
+            cache = GroupCache(cache, mask == 0, prompt_of_row)
+        else:
+            cache.reorder_cache(prompt_of_row)
+        logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], positions[prompt_of_row, -1:]
+
+        tokens, log_probs = [], []  # (R,) at each t
+        lengths = torch.zeros_like(limits)
+        rows = torch.arange(len(keys), device=device)  # rows of the batch that still run
+        for t in range(int(limits.max())):
+            token, log_prob = sample_tokens(logits, sampling, seeds[rows], t)
+            tokens.append(torch.full_like(lengths, self.pad_token_id).index_copy(0, rows, token))
+            log_probs.append(log_prob.new_zeros(len(keys)).index_copy(0, rows, log_prob))
+            running = ~torch.isin(token, stop_ids) & (limits[rows] > t + 1)
+            lengths[rows] = t + 1
+            if not running.any():
+                break
+            if not running.all():
+                keep = running.nonzero()[:, 0]
+                rows, token, mask, position = rows[keep], token[keep], mask[keep], position[keep]
+                cache.reorder_cache(keep)
+            mask, position = torch.cat([mask, mask.new_ones(len(rows), 1)], 1), position + 1
+            inputs = cache.inputs if grouped else {"attention_mask": mask}
+            inputs = inputs | {self._cache_keyword: cache}
+            logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
+        tokens, log_probs = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), of the longest
+        stopped = torch.isin(tokens.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
+        return [
+            Generated(row[:n], lps[:n], "stop" if stop else "length")
+            for row, lps, n, stop in zip(tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist())
+        ]
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """The name by which the model takes a cache. Raises InputError where this engine would sample from another policy:
+    a cache of the model's own kind, or a state that its layers carry over padding, or otherwise than in training."""
+    text, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
+    names = [name for name in ("past_key_values", "cache_params") if name in takes]
+    if not names or (carries_state(model) and text.model_type not in SAMPLED_BY_HF):
+        kind = type(model).__name__.removeprefix("FSDP")
+        raise InputError(f"--rollout-engine hf does not know how {kind} keeps its state: take vllm")
+    return names[0]
+
+
+class GroupCache(Cache):
+    """Keys and values of each prompt once, whatever the number of rows that answer it, and of each row's response.
+
+    prompts: what the prefill of the n prompts left; hidden (n, P): their padding; prompt_of_row (R,).
+    """
+
+    def __init__(self, prompts: DynamicCache, hidden: torch.Tensor, prompt_of_row: torch.Tensor):
+        super().__init__(layers=[GroupLayer(layer) for layer in prompts.layers])
+        self.hidden = hidden if hidden.any() else None
+        # transformers passes a 4-D mask on untouched; without one it would build one
+        self.inputs = {"attention_mask": torch.empty(1, 1, 1, 1, device=hidden.device), "group_cache": self}
+        self._group(prompt_of_row)
+
+    def reorder_cache(self, indices: torch.Tensor) -> None:
+        super().reorder_cache(indices)
+        left, prompt_of_row = self.prompt_of_row[indices].unique(return_inverse=True)
+        if len(left) < self.prompts:
+            self.hidden = None if self.hidden is None else self.hidden[left]
+            for layer in self.layers:
+                layer.prompt_keys, layer.prompt_values = layer.prompt_keys[left], layer.prompt_values[left]
+        self._group(prompt_of_row)
+
+    def _group(self, prompt_of_row: torch.Tensor) -> None:
+        """Gives each row a slot among (n, G), where the rows of a prompt are together."""
+        sizes = prompt_of_row.bincount()
+        order = prompt_of_row.argsort(stable=True)
+        within = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes)[prompt_of_row[order]]
+        self.prompt_of_row, self.prompts, self.largest = prompt_of_row, len(sizes), int(sizes.max())
+        self.slot = prompt_of_row * self.largest + torch.empty_like(order).index_copy(0, order, within)  # (R,)
+
+    def attend(self, module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None):
+        """Attention of one new token a row to its prompt and to its response; packed_sdpa comes here.
+
+        query (R, H, 1, D); key, value (R, H_kv, t, D): the response's. Returns (R, 1, H, D).
+        """
+        layer = self.layers[module.layer_idx]
+        layer.attended = True
+        if key.data_ptr() != layer.keys.data_ptr() or value.data_ptr() != layer.values.data_ptr():
+            raise InputError(
+                f"--rollout-engine hf: {type(module).__name__} attends to other keys than it caches: {NOT_GROUPED}"
+            )
+        _, H_kv, t, _ = key.shape
+        q = rearrange(query.float(), "r (k g) 1 d -> r k g d", k=H_kv)
+        q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        out, lse = _attend(q, key[:, :, -layer.window :], value[:, :, -layer.window :])  # (R, H_kv, H / H_kv, D)
+        seen = min(layer.prompt_keys.shape[2], layer.window - t)  # of a prompt
+        if seen > 0:
+            hidden = None if self.hidden is None else self.hidden[:, None, None, -seen:]
+            groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy(0, self.slot, q)
+            groups = rearrange(groups, "(n rows) k g d -> n k (rows g) d", n=self.prompts)
+            of_prompt = _attend(groups, layer.prompt_keys[:, :, -seen:], layer.prompt_values[:, :, -seen:], hidden)
+            prompt_out, prompt_lse = (
+                rearrange(x, "n k (rows g) d -> (n rows) k g d", rows=self.largest)[self.slot] for x in of_prompt
+            )
+            out = torch.lerp(out, prompt_out, (prompt_lse - lse).sigmoid())
+        return rearrange(out, "r k g d -> r 1 (k g) d").to(query.dtype)
+
+
+class GroupLayer(DynamicLayer):
+    """A layer of GroupCache. The responses' keys and values (R, H_kv, t, D) are the filled part of buffers that grow by
+    ROOM tokens, so that a token does not copy them all."""
+
+    def __init__(self, prompts: DynamicLayer):
+        super().__init__()
+        self.prompt_keys, self.prompt_values = prompts.keys, prompts.values  # (n, H_kv, P, D)
+        self.window = getattr(prompts, "sliding_window", 1 << 30)  # tokens
+        self.attended = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if not self.attended:
+            raise InputError(f"--rollout-engine hf: the model's attention takes no keyword arguments: {NOT_GROUPED}")
+        self.attended = False
+        t = self.get_seq_length()
+        if t % ROOM == 0:
+            self._key_buffer, self._value_buffer = (
+                _with_room(self.keys, key_states),
+                _with_room(self.values, value_states),
+            )
+            self.is_initialized = True
+        self._key_buffer[:, :, t : t + 1], self._value_buffer[:, :, t : t + 1] = key_states, value_states
+        self._fill(t + 1)
+        return self.keys, self.values
+
+    def reorder_cache(self, indices: torch.Tensor) -> None:
+        if t := self.get_seq_length():
+            self._key_buffer, self._value_buffer = self._key_buffer[indices], self._value_buffer[indices]
+            self._fill(t)
+
+    def _fill(self, t: int) -> None:
+        self.keys, self.values = self._key_buffer[:, :, :t], self._value_buffer[:, :, :t]
+
+
+def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    room = new.new_empty(*new.shape[:2], ROOM, new.shape[3])
+    return room if filled is None else torch.cat([filled, room], 2)
+
+
+def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
+    """Whether GroupCache can stand for `cache`: packed_sdpa, and all layers with full or sliding attention."""
+    config = model.config.get_text_config()
+    plain = config.model_type not in (
+        "diffllama",
+        "hrm_text",
+        "jetmoe",
+    )  # whose attention takes no cached keys as they are
+    plain &= all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    special = ("attention_chunk_size", "num_kv_shared_layers", "attn_logit_softcapping", "kv_lora_rank")
+    unknown = any(getattr(config, name, None) for name in special)
+    return plain and not unknown and model.config._attn_implementation == "packed_sdpa"
+
+
+def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention (..., m, D) and the log-sum-exp (..., m, 1) of its scores, in fp32, without what is hidden."""
+    scores = q @ k.mT.float()
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return scores.sub_(lse).exp_() @ v.float(), lse
+
+
+def sample_tokens(
+    logits: torch.Tensor, sampling: Sampling, seeds: torch.Tensor, t: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse-CDF sampling of one token a row. logits (B, V), seeds (B,); returns (token, log_prob), both (B,).
+
+    The noise of a row depends on its seed and on the position t only.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        logits = logits / sampling.temperature
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            logits = logits.masked_fill(logits < least_kept(logits, sampling.top_p, sampling.top_k), NEVER)
+        cdf = logits.softmax(-1).cumsum(-1)  # (B, V)
+        uniform = (splitmix64(seeds + (t << 32)) & 0xFFFFFF).float() / 2**24  # [0, 1)
+        token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+    return token, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]

@@ -1,0 +1,109 @@
+"""Weights from the trainer to the engine, checked: by a checksum over all bits, and by the log-probs of a probe."""
+
+import math
+import zlib
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lib import InputError
+from lib.data_proto import DataProto
+from lib.distributed import all_gather_lists, compute_device, iter_full_params, merged_shards
+from lib.model import response_log_probs
+
+
+class WeightSyncError(RuntimeError):
+    """The rollout engine does not hold the trainer's weights."""
+
+
+def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: float) -> dict[str, float]:
+    """Gives the engine the trainer's weights as `version`, unless it has them, and proves that it has. A collective.
+
+    Two canaries: a checksum over the bits of all weights, which a skipped or cut-short sync cannot match, and the
+    log-probs of a fixed probe, which weights that arrived and are not used (a stale tied head) do not match.
+
+    Raises:
+        InputError: a weight of the trainer is not finite.
+        WeightSyncError: a canary failed. Mean |log-prob difference| on the probe may be `tolerance` at most.
+    """
+    if engine.version == version:
+        return engine.proved  # again, so that a step's metrics do not depend on who synced first: a resume has no one
+    _check_finite(model, version)
+    engine.load_weights(model, version)
+    expected = weight_checksum(model, getattr(engine, "dtype", next(model.parameters()).dtype))
+    if (engine.version, engine.checksum) != (version, expected):
+        raise WeightSyncError(
+            f"weight sync to version {version} failed: the engine holds version {engine.version} with checksum "
+            f"{engine.checksum}, the trainer has {expected}"
+        )
+    ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
+    difference = float((engine.probe_log_probs(ids) - _trainer_probe(model, ids)).abs().mean())
+    if not difference <= tolerance:
+        raise WeightSyncError(
+            f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats on the probe "
+            f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
+        )
+    engine.proved = {"rollout/canary_logp_diff": difference}
+    return engine.proved
+
+
+def _check_finite(model: PreTrainedModel, version: int) -> None:
+    shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    finite = torch.stack([shard.isfinite().all() for shard in shards.values()]).tolist()
+    if bad := sorted(set(all_gather_lists([name for name, fine in zip(shards, finite) if not fine]))):
+        since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
+        raise InputError(
+            f"the policy's weights are not finite, {bad[0]} and {len(bad) - 1} others, "
+            + (since if version else "at the start: see --model")
+        )
+
+
+class CheckedStream:
+    """Iterates (name, whole tensor) of the trainer's model and keeps the checksum of what the engine took."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
+        self.model, self.dtype, self.checksum = model, dtype, 0
+
+    def __iter__(self):
+        self.checksum = 0
+        for name, tensor in iter_full_params(self.model, self.dtype):
+            self.checksum = (self.checksum + _tensor_checksum(name, tensor)) % (1 << 64)
+            yield name, tensor
+
+
+def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    """An exact, order-independent checksum of all weights as `dtype`, from each rank's own shards. A collective."""
+    total, ranks = 0, dist.get_world_size()
+    for name, shard in merged_shards(model):
+        pieces = 1  # of which each is on ranks / pieces ranks
+        if isinstance(shard, DTensor):
+            sizes = zip(shard.device_mesh.shape, shard.placements)
+            pieces = math.prod(size for size, placement in sizes if not placement.is_replicate())
+            shard = shard.to_local()
+        total += pieces * _tensor_checksum(name, shard.to(dtype))
+    parts: list[int] = [0] * ranks
+    dist.all_gather_object(parts, total)
+    return sum(parts) // ranks % (1 << 64)
+
+
+def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:
+    """Sum of the elements' bits, weighted by the name: sums over shards add up to that of the whole tensor."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return zlib.crc32(name.encode()) * int(tensor.contiguous().view(integer).sum(dtype=torch.int64)) % (1 << 64)
+
+
+@torch.no_grad()
+def _trainer_probe(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Log-probs of ids[1:] by the trainer's own forward."""
+    row = torch.tensor([ids], device=compute_device(model))
+    tensors = {
+        "input_ids": row,
+        "attention_mask": torch.ones_like(row),
+        "position_ids": torch.arange(len(ids), device=row.device)[None],
+        "responses": row[:, 1:],
+        "response_mask": torch.ones_like(row[:, 1:]),
+    }
+    return response_log_probs(model, DataProto.from_dict(tensors=tensors), 1.0)[0][0].float().cpu()
