@@ -315,9 +315,8 @@ from lib.advantages import (
     apply_kl_penalty,
     get_adv_estimator_fn,
 )
-from lib.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
+from lib.agent.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
 from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
-from lib.checkpoint import export_hf, load_batches
 from lib.core_algos import agg_loss, at_last_token, compute_overlong_penalty, kl_penalty, zero_variance_rows
 from lib.data_proto import DataProto
 from lib.dataset import RLHFDataset, collate_fn, load_dataset_class, make_loader
@@ -335,22 +334,6 @@ from lib.distributed import (
     trainable_parameters,
 )
 from lib.memory import GIB, estimate_memory, memory_table
-from lib.metrics import (
-    Mean,
-    Sum,
-    Timer,
-    add_metrics,
-    data_metrics,
-    extra_metrics,
-    mismatch_metrics,
-    reduce_metrics,
-    reward_components,
-    rows_dropped,
-    throughput_metrics,
-    token_means,
-    validated_rows,
-    validation_metrics,
-)
 from lib.model import (
     add_lora,
     batched_log_probs,
@@ -367,7 +350,8 @@ from lib.model import (
 )
 from lib.packing import layout
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
-from lib.reward import RewardManager, load_scorers
+from lib.reward.reward import RewardManager, load_scorers
+from lib.reward.sandbox import accept as accept_sandbox
 from lib.rollout import (
     Sampling,
     check_engine_import,
@@ -377,9 +361,25 @@ from lib.rollout import (
     sync_weights,
 )
 from lib.rollout_correction import get_rollout_correction_fn
-from lib.run import open_run
-from lib.tracking import Tracker, sample_rows
-from rewards.sandbox import accept as accept_sandbox
+from lib.run.checkpoint import export_hf, load_batches
+from lib.run.metrics import (
+    Mean,
+    Sum,
+    Timer,
+    add_metrics,
+    data_metrics,
+    extra_metrics,
+    mismatch_metrics,
+    reduce_metrics,
+    reward_components,
+    rows_dropped,
+    throughput_metrics,
+    token_means,
+    validated_rows,
+    validation_metrics,
+)
+from lib.run.run import open_run
+from lib.run.tracking import Tracker, sample_rows
 
 GATHERED = (  # over ranks, for the advantages
     *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),

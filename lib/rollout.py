@@ -32,9 +32,9 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, all_reduce_max, compute_device, iter_full_params, merged_shards, unsharded
-from lib.metrics import Max, Mean, Metric
 from lib.model import NEVER, least_kept, response_log_probs
 from lib.packing import SAMPLED_BY_HF, carries_state
+from lib.run.metrics import Max, Mean, Metric
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lib.data_proto import DataProto
-from lib.metrics import (
+from lib.run.metrics import (
     Max,
     Mean,
     Min,
@@ -323,7 +323,7 @@ def test_two_ranks_give_the_numbers_of_one():
 
 def test_timer_adds_up_and_survives_an_exception(monkeypatch):
     ticks = iter([0.0, 1.0, 1.5, 5.0, 6.0, 7.0])
-    monkeypatch.setattr("lib.metrics.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("lib.run.metrics.time.perf_counter", lambda: next(ticks))
     timer = Timer()
     with timer("step"), timer("rollout"):  # 0 .. 5 around 1 .. 1.5
         pass

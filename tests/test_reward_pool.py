@@ -1,4 +1,4 @@
-"""lib/reward.py's managers and lib/reward_pool.py, with real processes and scorers that misbehave on purpose."""
+"""lib/reward: managers and the pool of workers, with real processes and scorers that misbehave on purpose."""
 
 import os
 import signal
@@ -12,11 +12,12 @@ import psutil
 import pytest
 import torch
 
-from lib import InputError, reward_pool
+from lib import InputError
 from lib.data_proto import DataProto
-from lib.metrics import Sum, extra_metrics, reward_components
 from lib.model import load_tokenizer
-from lib.reward import RewardManager, load_scorers
+from lib.reward import reward_pool
+from lib.reward.reward import RewardManager, load_scorers
+from lib.run.metrics import Sum, extra_metrics, reward_components
 from tests.common import TOY_MODEL, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -554,7 +555,7 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
 
 TRAINER = """
 import os, signal, sys, time
-from lib.reward_pool import Pool
+from lib.reward.reward_pool import Pool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
 pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})])
@@ -594,7 +595,7 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
 
 UNREAD = """
 import os, sys, time
-from lib.reward_pool import Pool
+from lib.reward.reward_pool import Pool
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
 ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})])] * 100)
 next(pool.collect(ids))

@@ -1,4 +1,4 @@
-"""lib/tools.py: tools that misbehave on purpose, the built-in ones, real MCP servers, and the parsers' round trips."""
+"""lib/agent: tools that misbehave on purpose, the built-in ones, real MCP servers, and the parsers' round trips."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
-from lib.tools import (
+from lib.agent.tools import (
     ERROR_KINDS,
     BaseInteraction,
     BaseTool,
@@ -316,7 +316,7 @@ def test_a_process_ends_though_a_tool_hangs():
     program = """
         import asyncio, sys, threading
         sys.path.insert(0, sys.argv[1])
-        from lib.tools import attempt
+        from lib.agent.tools import attempt
         print(asyncio.run(attempt(threading.Event().wait, timeout_s=0.1))[1])
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(ROOT)]
@@ -433,7 +433,7 @@ def test_python():
 
 
 def test_python_is_stopped(monkeypatch):
-    monkeypatch.setattr("lib.tools.PYTHON_S", 0.5)
+    monkeypatch.setattr("lib.agent.tools.PYTHON_S", 0.5)
     (tool,) = load_tools(("python",)).values()
     result = answer(tool, {"code": "while True: pass"})
     assert result.error_kind == "timeout" and "stopped after 0.5 s" in result.text
@@ -598,7 +598,7 @@ def test_mcp_is_not_installed(monkeypatch):
 # ---- files ---------------------------------------------------------------------------------------
 
 FILE = '''
-from lib.tools import BaseInteraction, BaseTool
+from lib.agent.tools import BaseInteraction, BaseTool
 
 seen = []
 

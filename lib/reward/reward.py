@@ -1,7 +1,7 @@
 """From responses to scores: a response is decoded, scored by plain functions, and the score put on its last token.
 
-A scorer is the user's own code and runs millions of times, so it runs in processes of its own (lib/reward_pool.py),
-with a time and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets
+A scorer is the user's own code and runs millions of times, so it runs in processes of its own (reward_pool.py), with
+a time and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets
 failure_score, or NaN where that is None; it is counted, the first of each kind is shown, and the run goes on. Without
 workers scorers run in this process, one response after the other, and an exception stops the run: for breakpoint().
 
@@ -23,11 +23,11 @@ import rewards
 from lib import InputError
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.metrics import Sum
-from lib.reward_pool import LARGEST_SCORE, Pool, call, checked, load_scorer
+from lib.reward.reward_pool import LARGEST_SCORE, Pool, call, checked, load_scorer
+from lib.reward.sandbox import sandbox_level
+from lib.run.metrics import Sum
 from lib.secrets import struck
 from lib.user_code import load_object
-from rewards.sandbox import sandbox_level
 
 BY_DATA_SOURCE = "data_source"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -27,11 +27,19 @@ from typing import Any, TextIO
 import psutil
 
 from lib import InputError
-from lib.checkpoint import Models, Schedulers, load_checkpoint, newest_complete, save_checkpoint, step_folders, why_torn
 from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last
-from lib.run_config import OF_THE_DATA, checked_overrides, compare, describe_run, read_json
+from lib.run.checkpoint import (
+    Models,
+    Schedulers,
+    load_checkpoint,
+    newest_complete,
+    save_checkpoint,
+    step_folders,
+    why_torn,
+)
+from lib.run.run_config import OF_THE_DATA, checked_overrides, compare, describe_run, read_json
+from lib.run.tracking import Tracker
 from lib.secrets import private
-from lib.tracking import Tracker
 
 PATIENCE_S = 5  # for a process on this host that is about to end
 LEASE_S = 120  # for one on another host: a file server gives up a dead client's locks after 90 s

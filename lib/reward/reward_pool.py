@@ -9,7 +9,7 @@ threads or touch a GPU must do so when called, not when imported: a fork keeps n
 
 When the trainer ends, also by kill -9, the supervisor sees it within a second and takes the workers along: it never
 waits for anybody else. Their stdout and stderr go nowhere. Tasks go out as pickles, answers come back as JSON, in
-frames (lib/frames.py). Of the pool's descriptors a scorer can reach one, its own worker's socket; what it writes there
+frames (frames.py). Of the pool's descriptors a scorer can reach one, its own worker's socket; what it writes there
 costs its own sample. Workers are reused: what a scorer changes in its process (folder, environment, globals), later
 samples of that worker see, nobody else.
 
@@ -40,7 +40,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.frames import Frames
+from lib.reward.frames import Frames
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -392,7 +392,7 @@ class Pool:
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int):
         ours, theirs = socket.socketpair()
         fd = theirs.fileno()
-        start = f"import sys; sys.path[:] = {sys.path!r}; from lib.reward_pool import supervise"
+        start = f"import sys; sys.path[:] = {sys.path!r}; from lib.reward.reward_pool import supervise"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"{start}; supervise({fd}, {os.getpid()})"],
             pass_fds=[fd],

@@ -34,12 +34,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.data_proto import DataProto
-from lib.metrics import Mean, Metric, Sum
-from lib.reward_pool import LARGEST_SCORE
-from lib.rollout import Generated, Sampling, add_responses, turn_seed
-from lib.special_tokens import Defuse
-from lib.tools import (
+from lib.agent.tools import (
     ERROR_KINDS,
     BaseInteraction,
     BaseTool,
@@ -51,6 +46,11 @@ from lib.tools import (
     load_tools,
     run_tool_call,
 )
+from lib.data_proto import DataProto
+from lib.reward.reward_pool import LARGEST_SCORE
+from lib.rollout import Generated, Sampling, add_responses, turn_seed
+from lib.run.metrics import Mean, Metric, Sum
+from lib.special_tokens import Defuse
 
 REPORT_S = 60.0  # a rollout says every so often what it waits for
 PATIENCE_S = 0.005  # for the next request to come before a long step
@@ -638,7 +638,7 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     - agent/turns_mean, tool_calls_mean, segments_mean: of an episode
     - timing_s/tool_call: seconds of a call
     - agent/tool_errors/<kind>: calls answered with an error, and failures of create, calc_reward and release; kinds are
-      lib.tools.ERROR_KINDS and too_many
+      lib.agent.tools.ERROR_KINDS and too_many
     - agent/finish/<reason>: the fraction of episodes
     - agent/failed, agent/aborted: episodes that are not trained on
     - agent/tool/<key>, agent/interaction/<key>: what these report, the mean over the episodes that have it; of a tool

@@ -33,7 +33,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lib import InputError
-from lib.reward_pool import LARGEST_SCORE
+from lib.reward.reward_pool import LARGEST_SCORE
 from lib.secrets import from_environment, struck
 from lib.user_code import load_object
 
@@ -310,7 +310,7 @@ def _tools_of(spec: str) -> list[BaseTool]:
     if spec == "calculator":
         return [FunctionTool(calculator)]
     if spec == "python":
-        from rewards.sandbox import sandbox_level
+        from lib.reward.sandbox import sandbox_level
 
         sandbox_level()  # raises InputError where none works
         return [FunctionTool(python)]
@@ -327,7 +327,7 @@ def _tools_of(spec: str) -> list[BaseTool]:
     if callable(found) and not inspect.isclass(found):
         return [FunctionTool(found)]
     if not (inspect.isclass(found) and issubclass(found, BaseTool)):
-        raise InputError(f"--multi-turn tools {spec}: it is neither a function nor a subclass of lib.tools.BaseTool")
+        raise InputError(f"--multi-turn tools {spec}: neither a function nor a subclass of lib.agent.BaseTool")
     return [found()]
 
 
@@ -337,7 +337,7 @@ def load_interaction(spec: str) -> type[BaseInteraction]:
         return ReasoningGym
     found = load_object("--multi-turn interaction", spec)
     if not (inspect.isclass(found) and issubclass(found, BaseInteraction)):
-        raise InputError(f"--multi-turn interaction {spec}: it is no subclass of lib.tools.BaseInteraction")
+        raise InputError(f"--multi-turn interaction {spec}: it is no subclass of lib.agent.BaseInteraction")
     return found
 
 
@@ -411,8 +411,8 @@ def python(code: str) -> str:
     Args:
         code: The program. Only what it prints is shown.
     """
-    from rewards import _sandbox
-    from rewards.sandbox import connect, hang_up, make_spec, sandbox_level
+    from lib.reward import _sandbox
+    from lib.reward.sandbox import connect, hang_up, make_spec, sandbox_level
 
     program = PYTHON_SHELL.format(program=code)
     conn = connect(make_spec(level=sandbox_level(), form="stdin", program=program, total_timeout=PYTHON_S))
