@@ -17,7 +17,7 @@ import pytest
 
 from lib import InputError
 from lib.run.checkpoint import newest_complete
-from lib.run.run import run as run_module
+from lib.run import run as run_module
 from lib.run.run import set_aside, take_lock
 from lib.run.run_config import MAY_CHANGE, read_json
 from lib.run.tracking import Tracker
