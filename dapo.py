@@ -315,7 +315,7 @@ from lib.advantages import (
     apply_kl_penalty,
     get_adv_estimator_fn,
 )
-from lib.agent.agent_loop import agent_metrics, generate_multi_turn, load_multi_turn
+from lib.agent import agent_metrics, generate_multi_turn, load_multi_turn
 from lib.batching import balance_groups, exchange_groups, prepare_dynamic_batch
 from lib.core_algos import agg_loss, at_last_token, compute_overlong_penalty, kl_penalty, zero_variance_rows
 from lib.data_proto import DataProto
@@ -350,7 +350,7 @@ from lib.model import (
 )
 from lib.packing import layout
 from lib.policy_losses import LOSS_TENSORS, TOKEN_MASKS, check_token_masks, compute_token_masks, get_policy_loss_fn
-from lib.reward.reward import RewardManager, load_scorers
+from lib.reward import RewardManager, load_scorers
 from lib.reward.sandbox import accept as accept_sandbox
 from lib.rollout import (
     Sampling,
@@ -361,25 +361,23 @@ from lib.rollout import (
     sync_weights,
 )
 from lib.rollout_correction import get_rollout_correction_fn
-from lib.run.checkpoint import export_hf, load_batches
-from lib.run.metrics import (
-    Mean,
-    Sum,
+from lib.run import (
     Timer,
-    add_metrics,
+    Tracker,
     data_metrics,
+    export_hf,
     extra_metrics,
+    load_batches,
     mismatch_metrics,
-    reduce_metrics,
+    open_run,
     reward_components,
     rows_dropped,
+    sample_rows,
     throughput_metrics,
-    token_means,
     validated_rows,
     validation_metrics,
 )
-from lib.run.run import open_run
-from lib.run.tracking import Tracker, sample_rows
+from lib.run.metrics import Mean, Sum, add_metrics, reduce_metrics, token_means
 
 GATHERED = (  # over ranks, for the advantages
     *("token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys"),

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.curves import ROOT, provenance
-from lib.agent.agent_loop import MultiTurn, generate_multi_turn
-from lib.agent.tools import BaseTool, ToolCall
+from lib.agent import BaseTool, MultiTurn, ToolCall, generate_multi_turn
 from lib.data_proto import DataProto
 from lib.distributed import init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer

@@ -15,8 +15,16 @@ import torch.distributed as dist
 from transformers import AddedToken
 
 from lib import InputError
-from lib.agent.agent_loop import MultiTurn, agent_metrics, generate_multi_turn
-from lib.agent.tools import BaseInteraction, BaseTool, FunctionTool, ToolCall, get_tool_parser
+from lib.agent import (
+    BaseInteraction,
+    BaseTool,
+    FunctionTool,
+    MultiTurn,
+    ToolCall,
+    agent_metrics,
+    generate_multi_turn,
+    get_tool_parser,
+)
 from lib.data_proto import DataProto
 from lib.distributed import World, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs

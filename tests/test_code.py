@@ -21,9 +21,8 @@ import psutil
 import pytest
 
 from lib import InputError
-from lib.reward import _sandbox, sandbox
-from lib.reward.reward import load_scorers
-from lib.reward.reward_pool import Pool
+from lib.reward import _sandbox, load_scorers, sandbox
+from lib.reward.pool import Pool
 from rewards import code
 from rewards import math as math_reward
 from tests.common import ROOT

@@ -8,26 +8,17 @@ import pytest
 import torch
 
 from lib.data_proto import DataProto
-from lib.run.metrics import (
-    Max,
-    Mean,
-    Min,
-    Sum,
+from lib.run import (
     Timer,
-    Validated,
-    add_metrics,
-    best_at_k,
     data_metrics,
     extra_metrics,
-    maj_at_k,
     mismatch_metrics,
-    pass_at_k,
-    reduce_metrics,
     throughput_metrics,
-    token_means,
     validated_rows,
     validation_metrics,
 )
+from lib.run.metrics import Max, Mean, Min, Sum, add_metrics, reduce_metrics, token_means
+from lib.run.validation import Validated, best_at_k, maj_at_k, pass_at_k
 from tests.common import run_ranks
 
 # ---- pass@k and maj@k ----------------------------------------------------------------------------

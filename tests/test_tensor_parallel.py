@@ -33,7 +33,8 @@ from lib.distributed import (
 )
 from lib.model import check_tensor_parallel, load_model, response_log_probs
 from lib.rollout import weight_checksum
-from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.run import export_hf
+from lib.run.checkpoint import load_checkpoint, save_checkpoint
 from tests.common import SMALL, TORCHRUN, TOY_MODEL, launch, metrics, ran, run_ranks, save_tiny
 from tests.test_invariance import groups_batch
 from tests.test_sequence_parallel import assert_exact

@@ -16,19 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
-from lib.agent.tools import (
-    ERROR_KINDS,
-    BaseInteraction,
-    BaseTool,
-    FunctionTool,
-    ToolCall,
-    attempt,
-    calculator,
-    get_tool_parser,
-    load_interaction,
-    load_tools,
-    run_tool_call,
-)
+from lib.agent import BaseInteraction, BaseTool, FunctionTool, ToolCall, get_tool_parser, load_tools
+from lib.agent.builtin_tools import calculator
+from lib.agent.interactions import load_interaction
+from lib.agent.tools import ERROR_KINDS, attempt, run_tool_call
 from rewards.reasoning_gym import dump_entry
 from tests.common import ROOT
 
@@ -433,7 +424,7 @@ def test_python():
 
 
 def test_python_is_stopped(monkeypatch):
-    monkeypatch.setattr("lib.agent.tools.PYTHON_S", 0.5)
+    monkeypatch.setattr("lib.agent.builtin_tools.PYTHON_S", 0.5)
     (tool,) = load_tools(("python",)).values()
     result = answer(tool, {"code": "while True: pass"})
     assert result.error_kind == "timeout" and "stopped after 0.5 s" in result.text
@@ -598,7 +589,7 @@ def test_mcp_is_not_installed(monkeypatch):
 # ---- files ---------------------------------------------------------------------------------------
 
 FILE = '''
-from lib.agent.tools import BaseInteraction, BaseTool
+from lib.agent import BaseInteraction, BaseTool
 
 seen = []
 

@@ -5,10 +5,10 @@ import signal
 import pytest
 
 from lib import InputError
-from lib.agent.agent_loop import load_multi_turn
+from lib.agent import load_multi_turn
 from lib.dataset import load_dataset_class
 from lib.model import load_tokenizer
-from lib.reward.reward import load_scorers
+from lib.reward import load_scorers
 from lib.user_code import load_object
 from tests.common import TOY_MODEL
 

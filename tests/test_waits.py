@@ -33,7 +33,7 @@ from lib.distributed import (
     wait_for_all,
 )
 from lib.model import load_model
-from lib.run.metrics import Timer
+from lib.run import Timer
 from tests.common import ACCELERATE, ONE_NODE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics, save_tiny
 from tests.test_scripts import saved
 

@@ -1,13 +1,14 @@
-"""From responses to scores: the manager, its pool of workers, and sandboxes for what a model wrote.
+"""From responses to scores: scorers, their processes, and sandboxes (sandbox.py) for what a model wrote."""
 
-Others use RewardManager and load_scorers, and of the files LARGEST_SCORE (reward_pool.py) and sandbox.py.
-"""
+from lib.reward.scorers import LARGEST_SCORE, load_scorers
+
+__all__ = ["LARGEST_SCORE", "RewardManager", "load_scorers"]
 
 
 def __getattr__(name: str):
-    """Imported late: a worker starts from this room, and without torch."""
-    if name in ("RewardManager", "load_scorers"):
-        from lib.reward import reward
+    """RewardManager is imported late: scorers' processes start from this room, and without torch."""
+    if name == "RewardManager":
+        from lib.reward.manager import RewardManager
 
-        return getattr(reward, name)
+        return RewardManager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

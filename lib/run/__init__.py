@@ -10,11 +10,10 @@ from lib.run.metrics import (
     reward_components,
     rows_dropped,
     throughput_metrics,
-    validated_rows,
-    validation_metrics,
 )
 from lib.run.run import Run, open_run
 from lib.run.tracking import Tracker, sample_rows
+from lib.run.validation import validated_rows, validation_metrics
 
 __all__ = [
     "Run",
