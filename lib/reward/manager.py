@@ -1,9 +1,9 @@
 """From responses to scores: a response is decoded, scored by plain functions, and the score put on its last token.
 
-A scorer is the user's own code and runs millions of times, so it runs in processes of its own (pool.py), with
-a time and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets
-failure_score, or NaN where that is None; it is counted, the first of each kind is shown, and the run goes on. Without
-workers scorers run in this process, one response after the other, and an exception stops the run: for breakpoint().
+A scorer is the user's own code and runs millions of times, so it runs in processes of its own (pool.py), with a time
+and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets failure_score, or
+NaN where that is None; it is counted, the first of each kind is shown, and the run goes on. Without workers scorers run
+in this process, one response after the other, and an exception stops the run: for breakpoint().
 
 verl's managers are cases of this one: naive is workers=0, prime is workers of 1 or more, batch is a batched scorer.
 """

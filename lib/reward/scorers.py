@@ -117,11 +117,9 @@ def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float
     """
     for module in modules:
         importlib.import_module(module)
-    if spec == "data_source":
-        function = rewards.compute_score
-    else:
-        function = load_object("--reward", spec)
-    if time_limit_s is not None and (spec == "data_source" or "time_limit_s" in inspect.signature(function).parameters):
+    by_source = spec == BY_DATA_SOURCE
+    function = rewards.compute_score if by_source else load_object("--reward", spec)
+    if time_limit_s is not None and (by_source or "time_limit_s" in inspect.signature(function).parameters):
         kwargs = kwargs | {"time_limit_s": time_limit_s}
     return functools.partial(function, **kwargs)
 

@@ -1,9 +1,9 @@
-"""Numbers about a step: what a batch looks like, validation scores, times. Pure functions, but for one gather.
+"""Numbers about a step: what a batch looks like, what went wrong, times. Pure functions, but for one gather.
 
 Traps it avoids: a mean of per-rank means is wrong when ranks hold different counts, so a rank reports totals and counts
-(`Mean`, `Sum`, `Max`, `Min`) and `reduce_metrics` finishes them; pass@k as 1 - (1 - c/n)^k is biased; rows without a
-trained token (padding, failed rollouts) are counted and stay out of every other number. A metric without any data in
-this step is left out, not reported as 0.
+(`Mean`, `Sum`, `Max`, `Min`) and `reduce_metrics` finishes them; rows without a trained token (padding, failed
+rollouts) are counted and stay out of every other number. A metric without any data in this step is left out, not
+reported as 0.
 """
 
 import sys
