@@ -138,28 +138,24 @@ if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag a
 import torch
 
 from lib import core_algos, setup
-from lib.agent_loop import agent_metrics
+from lib.agent import agent_metrics
 from lib.data import gather_columns
 from lib.data_proto import DataProto
-from lib.distributed import global_counts, init_distributed, timed
+from lib.distributed import Metric, Sum, add_metrics, global_counts, init_distributed, timed, token_means
 from lib.distributed import run as launch
-from lib.metrics import (
-    Metric,
-    Sum,
-    add_metrics,
+from lib.model import Policy, micro_batches
+from lib.reward.scores import Rewards
+from lib.rollout import Rollouts, concat_rows
+from lib.run import (
     data_metrics,
     extra_metrics,
     mismatch_metrics,
+    open_run,
     reward_components,
     row_metrics,
     rows_dropped,
-    token_means,
     truncated_rows,
 )
-from lib.model import Policy, micro_batches
-from lib.rollout import Rollouts, concat_rows
-from lib.run import open_run
-from lib.scores import Rewards
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:

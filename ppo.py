@@ -122,25 +122,21 @@ if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag a
 import torch
 
 from lib import core_algos, setup
-from lib.agent_loop import agent_metrics
+from lib.agent import agent_metrics
 from lib.data import gather_columns
 from lib.data_proto import DataProto
-from lib.distributed import global_counts, init_distributed, timed
+from lib.distributed import Metric, Sum, add_metrics, global_counts, init_distributed, timed, token_means
 from lib.distributed import run as launch
-from lib.metrics import (
-    Metric,
-    Sum,
-    add_metrics,
+from lib.model import Critic, Policy, micro_batches
+from lib.run import (
     data_metrics,
     explained_variance,
     extra_metrics,
     mismatch_metrics,
+    open_run,
     row_metrics,
     rows_dropped,
-    token_means,
 )
-from lib.model import Critic, Policy, micro_batches
-from lib.run import open_run
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:

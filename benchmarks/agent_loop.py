@@ -22,12 +22,11 @@ import numpy as np
 import torch
 
 from benchmarks.curves import ROOT, provenance
-from lib.agent_loop import MultiTurn, generate_multi_turn
+from lib.agent import BaseTool, MultiTurn, ToolCall, generate_multi_turn
 from lib.data_proto import DataProto
 from lib.distributed import init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer
 from lib.rollout import Sampling, make_engine, request_seeds, sync_weights
-from lib.tools import BaseTool, ToolCall
 
 EPISODES, TURNS, TURN_TOKENS, MEAN_SLEEP, REPEATS, ALONE = 256, 6, 32, 0.7, 3, 8
 MODEL = str(ROOT / "data/toy/model")

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lib.agent_loop import MultiTurn, generate_multi_turn, load_multi_turn
+from lib.agent import MultiTurn, generate_multi_turn, load_multi_turn
 from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
 from lib.cli.flags import given, parse_json
 from lib.core_algos import (
@@ -40,12 +40,12 @@ from lib.model import (
     load_tokenizer,
 )
 from lib.model.memory import GIB, estimate_memory, memory_table
-from lib.reward import RewardManager, Scorer, load_scorers
+from lib.reward import RewardManager, load_scorers
+from lib.reward.sandbox import accept as accept_sandbox
+from lib.reward.scorers import Scorer
+from lib.reward.scores import RewardModel, Rewards
 from lib.rollout import Rollouts, Sampling, check_engine_import, make_engine
-from lib.run import Run
-from lib.scores import RewardModel, Rewards
-from lib.validate import Validation
-from rewards.sandbox import accept as accept_sandbox
+from lib.run import Run, Validation
 
 # ---- before a model loads ------------------------------------------------------------------------
 

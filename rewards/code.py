@@ -1,4 +1,4 @@
-r"""Scorer for programs: the response's Python is run against tests, in a sandbox (rewards/_sandbox.py).
+r"""Scorer for programs: the response's Python is run against tests, in a sandbox (lib/reward/_sandbox.py).
 
 The ground truth is a dict, a list or its JSON text, of one of the forms
     {"prompt", "test", "entry_point"}                        HumanEval: test defines check(candidate)
@@ -15,7 +15,7 @@ is no plain value stays where it is (its attributes and methods can be used); co
 answer, also by !=. So is a NaN, where the tests do not speak of NaN. What remains possible: a program may answer by the
 arguments alone (a table of known inputs), and in MBPP's form a test may call helpers of the program's own.
 
-What the walls are made of, and what each kind lets through, is in rewards/sandbox.py.
+What the walls are made of, and what each kind lets through, is in lib/reward/sandbox.py.
 """
 
 import ast
@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib import InputError
-from rewards import _sandbox
-from rewards.sandbox import GRACE, connect, hang_up, make_spec, sandbox_level
+from lib.reward import _sandbox
+from lib.reward.sandbox import GRACE, connect, hang_up, make_spec, sandbox_level
 
 CASES_SHARE = 0.8  # of the time limit; what is left is for sandboxes to start and to end
 

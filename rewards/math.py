@@ -17,9 +17,9 @@ from functools import lru_cache
 
 from math_verify import parse, verify
 
+from lib.reward.sandbox import evaluate
 from rewards import _math
 from rewards.answers import last_boxed
-from rewards.sandbox import evaluate
 
 LONGEST, TAIL = 1000, 10_000  # characters
 NUMBER = re.compile(r"\\boxed\{-?[0-9][0-9.,/]{0,40}\}")

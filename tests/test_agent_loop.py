@@ -1,4 +1,4 @@
-"""lib/agent_loop.py: what is trained is what was sampled, on both engines; the state machine and its limits."""
+"""lib/agent/agent_loop.py: what is trained is what was sampled, on both engines; the state machine and its limits."""
 
 import asyncio
 import functools
@@ -15,12 +15,20 @@ import torch.distributed as dist
 from transformers import AddedToken
 
 from lib import InputError
-from lib.agent_loop import MultiTurn, agent_metrics, generate_multi_turn
+from lib.agent import (
+    BaseInteraction,
+    BaseTool,
+    FunctionTool,
+    MultiTurn,
+    ToolCall,
+    agent_metrics,
+    generate_multi_turn,
+    get_tool_parser,
+)
 from lib.data_proto import DataProto
 from lib.distributed import World, init_distributed, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
-from lib.tools import BaseInteraction, BaseTool, FunctionTool, ToolCall, get_tool_parser
 from tests.common import TOY_MODEL, run_ranks, save_tiny
 
 TEMPLATE = """\

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lib import InputError
-from lib.checkpoint import export_hf, load_batches, load_checkpoint, newest_complete, save_checkpoint
 from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
+from lib.run.checkpoint import export_hf, load_batches, load_checkpoint, newest_complete, save_checkpoint
 from tests.common import run_ranks
 
 VOCAB, ROWS, LENGTH = 96, 4, 12

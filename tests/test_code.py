@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from lib import InputError
-from lib.reward import load_scorers
-from lib.reward_pool import Pool
-from rewards import _sandbox, code, sandbox
+from lib.reward import _sandbox, load_scorers, sandbox
+from lib.reward.pool import Pool
+from rewards import code
 from rewards import math as math_reward
 from tests.common import ROOT
 
@@ -915,7 +915,7 @@ def test_a_dead_scorer_leaves_no_process(end):
     """The scorer's process goes while a program runs: everything of the sandbox goes with it, the zygote too."""
     before = sandbox_processes()
     script = (
-        "import os, threading, time\nfrom rewards import _sandbox, code\n"
+        "import os, threading, time\nfrom lib.reward import _sandbox\nfrom rewards import code\n"
         f"_sandbox.__file__ = {_sandbox.__file__!r}\ncode.sandbox_level()\nrun = lambda: code.compute_score("
     )
     script += f"'', {HOSTILE['no death signal']!r}, ['assert f()'], timeout=60)\n"
@@ -1021,7 +1021,7 @@ def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
         assert "accept_sandbox(args.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
     monkeypatch.setenv(sandbox.ACCEPTED, "namespaces")
     sandbox.accept("rlimits")
-    child = "import os; from rewards import sandbox; print(os.environ[sandbox.ACCEPTED])"
+    child = "import os; from lib.reward import sandbox; print(os.environ[sandbox.ACCEPTED])"
     out = subprocess.run([sys.executable, "-c", child], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out == "rlimits\n"
 

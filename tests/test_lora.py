@@ -9,7 +9,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib import InputError
-from lib.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from lib.distributed import full_tensor, iter_full_params, make_mesh, shard_model, trainable_parameters
 from lib.model import (
     add_lora,
@@ -22,6 +21,7 @@ from lib.model import (
     without_adapters,
 )
 from lib.rollout import weight_checksum
+from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from tests.common import TOY_MODEL, checkpoint_state, randomize_lora_b, rollout_batch, run_ranks, save_tiny
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]

@@ -9,19 +9,9 @@ import torch
 
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Min, Sum, add_metrics, reduce_metrics, token_means
-from lib.metrics import (
-    Timer,
-    Validated,
-    best_at_k,
-    data_metrics,
-    extra_metrics,
-    maj_at_k,
-    mismatch_metrics,
-    pass_at_k,
-    throughput_metrics,
-    validated_rows,
-    validation_metrics,
-)
+from lib.run import Timer, data_metrics, extra_metrics, mismatch_metrics
+from lib.run.metrics import throughput_metrics
+from lib.run.validation import Validated, best_at_k, maj_at_k, pass_at_k, validated_rows, validation_metrics
 from tests.common import run_ranks
 
 # ---- pass@k and maj@k ----------------------------------------------------------------------------
@@ -317,7 +307,7 @@ def test_two_ranks_give_the_numbers_of_one():
 
 def test_timer_adds_up_and_survives_an_exception(monkeypatch):
     ticks = iter([0.0, 1.0, 1.5, 5.0, 6.0, 7.0])
-    monkeypatch.setattr("lib.metrics.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("lib.run.metrics.time.perf_counter", lambda: next(ticks))
     timer = Timer()
     with timer("step"), timer("rollout"):  # 0 .. 5 around 1 .. 1.5
         pass

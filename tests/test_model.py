@@ -36,7 +36,6 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 import lib.model.log_probs
 from lib import InputError
-from lib.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from lib.data_proto import DataProto
 from lib.distributed import clip_grad_norm, make_mesh, shard_model, trainable_parameters
 from lib.model import (
@@ -52,6 +51,7 @@ from lib.model import (
     response_values,
     reward_model_scores,
 )
+from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from tests.common import TOY_MODEL, rollout_batch, run_ranks, save_tiny
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]

@@ -1,4 +1,4 @@
-"""lib/reward.py's managers and lib/reward_pool.py, with real processes and scorers that misbehave on purpose."""
+"""lib/reward: managers and the pool of workers, with real processes and scorers that misbehave on purpose."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ import psutil
 import pytest
 import torch
 
-from lib import InputError, reward_pool
+from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import Sum
-from lib.metrics import extra_metrics, reward_components
 from lib.model import load_tokenizer
-from lib.reward import RewardManager, load_scorers
+from lib.reward import RewardManager, load_scorers, pool
+from lib.run import extra_metrics, reward_components
 from tests.common import TOY_MODEL, run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -501,8 +501,8 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     ],
 )
 def test_an_answer_that_is_none_is_a_crash(text):
-    assert reward_pool.read_answers(b'[["ok", {"score": 1.0}]]', 1) == [["ok", {"score": 1.0}]]
-    assert reward_pool.read_answers(text, 1) == [["crash", "the worker's answer is no answer"]]
+    assert pool.read_answers(b'[["ok", {"score": 1.0}]]', 1) == [["ok", {"score": 1.0}]]
+    assert pool.read_answers(text, 1) == [["crash", "the worker's answer is no answer"]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -555,7 +555,7 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
 
 TRAINER = """
 import os, signal, sys, time
-from lib.reward_pool import Pool
+from lib.reward.pool import Pool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
 pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})])
@@ -595,7 +595,7 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
 
 UNREAD = """
 import os, sys, time
-from lib.reward_pool import Pool
+from lib.reward.pool import Pool
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
 ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})])] * 100)
 next(pool.collect(ids))
@@ -623,7 +623,7 @@ def test_no_process_outlives_a_trainer_that_has_stopped_reading(tmp_path):
 
 
 def test_a_pool_that_is_stopped_ends_the_run_with_a_line(manager_of, monkeypatch):
-    monkeypatch.setattr(reward_pool, "SILENCE_S", 0.5)
+    monkeypatch.setattr(pool, "SILENCE_S", 0.5)
     source = """
 import os, signal, time
 def score(data_source, solution_str, ground_truth, extra_info=None):

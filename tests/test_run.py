@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from lib import InputError
-from lib import run as run_module
-from lib.checkpoint import newest_complete
-from lib.run import set_aside, take_lock
-from lib.run_config import MAY_CHANGE, read_json
-from lib.tracking import Tracker
+from lib.distributed import run as run_module
+from lib.run.checkpoint import newest_complete
+from lib.run.run import set_aside, take_lock
+from lib.run.run_config import MAY_CHANGE, read_json
+from lib.run.tracking import Tracker
 from tests.common import (
     ACCELERATE,
     ONE_NODE,

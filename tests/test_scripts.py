@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lib.checkpoint import load_batches
+from lib.run.checkpoint import load_batches
 from tests.common import (
     ACCELERATE,
     PYTHON,

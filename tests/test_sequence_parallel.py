@@ -24,14 +24,7 @@ import grpo
 from lib import InputError
 from lib.core_algos import LOSS_AGG_MODES
 from lib.data import prepare_dynamic_batch
-from lib.distributed import (
-    full_tensor,
-    make_mesh,
-    make_row_group,
-    set_gradient_sync,
-    shard_model,
-    trainable_parameters,
-)
+from lib.distributed import full_tensor, make_mesh, make_row_group, set_gradient_sync, shard_model, trainable_parameters
 from lib.model import (
     add_lora,
     batched_log_probs,

@@ -22,7 +22,6 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
 from lib import InputError
-from lib.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from lib.distributed import (
     clip_grad_norm,
     full_tensor,
@@ -34,6 +33,7 @@ from lib.distributed import (
 )
 from lib.model import check_tensor_parallel, load_model, response_log_probs
 from lib.rollout import weight_checksum
+from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from tests.common import SMALL, TORCHRUN, TOY_MODEL, launch, metrics, ran, run_ranks, save_tiny
 from tests.test_invariance import groups_batch
 from tests.test_sequence_parallel import assert_exact

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.tools import parse_hermes, parse_llama3_json, parse_qwen3_coder
+from lib.agent.parsers import parse_hermes, parse_llama3_json, parse_qwen3_coder
 from rewards import answers, code, gsm8k, judge, math_dapo, multiple_choice, reasoning_gym, search_qa
 from rewards import format as form
 

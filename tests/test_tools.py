@@ -1,4 +1,4 @@
-"""lib/tools.py: tools that misbehave on purpose, the built-in ones, real MCP servers, and the parsers' round trips."""
+"""lib/agent: tools that misbehave on purpose, the built-in ones, real MCP servers, and the parsers' round trips."""
 
 import asyncio
 import json
@@ -16,19 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
-from lib.tools import (
-    ERROR_KINDS,
-    BaseInteraction,
-    BaseTool,
-    FunctionTool,
-    ToolCall,
-    attempt,
-    calculator,
-    get_tool_parser,
-    load_interaction,
-    load_tools,
-    run_tool_call,
-)
+from lib.agent import BaseInteraction, BaseTool, FunctionTool, ToolCall, get_tool_parser, load_tools
+from lib.agent.builtin_tools import calculator
+from lib.agent.interactions import load_interaction
+from lib.agent.tools import ERROR_KINDS, attempt, run_tool_call
 from rewards.reasoning_gym import dump_entry
 from tests.common import ROOT
 
@@ -316,7 +307,7 @@ def test_a_process_ends_though_a_tool_hangs():
     program = """
         import asyncio, sys, threading
         sys.path.insert(0, sys.argv[1])
-        from lib.tools import attempt
+        from lib.agent.tools import attempt
         print(asyncio.run(attempt(threading.Event().wait, timeout_s=0.1))[1])
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(ROOT)]
@@ -433,7 +424,7 @@ def test_python():
 
 
 def test_python_is_stopped(monkeypatch):
-    monkeypatch.setattr("lib.tools.PYTHON_S", 0.5)
+    monkeypatch.setattr("lib.agent.builtin_tools.PYTHON_S", 0.5)
     (tool,) = load_tools(("python",)).values()
     result = answer(tool, {"code": "while True: pass"})
     assert result.error_kind == "timeout" and "stopped after 0.5 s" in result.text
@@ -598,7 +589,7 @@ def test_mcp_is_not_installed(monkeypatch):
 # ---- files ---------------------------------------------------------------------------------------
 
 FILE = '''
-from lib.tools import BaseInteraction, BaseTool
+from lib.agent import BaseInteraction, BaseTool
 
 seen = []
 

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import toy, toy_tools
-from lib.agent_loop import MultiTurn
-from lib.tools import get_tool_parser, load_tools
+from lib.agent import MultiTurn, get_tool_parser, load_tools
 from rewards.arithmetic import compute_score
 
 MODEL = toy_tools.FOLDER / "model"

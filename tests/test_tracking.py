@@ -15,7 +15,7 @@ from PIL import Image
 
 from lib import InputError
 from lib.model import load_tokenizer
-from lib.tracking import Tracker, plot_curve, sample_rows
+from lib.run.tracking import Tracker, plot_curve, sample_rows
 from tests.common import TOY_MODEL, rollout_batch
 
 STEP = {"reward/mean": 0.5, "response_length/mean": 230.4, "perf/tokens_per_s": 12345.6, "actor/loss": -0.1}
@@ -175,7 +175,7 @@ def test_samples_are_stored_whole_and_shown_short(tmp_path, capsys):
 
 TERMINAL_SCRIPT = """
 import sys
-from lib.tracking import Tracker
+from lib.run import Tracker
 tracker = Tracker(sys.argv[1], {}, total_steps=4)
 tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1}, 0)
 tracker.log({"val/unscored": 256}, 0)

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from lib import InputError
-from lib.agent_loop import load_multi_turn
+from lib.agent import load_multi_turn
 from lib.cli.user_code import load_object
 from lib.data import load_dataset_class
 from lib.model import load_tokenizer

@@ -32,8 +32,8 @@ from lib.distributed import (
     shard_model,
     wait_for_all,
 )
-from lib.metrics import Timer
 from lib.model import load_model
+from lib.run import Timer
 from tests.common import ACCELERATE, ONE_NODE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics, save_tiny
 from tests.test_scripts import saved
 

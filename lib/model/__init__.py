@@ -16,14 +16,7 @@ from lib.model.load import (
     load_tokenizer,
     without_adapters,
 )
-from lib.model.log_probs import (
-    NEVER,
-    LinearLogProbs,
-    batched_log_probs,
-    check_rows,
-    least_kept,
-    response_log_probs,
-)
+from lib.model.log_probs import NEVER, LinearLogProbs, batched_log_probs, check_rows, least_kept, response_log_probs
 from lib.model.trained import Critic, Forward, Policy, Reference, Trained, micro_batches
 from lib.model.values import batched_values, response_values, reward_model_scores
 

@@ -25,8 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lib import InputError
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
-from lib.distributed import all_reduce_max
-from lib.metrics import Max, Mean, Metric
+from lib.distributed import Max, Mean, Metric, all_reduce_max
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def save_checkpoint(
         schedulers: by name.
         trainer_state: what JSON can hold exactly (the loader's position, the KL controller); rank 0's is written.
         batches: by name, rows that the next step needs, the same on all ranks; rank 0's are written.
-        config: what a resume compares its own with (lib/run.py); rank 0's is written.
+        config: what a resume compares its own with (lib/run/run.py); rank 0's is written.
 
     Raises:
         TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.

@@ -17,10 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from lib import InputError, is_first_on_node
-from rewards import _sandbox
+from lib.reward import _sandbox
 
 GRACE = 10  # seconds for the sandbox to start, and to end
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]  # where lib/ and rewards/ are
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 ACCEPTED = "PLAINRL_SANDBOX_LEVEL"  # in the environment, so that workers have it, too

@@ -6,10 +6,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.distributed import timed
-from lib.metrics import Sum
+from lib.distributed import Sum, timed
 from lib.model import reward_model_scores
-from lib.reward import PendingScores, RewardManager
+from lib.reward.manager import PendingScores, RewardManager
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The far side of rewards/sandbox.py, run as a script: programs are run here, behind a kernel's walls. Linux only.
+"""The far side of lib/reward/sandbox.py, run as a script: programs are run here, behind a kernel's walls. Linux only.
 
     scorer -- zygote -- supervisor -- init [-- program]     one supervisor a sample; `|` below is the wall
                             |          |         |

@@ -9,7 +9,7 @@ threads or touch a GPU must do so when called, not when imported: a fork keeps n
 
 When the trainer ends, also by kill -9, the supervisor sees it within a second and takes the workers along: it never
 waits for anybody else. Their stdout and stderr go nowhere. Tasks go out as pickles, answers come back as JSON, in
-frames (lib/frames.py). Of the pool's descriptors a scorer can reach one, its own worker's socket; what it writes there
+frames (frames.py). Of the pool's descriptors a scorer can reach one, its own worker's socket; what it writes there
 costs its own sample. Workers are reused: what a scorer changes in its process (folder, environment, globals), later
 samples of that worker see, nobody else.
 
@@ -19,8 +19,6 @@ The memory limit, and the killing of processes that left the worker's group, nee
 import ctypes
 import faulthandler
 import functools
-import importlib
-import inspect
 import json
 import math
 import os
@@ -40,82 +38,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.frames import Frames
+from lib.reward.frames import Frames
+from lib.reward.scorers import LARGEST_SCORE, LONGEST_RESULT, call, checked, load_scorer
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 0.1  # after the time limit, for faulthandler to say where the scorer hangs
-LARGEST_SCORE = 1e12  # beyond it a gradient's norm, a sum of squares in float32, may overflow: no update
-LONGEST_RESULT = 2**20  # bytes, as JSON
 LONGEST_TRACEBACK = 4000  # characters, of the end
 LONGEST_MESSAGE = 2**40  # bytes, between trainer and supervisor
 ALIVE_S, SILENCE_S = 5.0, 120.0  # a supervisor that is waited for says something so often, and is given up so late
 ID = struct.Struct("!Q")  # of a task: what every task and every answer begins with
-
-# ---- a scorer: loaded, called, its result checked --------------------------------------------------
-
-
-def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
-    """The function of a spec, or with "data_source" that of rewards/, whose `modules` are imported now.
-
-    One with a parameter time_limit_s gets the seconds that it has for a response, so that it can end in time itself:
-    a call that has to be stopped has no score. None: as the function has it.
-    """
-    for module in modules:
-        importlib.import_module(module)
-    if spec == "data_source":
-        function = importlib.import_module("rewards").compute_score
-    else:
-        function = importlib.import_module("lib.cli.user_code").load_object("--reward", spec)
-    if time_limit_s is not None and (spec == "data_source" or "time_limit_s" in inspect.signature(function).parameters):
-        kwargs = kwargs | {"time_limit_s": time_limit_s}
-    return functools.partial(function, **kwargs)
-
-
-@functools.cache
-def _event_loop():
-    import asyncio  # takes as long as all the imports above, and few scorers need it
-
-    return asyncio.new_event_loop()
-
-
-def call(function: Callable, batched: bool, samples: list[dict]) -> list:
-    """The scorer's results, one a sample; an async scorer is awaited. A scorer that is not batched takes one sample."""
-    if batched:  # data_sources, solution_strs, ground_truths, extra_infos
-        results = function(**{f"{key}s": [sample[key] for sample in samples] for key in samples[0]})
-    else:
-        results = function(**samples[0])
-    if hasattr(results, "__await__"):
-        results = _event_loop().run_until_complete(results)
-    results = list(results) if batched else [results]
-    if len(results) != len(samples):
-        raise ValueError(f"the scorer gave {len(results)} results for {len(samples)} samples")
-    return results
-
-
-def checked(result) -> dict:
-    """A scorer's result as {"score": a finite float, other keys} of JSON's types. Raises TypeError, ValueError."""
-    result = dict(result) if isinstance(result, dict) else {"score": result}
-    if "score" not in result:
-        raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
-    score = result["score"]
-    if hasattr(score, "tolist"):  # numpy, torch
-        score = score.tolist()
-    if not isinstance(score, int | float):
-        raise TypeError(f"the scorer gave a {type(score).__name__} as score, not a number")
-    if not abs(score) <= LARGEST_SCORE:
-        raise ValueError(f"the scorer gave {score}; numbers up to {LARGEST_SCORE:g} are taken")
-    text = json.dumps(result | {"score": float(score)}, default=_plain)
-    if len(text) > LONGEST_RESULT:
-        raise ValueError(f"the scorer gave a result of {len(text)} bytes; at most {LONGEST_RESULT} are taken")
-    return json.loads(text)
-
-
-def _plain(value):
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"the scorer gave a {type(value).__name__} beside its score; numbers, text and lists are taken")
-
 
 # ---- in a worker -----------------------------------------------------------------------------------
 
@@ -392,7 +324,7 @@ class Pool:
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int):
         ours, theirs = socket.socketpair()
         fd = theirs.fileno()
-        start = f"import sys; sys.path[:] = {sys.path!r}; from lib.reward_pool import supervise"
+        start = f"import sys; sys.path[:] = {sys.path!r}; from lib.reward.pool import supervise"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"{start}; supervise({fd}, {os.getpid()})"],
             pass_fds=[fd],

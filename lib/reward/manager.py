@@ -1,126 +1,31 @@
 """From responses to scores: a response is decoded, scored by plain functions, and the score put on its last token.
 
-A scorer is the user's own code and runs millions of times, so it runs in processes of its own (lib/reward_pool.py),
-with a time and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets
-failure_score, or NaN where that is None; it is counted, the first of each kind is shown, and the run goes on. Without
-workers scorers run in this process, one response after the other, and an exception stops the run: for breakpoint().
+A scorer is the user's own code and runs millions of times, so it runs in processes of its own (pool.py), with a time
+and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets failure_score, or
+NaN where that is None; it is counted, the first of each kind is shown, and the run goes on. Without workers scorers run
+in this process, one response after the other, and an exception stops the run: for breakpoint().
 
 verl's managers are cases of this one: naive is workers=0, prime is workers of 1 or more, batch is a batched scorer.
 """
 
-import inspect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import compress
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-import rewards
 from lib import InputError
 from lib.cli.secrets import struck
-from lib.cli.user_code import load_object
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.distributed import Sum
-from lib.reward_pool import LARGEST_SCORE, Pool, call, checked, load_scorer
-from rewards.sandbox import sandbox_level
+from lib.reward.pool import Pool
+from lib.reward.scorers import LARGEST_SCORE, Scorer, call, checked, load_scorer
 
-BY_DATA_SOURCE = "data_source"
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-SANDBOXED = {"rewards.code", "rewards.math", "rewards.geometry3k"}
 ALWAYS = 16  # responses: a scorer that has failed on so many and done nothing else stops the run
-
-# ---- the scorers of a run ------------------------------------------------------------------------
-
-
-@dataclass
-class Scorer:
-    name: str  # in metrics, where there are several
-    spec: str  # path:function, or "data_source"
-    modules: list[str]  # of rewards/, for the data sources at hand
-    kwargs: dict
-    weight: float
-    batched: bool
-    takes_truth: bool  # not if its parameter has a default
-
-
-def load_scorers(
-    specs: Sequence[str], datasets: list, kwargs: dict | None = None, weights: Sequence[float] = ()
-) -> list[Scorer]:
-    """The scorers of --reward, checked before anything else is loaded.
-
-    A spec is "path/to/file.py:function" or "data_source", which picks from rewards/ by each row's data_source. The
-    function is called for each response as compute_score(data_source=, solution_str=, ground_truth=, extra_info=,
-    **kwargs); one with a parameter solution_strs is batched: called for all as compute_score_batch(data_sources=,
-    solution_strs=, ground_truths=, extra_infos=, **kwargs). Either may be async. It returns a number, or a dict with
-    "score" and whatever is to be logged; batched, a list of them. A row's score is the sum of weight x score; without
-    weights, 1 each. One with a parameter time_limit_s, which has a default, is told the seconds a response has.
-
-    Raises InputError: no such file or function, one that cannot be called so, a data_source that rewards/ lacks, a row
-    without a ground truth for a scorer whose parameter ground_truth (or ground_truths) has no default, a sandbox
-    weaker than --sandbox-level.
-    """
-    kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
-    if len(weights) != len(specs):
-        raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
-    scorers = []
-    for spec, weight in zip(specs, weights):
-        if spec == BY_DATA_SOURCE:
-            modules = _modules_for(datasets)
-            if SANDBOXED.intersection(modules) and "sandbox_url" not in kwargs:
-                sandbox_level()
-            scorers.append(Scorer(spec, spec, modules, kwargs, weight, batched=False, takes_truth=True))
-        else:
-            scorers.append(_from_file(spec, kwargs, weight))
-        row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
-        if row and scorers[-1].takes_truth:
-            raise InputError(
-                f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} takes; add it (a scorer that does "
-                "without gives the parameter a default: ground_truth=None)"
-            )
-    for name, count in Counter(scorer.name for scorer in scorers).items():
-        if count > 1:
-            raise InputError(f"--reward: {count} scorers are called {name}; rename a file or a function")
-    return scorers
-
-
-def _modules_for(datasets: list) -> list[str]:
-    modules = set()
-    for data_source in sorted(set().union(*(dataset.data_sources for dataset in datasets))):  # reads every row
-        module = rewards.scorer_module(data_source)
-        if module is None:
-            raise InputError(
-                f"no scorer for data_source {data_source!r}: add it to rewards/__init__.py (known: "
-                f"{', '.join(rewards.SCORERS)}) or give --reward path/to/file.py:function"
-            )
-        modules.add(f"rewards.{module}")
-    return sorted(modules)
-
-
-def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
-    function = load_object("--reward", spec)
-    if not callable(function):
-        raise InputError(f"--reward {spec}: it is not a function")
-    file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser().resolve()
-    signature = inspect.signature(function)
-    batched = "solution_strs" in signature.parameters
-    arguments = [f"{key}s" if batched else key for key in ARGUMENTS]
-    try:
-        signature.bind(**dict.fromkeys(arguments), **kwargs)
-    except TypeError as error:
-        called = ", ".join(f"{key}=" for key in [*arguments, *kwargs])
-        raise InputError(f"--reward {spec}: it cannot be called as {name}({called}): {error}") from error
-    truth = signature.parameters.get("ground_truths" if batched else "ground_truth")
-    takes_truth = truth is not None and truth.default is truth.empty
-    return Scorer(f"{path.stem}.{name}", f"{path}:{name}", [], kwargs, weight, batched, takes_truth)
-
-
-# ---- scoring -------------------------------------------------------------------------------------
 
 
 class RewardManager:

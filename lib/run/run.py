@@ -30,7 +30,22 @@ from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
-from lib.checkpoint import (
+from lib.cli.flags import Names, marked
+from lib.cli.secrets import private
+from lib.data_proto import DataProto
+from lib.distributed import (
+    Metric,
+    World,
+    broadcast,
+    on_early_end,
+    on_first_rank,
+    print_last,
+    reduce_metrics,
+    start_step,
+    step_timing,
+)
+from lib.model import Trained
+from lib.run.checkpoint import (
     export_hf,
     load_batches,
     load_checkpoint,
@@ -39,14 +54,9 @@ from lib.checkpoint import (
     step_folders,
     why_torn,
 )
-from lib.cli.flags import Names, marked
-from lib.cli.secrets import private
-from lib.data_proto import DataProto
-from lib.distributed import World, broadcast, on_early_end, on_first_rank, print_last, start_step, step_timing
-from lib.metrics import DROPPED, Metric, reduce_metrics, throughput_metrics
-from lib.model import Trained
-from lib.run_config import checked_overrides, compare, describe_run, read_json
-from lib.tracking import Tracker
+from lib.run.metrics import DROPPED, throughput_metrics
+from lib.run.run_config import checked_overrides, compare, describe_run, read_json
+from lib.run.tracking import Tracker
 
 PATIENCE_S = 5  # for a process on this host that is about to end
 LEASE_S = 120  # for one on another host: a file server gives up a dead client's locks after 90 s

@@ -1,25 +1,20 @@
-"""Numbers about a step: what a batch looks like, validation scores, times. Pure functions, but for one gather.
+"""Numbers about a step: what a batch looks like, what went wrong, times. Pure functions, but for one gather.
 
-Traps it avoids: pass@k as 1 - (1 - c/n)^k is biased; rows without a trained token (padding, failed rollouts) are
-counted and stay out of every other number. A rank reports totals and counts, see lib/distributed/reduced.py.
+Traps it avoids: a mean of per-rank means is wrong when ranks hold different counts, so a rank reports totals and counts
+(`Mean`, `Sum`, `Max`, `Min`) and `reduce_metrics` finishes them; rows without a trained token (padding, failed
+rollouts) are counted and stay out of every other number. A metric without any data in this step is left out, not
+reported as 0.
 """
 
 import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
-from itertools import combinations
-from math import comb
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, Min, Sum, enter_stage, reduce_metrics
+from lib.distributed import Max, Mean, Metric, Min, Sum, reduce_metrics
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -113,13 +108,13 @@ def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
     """
     metrics: dict[str, Metric] = {}
     for name, values in extras.items():
-        numbers = [float(value) for value in values if _is_number(value)]
+        numbers = [float(value) for value in values if is_number(value)]
         if numbers and name != "pred":
             metrics[f"reward/{name}/mean"] = Mean(sum(numbers), len(numbers))
     return metrics
 
 
-def _is_number(value) -> bool:
+def is_number(value) -> bool:
     """Not NaN or infinite, nor an integer that no float holds."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
@@ -140,11 +135,11 @@ def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: t
     """
     columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
     # where all are None, extras has the key because there were numbers in an earlier step
-    known = {k: k in extras and any(v is None or _is_number(v) for v in column) for k, column in columns.items()}
+    known = {k: k in extras and any(v is None or is_number(v) for v in column) for k, column in columns.items()}
     for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
         if not anywhere:
             raise InputError(f"--reward-keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
-    values = [[float(value) if _is_number(value) else 0.0 for value in columns[key]] for key in keys]
+    values = [[float(value) if is_number(value) else 0.0 for value in columns[key]] for key in keys]
     return torch.tensor(values, device=scores.device).T
 
 
@@ -186,158 +181,6 @@ def mismatch_metrics(
         "rollout/ratio_max": Max(ratio.max().item()),
         "rollout/ratio_min": Min(ratio.min().item()),
     }
-
-
-# ---- validation ----------------------------------------------------------------------------------
-
-
-def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
-    """Chance that k of n samples, drawn without replacement, hold one of the c right ones: 1 - C(n-c, k) / C(n, k).
-
-    The unbiased estimator of arXiv:2107.03374, eq. 1, as a product without large numbers; n and c broadcast.
-    """
-    n, c = np.broadcast_arrays(np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.int64))
-    if k < 1 or np.any(n < k) or np.any(c < 0) or np.any(c > n):
-        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got k={k}, n={n}, c={c}")
-    none_right = np.ones(n.shape)
-    for drawn in range(k):
-        none_right *= (n - c - drawn) / (n - drawn)
-    return 1.0 - none_right
-
-
-def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
-    """Expected score of the most frequent answer among k of one prompt's n samples, drawn without replacement.
-
-    Exact over all C(n, k) subsets when these are at most `max_subsets`, else the mean of that many seeded draws. An
-    answer's score is the mean of its samples in the subset; a tie gives the mean score of the tied answers. A sample
-    without an answer (None, or "" as verl's scorers write it) has no vote; a subset without any vote gives the mean of
-    its scores.
-    """
-    n = len(preds)
-    if not 1 <= k <= n or len(scores) != n:
-        raise ValueError(f"maj@k needs 1 <= k <= n and n scores, got k={k}, {n} preds, {len(scores)} scores")
-    drawn = _subsets(n, k, max_subsets)  # (S, n), 1 = in the subset
-    scores = np.asarray(scores, dtype=float)
-    majority = drawn @ scores / k  # (S,)
-    answers = []  # compared by ==: an answer may be a list
-    for pred in preds:
-        if pred not in (None, "", *answers):
-            answers.append(pred)
-    if answers:
-        votes = np.array([[pred == answer for answer in answers] for pred in preds], dtype=float)  # (n, A)
-        counts = drawn @ votes  # (S, A)
-        answer_scores = drawn @ (votes * scores[:, None]) / np.maximum(counts, 1)
-        leads = (counts == counts.max(1, keepdims=True)) & (counts > 0)
-        voted = leads.any(1)
-        majority[voted] = ((answer_scores * leads).sum(1)[voted]) / leads.sum(1)[voted]
-    return float(majority.mean())
-
-
-@lru_cache
-def _subsets(n: int, k: int, max_subsets: int) -> np.ndarray:
-    if comb(n, k) <= max_subsets:
-        chosen = np.array(list(combinations(range(n), k)))
-    else:
-        chosen = np.random.default_rng(0).random((max_subsets, n)).argsort(1)[:, :k]
-    drawn = np.zeros((len(chosen), n))
-    np.put_along_axis(drawn, chosen, 1.0, axis=1)
-    return drawn
-
-
-def best_at_k(values: Sequence[float], k: int) -> float:
-    """Expected maximum of k of n values, drawn without replacement: Σ_j x_j·C(j − 1, k − 1) / C(n, k) of sorted x."""
-    n = len(values)
-    if not 1 <= k <= n:
-        raise ValueError(f"best@k needs 1 <= k <= n, got k={k}, n={n}")
-    return float(np.dot(np.sort(values), [comb(below, k - 1) / comb(n, k) for below in range(n)]))
-
-
-class Validated(NamedTuple):
-    """One response to a validation prompt."""
-
-    prompt: int  # its number in the data set
-    data_source: str
-    numbers: dict[str, float]  # "score" and those that the scorer gave beside it; none if it was aborted or not scored
-    answer: Any  # the scorer's "pred"; None or "": no answer
-    truncated: bool
-
-
-def validated_rows(batch: DataProto, extras: Mapping[str, list], prompts: Sequence[int]) -> list[Validated]:
-    """The rows of a scored batch, for `validation_metrics`. extras: B values by key; prompts: B numbers."""
-    scored = batch.batch["response_mask"].any(1).tolist()
-    scores = batch.batch["token_level_scores"].sum(1).tolist()
-    truncated, rows = truncated_rows(batch).tolist(), []
-    for i, data_source in enumerate(batch.non_tensor_batch["data_source"]):
-        given = {key: column[i] for key, column in extras.items()}
-        answer = given.pop("pred", None)
-        given = {"score": scores[i]} | given if scored[i] else {}
-        numbers = {key: float(value) for key, value in given.items() if _is_number(value)}
-        rows.append(Validated(prompts[i], data_source, numbers, answer, truncated[i]))
-    return rows
-
-
-def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) -> dict[str, float]:
-    """val/<data_source>/... from the responses of all ranks, n to every prompt; k = 1, 2, 4, ... n.
-
-    - mean@n, best@k, maj@k of the score, and under <key>/ of each number that the scorer gave: the mean of the samples,
-      the expected maximum of k, the value of the most frequent answer among k
-    - pass@k: the chance that one of k is right, which is above `correct_above`: the scorer's "acc" where it gives one
-      (of several scorers the first that does), else the score
-    - mean@n/ci_low, ci_high of what is read as right: its 95 % bootstrap interval over prompts (1000 seeded draws)
-    - clip_ratio: the share of truncated responses
-    - unscored, and val/unscored of all sources: responses that are in no other number. Their prompts have fewer than n
-      samples, and are not in the numbers at k where they have fewer than k
-
-    Raises:
-        ValueError: prompts of one data source have different numbers of responses.
-    """
-    of_source: dict[str, dict[int, list[Validated]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        of_source[row.data_source][row.prompt].append(row)
-    metrics = {"val/unscored": sum(not row.numbers for row in rows)}
-    for source, prompts in of_source.items():
-        sizes = {len(samples) for samples in prompts.values()}
-        if len(sizes) > 1:
-            raise ValueError(f"{source}: prompts with {sorted(sizes)} samples; every prompt needs the same number")
-        of_this = _source_metrics(list(prompts.values()), correct_above)
-        metrics |= {f"val/{source}/{name}": value for name, value in of_this.items()}
-    return metrics
-
-
-def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dict[str, float]:
-    n = len(prompts[0])
-    scored = [[row for row in samples if row.numbers] for samples in prompts]
-    every = [row for samples in scored for row in samples]
-    metrics = {"unscored": n * len(prompts) - len(every)}
-    if every:
-        metrics["clip_ratio"] = float(np.mean([row.truncated for row in every]))
-    keys = dict.fromkeys(key for row in every for key in row.numbers)
-    accuracy = next((key for key in keys if f"/{key}".endswith("/acc")), "score")
-    for key in keys:
-        having = [[row for row in samples if key in row.numbers] for samples in scored]
-        values = [[row.numbers[key] for row in samples] for samples in having if samples]
-        answers = [[row.answer for row in samples] for samples in having if samples]
-        voted = any(answer not in (None, "") for samples in answers for answer in samples)
-        means = np.array([np.mean(samples) for samples in values])
-        name = "" if key == "score" else f"{key}/"
-        metrics[f"{name}mean@{n}"] = float(means.mean())
-        if key == accuracy:
-            rng = np.random.default_rng(0)
-            draws = [means[rng.integers(len(means), size=len(means))].mean() for _ in range(1000)]
-            for bound, percent in (("low", 2.5), ("high", 97.5)):
-                metrics[f"{name}mean@{n}/ci_{bound}"] = float(np.percentile(draws, percent))
-        for k in sorted({2**power for power in range(n.bit_length())} | {n}):
-            enough = [pair for pair in zip(values, answers) if len(pair[0]) >= k]
-            if not enough:
-                break
-            if k > 1:
-                metrics[f"{name}best@{k}"] = float(np.mean([best_at_k(samples, k) for samples, _ in enough]))
-            if voted:
-                metrics[f"{name}maj@{k}"] = float(np.mean([maj_at_k(votes, samples, k) for samples, votes in enough]))
-            if key == accuracy:
-                right = [pass_at_k(len(x), sum(value > correct_above for value in x), k) for x, _ in enough]
-                metrics[f"pass@{k}"] = float(np.mean(right))
-    return metrics
 
 
 # ---- trouble -------------------------------------------------------------------------------------
@@ -393,32 +236,6 @@ def trouble_of_run(rows: Sequence[Mapping]) -> list[str]:
 
 
 # ---- time ----------------------------------------------------------------------------------------
-
-
-class Timer:
-    """`with timer("rollout"): ...` adds the block's seconds to timing_s/rollout; make a new one every step.
-
-    The block is also a stage of the step for `enter_stage` in lib/distributed, and so is what comes after it.
-    """
-
-    def __init__(self, step: int = 0) -> None:
-        self._step = step
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        enter_stage(f"step {self._step} {stage}")
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # kernels that are still queued belong to this stage
-            self._seconds[stage] += time.perf_counter() - start
-            enter_stage(f"step {self._step} after {stage}")
-
-    def metrics(self) -> dict[str, float]:
-        return {f"timing_s/{stage}": seconds for stage, seconds in self._seconds.items()}
 
 
 def throughput_metrics(timing: Mapping[str, float], tokens: int, n_devices: int) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What a run writes about itself, on rank 0: metrics.jsonl and samples.jsonl always, wandb and tensorboard on request,
 a console line a step, and curve.png.
 
-metrics.jsonl is the record: floats exactly, each line at once; lib/run.py cuts off what a resumed run does again. Traps
+metrics.jsonl is the record: floats exactly, each line at once; run.py cuts off what a resumed run does again. Traps
 it avoids: NaN is no JSON (it becomes null, its key and value stand under "nonfinite"); wandb drops rows that go back in
 step (there the step is a logged value); a response can hold terminal control characters (stored as is, shown as �).
 """
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
-from lib.metrics import trouble_of_run, troubles
+from lib.run.metrics import trouble_of_run, troubles
 
 # what a step's console line shows
 NUMBERS = {

@@ -1,0 +1,302 @@
+"""The tools of an episode by name: the user's own, and those built in: calculator, python, search, MCP."""
+
+import ast
+import asyncio
+import functools
+import inspect
+import json
+import math
+import operator
+import re
+import shlex
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import jsonschema
+
+from lib import InputError
+from lib.agent.tools import BaseTool, FunctionTool, say, validator_of
+from lib.cli.secrets import from_environment
+from lib.cli.user_code import load_object
+from lib.reward import _sandbox
+from lib.reward.sandbox import connect, hang_up, make_spec, sandbox_level
+
+TOP_K = 3  # passages of a search
+REMOTE_S = 30.0  # for an MCP server to start, and a retriever to answer
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
+    """The tools of `--multi-turn {"tools": [...]}`, by name. A spec is one of
+
+        calculator | python | path/to/file.py:function_or_class
+        search:corpus.jsonl           BM25 over {"contents"} or {"title", "text"} a line; another file: a passage a line
+        search:http://host/retrieve   a retriever with Search-R1's interface (arXiv:2503.09516)
+        mcp:command args | mcp:http://host/mcp   all tools of an MCP server. A command is started here, without this
+                                      process's environment but PATH, HOME and the like. It gets more by
+                                      "mcp:NAME=$NAME command args", a server elsewhere a header by
+                                      "mcp:Authorization=$NAME http://host/mcp": from this process's environment
+
+    Raises InputError: a spec that cannot be loaded, a schema that is none, two tools of one name.
+    """
+    tools: dict[str, BaseTool] = {}
+    for spec in specs:
+        for tool in _tools_of(spec):
+            try:
+                name = tool.get_openai_tool_schema()["function"]["name"]
+                validator = validator_of(tool)
+                validator.check_schema(validator.schema)
+            except (TypeError, KeyError, NotImplementedError, jsonschema.SchemaError) as error:
+                raise InputError(
+                    f"--multi-turn tools {spec}: get_openai_tool_schema() must give {{'type': 'function', 'function': "
+                    f"{{'name', 'description', 'parameters': a JSON schema}}}} ({say(error).splitlines()[0]})"
+                ) from error
+            if name in tools:
+                raise InputError(f"--multi-turn tools {spec}: there is a tool {name!r} already; rename one of the two")
+            tools[name] = tool
+    return tools
+
+
+def _tools_of(spec: str) -> list[BaseTool]:
+    kind, _, rest = spec.partition(":")
+    if spec == "calculator":
+        return [FunctionTool(calculator)]
+    if spec == "python":
+        sandbox_level()  # raises InputError where none works
+        return [FunctionTool(python)]
+    if kind == "search":
+        is_url = rest.startswith(("http://", "https://"))
+        return [_search_tool(functools.partial(_retrieve, rest) if is_url else _bm25(Path(rest)))]
+    if kind == "mcp":
+        return _mcp_tools(rest)
+    if not rest:
+        raise InputError(
+            f"--multi-turn tools {spec}: use calculator, python, search:..., mcp:... or path/to/file.py:name"
+        )
+    found = load_object("--multi-turn tools", spec)
+    if callable(found) and not inspect.isclass(found):
+        return [FunctionTool(found)]
+    if not (inspect.isclass(found) and issubclass(found, BaseTool)):
+        raise InputError(f"--multi-turn tools {spec}: neither a function nor a subclass of lib.agent.BaseTool")
+    return [found()]
+
+
+# ---- built in: calculator, python, search, MCP ---------------------------------------------------
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
+OPERATORS |= {ast.USub: operator.neg, ast.UAdd: operator.pos}
+FUNCTIONS = {"abs": abs, "round": round, "min": min, "max": max, "sqrt": math.sqrt}
+MAX_EXPRESSION, MAX_BITS = 1000, 4096  # characters; of an integer
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression.
+
+    Args:
+        expression: For example "(12 + 3.5) * 2 ** 3". Has + - * / // % **, parentheses, abs, round, min, max, sqrt.
+    """
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(f"the expression has more than {MAX_EXPRESSION} characters")
+    try:
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from None
+    return str(value) if isinstance(value, int) else f"{value:.15g}"
+
+
+def _evaluate(node: ast.AST) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            pass
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
+            value = OPERATORS[type(op)](_evaluate(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            a, b = _evaluate(left), _evaluate(right)
+            if (
+                isinstance(op, ast.Pow)
+                and isinstance(a, int)
+                and isinstance(b, int)
+                and (a.bit_length() - 1) * b > MAX_BITS
+            ):
+                raise ValueError("the result is too large")
+            value = OPERATORS[type(op)](a, b)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            values = [_evaluate(arg) for arg in args]
+            if name == "round" and len(values) == 2 and abs(values[1]) > MAX_BITS:
+                raise ValueError("round() to so many digits")
+            value = FUNCTIONS[name](*values)
+        case _:
+            raise ValueError(f"{ast.unparse(node)!r} is not arithmetic: use + - * / // % ** and {', '.join(FUNCTIONS)}")
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError("the result is not a real number")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError("the result is too large")
+    return value
+
+
+PYTHON_S = 10.0
+PYTHON_SHELL = """import sys, traceback
+sys.stderr = sys.stdout
+try:
+    exec(compile({program!r}, "<program>", "exec"), {{"__name__": "__main__"}})
+except Exception as error:
+    traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
+"""
+
+
+def python(code: str) -> str:
+    """Run a Python program and see what it prints. Nothing is kept from one program to the next.
+
+    Args:
+        code: The program. Only what it prints is shown.
+    """
+    program = PYTHON_SHELL.format(program=code)
+    conn = connect(make_spec(level=sandbox_level(), form="stdin", program=program, total_timeout=PYTHON_S))
+    try:
+        _sandbox.send(conn, "")
+        reply = _sandbox.receive(conn, time.monotonic() + PYTHON_S)
+    except TimeoutError:
+        raise TimeoutError(f"the program was stopped after {PYTHON_S:g} s") from None
+    except (EOFError, ConnectionError):
+        raise RuntimeError("the program's process is gone") from None
+    finally:
+        hang_up(conn)
+    ended = f"(the program was ended by signal {-reply['exit']})" if reply["exit"] < 0 else ""
+    return reply["stdout"] + ended or "(the program printed nothing)"
+
+
+def _search_tool(find: Callable[[str], list[str]]) -> FunctionTool:
+    def search(query: str) -> str:
+        """Search for passages of text.
+
+        Args:
+            query: A question or a few words.
+        """
+        passages = find(query)
+        return "\n\n".join(f"Doc {i}: {text}" for i, text in enumerate(passages, 1)) or "No passage was found."
+
+    return FunctionTool(search)
+
+
+def _retrieve(url: str, query: str) -> list[str]:
+    body = json.dumps({"queries": [query], "topk": TOP_K, "return_scores": True}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=REMOTE_S) as response:
+        return [hit["document"]["contents"] for hit in json.load(response)["result"][0]]
+
+
+def _bm25(path: Path) -> Callable[[str], list[str]]:
+    """BM25 (Robertson and Zaragoza 2009) by bm25s, over English words: stop words are left out."""
+    passages = _read_corpus(path)
+    import bm25s
+
+    tokenize = functools.partial(bm25s.tokenize, show_progress=False)
+    index = bm25s.BM25()
+    index.index(tokenize(passages), show_progress=False)
+
+    def find(query: str) -> list[str]:
+        rows, scores = index.retrieve(tokenize([query]), k=min(TOP_K, len(passages)), show_progress=False)
+        return [passages[row] for row, score in zip(rows[0], scores[0]) if score > 0]
+
+    return find
+
+
+def _read_corpus(path: Path) -> list[str]:
+    if not path.is_file():
+        raise InputError(f"--multi-turn tools search:{path}: no such file")
+    passages = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line) if path.suffix == ".jsonl" else {"contents": line.strip()}
+            passages.append(row["contents"] if "contents" in row else f"{row.get('title', '')}\n{row['text']}".strip())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f'--multi-turn tools search:{path}: line {number} is no JSON object with "contents" or "text" '
+                f"({say(error)})"
+            ) from error
+    if not passages:
+        raise InputError(f"--multi-turn tools search:{path}: no passage in it")
+    return passages
+
+
+class MCPServer:
+    """A connection to an MCP server, on an event loop and thread of its own: it outlives the loops of rollouts."""
+
+    def __init__(self, server):
+        self.loop = asyncio.new_event_loop()
+        ready: Future = Future()
+        threading.Thread(target=self.loop.run_until_complete, args=(self._serve(server, ready),), daemon=True).start()
+        self.client, self.tools = ready.result(REMOTE_S)
+
+    async def _serve(self, server, ready: Future) -> None:
+        from mcp import Client
+
+        try:
+            async with Client(server) as client:
+                page = await client.list_tools()
+                tools = page.tools
+                while page.next_cursor:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    tools = tools + page.tools
+                ready.set_result((client, tools))
+                await asyncio.Event().wait()
+        except Exception as error:  # noqa: BLE001 raised in __init__; later, calls say that the server is gone
+            if not ready.done():
+                ready.set_exception(error)
+
+
+class MCPTool(BaseTool):
+    def __init__(self, server: MCPServer, tool):
+        self.server, self.name = server, tool.name
+        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        self.schema = {"type": "function", "function": function}
+
+    def get_openai_tool_schema(self) -> dict:
+        return self.schema
+
+    async def execute(self, instance_id: str, parameters: dict, **kwargs):
+        if not self.server.loop.is_running():
+            raise RuntimeError("the MCP server is gone")
+        call = self.server.client.call_tool(self.name, {**parameters, **kwargs})
+        result = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self.server.loop))
+        text = "\n".join(block.text if block.type == "text" else f"({block.type})" for block in result.content)
+        if result.is_error:
+            raise RuntimeError(text)
+        return text
+
+
+def _mcp_target(target: str):
+    """What mcp.Client takes. Raises ImportError; ValueError, IndexError: no command; InputError: no such variable."""
+    from mcp import StdioServerParameters
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    words, given = shlex.split(target), {}  # environment of the command, or headers
+    while words and (assignment := re.fullmatch(r"([\w-]+)=(.*)", words[0])):
+        name, text = assignment.groups()
+        if (value := from_environment(text)) is None:
+            raise InputError(f"--multi-turn tools mcp:{target}: there is no {text[1:]} in the environment")
+        given[name] = value
+        del words[0]
+    if words[0].startswith(("http://", "https://")):
+        return streamable_http_client(words[0], http_client=create_mcp_http_client(given))
+    return StdioServerParameters(command=words[0], args=words[1:], env=given)
+
+
+def _mcp_tools(target: str) -> list[BaseTool]:
+    try:
+        server = MCPServer(_mcp_target(target))
+    except ImportError as error:
+        raise InputError(f"--multi-turn tools mcp:{target}: pip install 'mcp>=2.3' ({error})") from error
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"--multi-turn tools mcp:{target}: no MCP server answers there ({say(error)})") from error
+    return [MCPTool(server, tool) for tool in server.tools]

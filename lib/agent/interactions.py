@@ -1,0 +1,65 @@
+"""Simulated users and environments of multi-turn episodes."""
+
+import inspect
+import json
+
+from lib import InputError
+from lib.agent.tools import in_thread
+from lib.cli.user_code import load_object
+
+
+class BaseInteraction:
+    """A simulated user or environment; one object an episode. All methods are async."""
+
+    async def start(self, instance_id: str, **kwargs) -> None:
+        """kwargs: the row's interaction_kwargs."""
+
+    async def respond(self, messages: list[dict]) -> tuple[bool, str, float, dict]:
+        """(whether the episode is over, the user's next message, this turn's reward, metrics)."""
+        raise NotImplementedError
+
+    async def score(self) -> float:
+        return 0.0
+
+    async def stop(self) -> None:
+        pass
+
+
+class ReasoningGym(BaseInteraction):
+    """Tells the model that its answer to a reasoning-gym question is wrong, until it is right or the tries are over.
+
+    interaction_kwargs: ground_truth, as in rows of data/reasoning_gym.py; max_tries. A turn's reward is 0; the score is
+    the last answer's, by the task.
+    """
+
+    async def start(self, instance_id: str, *, ground_truth: str, max_tries: int = 3, **kwargs) -> None:
+        from rewards.reasoning_gym import UNBOUNDED
+
+        if (task := json.loads(ground_truth)["task"]) in UNBOUNDED:
+            raise InputError(
+                f"--multi-turn interaction reasoning_gym: to score {task} may take any time, which needs a process"
+            )
+        self.ground_truth, self.max_tries, self.tries, self.last = ground_truth, max_tries, 0, 0.0
+
+    async def respond(self, messages: list[dict]) -> tuple[bool, str, float, dict]:
+        from rewards.reasoning_gym import compute_score
+
+        answer = next(message["content"] for message in reversed(messages) if message["role"] == "assistant")
+        result = await in_thread(compute_score, "reasoning_gym", answer or "", self.ground_truth)
+        self.tries, self.last = self.tries + 1, result["score"]
+        done = self.last >= 1 or self.tries >= self.max_tries
+        feedback = f"{result['pred']!r} is not right. Try again, and give your answer within <answer> and </answer>."
+        return done, "" if done else feedback, 0.0, {"tries": self.tries}
+
+    async def score(self) -> float:
+        return self.last
+
+
+def load_interaction(spec: str) -> type[BaseInteraction]:
+    """ "reasoning_gym" or path/to/file.py:Class. Raises InputError."""
+    if spec == "reasoning_gym":
+        return ReasoningGym
+    found = load_object("--multi-turn interaction", spec)
+    if not (inspect.isclass(found) and issubclass(found, BaseInteraction)):
+        raise InputError(f"--multi-turn interaction {spec}: it is no subclass of lib.agent.BaseInteraction")
+    return found

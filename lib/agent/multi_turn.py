@@ -1,0 +1,282 @@
+"""What an episode may do, where it stands, and how its messages become tokens.
+
+Tokens in, tokens out: a sampled token is never decoded and encoded again. After each turn the whole conversation is
+rendered. While that is the text so far and then the turn (whitespace apart: templates trim, and write JSON their own
+way), only what follows is encoded and goes behind the sampled tokens. It begins with the template's end token, which is
+dropped where the policy sampled one; the newline that templates write behind it stays. Where it is another text (a
+template that drops the thinking of earlier turns, say), the next turn starts a new segment of the row: all of that text
+as its prompt, position_ids from 0 again, and lib/model takes it as a sequence of its own.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from functools import cached_property
+from typing import Literal
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from lib import InputError
+from lib.agent.builtin_tools import load_tools
+from lib.agent.interactions import BaseInteraction, load_interaction
+from lib.agent.parsers import get_tool_parser
+from lib.agent.tools import BaseTool, ToolCall
+from lib.data import Defuse
+from lib.reward import LARGEST_SCORE
+
+REFUSALS = (jinja2.TemplateError, TypeError)  # what a chat template raises for messages that it does not take
+
+
+class RequestState(Enum):
+    PENDING = "pending"
+    RUNNING = "running"  # in the engine, or waiting for it
+    TOOL_CALLING = "tool_calling"
+    INTERACTING = "interacting"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+class FinishReason(Enum):
+    """What ended an episode; the last two leave no trained token."""
+
+    STOP = "stop"  # a turn that calls nothing, or the interaction was over
+    LENGTH = "length"  # the row is full, or max_turn_tokens cut a turn that nobody answers
+    TOOL_CALL = "tool_call"  # the last turn allowed calls a tool, which was not run
+    MAX_TURNS = "max_turns"  # the interaction would have gone on after the last turn allowed
+    ABORTED = "abort"  # episode_timeout, or the engine gave up
+    ERROR = "error"  # an exception
+
+
+@dataclass(frozen=True)
+class MultiTurn:
+    """What an episode may do. A turn that calls tools is answered by these, any other by the interaction, if any.
+
+    Raises InputError for impossible limits and for a chat template that cannot show a tool's output.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: dict[str, BaseTool] = field(default_factory=dict)
+    parse: Callable[[str], list[ToolCall]] = lambda text: []  # get_tool_parser's
+    interaction: type[BaseInteraction] | None = None
+    max_turns: int = 8  # of the policy
+    max_tool_calls: int = 4  # of a turn; those beyond are answered with an error. They run one after the other
+    max_turn_tokens: int | None = None  # None: what is left of the row
+    max_tool_output: int = 2000  # characters
+    truncate: Literal["left", "middle", "right"] = "middle"  # where a longer output is cut
+    tool_timeout: float = 30.0  # seconds, of every call of a tool or an interaction
+    episode_timeout: float | None = None  # seconds; an episode that takes longer is not trained on
+    reward_coef: float = 1.0  # weight of the rewards that tools and interaction give, beside the scorer's
+    chat_template_kwargs: dict = field(default_factory=dict)  # the data set's
+    max_prompt_length: int | None = None  # the data set's, which may cut longer prompts; None: it cuts none
+
+    def __post_init__(self):
+        for name in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tool_output", "tool_timeout"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise InputError(f"--multi-turn {name} {value}: must be above 0")
+        if not abs(self.reward_coef) <= 1e4:
+            raise InputError(f"--multi-turn reward_coef {self.reward_coef}: must be at least -10000 and at most 10000")
+        if self.truncate not in ("left", "middle", "right"):
+            raise InputError(f"--multi-turn truncate {self.truncate}: choose left, middle or right")
+        check_template(self)
+
+    @cached_property
+    def schemas(self) -> list[dict]:
+        return [tool.get_openai_tool_schema() for tool in self.tools.values()]
+
+    @cached_property
+    def special_ids(self) -> set[int]:
+        return {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+    def render(self, messages: list[dict]) -> str:
+        kwargs = self.chat_template_kwargs | {"add_generation_prompt": True, "tokenize": False}
+        return self.tokenizer.apply_chat_template(messages, tools=self.schemas or None, **kwargs)
+
+    def encode(self, text: str) -> list[int]:
+        """The template writes the special tokens, so none are added."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @cached_property
+    def defuse(self) -> Defuse:
+        return Defuse(self.tokenizer)
+
+    def defused(self, text: str) -> str:
+        """What a tool or a user says, without the power to end its message."""
+        return self.defuse(text).encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
+
+
+def load_multi_turn(
+    settings: dict, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict, max_prompt_length: int
+) -> MultiTurn | None:
+    """--multi-turn's JSON; None if it is empty. "tools": names for load_tools; "parser": a name for get_tool_parser, or
+    auto; "interaction": a name for load_interaction; all other keys are fields of MultiTurn.
+
+    Raises InputError: an unknown key, or what these raise.
+    """
+    if not settings:
+        return None
+    ours = {"tokenizer", "parse", "chat_template_kwargs", "max_prompt_length"}
+    known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
+    if unknown := settings.keys() - known:
+        raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    limits = {name: value for name, value in settings.items() if name not in ("tools", "parser", "interaction")}
+    tools, interaction = load_tools(tuple(settings.get("tools", ()))), settings.get("interaction")
+    if not (tools or interaction):
+        raise InputError("--multi-turn without tools and without an interaction: name one, or drop the flag")
+    if tools:
+        limits["parse"] = get_tool_parser(settings.get("parser", "auto"), tokenizer, tools)
+    if interaction:
+        limits["interaction"] = load_interaction(interaction)
+    limits |= {"chat_template_kwargs": chat_template_kwargs, "max_prompt_length": max_prompt_length}
+    return MultiTurn(tokenizer, tools, **limits)
+
+
+@dataclass
+class AsyncRolloutRequest:
+    """An episode: where it stands, as messages, as the template renders them, and as tokens."""
+
+    request_id: str
+    messages: list[dict]
+    rendered: str
+    prompt_ids: list[int]
+    tool_schemas: list[dict]
+    tools_kwargs: dict
+    interaction_kwargs: dict
+    seed: int
+    weight_version: int | None
+    max_response_length: int
+    state: RequestState = RequestState.PENDING
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] = field(default_factory=list)  # of the response, as the next three
+    loss_mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    position_ids: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])  # of the segments; the first includes the prompt
+    num_turns: int = 0
+    turn_rewards: list[float] = field(default_factory=list)
+    rewarded: list[int] = field(default_factory=list)  # where each of them stands: the last token before it was given
+    metrics: Counter = field(default_factory=Counter)
+
+    @property
+    def context(self) -> list[int]:
+        """What the next turn is sampled from."""
+        return ([] if self.starts[-1] else self.prompt_ids) + self.token_ids[self.starts[-1] :]
+
+    @property
+    def room(self) -> int:
+        return self.max_response_length - len(self.token_ids)
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        return list(zip(self.starts, [*self.starts[1:], len(self.token_ids)]))
+
+    def append(self, token_ids: list[int], log_probs: list[float] | None = None) -> None:
+        """Tokens that the policy sampled, or without log_probs those that it was given."""
+        position = len(self.context)
+        self.position_ids += range(position, position + len(token_ids))
+        self.token_ids += token_ids
+        self.loss_mask += [int(log_probs is not None)] * len(token_ids)
+        self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
+
+    def reward(self, value: float) -> None:
+        if not abs(value) <= LARGEST_SCORE:
+            raise ValueError(f"a reward of {value}; numbers up to {LARGEST_SCORE:g} are taken")
+        self.turn_rewards.append(float(value))
+        self.rewarded.append(len(self.token_ids) - 1)
+
+
+# ---- messages to tokens --------------------------------------------------------------------------
+
+
+def glue(settings: MultiTurn, before: str, turn: str, after: str) -> list[int] | None:
+    """The tokens of `after` from the end token of the turn on, if `after` is `before`, then the turn, and so on."""
+    if not after.startswith(before):
+        return None
+    end = len(before)
+    for character in turn:
+        if not character.isspace():
+            while after[end : end + 1].isspace():
+                end += 1
+            if after[end : end + 1] != character:
+                return None
+            end += 1
+    ids = settings.encode(after[end:].lstrip())
+    return ids if ids and ids[0] in settings.special_ids else None
+
+
+def add_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list) -> bool:
+    """Adds the turn and its answers to the messages and the answers' tokens to the row; False where it has no room.
+
+    versions: the same messages in several forms. The first that keeps the sampled text is taken, or else the first that
+    the template takes. ended: whether the policy sampled an end token.
+    """
+    rewritten = refusal = None
+    for new in versions:
+        messages = request.messages + new
+        try:
+            after = settings.render(messages)
+        except REFUSALS as error:
+            refusal = error
+            continue
+        ids = glue(settings, request.rendered, turn, after)
+        if ids is not None:
+            break
+        rewritten = rewritten or (messages, after)
+    else:
+        if rewritten is None:
+            raise refusal
+        messages, after = rewritten
+    request.messages, request.rendered = messages, after
+    new_ids = settings.encode(after) if ids is None else ids[1:] if ended else ids
+    if len(new_ids) >= request.room:
+        return False
+    if ids is None:
+        request.starts.append(len(request.token_ids))
+    request.append(new_ids)
+    return True
+
+
+def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_id: int) -> dict:
+    """The turn as templates want it: content and tool_calls. A turn with a malformed call is content only."""
+    if not calls or any(call.error is not None for call in calls):
+        return {"role": "assistant", "content": turn}
+    # the content is what can be left out without a change of the calls
+    start = bisect_left(range(1, len(turn)), True, key=lambda i: parse(turn[i:]) != calls)
+    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    tool_calls = [
+        {"id": call_id(first_id + i), "type": "function", "function": function} for i, function in enumerate(functions)
+    ]
+    return {"role": "assistant", "content": turn[:start].rstrip(), "tool_calls": tool_calls}
+
+
+def call_id(number: int) -> str:
+    return f"{number:09d}"  # Mistral's template wants nine characters
+
+
+def check_template(settings: MultiTurn) -> None:
+    """Raises InputError unless the template shows the answers to a turn, and its text can be encoded piece by piece."""
+    name, end = getattr(settings.tokenizer, "name_or_path", ""), None
+    question = {"role": "user", "content": "6*7?"}
+    pairs = [({"role": "assistant", "content": "6*7=42"}, {"role": "user", "content": "4 or 2?"})]
+    for tool in list(settings.tools)[:1]:
+        call = {"id": call_id(0), "type": "function", "function": {"name": tool, "arguments": {}}}
+        answer = {"role": "tool", "name": tool, "tool_call_id": call_id(0), "content": "4 or 2?"}
+        pairs.append(({"role": "assistant", "content": "", "tool_calls": [call]}, answer))
+    for turn, answer in pairs:
+        try:
+            before, after = settings.render([question]), settings.render([question, turn, answer])
+        except REFUSALS as error:
+            raise InputError(
+                f"tokenizer {name}: its chat template takes no {answer['role']} message: {error}"
+            ) from error
+        if answer["content"] not in after:
+            raise InputError(f"tokenizer {name}: its chat template leaves out a {answer['role']} message after a turn")
+        text = turn["content"] if end is None else after[len(before) :].partition(end)[0]
+        ids = glue(settings, before, text, after)
+        if ids is None:  # it rewrites history: every turn is a segment, and encoded whole
+            return
+        if settings.encode(before) + settings.encode(text) + ids != settings.encode(after):
+            raise InputError(f"tokenizer {name}: a conversation encoded turn by turn is not the tokens of the whole")
+        end = settings.tokenizer.decode(ids[:1])

@@ -1,0 +1,185 @@
+"""From a turn's text to its tool calls, in the formats of the model families."""
+
+import ast
+import functools
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+
+import jsonschema
+
+from lib import InputError
+from lib.agent.tools import BaseTool, ToolCall, allow_null, say
+
+
+def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = None) -> Callable[[str], list[ToolCall]]:
+    """The parser of a sampled turn (special tokens kept) into its calls; a text without a call gives [].
+
+    name: hermes | llama3_json | qwen3_coder | vllm:NAME, one of vLLM's | auto, by the tokenizer's chat template or else
+    its response_template. A call that cannot be read has .error; vLLM's parsers take it for plain text. What a model
+    only thinks, before </think>, is no call.
+
+    Raises InputError: no such parser, vLLM not installed, a template that names no format.
+    """
+    schemas = [tool.get_openai_tool_schema() for tool in (tools or {}).values()]
+    own = {"hermes": parse_hermes, "llama3_json": parse_llama3_json}
+    own["qwen3_coder"] = functools.partial(parse_qwen3_coder, tools or {})
+    if name == "auto":
+        name = _format_of(str(getattr(tokenizer, "chat_template", None) or ""))
+        if not name and getattr(tokenizer, "response_template", None):
+            return functools.partial(_guarded, _response_template_parser(tokenizer, schemas))
+    if name in own:
+        return lambda text: own[name](_spoken(text))
+    if name.startswith("vllm:"):
+        return functools.partial(_guarded, _vllm_parser(name.removeprefix("vllm:"), tokenizer, schemas))
+    problem = f"there is no parser {name!r}" if name else "the chat template shows no format that is known here"
+    raise InputError(f"--multi-turn parser: {problem}; use {', '.join(own)} or vllm:NAME, one of vLLM's")
+
+
+def _format_of(template: str) -> str:
+    if "<function=" in template and "<parameter=" in template:
+        return "qwen3_coder"
+    if "<tool_call>" in template and "<arg_key>" not in template:  # GLM's has that
+        return "hermes"
+    return "llama3_json" if '"parameters":' in template and "ipython" in template else ""
+
+
+def _spoken(text: str) -> str:
+    _, closed, answer = text.partition("</think>")
+    return answer if closed else "" if text.lstrip().startswith("<think>") else text
+
+
+def _to_call(value) -> ToolCall:
+    """The call in a JSON value {"name", "arguments" or "parameters"}; no arguments are none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return ToolCall("", error='it must be a JSON object with "name" and "arguments"')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return ToolCall(value["name"], error="the arguments must be a JSON object")
+    return ToolCall(value["name"], arguments)
+
+
+def _plain(value):
+    """The value, if it can be written as JSON in UTF-8. Raises ValueError (NaN, a lone surrogate), TypeError."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
+def _read_call(text: str, start: int = 0) -> tuple[ToolCall, int]:
+    """The call in the JSON at `start`, and where that ends; with malformed JSON, `start`."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+        return _to_call(_plain(value)), end
+    except json.JSONDecodeError as error:
+        return ToolCall("", error=f"invalid JSON: {error.msg} at character {error.pos - start}"), start
+    except (ValueError, RecursionError) as error:  # also an integer of too many digits
+        return ToolCall("", error=f"invalid JSON: {error}"), start
+
+
+MAX_CALLS = 100  # of one text: JSON's error messages count the lines before them, each from the start
+LONGEST_LITERAL = 10_000  # characters
+OPEN_CALL, CLOSE_CALL = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
+SPECIAL = re.compile(r"\s*(?:<\|\w+\|>\s*)*")  # <|im_end|>, <|eot_id|>
+FIRST_CALL, NEXT_CALL = re.compile(r'\{\s*"(?:name|type)"\s*:'), re.compile(r"\s*;\s*(?=\{)")  # Llama's
+
+
+def parse_hermes(text: str) -> list[ToolCall]:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, up to 100 of them. The last may lack its end."""
+    calls, end = [], 0
+    while len(calls) < MAX_CALLS and (opened := OPEN_CALL.search(text, end)):
+        call, end = _read_call(text, opened.end())
+        if end > opened.end() and not CLOSE_CALL.match(text, end) and not SPECIAL.fullmatch(text, end):
+            call = ToolCall(call.name, error="no </tool_call> after the JSON object")
+        calls.append(call)
+    return calls
+
+
+def parse_llama3_json(text: str) -> list[ToolCall]:
+    """{"name": ..., "parameters": {...}}; {...}, as Llama 3.1 writes them, after <|python_tag|> or from the start."""
+    start = SPECIAL.match(text).end()
+    tagged = "<|python_tag|>" in text[:start]
+    if not tagged and not FIRST_CALL.match(text, start):
+        return []
+    call, end = _read_call(text, start)
+    calls = [call]
+    while following := NEXT_CALL.match(text, end):
+        call, end = _read_call(text, following.end())
+        calls.append(call)
+    return calls
+
+
+FUNCTION, PARAMETER = re.compile(r"<function=([^<>\n]+)>\s*"), re.compile(r"<parameter=([^<>\n]+)>\n?")
+PARAMETER_END = re.compile(r"(\n?)</parameter>\s*(?=<parameter=|</function>)")
+
+
+def parse_qwen3_coder(tools: dict[str, BaseTool], text: str) -> list[ToolCall]:
+    """<function=NAME><parameter=KEY>value</parameter> ...</function>; a value that is no text is read by its schema."""
+    ends = list(PARAMETER_END.finditer(text))
+    tags = [found.end(1) for found in ends]  # found once: a search from each parameter would be quadratic
+    calls, end = [], 0
+    while opened := FUNCTION.search(text, end):
+        name, arguments, end = opened[1].strip(), {}, opened.end()
+        schema = tools[name].get_openai_tool_schema()["function"] if name in tools else {}
+        properties = (schema.get("parameters") or {}).get("properties", {})
+        while (parameter := PARAMETER.match(text, end)) and (i := bisect_left(tags, parameter.end())) < len(tags):
+            key, start, end = parameter[1].strip(), parameter.end(), ends[i].end()
+            arguments[key] = _from_text(text[start : ends[i].start()], properties.get(key, {}))
+        closed = text.startswith("</function>", end)
+        error = None if closed else "a <parameter=...> without </parameter>, or a <function=...> without </function>"
+        calls.append(ToolCall(name, None if error else arguments, error))
+    return calls
+
+
+def _from_text(text: str, schema: dict):
+    """The text where the schema allows it, else the JSON or Python value in it; null and None where allowed."""
+    is_valid = jsonschema.Draft202012Validator(allow_null(schema)).is_valid
+    if schema and text.strip() in ("null", "None") and is_valid(None):
+        return None
+    for read in (str, json.loads, ast.literal_eval)[: 2 if len(text) > LONGEST_LITERAL else 3]:
+        with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            if is_valid(value := _plain(read(text))):
+                return value
+    return text
+
+
+def _guarded(parse: Callable[[str], list[ToolCall]], text: str) -> list[ToolCall]:
+    try:
+        return parse(text)
+    except Exception as error:  # noqa: BLE001 whatever a parser from elsewhere raises on a malformed call
+        return [ToolCall("", error=say(error))]
+
+
+def _response_template_parser(tokenizer, schemas: list[dict]) -> Callable[[str], list[ToolCall]]:
+    tokenizer.get_response_parser(prefix="")  # raises on a template that is none
+
+    def parse(text: str) -> list[ToolCall]:
+        calls = tokenizer.parse_response(text, prefix="", tools=schemas).get("tool_calls") or []
+        return [_to_call(_plain(call.get("function", call))) for call in calls]
+
+    return parse
+
+
+def _vllm_parser(name: str, tokenizer, schemas: list[dict]) -> Callable[[str], list[ToolCall]]:
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tool_parsers import ToolParserManager
+
+        cls = ToolParserManager.get_tool_parser(name)
+        request = ChatCompletionRequest(model="", messages=[], tools=schemas or None)
+        cls(tokenizer, request.tools)  # raises where the tokenizer lacks its special tokens
+    except ImportError as error:
+        raise InputError(f"--multi-turn parser vllm:{name}: vLLM is not installed ({error})") from error
+    except KeyError as error:
+        known = ", ".join(sorted(ToolParserManager.lazy_parsers))
+        raise InputError(f"--multi-turn parser vllm:{name}: vLLM has no such parser; it has {known}") from error
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"--multi-turn parser vllm:{name}: it does not fit the tokenizer ({say(error)})") from error
+
+    def parse(text: str) -> list[ToolCall]:
+        parser = cls(tokenizer, request.tools)  # it has a state
+        calls = [call.function for call in parser.extract_tool_calls(text, request).tool_calls]
+        return [_read_call(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}')[0] for call in calls]
+
+    return parse

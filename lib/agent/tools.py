@@ -1,0 +1,239 @@
+"""Tools and simulated users of multi-turn episodes: how they are loaded, called and parsed out of a model's text.
+
+A tool is a plain typed Python function, a subclass of BaseTool, or one of an MCP server's. Nothing that it does ends a
+run: run_tool_call answers every failure with a text for the model and a kind to count it by. A function that is not
+async runs in a thread of its own, and is left there when its time is over. Beyond reach are an async function that
+blocks or ignores its cancellation for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
+"""
+
+import asyncio
+import inspect
+import numbers
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+from lib import InputError
+from lib.cli.secrets import struck
+from lib.reward import LARGEST_SCORE
+
+ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")
+
+# ---- what a tool is ------------------------------------------------------------------------------
+
+
+@dataclass
+class ToolCall:
+    name: str  # "" where the text does not say
+    arguments: dict | None = None
+    error: str | None = None  # what is wrong with the text; then arguments is None
+
+
+@dataclass
+class ToolResult:
+    text: str  # for the model: the output, truncated, or "Error: ..."
+    reward: float = 0.0
+    metrics: dict = field(default_factory=dict)
+    error_kind: str | None = None  # of ERROR_KINDS
+
+
+class BaseTool:
+    """A tool. All methods are async but get_openai_tool_schema; an instance_id is an episode's own state of the tool.
+
+    kwargs come from the row: tools_kwargs[name] = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs",
+    "release_kwargs"}. execute may also return the text alone, a number, or (text, reward).
+    """
+
+    def get_openai_tool_schema(self) -> dict:
+        raise NotImplementedError
+
+    async def create(self, instance_id: str, **kwargs) -> None:
+        pass
+
+    async def execute(self, instance_id: str, parameters: dict, **kwargs) -> tuple[str, float, dict]:
+        raise NotImplementedError
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        pass
+
+
+class FunctionTool(BaseTool):
+    """A typed function with a Google docstring. The row's execute_kwargs go before what the model gives."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+        name = getattr(function, "__name__", str(function))
+        if any(parameter.kind.name.startswith("VAR_") for parameter in inspect.signature(function).parameters.values()):
+            raise InputError(f"tool {name}: a tool cannot have *args or **kwargs; write its parameters out")
+        try:
+            self.schema = get_json_schema(function)
+        except (DocstringParsingException, TypeHintParsingException, NameError, ValueError) as error:
+            raise InputError(
+                f"tool {name}: give every parameter a type and a line under Args: in its docstring ({error})"
+            ) from error
+        self.schema["function"].pop("return", None)  # it may say that there is a reward
+
+    def get_openai_tool_schema(self) -> dict:
+        return self.schema
+
+    async def execute(self, instance_id: str, parameters: dict, **kwargs):
+        return await _call(self.function, **{**parameters, **kwargs})
+
+
+# ---- calling, with walls -------------------------------------------------------------------------
+
+
+def say(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+async def in_thread(function: Callable, *args, **kwargs):
+    """As asyncio.to_thread, but never waited for: neither by a full pool nor at the end of the process."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(value, error):
+        if not future.done():  # nobody waits any more
+            future.set_exception(error) if error else future.set_result(value)
+
+    def run():
+        value = error = None
+        try:
+            value = function(*args, **kwargs)
+        except BaseException as caught:  # noqa: BLE001 a SystemExit or KeyboardInterrupt here is the function's own
+            plain = isinstance(caught, Exception) and not isinstance(caught, StopIteration)
+            error = caught if plain else RuntimeError(say(caught))
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
+
+
+async def _call(function: Callable, /, *args, **kwargs):
+    """The function's result, whether or not it is async."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    value = await in_thread(function, *args, **kwargs)
+    return await value if inspect.isawaitable(value) else value
+
+
+async def _outcome(function: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None, str]:
+    try:
+        return await _call(function, *args, **kwargs), None, ""
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 also SystemExit, which would end the loop; `attempt` itself is cancelled
+        return None, "timeout" if isinstance(error, TimeoutError) else "exception", say(error)
+
+
+async def attempt(function: Callable, /, *args, timeout_s: float, **kwargs) -> tuple[Any, str | None, str]:
+    """(value, None, "") of `await function(*args, **kwargs)`, or (None, "exception" | "timeout", what happened).
+
+    Never raises for what the function does: for tool.create / calc_reward / release and the methods of an interaction.
+    """
+    task = asyncio.ensure_future(_outcome(function, args, kwargs))
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)  # unlike wait_for, also for a task that ignores its cancellation
+    finally:
+        task.cancel()
+    if not task.done():
+        return None, "timeout", f"no answer within {timeout_s:g} s"
+    return task.result()
+
+
+def _checked(value) -> tuple[str, float, dict]:
+    """(text, reward, metrics) of what a tool returned. Raises TypeError, ValueError."""
+    parts = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
+    text, reward, metrics = (*parts, *(0.0, {})[len(parts) - 1 :])
+    if not isinstance(text, str | numbers.Number):
+        raise TypeError(
+            f"the tool returned a {type(text).__name__}; a text, a number or (text, reward, metrics) is taken"
+        )
+    if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_SCORE:
+        raise ValueError(f"the tool gave {reward!r} as reward; numbers up to {LARGEST_SCORE:g} are taken")
+    if not isinstance(metrics, dict) or not all(isinstance(number, numbers.Real) for number in metrics.values()):
+        raise TypeError("the tool's metrics are no dict of numbers")
+    return str(text), float(reward), metrics
+
+
+def _readable(text: str, max_chars: int, truncate: str) -> str:
+    """At most max_chars of the text, with a mark where the rest was; lone surrogates become U+FFFD.
+
+    truncate is the end that is cut, as in lib/dataset.py.
+    """
+    if (excess := len(text) - max_chars) > 0:
+        head = {"left": 0, "middle": max_chars - max_chars // 2, "right": max_chars}[truncate]
+        text = f"{text[:head]}[... {excess} characters left out ...]{text[head + excess :]}"
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def allow_null(schema):
+    """JSON Schema's form of `nullable`, which get_json_schema writes for Optional."""
+    if isinstance(schema, list):
+        return [allow_null(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: allow_null(item) for key, item in schema.items() if key != "nullable"}
+    return {"anyOf": [inner, {"type": "null"}]} if schema.get("nullable") is True else inner
+
+
+def validator_of(tool: BaseTool):
+    parameters = allow_null(tool.get_openai_tool_schema()["function"].get("parameters") or {})
+    if isinstance(tool, FunctionTool):
+        parameters["additionalProperties"] = False
+    cls = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
+    return cls(parameters)
+
+
+def _argument_error(tool: BaseTool, arguments: dict) -> str | None:
+    try:
+        error = jsonschema.exceptions.best_match(validator_of(tool).iter_errors(arguments))
+        return error and f"{error.json_path.removeprefix('$').removeprefix('.')}: {error.message}".removeprefix(": ")
+    except Exception as error:  # noqa: BLE001 what a strange schema, or a value nested too deeply, makes of it
+        return f"they cannot be checked ({say(error)})"
+
+
+async def run_tool_call(
+    tools: dict[str, BaseTool],
+    call: ToolCall,
+    instance_ids: dict[str, str],
+    timeout_s: float,
+    max_output_chars: int,
+    truncate: str = "middle",
+    tools_kwargs: dict | None = None,
+) -> ToolResult:
+    """What the model is answered; never raises for what the model or the tool does.
+
+    instance_ids: by the tool's name; tools_kwargs: the row's. truncate: which end of an output of more than
+    max_output_chars is cut: left, middle or right; the mark in its place comes on top.
+    """
+
+    async def execute():
+        kwargs = ((tools_kwargs or {}).get(call.name) or {}).get("execute_kwargs") or {}
+        return _checked(await _call(tools[call.name].execute, instance_ids[call.name], dict(call.arguments), **kwargs))
+
+    value = None
+    if call.error is not None:
+        kind, message = "malformed", f"the tool call is malformed: {call.error}"
+    elif call.name not in tools:
+        kind, message = "unknown_tool", f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
+    elif problem := _argument_error(tools[call.name], call.arguments):
+        kind, message = "wrong_arguments", f"wrong arguments for {call.name}: {problem}"
+    else:
+        value, kind, message = await attempt(execute, timeout_s=timeout_s)
+    result = ToolResult(f"Error: {message}", error_kind=kind) if kind else ToolResult(*value)
+    result.text = _readable(struck(result.text), max_output_chars, truncate)
+    return result

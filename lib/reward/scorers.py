@@ -1,0 +1,169 @@
+"""Scorers: found and checked before a run, loaded and called in a worker. Standard library only, as a worker is."""
+
+import functools
+import importlib
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rewards
+from lib import InputError
+from lib.cli.user_code import load_object
+from lib.reward.sandbox import sandbox_level
+
+BY_DATA_SOURCE = "data_source"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+SANDBOXED = {"rewards.code", "rewards.math", "rewards.geometry3k"}
+LARGEST_SCORE = 1e12  # beyond it a gradient's norm, a sum of squares in float32, may overflow: no update
+LONGEST_RESULT = 2**20  # bytes, as JSON
+
+# ---- the scorers of a run ------------------------------------------------------------------------
+
+
+@dataclass
+class Scorer:
+    name: str  # in metrics, where there are several
+    spec: str  # path:function, or "data_source"
+    modules: list[str]  # of rewards/, for the data sources at hand
+    kwargs: dict
+    weight: float
+    batched: bool
+    takes_truth: bool  # not if its parameter has a default
+
+
+def load_scorers(
+    specs: Sequence[str], datasets: list, kwargs: dict | None = None, weights: Sequence[float] = ()
+) -> list[Scorer]:
+    """The scorers of --reward, checked before anything else is loaded.
+
+    A spec is "path/to/file.py:function" or "data_source", which picks from rewards/ by each row's data_source. The
+    function is called for each response as compute_score(data_source=, solution_str=, ground_truth=, extra_info=,
+    **kwargs); one with a parameter solution_strs is batched: called for all as compute_score_batch(data_sources=,
+    solution_strs=, ground_truths=, extra_infos=, **kwargs). Either may be async. It returns a number, or a dict with
+    "score" and whatever is to be logged; batched, a list of them. A row's score is the sum of weight x score; without
+    weights, 1 each. One with a parameter time_limit_s, which has a default, is told the seconds a response has.
+
+    Raises InputError: no such file or function, one that cannot be called so, a data_source that rewards/ lacks, a row
+    without a ground truth for a scorer whose parameter ground_truth (or ground_truths) has no default, a sandbox
+    weaker than --sandbox-level.
+    """
+    kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
+    if len(weights) != len(specs):
+        raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
+    scorers = []
+    for spec, weight in zip(specs, weights):
+        if spec == BY_DATA_SOURCE:
+            modules = _modules_for(datasets)
+            if SANDBOXED.intersection(modules) and "sandbox_url" not in kwargs:
+                sandbox_level()
+            scorers.append(Scorer(spec, spec, modules, kwargs, weight, batched=False, takes_truth=True))
+        else:
+            scorers.append(_from_file(spec, kwargs, weight))
+        row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
+        if row and scorers[-1].takes_truth:
+            raise InputError(
+                f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} takes; add it (a scorer that does "
+                "without gives the parameter a default: ground_truth=None)"
+            )
+    for name, count in Counter(scorer.name for scorer in scorers).items():
+        if count > 1:
+            raise InputError(f"--reward: {count} scorers are called {name}; rename a file or a function")
+    return scorers
+
+
+def _modules_for(datasets: list) -> list[str]:
+    modules = set()
+    for data_source in sorted(set().union(*(dataset.data_sources for dataset in datasets))):  # reads every row
+        module = rewards.scorer_module(data_source)
+        if module is None:
+            raise InputError(
+                f"no scorer for data_source {data_source!r}: add it to rewards/__init__.py (known: "
+                f"{', '.join(rewards.SCORERS)}) or give --reward path/to/file.py:function"
+            )
+        modules.add(f"rewards.{module}")
+    return sorted(modules)
+
+
+def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
+    function = load_object("--reward", spec)
+    if not callable(function):
+        raise InputError(f"--reward {spec}: it is not a function")
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    signature = inspect.signature(function)
+    batched = "solution_strs" in signature.parameters
+    arguments = [f"{key}s" if batched else key for key in ARGUMENTS]
+    try:
+        signature.bind(**dict.fromkeys(arguments), **kwargs)
+    except TypeError as error:
+        called = ", ".join(f"{key}=" for key in [*arguments, *kwargs])
+        raise InputError(f"--reward {spec}: it cannot be called as {name}({called}): {error}") from error
+    truth = signature.parameters.get("ground_truths" if batched else "ground_truth")
+    takes_truth = truth is not None and truth.default is truth.empty
+    return Scorer(f"{path.stem}.{name}", f"{path}:{name}", [], kwargs, weight, batched, takes_truth)
+
+
+# ---- a scorer: loaded, called, its result checked --------------------------------------------------
+
+
+def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
+    """The function of a spec, or with "data_source" that of rewards/, whose `modules` are imported now.
+
+    One with a parameter time_limit_s gets the seconds that it has for a response, so that it can end in time itself:
+    a call that has to be stopped has no score. None: as the function has it.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    by_source = spec == BY_DATA_SOURCE
+    function = rewards.compute_score if by_source else load_object("--reward", spec)
+    if time_limit_s is not None and (by_source or "time_limit_s" in inspect.signature(function).parameters):
+        kwargs = kwargs | {"time_limit_s": time_limit_s}
+    return functools.partial(function, **kwargs)
+
+
+@functools.cache
+def _event_loop():
+    import asyncio  # takes as long as all the imports above, and few scorers need it
+
+    return asyncio.new_event_loop()
+
+
+def call(function: Callable, batched: bool, samples: list[dict]) -> list:
+    """The scorer's results, one a sample; an async scorer is awaited. A scorer that is not batched takes one sample."""
+    if batched:  # data_sources, solution_strs, ground_truths, extra_infos
+        results = function(**{f"{key}s": [sample[key] for sample in samples] for key in samples[0]})
+    else:
+        results = function(**samples[0])
+    if hasattr(results, "__await__"):
+        results = _event_loop().run_until_complete(results)
+    results = list(results) if batched else [results]
+    if len(results) != len(samples):
+        raise ValueError(f"the scorer gave {len(results)} results for {len(samples)} samples")
+    return results
+
+
+def checked(result) -> dict:
+    """A scorer's result as {"score": a finite float, other keys} of JSON's types. Raises TypeError, ValueError."""
+    result = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in result:
+        raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
+    score = result["score"]
+    if hasattr(score, "tolist"):  # numpy, torch
+        score = score.tolist()
+    if not isinstance(score, int | float):
+        raise TypeError(f"the scorer gave a {type(score).__name__} as score, not a number")
+    if not abs(score) <= LARGEST_SCORE:
+        raise ValueError(f"the scorer gave {score}; numbers up to {LARGEST_SCORE:g} are taken")
+    text = json.dumps(result | {"score": float(score)}, default=_plain)
+    if len(text) > LONGEST_RESULT:
+        raise ValueError(f"the scorer gave a result of {len(text)} bytes; at most {LONGEST_RESULT} are taken")
+    return json.loads(text)
+
+
+def _plain(value):
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"the scorer gave a {type(value).__name__} beside its score; numbers, text and lists are taken")

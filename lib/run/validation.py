@@ -1,0 +1,211 @@
+"""Validation scores of n samples to a prompt. pass@k as 1 - (1 - c/n)^k is biased; what stands here is not."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from math import comb
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lib.args import Sizes, ValidationArgs
+from lib.data import collate_fn
+from lib.data_proto import DataProto
+from lib.distributed import all_gather_lists, enter_stage, timed
+from lib.model import Policy
+from lib.reward.scores import Rewards
+from lib.rollout import Rollouts, Sampling
+from lib.run.metrics import is_number, truncated_rows
+from lib.run.tracking import Tracker, sample_rows
+
+
+def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
+    """Chance that k of n samples, drawn without replacement, hold one of the c right ones: 1 - C(n-c, k) / C(n, k).
+
+    The unbiased estimator of arXiv:2107.03374, eq. 1, as a product without large numbers; n and c broadcast.
+    """
+    n, c = np.broadcast_arrays(np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.int64))
+    if k < 1 or np.any(n < k) or np.any(c < 0) or np.any(c > n):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got k={k}, n={n}, c={c}")
+    none_right = np.ones(n.shape)
+    for drawn in range(k):
+        none_right *= (n - c - drawn) / (n - drawn)
+    return 1.0 - none_right
+
+
+def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
+    """Expected score of the most frequent answer among k of one prompt's n samples, drawn without replacement.
+
+    Exact over all C(n, k) subsets when these are at most `max_subsets`, else the mean of that many seeded draws. An
+    answer's score is the mean of its samples in the subset; a tie gives the mean score of the tied answers. A sample
+    without an answer (None, or "" as verl's scorers write it) has no vote; a subset without any vote gives the mean of
+    its scores.
+    """
+    n = len(preds)
+    if not 1 <= k <= n or len(scores) != n:
+        raise ValueError(f"maj@k needs 1 <= k <= n and n scores, got k={k}, {n} preds, {len(scores)} scores")
+    drawn = _subsets(n, k, max_subsets)  # (S, n), 1 = in the subset
+    scores = np.asarray(scores, dtype=float)
+    majority = drawn @ scores / k  # (S,)
+    answers = []  # compared by ==: an answer may be a list
+    for pred in preds:
+        if pred not in (None, "", *answers):
+            answers.append(pred)
+    if answers:
+        votes = np.array([[pred == answer for answer in answers] for pred in preds], dtype=float)  # (n, A)
+        counts = drawn @ votes  # (S, A)
+        answer_scores = drawn @ (votes * scores[:, None]) / np.maximum(counts, 1)
+        leads = (counts == counts.max(1, keepdims=True)) & (counts > 0)
+        voted = leads.any(1)
+        majority[voted] = ((answer_scores * leads).sum(1)[voted]) / leads.sum(1)[voted]
+    return float(majority.mean())
+
+
+@lru_cache
+def _subsets(n: int, k: int, max_subsets: int) -> np.ndarray:
+    if comb(n, k) <= max_subsets:
+        chosen = np.array(list(combinations(range(n), k)))
+    else:
+        chosen = np.random.default_rng(0).random((max_subsets, n)).argsort(1)[:, :k]
+    drawn = np.zeros((len(chosen), n))
+    np.put_along_axis(drawn, chosen, 1.0, axis=1)
+    return drawn
+
+
+def best_at_k(values: Sequence[float], k: int) -> float:
+    """Expected maximum of k of n values, drawn without replacement: Σ_j x_j·C(j − 1, k − 1) / C(n, k) of sorted x."""
+    n = len(values)
+    if not 1 <= k <= n:
+        raise ValueError(f"best@k needs 1 <= k <= n, got k={k}, n={n}")
+    return float(np.dot(np.sort(values), [comb(below, k - 1) / comb(n, k) for below in range(n)]))
+
+
+class Validated(NamedTuple):
+    """One response to a validation prompt."""
+
+    prompt: int  # its number in the data set
+    data_source: str
+    numbers: dict[str, float]  # "score" and those that the scorer gave beside it; none if it was aborted or not scored
+    answer: Any  # the scorer's "pred"; None or "": no answer
+    truncated: bool
+
+
+def validated_rows(batch: DataProto, extras: Mapping[str, list], prompts: Sequence[int]) -> list[Validated]:
+    """The rows of a scored batch, for `validation_metrics`. extras: B values by key; prompts: B numbers."""
+    scored = batch.batch["response_mask"].any(1).tolist()
+    scores = batch.batch["token_level_scores"].sum(1).tolist()
+    truncated, rows = truncated_rows(batch).tolist(), []
+    for i, data_source in enumerate(batch.non_tensor_batch["data_source"]):
+        given = {key: column[i] for key, column in extras.items()}
+        answer = given.pop("pred", None)
+        given = {"score": scores[i]} | given if scored[i] else {}
+        numbers = {key: float(value) for key, value in given.items() if is_number(value)}
+        rows.append(Validated(prompts[i], data_source, numbers, answer, truncated[i]))
+    return rows
+
+
+def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) -> dict[str, float]:
+    """val/<data_source>/... from the responses of all ranks, n to every prompt; k = 1, 2, 4, ... n.
+
+    - mean@n, best@k, maj@k of the score, and under <key>/ of each number that the scorer gave: the mean of the samples,
+      the expected maximum of k, the value of the most frequent answer among k
+    - pass@k: the chance that one of k is right, which is above `correct_above`: the scorer's "acc" where it gives one
+      (of several scorers the first that does), else the score
+    - mean@n/ci_low, ci_high of what is read as right: its 95 % bootstrap interval over prompts (1000 seeded draws)
+    - clip_ratio: the share of truncated responses
+    - unscored, and val/unscored of all sources: responses that are in no other number. Their prompts have fewer than n
+      samples, and are not in the numbers at k where they have fewer than k
+
+    Raises:
+        ValueError: prompts of one data source have different numbers of responses.
+    """
+    of_source: dict[str, dict[int, list[Validated]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        of_source[row.data_source][row.prompt].append(row)
+    metrics = {"val/unscored": sum(not row.numbers for row in rows)}
+    for source, prompts in of_source.items():
+        sizes = {len(samples) for samples in prompts.values()}
+        if len(sizes) > 1:
+            raise ValueError(f"{source}: prompts with {sorted(sizes)} samples; every prompt needs the same number")
+        of_this = _source_metrics(list(prompts.values()), correct_above)
+        metrics |= {f"val/{source}/{name}": value for name, value in of_this.items()}
+    return metrics
+
+
+def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dict[str, float]:
+    n = len(prompts[0])
+    scored = [[row for row in samples if row.numbers] for samples in prompts]
+    every = [row for samples in scored for row in samples]
+    metrics = {"unscored": n * len(prompts) - len(every)}
+    if every:
+        metrics["clip_ratio"] = float(np.mean([row.truncated for row in every]))
+    keys = dict.fromkeys(key for row in every for key in row.numbers)
+    accuracy = next((key for key in keys if f"/{key}".endswith("/acc")), "score")
+    for key in keys:
+        having = [[row for row in samples if key in row.numbers] for samples in scored]
+        values = [[row.numbers[key] for row in samples] for samples in having if samples]
+        answers = [[row.answer for row in samples] for samples in having if samples]
+        voted = any(answer not in (None, "") for samples in answers for answer in samples)
+        means = np.array([np.mean(samples) for samples in values])
+        name = "" if key == "score" else f"{key}/"
+        metrics[f"{name}mean@{n}"] = float(means.mean())
+        if key == accuracy:
+            rng = np.random.default_rng(0)
+            draws = [means[rng.integers(len(means), size=len(means))].mean() for _ in range(1000)]
+            for bound, percent in (("low", 2.5), ("high", 97.5)):
+                metrics[f"{name}mean@{n}/ci_{bound}"] = float(np.percentile(draws, percent))
+        for k in sorted({2**power for power in range(n.bit_length())} | {n}):
+            enough = [pair for pair in zip(values, answers) if len(pair[0]) >= k]
+            if not enough:
+                break
+            if k > 1:
+                metrics[f"{name}best@{k}"] = float(np.mean([best_at_k(samples, k) for samples, _ in enough]))
+            if voted:
+                metrics[f"{name}maj@{k}"] = float(np.mean([maj_at_k(votes, samples, k) for samples, votes in enough]))
+            if key == accuracy:
+                right = [pass_at_k(len(x), sum(value > correct_above for value in x), k) for x, _ in enough]
+                metrics[f"pass@{k}"] = float(np.mean(right))
+    return metrics
+
+
+@dataclass
+class Validation:
+    args: ValidationArgs
+    dataset: Dataset | None
+    rollouts: Rollouts
+    rewards: Rewards
+    sizes: Sizes
+    tracker: Tracker
+
+    @timed("validation")
+    def __call__(self, actor: Policy, step: int) -> dict[str, float]:
+        """validation_metrics of the policy after `step` steps. Writes samples.jsonl. A collective."""
+        metrics = self.rollouts.sync(actor, step)
+        args, world = self.args, self.rollouts.world
+        sampling = Sampling(self.rollouts.sampling.max_response_length, args.val_temperature, args.val_top_p)
+        per_rank = math.ceil(len(self.dataset) / world.size)
+        per_call = max(1, self.sizes.local_rows // args.val_samples)
+        results, shown = [], []
+        for start in range(0, per_rank, per_call):
+            enter_stage(f"validation at step {step}")
+            # the same number on every rank: what is beyond the data set's end keeps the others company
+            rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
+            items = [self.dataset[min(i, len(self.dataset) - 1)] for i in rows]
+            prompts = DataProto.from_single_dict(collate_fn(items)).to(world.device)
+            batch = prompts.repeat(args.val_samples, interleave=True)
+            numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
+            batch = self.rollouts.generate(batch, sampling, step=-1, numbers=numbers)
+            extras, _ = self.rewards.submit(batch).add_to(batch)
+            batch = batch[: sum(row < len(self.dataset) for row in rows) * args.val_samples]
+            results += validated_rows(batch, extras, [n // args.val_samples for n in numbers])
+            shown += sample_rows(batch, self.rewards.manager.tokenizer)
+        results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # in one order, for any number of ranks
+        self.tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
+        return metrics | validation_metrics(results)
+
+    def close(self) -> None:
+        self.rewards.close()
