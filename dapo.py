@@ -224,7 +224,7 @@ def sample_groups(
         "training/rows_left_over": len(pool) - needed,
         "training/gen_batches": gen_batches,
     }
-    return rollouts.own_rows(pool[:needed]), pool[needed:], metrics
+    return rollouts.own_rows(concat_rows([pool[:needed]])), pool[needed:], metrics  # as wide as its longest row
 
 
 @timed("advantages")
