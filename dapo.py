@@ -211,10 +211,8 @@ def sample_groups(
         add_metrics(metrics, {"training/tokens": Sum(batch.batch["attention_mask"].sum().item())})
         batch.non_tensor_batch.pop("agent_metrics", None)  # clocks among them: no part of a run's state
         batch, dull = split_by_signal(args, rollouts.all_gather(batch))
-        pool, rejected = (
-            concat_rows([pool, batch]),
-            concat_rows([rejected, dull])[:needed],
-        )  # as many as could be needed
+        pool = concat_rows([pool, batch])
+        rejected = concat_rows([rejected, dull])[:needed]  # as many as could be needed
         gen_batches, dull_rows = gen_batches + 1, dull_rows + len(dull)
     filled = max(needed - len(pool), 0)
     pool = concat_rows([pool, rejected[:filled]])

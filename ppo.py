@@ -8,7 +8,7 @@ A critic V, a language model with one output in the place of the vocabulary, is 
     L_V = mean over tokens of max((V - R_t)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R_t)^2) / 2
 
 Where this departs from the papers, by default: gamma and lam are 1, as is usual for language models; actor and critic
-share no weights, each has its optimizer; dual clip. --lam-policy and --length-adaptive-alpha are VAPO's (2504.05118).
+share no weights, each has its optimizer; dual clip. --gae-lambda-policy and --length-adaptive-alpha are VAPO's (2504.05118).
 This file is grpo.py with a critic: make diff A=grpo B=ppo.
 
 Launch: python ppo.py (any machine), GPUS=8 launch/one_node.sh ppo.py ..., torchrun, accelerate (docs/scaling.md).

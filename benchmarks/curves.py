@@ -47,7 +47,7 @@ TOOLS = "--model data/toy_tools/model --train-files data/toy_tools/train.jsonl -
 TOOLS += " --max-prompt-length 32 --lr 3e-4 --total-steps 40"
 TASKS = {  # of grpo.py
     "with the calculator": TOOLS
-    + """ --max-response-length 48 --multi-turn '{"tools": ["calculator"], "max_turns": 3}'""",
+    + """ --max-response-length 48 --multi-turn.tools calculator --multi-turn.max-turns 3""",
     "without": TOOLS + " --max-response-length 16",
 }
 FLAGS = "--val-every 2 --show-samples 0"

@@ -33,7 +33,7 @@ def to_row(task: str, task_kwargs: dict, entry: dict, split: str, index: int) ->
     prompt = f"{entry['question']}\n\n{INSTRUCTION}"
     truth = json.dumps({"task": task, "task_kwargs": task_kwargs, "entry": dump_entry(entry)})
     info = {"split": split, "index": index, "question": entry["question"]}
-    info["interaction_kwargs"] = {"ground_truth": truth}  # for --multi-turn '{"interaction": "reasoning_gym"}'
+    info["interaction_kwargs"] = {"ground_truth": truth}  # for --multi-turn.interaction reasoning_gym
     return make_row(f"reasoning_gym/{task}", prompt, truth, info)
 
 

@@ -47,11 +47,11 @@ BAD_FLAGS = {  # what the message says, by flags
     "--top-p 0.0: must be above 0 and at most 1": ["--top-p", "0"],
     "--adam-betas 1.0: must be at least 0 and below 1": ["--adam-betas", "0.9", "1"],
     "--val-samples 0: must be at least 1": ["--val-samples", "0"],
-    "--replicas 0: must be at least 1": ["--replicas", "0"],
+    "--dp-replicate-size 0: must be at least 1": ["--dp-replicate-size", "0"],
     "--seed -1: must be at least 0 and below 4294967296": ["--seed", "-1"],
     "--seed 4294967296: must be at least 0 and below": ["--seed", "4294967296"],
     "--reward-weights 1e+38": ["--reward-weights", "1e38"],
-    "NaN is no finite number": ["--loss-kwargs", '{"x": NaN}'],
+    "NaN is no finite number": ["--loss-kwargs.x", "nan"],
     "1e999 is no finite number": ["--reward-kwargs", '{"x": 1e999}'],
     "--reward-kwargs: nested too deeply": ["--reward-kwargs", "[" * 100_000],
     "--freeze model.(: not a regular expression": ["--freeze", "model.("],
@@ -68,12 +68,12 @@ BAD_FLAGS = {  # what the message says, by flags
     "--reward without a scorer": ["--reward"],
     "--kl-target steers": ["--kl-target", "0.1", "--kl-coef", "0"],
     "--kl-horizon 1": ["--kl-target", "0.1", "--kl-placement", "reward", "--kl-coef", "0.1", "--kl-horizon", "1"],
-    "drop it or --rollout-correction": ["--old-log-probs", "rollout", "--rollout-correction", '{"level": "token"}'],
-    "--engine-ranks 2 splits a vLLM": ["--engine-ranks", "2", "--dry-run", "2"],
-    "--engine-ranks 2: the number": ["--rollout-engine", "vllm", "--engine-ranks", "2"],
+    "drop it or --rollout-correction": ["--old-log-probs", "rollout", "--rollout-correction.level", "token"],
+    "--rollout-tensor-parallel-size 2 splits a vLLM": ["--rollout-tensor-parallel-size", "2", "--dry-run", "2"],
+    "--rollout-tensor-parallel-size 2: the number": ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"],
     "--async-level -1: must be at least 0": ["--async-level", "-1"],
-    "top_entropy": ["--old-log-probs", "rollout", "--token-masks", '{"top_entropy": {}}'],
-    "--tensor-parallel 2: must divide": ["--tensor-parallel", "2"],
+    "top_entropy": ["--old-log-probs", "rollout", "--token-masks.top-entropy", "0.2"],
+    "--tensor-parallel-size 2: must divide": ["--tensor-parallel-size", "2"],
     "--resume auto needs the --run-name": ["--resume", "auto"],
 }
 AHEAD = ["--async-level", "1", "--rollout-engine", "http://127.0.0.1:1"]
@@ -84,12 +84,12 @@ OWN_BAD_FLAGS = {
         "go together": ["--adv-estimator", "gdpo"],
         "--kl-placement loss": ["--adv-estimator", "gdpo", "--reward-keys", "x", "--kl-placement", "reward"],
         "--async-level 1 needs --rollout-engine http": ["--async-level", "1"],
-        "do not run ahead": [*AHEAD, "--multi-turn", '{"max_turns": 2}'],
+        "do not run ahead": [*AHEAD, "--multi-turn.max-turns", "2"],
     },
     "ppo": {
         "--critic-model ./absent: no such folder": ["--critic-model", "./absent"],
         "--gamma 1.5: must be at least 0 and at most 1": ["--gamma", "1.5"],
-        "drop one": ["--lam-policy", "1", "--length-adaptive-alpha", "1"],
+        "drop one": ["--gae-lambda-policy", "1", "--length-adaptive-alpha", "1"],
     },
     "remax": {},
     "dapo": {
@@ -164,7 +164,7 @@ def test_the_help_needs_no_torch():
     [
         (TORCHRUN, ["--group-size", "0"], "--group-size 0: must be at least 1"),
         (TORCHRUN, ["--max-grad-nom", "1"], "--max-grad-norm"),
-        (ACCELERATE, ["--adv-kwargs", '{"gama": 1}'], "gama"),  # found by torch's side
+        (ACCELERATE, ["--adv-kwargs.gama", "1"], "gama"),  # found by torch's side
     ],
     ids=["value", "typo", "accelerate"],
 )

@@ -196,7 +196,7 @@ def test_replicas_hold_equal_shards_and_give_whole_parameters(tmp_path):
 
 
 def test_unequal_replicas_are_refused():
-    with pytest.raises(InputError, match="--replicas 3: the number of ranks, 4"):
+    with pytest.raises(InputError, match="--dp-replicate-size 3: the number of ranks, 4"):
         make_mesh(World(0, 4, torch.device("cpu")), 3)
 
 

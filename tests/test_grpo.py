@@ -138,7 +138,7 @@ def test_vllm_on_two_ranks(tmp_path, engine_ranks):
             "run",
             "--rollout-engine",
             "vllm",
-            "--engine-ranks",
+            "--rollout-tensor-parallel-size",
             engine_ranks,
             launcher=TORCHRUN,
         )
@@ -232,8 +232,8 @@ FLAGS = {
                 *off_policy(t),
                 "--num-mini-batches",
                 "2",
-                "--token-masks",
-                '{"off_policy_sequence": {"delta": 0.01}}',
+                "--token-masks.off-policy-sequence",
+                "0.01",
             ),
             *("--entropy-coef", "0.01", "--entropy-target", "9"),
         ],
@@ -250,9 +250,15 @@ FLAGS = {
     "optimal token baseline, clip_cov, KL in the reward": (
         lambda t: [
             *("--adv-estimator", "optimal_token_baseline", "--loss", "clip_cov", "--num-mini-batches", "2"),
-            *("--token-masks", '{"clip_cov": {"ratio": 0.1, "cov": [-9, 9]}}'),
+            *("--token-masks.clip-cov-ratio", "0.1", "--token-masks.clip-cov-bounds", "-9", "9"),
             *("--kl-placement", "reward", "--kl-coef", "0.1", "--kl-estimator", "k1", "--kl-target", "0.001"),
-            *("--rollout-correction", '{"level": "token", "bounds": [0, 2]}'),  # its weights are in the baseline
+            *(
+                "--rollout-correction.level",
+                "token",
+                "--rollout-correction.bounds",
+                "0",
+                "2",
+            ),  # its weights are in the baseline
         ],
         {
             "rollout/is_weight": lambda x: x == pytest.approx(1, abs=1e-4),
@@ -264,7 +270,7 @@ FLAGS = {
     ),
     "kl_cov, top entropy": (
         lambda t: [
-            *("--loss", "kl_cov", "--token-masks", '{"kl_cov": {"ratio": 0.1}, "top_entropy": {"fraction": 0.2}}'),
+            *("--loss", "kl_cov", "--token-masks.kl-cov-ratio", "0.1", "--token-masks.top-entropy", "0.2"),
         ],
         {
             "actor/cov_klfrac": lambda x: 0 < x < 0.2,
@@ -275,8 +281,17 @@ FLAGS = {
         lambda t: [
             *off_policy(t),
             *("--num-mini-batches", "2"),
-            *("--rollout-correction", '{"level": "token", "bounds": [0, 2], "reject": {"seq_mean_k1": [0.95, 1.05]}}'),
-            *("--token-masks", '{"m2po": {"threshold": 0.001}}'),
+            *(
+                "--rollout-correction.level",
+                "token",
+                "--rollout-correction.bounds",
+                "0",
+                "2",
+                "--rollout-correction.reject.seq-mean-k1",
+                "0.95",
+                "1.05",
+            ),
+            *("--token-masks.m2po", "0.001"),
         ],
         {
             "rollout/is_weight": lambda x: 0.5 < x <= 1,
@@ -374,16 +389,16 @@ BAD_INPUT = {  # beside the flags of tests/test_args.py
     ),
     "no chat template": (lambda t: ["--model", model_folder(t / "m", template=False)], "no chat template"),
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
-    "estimator without the parameter": (lambda t: ["--adv-kwargs", '{"gama": 1}'], "gama"),
+    "estimator without the parameter": (lambda t: ["--adv-kwargs.gama", "1"], "gama"),
     "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "-0.5"], "coef in 0..1"),
     "unknown token mask": (lambda t: ["--token-masks", '{"magic": {}}'], "unknown token mask 'magic'"),
-    "token mask's value": (lambda t: ["--token-masks", '{"top_entropy": {"fraction": 2}}'], "(0, 1]"),
-    "unknown correction": (lambda t: ["--rollout-correction", '{"sigma": 1}'], "rollout correction with {'sigma': 1}"),
+    "token mask's value": (lambda t: ["--token-masks.top-entropy", "2"], "(0, 1]"),
+    "unknown correction": (lambda t: ["--rollout-correction.sigma", "1"], "rollout correction with {'sigma': 1}"),
     "no such dataset class": (lambda t: ["--dataset-class", "absent.py:Mine"], "--dataset-class absent.py:Mine: give"),
     "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward-model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
     "unknown key of an episode": (
-        lambda t: ["--multi-turn", '{"tool": ["python"]}'],
+        lambda t: ["--multi-turn.tool", "python"],
         "unknown tool; there",
     ),
     "resume from nowhere": (lambda t: ["--resume", str(t / "step_000001")], "step_000001"),

@@ -39,7 +39,7 @@ SIBLINGS = ["ppo", "remax", "dapo"]
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
     *("--max-prompt-length", "32", "--max-response-length", "48", "--micro-batch-tokens", "400"),
-    *("--multi-turn", '{"tools": ["calculator"], "max_turns": 3}'),
+    *("--multi-turn.tools", "calculator", "--multi-turn.max-turns", "3"),
 ]
 
 
@@ -352,7 +352,7 @@ def test_ppo_critic_learns_nothing_from_rows_that_rollout_correction_rejected(tm
     starts at 0, so the loss of the first update is 1 / 2 exactly, whatever share of the rows is left."""
     args = [*constant_reward(tmp_path), "--num-mini-batches", "1", "--total-steps", "1", "--kl-coef", "0"]
     args += off_policy(tmp_path)
-    args += ["--rollout-correction", '{"level": null, "reject": {"seq_mean_k1": [0.95, 1.05]}}']
+    args += ["--rollout-correction.level", "measure", "--rollout-correction.reject.seq-mean-k1", "0.95", "1.05"]
     args += ["--micro-batch-tokens", "200"]
     [row] = small("ppo", tmp_path, *args)
     assert 0 < row["training/rows_dropped/rollout_correction"] < 32
@@ -473,7 +473,7 @@ def test_every_script_takes_several_turns(tmp_path, script):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_several_turns_with_vllm(tmp_path, ranks):
     """On two ranks: with one engine that is split over them."""
-    engine = ["--rollout-engine", "vllm", "--engine-ranks", str(ranks)]
+    engine = ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", str(ranks)]
     launcher = TORCHRUN if ranks == 2 else PYTHON
     ran(launch("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", *engine, "--run-name", "run", launcher=launcher))
     for row in metrics(tmp_path / "run"):

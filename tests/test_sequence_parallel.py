@@ -259,7 +259,7 @@ def test_two_ranks_need_half_the_memory_each(tmp_path):
 def test_a_run_is_the_same_with_rows_that_no_rank_could_run_alone(tmp_path):
     """A row is of 48 tokens at most. rel 1e-4, abs 1e-5: fp32 sums in another order, over 8 updates by Adam."""
     args = [*SMALL, "--num-mini-batches", "2", "--update-epochs", "2", "--total-steps", "2", "--kl-coef", "0.01"]
-    parallel = ["--sequence-parallel", "2", "--micro-batch-tokens", "25", "--entropy-coef", "0.001"]
+    parallel = ["--sequence-parallel-size", "2", "--micro-batch-tokens", "25", "--entropy-coef", "0.001"]
     alone = ["--micro-batch-tokens", "50", "--entropy-coef", "0.001"]
     ran(launch("grpo", tmp_path, *args, *alone, "--run-name", "alone", launcher=TORCHRUN))
     ran(launch("grpo", tmp_path, *args, *parallel, "--run-name", "parallel", launcher=ACCELERATE))
@@ -272,10 +272,10 @@ def test_a_run_is_the_same_with_rows_that_no_rank_could_run_alone(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "ranks", "message"),
     [
-        ({"sequence_parallel": 2}, 1, "--sequence-parallel 2: must divide the number of ranks, 1"),
-        ({"sequence_parallel": 0}, 1, "--sequence-parallel 0: must"),
+        ({"sequence_parallel": 2}, 1, "--sequence-parallel-size 2: must divide the number of ranks, 1"),
+        ({"sequence_parallel": 0}, 1, "--sequence-parallel-size 0: must"),
         ({"sequence_parallel": 2, "micro_batch_tokens": 23}, 2, "must hold one row.*: 2 x 23 < 32 \\+ 16"),
-        ({"sequence_parallel": 2, "padding_free": False}, 2, "--sequence-parallel 2: needs --padding-free"),
+        ({"sequence_parallel": 2, "padding_free": False}, 2, "--sequence-parallel-size 2: needs --padding-free"),
         ({"sequence_parallel": 2, "attn_implementation": "eager"}, 2, "packed_sdpa"),
     ],
 )
@@ -289,10 +289,12 @@ def test_what_cannot_be_is_refused(settings, ranks, message, monkeypatch):
 def test_models_that_cannot_be_split_are_refused(tmp_path):
     path = save_tiny(tmp_path)
     check_sequence_parallel(path, 2)
-    with pytest.raises(InputError, match="--sequence-parallel 4: must divide the 2 attention heads of --critic-model"):
+    with pytest.raises(
+        InputError, match="--sequence-parallel-size 4: must divide the 2 attention heads of --critic-model"
+    ):
         check_sequence_parallel(path, 4, flag="--critic-model")
     config = json.loads(Path(path, "config.json").read_text())
     layers = {"layer_types": ["full_attention", "linear_attention"], "model_type": "qwen3_next"}
     Path(path, "config.json").write_text(json.dumps(config | layers))
-    with pytest.raises(InputError, match="carry a state from token to token; drop --sequence-parallel"):
+    with pytest.raises(InputError, match="carry a state from token to token; drop --sequence-parallel-size"):
         check_sequence_parallel(path, 2)

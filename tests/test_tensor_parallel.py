@@ -129,7 +129,7 @@ def test_a_run_with_vllm_is_the_same(tmp_path):
     pytest.importorskip("vllm")
     args = [*SMALL, "--rollout-engine", "vllm", "--total-steps", "2", "--num-mini-batches", "2", "--kl-coef", "0.01"]
     for n in ("1", "2"):
-        ran(launch("grpo", tmp_path, *args, "--tensor-parallel", n, "--run-name", n, launcher=TORCHRUN))
+        ran(launch("grpo", tmp_path, *args, "--tensor-parallel-size", n, "--run-name", n, launcher=TORCHRUN))
     rows, expected = metrics(tmp_path / "2"), metrics(tmp_path / "1")
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["actor/ref_kl"] > 0
     for row, wanted in zip(rows, expected, strict=True):
@@ -139,13 +139,13 @@ def test_a_run_with_vllm_is_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel": 3}, "--tensor-parallel 3: must divide the number of ranks, 4"),
+        ({"tensor_parallel": 3}, "--tensor-parallel-size 3: must divide the number of ranks, 4"),
         ({"rollout_engine": "hf"}, "does not work with --rollout-engine hf"),
         ({"lora_rank": 4}, "--lora-rank"),
-        ({"replicas": 2}, "--replicas"),
-        ({"sequence_parallel": 2}, "--sequence-parallel"),
+        ({"replicas": 2}, "--dp-replicate-size"),
+        ({"sequence_parallel": 2}, "--sequence-parallel-size"),
         ({"dry_run": 4}, "--dry-run"),
-        ({"padding_free": False}, "--tensor-parallel 2: needs --padding-free"),
+        ({"padding_free": False}, "--tensor-parallel-size 2: needs --padding-free"),
     ],
 )
 def test_what_does_not_work_is_refused(settings, message, monkeypatch):
@@ -164,5 +164,5 @@ def test_models_that_cannot_be_split_are_refused(tmp_path):
     with pytest.raises(InputError, match="layers in its plan"):
         check_tensor_parallel(save_tiny(tmp_path / "c", **experts), 2)
     capped = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, **TWO_KEY_HEADS}
-    with pytest.raises(InputError, match="soft caps; drop --tensor-parallel"):
+    with pytest.raises(InputError, match="soft caps; drop --tensor-parallel-size"):
         check_tensor_parallel(save_tiny(tmp_path / "d", **capped), 2)

@@ -1,5 +1,6 @@
 """Simulated users and environments of multi-turn episodes."""
 
+import importlib
 import inspect
 import json
 
@@ -33,19 +34,16 @@ class ReasoningGym(BaseInteraction):
     """
 
     async def start(self, instance_id: str, *, ground_truth: str, max_tries: int = 3, **kwargs) -> None:
-        from rewards.reasoning_gym import UNBOUNDED
-
-        if (task := json.loads(ground_truth)["task"]) in UNBOUNDED:
+        self.scorer = importlib.import_module("rewards.reasoning_gym")  # by name: rewards/ imports lib
+        if (task := json.loads(ground_truth)["task"]) in self.scorer.UNBOUNDED:
             raise InputError(
                 f"--multi-turn interaction reasoning_gym: to score {task} may take any time, which needs a process"
             )
         self.ground_truth, self.max_tries, self.tries, self.last = ground_truth, max_tries, 0, 0.0
 
     async def respond(self, messages: list[dict]) -> tuple[bool, str, float, dict]:
-        from rewards.reasoning_gym import compute_score
-
         answer = next(message["content"] for message in reversed(messages) if message["role"] == "assistant")
-        result = await in_thread(compute_score, "reasoning_gym", answer or "", self.ground_truth)
+        result = await in_thread(self.scorer.compute_score, "reasoning_gym", answer or "", self.ground_truth)
         self.tries, self.last = self.tries + 1, result["score"]
         done = self.last >= 1 or self.tries >= self.max_tries
         feedback = f"{result['pred']!r} is not right. Try again, and give your answer within <answer> and </answer>."

@@ -45,7 +45,7 @@ def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> Devi
     if tensor_parallel > 1:
         return _mesh(world, shard=world.size // tensor_parallel, tensor=tensor_parallel)
     if world.size % replicas:
-        raise InputError(f"--replicas {replicas}: the number of ranks, {world.size}, must be a multiple of it")
+        raise InputError(f"--dp-replicate-size {replicas}: the number of ranks, {world.size}, must be a multiple of it")
     if replicas == 1:
         return _mesh(world, shard=world.size)
     return _mesh(world, replicate=replicas, shard=world.size // replicas)

@@ -55,10 +55,10 @@ def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trus
     other ways than attention, too."""
     if size == 1:
         return
-    config = _packed_config(path, "--sequence-parallel", size, flag, trust_remote_code)
+    config = _packed_config(path, "--sequence-parallel-size", size, flag, trust_remote_code)
     heads = getattr(config, "num_attention_heads", 0)
     if heads == 0 or heads % size:
-        raise InputError(f"--sequence-parallel {size}: must divide the {heads} attention heads of {flag} {path}")
+        raise InputError(f"--sequence-parallel-size {size}: must divide the {heads} attention heads of {flag} {path}")
 
 
 def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
@@ -66,14 +66,14 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
     ranks."""
     if size == 1:
         return
-    config = _packed_config(path, "--tensor-parallel", size, flag, trust_remote_code)
+    config = _packed_config(path, "--tensor-parallel-size", size, flag, trust_remote_code)
     plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
     others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
     if others:
-        raise InputError(f"--tensor-parallel {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag")
+        raise InputError(f"--tensor-parallel-size {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag")
     heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
     if any(n % size for n in heads):
-        raise InputError(f"--tensor-parallel {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
+        raise InputError(f"--tensor-parallel-size {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
 
 
 def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import rewards
 from lib import InputError
 from lib.cli.user_code import load_object
 from lib.reward.sandbox import sandbox_level
@@ -75,13 +74,13 @@ def load_scorers(
 
 
 def _modules_for(datasets: list) -> list[str]:
-    modules = set()
+    modules, table = set(), importlib.import_module("rewards")  # by name: rewards/ imports lib
     for data_source in sorted(set().union(*(dataset.data_sources for dataset in datasets))):  # reads every row
-        module = rewards.scorer_module(data_source)
+        module = table.scorer_module(data_source)
         if module is None:
             raise InputError(
                 f"no scorer for data_source {data_source!r}: add it to rewards/__init__.py (known: "
-                f"{', '.join(rewards.SCORERS)}) or give --reward path/to/file.py:function"
+                f"{', '.join(table.SCORERS)}) or give --reward path/to/file.py:function"
             )
         modules.add(f"rewards.{module}")
     return sorted(modules)
