@@ -66,7 +66,7 @@ class Args:
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
-    """vanilla is policy_loss below; the others are in lib/core_algos/losses.py"""
+    """vanilla is policy_loss below; the others are in lib/core_algos/policy_losses.py"""
     loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
@@ -75,7 +75,7 @@ class Args:
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """dual clip: bound of the ratio where the advantage is negative"""
     loss_agg_mode: shared.AggMode = "token-mean"
-    """how token losses become one loss: see agg_loss in lib/core_algos/losses.py"""
+    """how token losses become one loss: see agg_loss in lib/core_algos/reductions.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
     token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)

@@ -3,12 +3,13 @@
 A critic V, a language model with one output in the place of the vocabulary, is the baseline of every token:
 
     r_t = score on the last token - beta log(pi_old / pi_ref)                                 (beta: --kl-coef)
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = sum over k of (gamma lam)^k delta_{t+k};  R_t = A_t + V_t;  A whitened
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = sum over k of (gamma lambda)^k delta_{t+k}; R_t = A_t + V_t;  A whitened
     L = mean over tokens of max(-A_t rho_t, -A_t clip(rho_t, 1 - eps_low, 1 + eps_high))      as in grpo.py
     L_V = mean over tokens of max((V - R_t)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R_t)^2) / 2
 
-Where this departs from the papers, by default: gamma and lam are 1, as is usual for language models; actor and critic
-share no weights, each has its optimizer; dual clip. --gae-lambda-policy and --length-adaptive-alpha are VAPO's (2504.05118).
+Where this departs from the papers, by default: gamma and lambda are 1, as is usual for language models; actor and
+critic share no weights, each has its optimizer; dual clip. --gae-lambda-policy and --length-adaptive-alpha are VAPO's
+(2504.05118).
 This file is grpo.py with a critic: make diff A=grpo B=ppo.
 
 Launch: python ppo.py (any machine), GPUS=8 launch/one_node.sh ppo.py ..., torchrun, accelerate (docs/scaling.md).
@@ -71,7 +72,7 @@ class Args:
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
-    """vanilla is policy_loss below; the others are in lib/core_algos/losses.py"""
+    """vanilla is policy_loss below; the others are in lib/core_algos/policy_losses.py"""
     loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
@@ -80,7 +81,7 @@ class Args:
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """dual clip: bound of the ratio where the advantage is negative"""
     loss_agg_mode: shared.AggMode = "token-mean"
-    """how token losses become one loss: see agg_loss in lib/core_algos/losses.py"""
+    """how token losses become one loss: see agg_loss in lib/core_algos/reductions.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
     token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)

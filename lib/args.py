@@ -64,7 +64,7 @@ PolicyLoss = Literal[
     "clip_cov",
     "kl_cov",
 ]
-"""names in lib/core_algos/losses.py"""
+"""names in lib/core_algos/policy_losses.py"""
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"]
 
@@ -413,7 +413,7 @@ class RolloutCorrectionArgs:
 
 @dataclass
 class TokenMaskArgs:
-    """Tokens that stay in the loss (lib/core_algos/token_masks.py). The last three are of the losses of their names."""
+    """Tokens that stay in the loss; the last three are of the losses of their names (lib/core_algos/policy_losses.py)."""
 
     top_entropy: float | None = None
     """this fraction of the tokens, those of the highest entropy, such as 0.2 (2506.01939)"""
@@ -445,7 +445,7 @@ class TokenMaskArgs:
 
 @dataclass
 class LossKwargs:
-    """Hyper-parameters of --loss, each of the losses in brackets, which have defaults in lib/core_algos/losses.py."""
+    """Hyper-parameters of --loss, each of the losses in brackets; lib/core_algos/policy_losses.py has the defaults."""
 
     cliprange_low: Annotated[float | None, Ge(0)] = None
     """lower clip [cispo, gspo, geo_mean, two_sided, decoupled, clip_cov]"""

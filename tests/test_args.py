@@ -5,8 +5,6 @@ import importlib.util
 import json
 import math
 import subprocess
-from dataclasses import dataclass
-from typing import Annotated, get_args, get_type_hints
 
 import pytest
 from annotated_types import Gt, Interval, Le
@@ -14,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib import InputError
-from lib.args import check_engine, check_model_path, check_output_dir, check_ranges
-from tests.common import ACCELERATE, PYTHON, ROOT, TORCHRUN, environment, launch
+from lib.args import RENAMED, check_engine, check_model_path, check_output_dir
+from lib.cli.flags import Names, OnResume, check_range, walk
+from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, launch, ran
 
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
 DRIVER = """
@@ -37,8 +36,15 @@ BAD_FLAGS = {  # what the message says, by flags
     "--group-size 0: must be at least 1": ["--group-size", "0"],
     "10 / (1 x 4) = 2.5": ["--prompts-per-step", "10", "--num-mini-batches", "4"],
     "30 < 32 + 16": ["--micro-batch-tokens", "30"],
-    "--loss-kwargs {x: not JSON": ["--loss-kwargs", "{x"],
-    "--multi-turn [1]: give a JSON object": ["--multi-turn", "[1]"],
+    "--reward-kwargs {x: not JSON": ["--reward-kwargs", "{x"],
+    "--reward-kwargs [1]: give a JSON object": ["--reward-kwargs", "[1]"],
+    "give --multi-turn.tools calculator --multi-turn.max-turns 3": [
+        "--multi-turn",
+        '{"tools": ["calculator"], "max_turns": 3}',
+    ],
+    "--token-masks: it takes no JSON now": ["--token-masks={x"],
+    **{f"{old} is called {new} now": [old, "1"] for old, new in RENAMED.items()},
+    "--config absent.json: cannot be read": ["--config", "absent.json"],
     "--temperature 0.0: must be above 0": ["--temperature", "0"],
     "--max-grad-norm -1.0: must be above 0": ["--max-grad-norm", "-1"],
     "--lr nan: must be a finite number": ["--lr", "nan"],
@@ -51,7 +57,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "--seed -1: must be at least 0 and below 4294967296": ["--seed", "-1"],
     "--seed 4294967296: must be at least 0 and below": ["--seed", "4294967296"],
     "--reward-weights 1e+38": ["--reward-weights", "1e38"],
-    "NaN is no finite number": ["--loss-kwargs.x", "nan"],
+    "--loss-kwargs.cap nan: must be a finite number": ["--loss-kwargs.cap", "nan"],
+    "NaN is no finite number": ["--reward-kwargs", '{"x": NaN}'],
     "1e999 is no finite number": ["--reward-kwargs", '{"x": 1e999}'],
     "--reward-kwargs: nested too deeply": ["--reward-kwargs", "[" * 100_000],
     "--freeze model.(: not a regular expression": ["--freeze", "model.("],
@@ -84,7 +91,8 @@ OWN_BAD_FLAGS = {
         "go together": ["--adv-estimator", "gdpo"],
         "--kl-placement loss": ["--adv-estimator", "gdpo", "--reward-keys", "x", "--kl-placement", "reward"],
         "--async-level 1 needs --rollout-engine http": ["--async-level", "1"],
-        "do not run ahead": [*AHEAD, "--multi-turn.max-turns", "2"],
+        "do not run ahead": [*AHEAD, "--multi-turn.tools", "calculator"],
+        "without tools and without an interaction": ["--multi-turn.max-turns", "2"],
     },
     "ppo": {
         "--critic-model ./absent: no such folder": ["--critic-model", "./absent"],
@@ -117,30 +125,25 @@ def test_a_bad_flag_is_one_line_before_torch_is_imported(script):
 def test_every_number_has_its_range_at_the_field():
     """Also that the defaults are in it."""
     for script in OWN_BAD_FLAGS:
-        args_class = importlib.import_module(script).Args
-        check_ranges(args_class())
-        for name, hint in get_type_hints(args_class, include_extras=True).items():
-            if {int, float} & {hint, *get_args(hint), *get_args(get_args(hint)[0] if get_args(hint) else None)}:
-                assert getattr(hint, "__metadata__", ()), f"{script}: {name} has no range"
+        for name, value, marks in walk(importlib.import_module(script).Args()):
+            check_range(name, value, marks)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                others = [mark for mark in marks if not isinstance(mark, Names | OnResume)]
+                assert others, f"{script}: {name} has no range"
 
 
 @given(st.floats(), st.floats(), st.floats())
 def test_a_number_is_taken_where_its_bounds_hold(value, low, high):
-    @dataclass
-    class Some:
-        number: Annotated[float | None, Gt(low), Le(high)] = None
-        pair: Annotated[tuple[float, ...], Interval(ge=low, lt=high)] = ()
-
-    check_ranges(Some())
-    for args, holds in (
-        (Some(number=value), low < value <= high),
-        (Some(pair=(value, value)), low <= value < high),
+    check_range("number", None, (Gt(low), Le(high)))
+    for number, marks, holds in (
+        (value, (OnResume.MAY_CHANGE, Gt(low), Le(high)), low < value <= high),
+        ((value, value), (Interval(ge=low, lt=high),), low <= value < high),
     ):
         if holds and math.isfinite(value):
-            check_ranges(args)
+            check_range("a_number", number, marks)
         else:
-            with pytest.raises(InputError, match=r"^--(number|pair) "):
-                check_ranges(args)
+            with pytest.raises(InputError, match=r"^--a-number "):
+                check_range("a_number", number, marks)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -159,12 +162,39 @@ def test_the_help_needs_no_torch():
     assert code == 0 and "--max-grad-norm" in said and not torch_imported
 
 
+def test_the_help_ends_with_the_algorithms_own_flags():
+    said = subprocess.run([*PYTHON, "grpo.py", "--help"], cwd=ROOT, capture_output=True, encoding="utf-8").stdout
+    assert said.index("run options") < said.index("--lora-rank") < said.index("--adv-estimator")
+    ascii_only = environment() | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*PYTHON, "grpo.py", "--help"], cwd=ROOT, env=ascii_only, capture_output=True, text=True)
+    assert "--adv-estimator" in done.stdout, done.stderr
+
+
+def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
+    """A run's config.json: of its flags, settings among them, all but those of its start; also YAML."""
+    shared = ["--dry-run", "1", "--model", TOY_MODEL]
+    first = ran(launch("grpo", tmp_path, "--total-steps", "1", *SMALL, "--clip-ratio-high", "0.5", "--no-shuffle"))
+    config = next(tmp_path.glob("*/config.json"))
+    dumped = json.loads(config.read_text())
+    assert (dumped["clip_ratio_high"], dumped["shuffle"]) == (0.5, False), first.stdout
+    again = tmp_path / "again"
+    ran(launch("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
+    now = json.loads((again / "run/config.json").read_text())
+    differ = {name for name in now if now[name] != dumped[name]}
+    assert differ == {"output_dir", "run_name", "config", "history", "clip_ratio_low"}
+    (tmp_path / "flags.yaml").write_text("prompts_per_step: 10\nmulti_turn:\n  max_turns: 0\n")
+    done = launch("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared)
+    assert "--multi-turn.max-turns 0: must be above 0" in done.stderr
+    (tmp_path / "flags.yaml").write_text("prompts_per_steps: 10\n")
+    assert "--prompts-per-step" in launch("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared).stderr
+
+
 @pytest.mark.parametrize(
     ("launcher", "flags", "message"),
     [
         (TORCHRUN, ["--group-size", "0"], "--group-size 0: must be at least 1"),
         (TORCHRUN, ["--max-grad-nom", "1"], "--max-grad-norm"),
-        (ACCELERATE, ["--adv-kwargs.gama", "1"], "gama"),  # found by torch's side
+        (ACCELERATE, ["--adv-kwargs.gamma", "1"], "gamma"),  # found by torch's side
     ],
     ids=["value", "typo", "accelerate"],
 )
@@ -192,10 +222,9 @@ def test_a_path_without_a_model_is_one_clear_line(tmp_path, make, message):
 
 def test_what_is_no_engine():
     for name in ("hf", "vllm" if importlib.util.find_spec("vllm") else "hf", "http://a:1", "http://a:1,https://b:2"):
-        check_engine(name, 1, 2)
+        check_engine(name, 1)
     for name in ("sglang", "", "http://a:1,b:2"):
         with pytest.raises(InputError, match="http://host:port"):
-            check_engine(name, 1, 2)
-    for name, ranks, message in (("vllm", 3, "must be a multiple"), ("hf", 2, "splits a vLLM engine")):
-        with pytest.raises(InputError, match=message):
-            check_engine(name, ranks, 4)
+            check_engine(name, 1)
+    with pytest.raises(InputError, match="splits a vLLM engine"):
+        check_engine("hf", 2)

@@ -24,9 +24,9 @@ IN_FLAGS = {  # what the message says, by flags
     "--reward-kwargs api_key_env": ["--reward-kwargs", '{"api_key_env": "hunter22-hunter22"}'],
     "--reward-kwargs model: it looks like a key": ["--reward-kwargs", json.dumps({"model": KEY})],
     "--reward-kwargs base_url: a key in": ["--reward-kwargs", '{"base_url": "https://h/v1?api_key=hunter22"}'],
-    "--multi-turn tools: GITHUB_TOKEN gets": ["--multi-turn.tools", "mcp:env GITHUB_TOKEN=hunter22 server"],
-    "--multi-turn tools: --api-key": ["--multi-turn.tools", "mcp:server --api-key hunter22"],
-    "--multi-turn tools: Authorization": ["--multi-turn.tools", "mcp:Authorization=hunter22 https://h/mcp"],
+    "--multi-turn.tools: GITHUB_TOKEN gets": ["--multi-turn.tools", "mcp:env GITHUB_TOKEN=hunter22 server"],
+    "--multi-turn.tools: --api-key": ["--multi-turn.tools", "mcp:server --api-key hunter22"],
+    "--multi-turn.tools: Authorization": ["--multi-turn.tools", "mcp:Authorization=hunter22 https://h/mcp"],
     "--train-files: it holds the value of MY_TOKEN": ["--train-files", "https://h/of-the-environment/train.parquet"],
 }
 

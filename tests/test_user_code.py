@@ -39,7 +39,7 @@ def test_a_file_that_fails_or_hangs_is_one_line(tmp_path, code):
 def test_a_file_is_run_once(tmp_path):
     (tmp_path / "mine.py").write_text("calls = []\ndef f(): calls.append(1)\ndef g(): return calls\n")
     load_object("--reward", f"{tmp_path / 'mine.py'}:f")()
-    assert load_object("--multi-turn tools", f"{tmp_path}/../{tmp_path.name}/mine.py:g")() == [1]
+    assert load_object("--multi-turn.tools", f"{tmp_path}/../{tmp_path.name}/mine.py:g")() == [1]
 
 
 @pytest.mark.parametrize("spec", ["mine.py", "mine.py:", ":f", "absent.py:f", "mine.py:a.b", ""])
@@ -57,8 +57,8 @@ def test_every_flag_that_takes_a_file_loads_it_so(tmp_path):
     for flag, load in {
         "--reward": lambda: load_scorers([spec], []),
         "--dataset-class": lambda: load_dataset_class(spec),
-        "--multi-turn tools": lambda: load_multi_turn({"tools": [spec]}, tokenizer, {}, 32),
-        "--multi-turn interaction": lambda: load_multi_turn({"interaction": spec}, tokenizer, {}, 32),
+        "--multi-turn.tools": lambda: load_multi_turn({"tools": [spec]}, tokenizer, {}, 32),
+        "--multi-turn.interaction": lambda: load_multi_turn({"interaction": spec}, tokenizer, {}, 32),
     }.items():
         with pytest.raises(InputError, match=f"{flag} .*: ZeroDivisionError: division by zero in line 1"):
             load()

@@ -30,10 +30,11 @@ from lib.distributed import (
     new_cpu_subgroup,
     run,
     shard_model,
+    start_step,
+    timed,
     wait_for_all,
 )
 from lib.model import load_model
-from lib.run import Timer
 from tests.common import ACCELERATE, ONE_NODE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics, save_tiny
 from tests.test_scripts import saved
 
@@ -83,12 +84,12 @@ def rank_1_is_missing(args):
     """It never comes to the collective that the others wait in."""
     timeout, what_it_does = args
     world = init_distributed(timeout)
-    timer = Timer(7)
-    with timer("rollout"):
+    start_step(7)
+    with timed("rollout"):
         if world.rank == 1:
             what_it_does()
         time.sleep(0.3)
-    with timer("reward"):
+    with timed("reward"):
         dist.barrier()
 
 
@@ -202,8 +203,8 @@ def test_stages_that_end_may_take_longer_together(start_ranks):
     def steps(_):
         init_distributed(1.5)
         for step in range(10):
-            timer = Timer(step)
-            with timer("rollout"):
+            start_step(step)
+            with timed("rollout"):
                 time.sleep(0.2)
                 dist.barrier()
 
@@ -231,9 +232,9 @@ def test_without_a_time_limit_nobody_watches(start_ranks):
     assert exit_code(rank) == 0
 
 
-def test_a_timers_blocks_are_stages():
-    timer = Timer(3)
-    with timer("rollout"):
+def test_timed_blocks_are_stages():
+    start_step(3)
+    with timed("rollout"):
         assert lib.distributed.watchdog._stage[0] == "step 3 rollout"
     assert lib.distributed.watchdog._stage[0] == "step 3 after rollout"
 

@@ -53,11 +53,11 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
                 validator.check_schema(validator.schema)
             except (TypeError, KeyError, NotImplementedError, jsonschema.SchemaError) as error:
                 raise InputError(
-                    f"--multi-turn tools {spec}: get_openai_tool_schema() must give {{'type': 'function', 'function': "
+                    f"--multi-turn.tools {spec}: get_openai_tool_schema() must give {{'type': 'function', 'function': "
                     f"{{'name', 'description', 'parameters': a JSON schema}}}} ({say(error).splitlines()[0]})"
                 ) from error
             if name in tools:
-                raise InputError(f"--multi-turn tools {spec}: there is a tool {name!r} already; rename one of the two")
+                raise InputError(f"--multi-turn.tools {spec}: there is a tool {name!r} already; rename one of the two")
             tools[name] = tool
     return tools
 
@@ -76,13 +76,13 @@ def _tools_of(spec: str) -> list[BaseTool]:
         return _mcp_tools(rest)
     if not rest:
         raise InputError(
-            f"--multi-turn tools {spec}: use calculator, python, search:..., mcp:... or path/to/file.py:name"
+            f"--multi-turn.tools {spec}: use calculator, python, search:..., mcp:... or path/to/file.py:name"
         )
-    found = load_object("--multi-turn tools", spec)
+    found = load_object("--multi-turn.tools", spec)
     if callable(found) and not inspect.isclass(found):
         return [FunctionTool(found)]
     if not (inspect.isclass(found) and issubclass(found, BaseTool)):
-        raise InputError(f"--multi-turn tools {spec}: neither a function nor a subclass of lib.agent.BaseTool")
+        raise InputError(f"--multi-turn.tools {spec}: neither a function nor a subclass of lib.agent.BaseTool")
     return [found()]
 
 
@@ -209,7 +209,7 @@ def _bm25(path: Path) -> Callable[[str], list[str]]:
 
 def _read_corpus(path: Path) -> list[str]:
     if not path.is_file():
-        raise InputError(f"--multi-turn tools search:{path}: no such file")
+        raise InputError(f"--multi-turn.tools search:{path}: no such file")
     passages = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
@@ -219,11 +219,11 @@ def _read_corpus(path: Path) -> list[str]:
             passages.append(row["contents"] if "contents" in row else f"{row.get('title', '')}\n{row['text']}".strip())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f'--multi-turn tools search:{path}: line {number} is no JSON object with "contents" or "text" '
+                f'--multi-turn.tools search:{path}: line {number} is no JSON object with "contents" or "text" '
                 f"({say(error)})"
             ) from error
     if not passages:
-        raise InputError(f"--multi-turn tools search:{path}: no passage in it")
+        raise InputError(f"--multi-turn.tools search:{path}: no passage in it")
     return passages
 
 
@@ -282,7 +282,7 @@ def _mcp_target(target: str):
     while words and (assignment := re.fullmatch(r"([\w-]+)=(.*)", words[0])):
         name, text = assignment.groups()
         if (value := from_environment(text)) is None:
-            raise InputError(f"--multi-turn tools mcp:{target}: there is no {text[1:]} in the environment")
+            raise InputError(f"--multi-turn.tools mcp:{target}: there is no {text[1:]} in the environment")
         given[name] = value
         del words[0]
     if words[0].startswith(("http://", "https://")):
@@ -294,9 +294,9 @@ def _mcp_tools(target: str) -> list[BaseTool]:
     try:
         server = MCPServer(_mcp_target(target))
     except ImportError as error:
-        raise InputError(f"--multi-turn tools mcp:{target}: pip install 'mcp>=2.3' ({error})") from error
+        raise InputError(f"--multi-turn.tools mcp:{target}: pip install 'mcp>=2.3' ({error})") from error
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"--multi-turn tools mcp:{target}: no MCP server answers there ({say(error)})") from error
+        raise InputError(f"--multi-turn.tools mcp:{target}: no MCP server answers there ({say(error)})") from error
     return [MCPTool(server, tool) for tool in server.tools]

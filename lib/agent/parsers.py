@@ -35,7 +35,7 @@ def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = No
     if name.startswith("vllm:"):
         return functools.partial(_guarded, _vllm_parser(name.removeprefix("vllm:"), tokenizer, schemas))
     problem = f"there is no parser {name!r}" if name else "the chat template shows no format that is known here"
-    raise InputError(f"--multi-turn parser: {problem}; use {', '.join(own)} or vllm:NAME, one of vLLM's")
+    raise InputError(f"--multi-turn.parser: {problem}; use {', '.join(own)} or vllm:NAME, one of vLLM's")
 
 
 def _format_of(template: str) -> str:
@@ -170,12 +170,12 @@ def _vllm_parser(name: str, tokenizer, schemas: list[dict]) -> Callable[[str], l
         request = ChatCompletionRequest(model="", messages=[], tools=schemas or None)
         cls(tokenizer, request.tools)  # raises where the tokenizer lacks its special tokens
     except ImportError as error:
-        raise InputError(f"--multi-turn parser vllm:{name}: vLLM is not installed ({error})") from error
+        raise InputError(f"--multi-turn.parser vllm:{name}: vLLM is not installed ({error})") from error
     except KeyError as error:
         known = ", ".join(sorted(ToolParserManager.lazy_parsers))
-        raise InputError(f"--multi-turn parser vllm:{name}: vLLM has no such parser; it has {known}") from error
+        raise InputError(f"--multi-turn.parser vllm:{name}: vLLM has no such parser; it has {known}") from error
     except (ValueError, RuntimeError) as error:
-        raise InputError(f"--multi-turn parser vllm:{name}: it does not fit the tokenizer ({say(error)})") from error
+        raise InputError(f"--multi-turn.parser vllm:{name}: it does not fit the tokenizer ({say(error)})") from error
 
     def parse(text: str) -> list[ToolCall]:
         parser = cls(tokenizer, request.tools)  # it has a state

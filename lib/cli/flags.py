@@ -60,8 +60,7 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
 
     renamed: {old flag: new flag}, for a line that says so. A mistake ends the process with exit code 2.
     """
-    said = io.StringIO()  # by tyro, which a launcher's report wants too
-    shown = io.StringIO()
+    said, shown = _Held(), _Held()  # by tyro: what is wrong, which a launcher's report wants too, and --help
     try:
         words = _words(args_class, sys.argv[1:], renamed)
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
@@ -78,6 +77,10 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
             print(_algorithm_last(shown.getvalue()))
         raise
     return args
+
+
+class _Held(io.StringIO):
+    encoding = getattr(sys.stdout, "encoding", None)  # where it is UTF-8 tyro draws boxes
 
 
 def _algorithm_last(help_text: str) -> str:

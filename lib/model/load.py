@@ -70,10 +70,14 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
     plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
     others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
     if others:
-        raise InputError(f"--tensor-parallel-size {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag")
+        raise InputError(
+            f"--tensor-parallel-size {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag"
+        )
     heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
     if any(n % size for n in heads):
-        raise InputError(f"--tensor-parallel-size {size}: must divide the {min(heads)} key and value heads of {flag} {path}")
+        raise InputError(
+            f"--tensor-parallel-size {size}: must divide the {min(heads)} key and value heads of {flag} {path}"
+        )
 
 
 def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:

@@ -117,7 +117,7 @@ def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float
     for module in modules:
         importlib.import_module(module)
     by_source = spec == BY_DATA_SOURCE
-    function = rewards.compute_score if by_source else load_object("--reward", spec)
+    function = importlib.import_module("rewards").compute_score if by_source else load_object("--reward", spec)
     if time_limit_s is not None and (by_source or "time_limit_s" in inspect.signature(function).parameters):
         kwargs = kwargs | {"time_limit_s": time_limit_s}
     return functools.partial(function, **kwargs)

@@ -46,7 +46,9 @@ class VLLMEngine:
     ):
         heads = model.config.get_text_config().num_attention_heads
         if heads % ranks:
-            raise InputError(f"--rollout-tensor-parallel-size {ranks}: the model's {heads} attention heads must be a multiple of it")
+            raise InputError(
+                f"--rollout-tensor-parallel-size {ranks}: the model's {heads} attention heads must be a multiple of it"
+            )
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         on_gpu = compute_device(model).type == "cuda"
