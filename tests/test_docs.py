@@ -5,7 +5,7 @@
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -148,6 +148,17 @@ def test_servers_are_started_on_an_address():
     commands = [line for text in texts for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
     assert len(commands) >= 3
     assert [line for line in commands if "--host" not in line] == []
+
+
+def test_modules_that_commands_name_exist():
+    """Of ours: python -m lib.model.memory, --worker-extension-cls lib.rollout.vllm_weights.WorkerExtension."""
+    paths = [ROOT / "README.md", ROOT / "Makefile"]
+    paths += [path for room in ("docs", "lib", "benchmarks", "launch") for path in (ROOT / room).rglob("*")]
+    texts = [path.read_text() for path in paths if path.suffix in (".md", ".py", ".sh", "") and path.is_file()]
+    ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|data|benchmarks)(?:\.[a-z_]\w*)+)")
+    named = {module for text in texts for module in ours.findall(text)}
+    assert {"lib.model.memory", "lib.rollout.vllm_weights"} <= named
+    assert [module for module in named if importlib.util.find_spec(module) is None] == []
 
 
 # ---- data ----------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def _response_inputs(
     """(inputs, select, target): what the decoder takes; for each trained token the place (n,), in the decoder's layout,
     that predicts it; and its own place (n,) in the flattened response_mask.
 
-    A row may hold several sequences end to end (lib/agent_loop.py): one begins wherever position_ids is 0.
+    A row may hold several sequences end to end (lib/agent): one begins wherever position_ids is 0.
     """
     padding_free = padding_free and model.padding_free
     fields = ("input_ids", "attention_mask", "position_ids", "response_mask")

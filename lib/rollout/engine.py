@@ -4,7 +4,7 @@ An engine has: generate(prompts, sampling, seeds) -> DataProto, load_weights(mod
 probe_log_probs(ids), sleep(), wake(), close(); and `proved`, the metrics of its last sync, which sync_weights keeps
 there. `hf` samples with the live model; `vllm` is an engine in this process; `http://host:port` is a vLLM server that
 runs already.
-For requests that come and go one by one (lib/agent_loop.py) it has, inside `with engine.session():`, submit(request_id,
+For requests that come and go one by one (lib/agent) it has, inside `with engine.session():`, submit(request_id,
 prompt_ids, sampling, seed), step() -> {request_id: Generated} of those that ended, and abort(request_id).
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, responses are never decoded on their way to the loss. A response
@@ -120,7 +120,7 @@ def add_responses(
     P and T are the longest prompt and response of all ranks, whatever the prompts' padding and the limits: what comes
     after it costs as much as there are tokens. Prompts are left-padded, responses right-padded.
 
-    A row's finish_reason may also be one of lib/agent_loop.py; "abort" and "error" leave no trained token. masks: which
+    A row's finish_reason may also be one of lib/agent; "abort" and "error" leave no trained token. masks: which
     tokens were sampled, if not all. position_ids: if a response is not simply what follows its prompt.
     """
     B, device = len(rows), prompts.batch["input_ids"].device

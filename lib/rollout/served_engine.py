@@ -26,7 +26,7 @@ from lib.rollout.engine import Generated, Sampling, add_responses, stop_token_id
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
-STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/agent_loop.py stands still meanwhile
+STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/agent stands still meanwhile
 BUCKET_BYTES = 256 << 20  # of one broadcast, or one tensor; three buckets are in memory at a time
 SYNC_TIMEOUT_S = 300.0  # for all servers to join the group, or to take a bucket
 HEALTH_S = 2.0  # between two questions whether they are alive
@@ -72,7 +72,7 @@ class ServedEngine:
         self._open = asyncio.Event()  # not while weights come
         self._open.set()
         self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(keepalive_expiry=1.0))  # vLLM: 5 s
-        self._loop = asyncio.new_event_loop()  # lib/agent_loop.py's stands still during a step
+        self._loop = asyncio.new_event_loop()  # lib/agent's stands still during a step
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.version: int | None = None
         self.checksum: int | None = None
