@@ -413,7 +413,7 @@ class RolloutCorrectionArgs:
 
 @dataclass
 class TokenMaskArgs:
-    """Tokens that stay in the loss; the last three are of the losses of their names (lib/core_algos/policy_losses.py)."""
+    """Tokens that stay in the loss (lib/core_algos/policy_losses.py); the last three are for the losses named so."""
 
     top_entropy: float | None = None
     """this fraction of the tokens, those of the highest entropy, such as 0.2 (2506.01939)"""
