@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -57,6 +58,7 @@ def args_of(script: str) -> type:
     return importlib.import_module(script).Args
 
 
+@cache
 def flags_of(script: str) -> set[str]:
     """As --help writes them, with the prefixes of settings: --multi-turn, --rollout-correction.reject."""
     from lib.cli.flags import walk
@@ -81,7 +83,7 @@ def test_flags_and_their_values_are_taken(doc):
 
     for script, code in dict.fromkeys(SNIPPET.findall(text_of(doc))):
         script, words = script or SCRIPT_OF[doc], shlex.split(code)
-        if {*words} & (LAUNCHERS | VLLM | OF_TOOLS):
+        if {*words} & (LAUNCHERS | VLLM | OF_TOOLS | {"n", "K"}):
             continue
         if len(words) == 1:
             assert code in flags_of(script), (script, code)
@@ -112,7 +114,7 @@ LAUNCHERS = {
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
 }
 VLLM = {
-    *("--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
+    *("--enforce-eager", "--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
     *("--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
 }
 OF_TOOLS = {
