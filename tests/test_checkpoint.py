@@ -1,6 +1,7 @@
 """Checkpoints on real gloo groups of 1 and 2 forked ranks: exact resume, resharding, torn folders, rotation, export."""
 
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
-from lib.run.checkpoint import export_hf, load_batches, load_checkpoint, newest_complete, save_checkpoint
+from lib.run.checkpoint import export_hf, file_hash, load_batches, load_checkpoint, newest_complete, save_checkpoint
 from tests.common import run_ranks
 
 VOCAB, ROWS, LENGTH = 96, 4, 12
@@ -481,6 +482,20 @@ def test_kill_before_the_rename_leaves_the_previous_one(tmp_path):
         assert not list(folder.glob("*.tmp"))
 
     run_ranks(1, check, tmp_path)
+
+
+def test_a_fork_of_a_process_that_has_hashed_can_hash(tmp_path):
+    """A pool of threads that hash is not there in the child; scorers and ranks of tests are forks."""
+    (tmp_path / "file").write_bytes(bytes(2**21))
+    expected = file_hash(tmp_path / "file")
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: os._exit(3 * (file_hash(tmp_path / "file") == expected))
+    )
+    child.start()
+    child.join(60)
+    child.kill()
+    child.join()
+    assert child.exitcode == 3
 
 
 def test_rotation(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import functools
 import importlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import pytest
 
+import lib.run.run as run_module
 from lib import InputError
 from lib.cli.flags import OnResume, marked
-from lib.distributed import run as run_module
 from lib.run.checkpoint import newest_complete
+from lib.run.provenance import write_start
 from lib.run.run import set_aside, take_lock
 from lib.run.run_config import read_json
 from lib.run.tracking import Tracker
@@ -242,7 +244,7 @@ def test_what_changes_results_needs_consent_which_is_recorded(copied):
         template.write(" ")
     before = times(folder)
     refused = error_of(fork("grpo", folder, *args, *other))
-    assert "--lr was 0.0003, is 1e-05" in refused and "--resume-override seed kl_coef lr" in refused
+    assert "--lr was 0.0003, is 1e-05" in refused and "--resume-override seed lr kl_coef" in refused
     for flags, message in {
         ("--resume-override", "lrr"): "--resume-override lrr: no flag of grpo.py",
         ("--lora-rank", "4", "--resume-override", "lora_rank"): "--lora-rank was 0, is 4: the checkpoint holds other",
@@ -274,16 +276,16 @@ def test_data_that_changed_in_their_place_are_other_data(tmp_path):
 
 def test_another_script_needs_consent_and_flags_that_come_or_go_are_reported(copied):
     folder, args = copied
-    text = (ROOT / "grpo.py").read_text().replace("    singleton: ", "    lonely: ")
-    (folder / "mine.py").write_text(text.replace("args.singleton", "args.lonely"))
+    text = (ROOT / "grpo.py").read_text()
+    (folder / "mine.py").write_text(text.replace("reward_keys", "parts"))
     args = [*args, "--run-name", "run", "--resume", "auto", "--total-steps", "5", "--model", TOY_MODEL]
     mine = str(folder / "mine")
     assert "script was grpo.py, is mine.py" in error_of(fork(mine, folder, *args))
     done = ran(fork(mine, folder, *args, "--resume-override", "script"))
     for line in (
         "changed: script was grpo.py, is mine.py",
-        "not known to the checkpoint: --lonely 'raw'",
-        "not known to mine.py: --singleton 'raw'",
+        "not known to the checkpoint: --parts []",
+        "not known to mine.py: --reward-keys []",
     ):
         assert f"\n{line}" in done.stdout
     assert json.loads((folder / "run/config.json").read_text())["script"] == "mine.py"
@@ -296,6 +298,33 @@ def test_the_table_of_what_may_change_is_that_of_the_code(script):
     row = next(line for line in text.splitlines() if line.startswith("| may change"))
     flags = {word.strip("`-,").replace("-", "_") for word in row.split("|")[2].split()}
     assert flags == marked(importlib.import_module(script).Args(), OnResume.MAY_CHANGE)
+
+
+# ---- what ran ------------------------------------------------------------------------------------
+
+
+def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
+    """Of a checkout of git also what differs from its commit; a key of the environment is struck out."""
+    monkeypatch.setenv("MY_API_KEY", "correct-horse")
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
+    script = tmp_path / "mine.py"
+    script.write_text("first = 1\n")
+    write_start(tmp_path / "starts/1", script, "python mine.py --lr 1")
+    (tmp_path / ".gitignore").write_text("starts\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    script.write_text("first = 2  # correct-horse\n")
+    (tmp_path / "new.py").write_text("")
+    write_start(tmp_path / "starts/2", script, "python mine.py")
+    first, second = (json.loads((tmp_path / f"starts/{n}/start.json").read_text()) for n in (1, 2))
+    assert (tmp_path / "starts/1/mine.py").read_text() == "first = 1\n"
+    assert first["command"] == "python mine.py --lr 1" and first["commit"] is None
+    assert first["packages"]["torch"] == importlib.metadata.version("torch")
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert second["commit"] == head and second["untracked"] == ["new.py"]
+    diff = tmp_path / "starts/2/diff.patch"
+    assert "-first = 1" in diff.read_text() and "correct-horse" not in diff.read_text()
+    assert diff.stat().st_mode & 0o077 == 0 and not (tmp_path / "starts/1/diff.patch").exists()
 
 
 # ---- one writer ----------------------------------------------------------------------------------
@@ -407,7 +436,7 @@ def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
         [row] = metrics(folder / f"run/val_only/{number}")
         assert row["step"] == (4 if resume == "auto" else 2)
         made = {path.name for path in (folder / f"run/val_only/{number}").iterdir()}
-        assert made == {"config.json", "metrics.jsonl", "samples.jsonl"}
+        assert made == {"config.json", "metrics.jsonl", "samples.jsonl", "starts"}
     ran(fork("grpo", folder, *args, "start"))
     assert [row["step"] for row in metrics(folder / "start/val_only/1")] == [0]
     after = times(folder)

@@ -105,8 +105,9 @@ class Rollouts:
         return self._state
 
     def load_state_dict(self, state: dict) -> None:
-        self.loader.load_state_dict(state)
-        self._state = self.loader.state_dict()
+        if self.loader is not None:  # not where validation is all
+            self.loader.load_state_dict(state)
+            self._state = self.loader.state_dict()
 
     def _requests(self) -> Iterator[tuple]:
         for step in self.steps:

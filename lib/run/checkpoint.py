@@ -110,7 +110,7 @@ def save_checkpoint(
         dcp.save(state, checkpoint_id=tmp, process_group=group)
 
     def hash_shards() -> None:
-        hashes.update((file.name, _hash(file)) for file in tmp.glob(f"__{rank}_*"))
+        hashes.update((file.name, file_hash(file)) for file in tmp.glob(f"__{rank}_*"))
 
     def seal() -> None:
         if rank == 0:
@@ -123,7 +123,7 @@ def save_checkpoint(
             if config:
                 private(tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             files = {
-                file.name: {"bytes": file.stat().st_size, "blake3": hashes.get(file.name) or _hash(file)}
+                file.name: {"bytes": file.stat().st_size, "blake3": hashes.get(file.name) or file_hash(file)}
                 for file in sorted(tmp.iterdir())
             }
             (tmp / "manifest.json").write_text(json.dumps({"files": files}, indent=1))
@@ -413,7 +413,7 @@ def _unlike_the_manifest(folder: Path) -> str | None:
 @cache
 def _altered(folder: Path, saved: int) -> str | None:
     for name, file in _manifest(folder).items():
-        if _hash(folder / name) != file.get("blake3"):
+        if file_hash(folder / name) != file.get("blake3"):
             return f"{name} is not as it was saved"
     return None
 
@@ -422,8 +422,9 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads((folder / "manifest.json").read_text())["files"]
 
 
-def _hash(file: Path) -> str:
-    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
+def file_hash(file: Path) -> str:
+    threads = os.cpu_count() or 1  # of its own: AUTO's are global, and a forked child waits for ever for its parent's
+    return blake3(max_threads=threads).update_mmap(file).hexdigest()
 
 
 def _publish(tmp: Path, final: Path) -> None:

@@ -2,6 +2,7 @@
 
     config.json    script, flags, what their paths held, and a history: each start, the checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
+    starts/1/      of each start the script, the git commit and what differs from it, the packages, the command line
     checkpoints/   step_000020, ...: the run as far as it came. Each holds the config.json of its time
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows of later steps
     val_only/1/    what --val-only writes
@@ -55,6 +56,7 @@ from lib.run.checkpoint import (
     why_torn,
 )
 from lib.run.metrics import DROPPED, throughput_metrics
+from lib.run.provenance import write_start
 from lib.run.run_config import checked_overrides, compare, describe_run, read_json
 from lib.run.tracking import Tracker
 
@@ -196,23 +198,22 @@ def open_run(args: Any, world: World, script: str) -> Run:
         InputError (on every rank): another process has the folder, it holds steps that would be overwritten, there is
             no such checkpoint, the checkpoint's flags were others, a tracker is missing or not logged in.
     """
-    script = Path(script).name
     name = broadcast(args.run.run_name or f"{Path(script).stem}-s{args.run.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = Path(args.run.output_dir) / name
     tracker = Tracker(folder, {}, total_steps=0, enabled=False)
     run = Run(name, folder, args.run, args.validation, world, tracker)
-    run.checkpoint, run.step, run.new_data = on_first_rank(lambda: _open(run, args, script))
+    run.checkpoint, run.step, run.new_data = on_first_rank(lambda: _open(run, args, Path(script)))
     if world.rank == 0:
         on_early_end(run._end_early)
     return run
 
 
-def _open(run: Run, args: Any, script: str) -> tuple[Path | None, int, bool]:
+def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     """Rank 0's part of open_run: (checkpoint, its step, whether the training data are others)."""
     is_new = not run.folder.exists()
     if not is_new:
         run.lock = take_lock(run.folder)
-    run.config = describe_run(args, script)
+    run.config = describe_run(args, script.name)
     overrides = checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
     changed = {} if checkpoint is None else compare(checkpoint, run.config, args, overrides)
@@ -249,6 +250,7 @@ def _open(run: Run, args: Any, script: str) -> tuple[Path | None, int, bool]:
     )
     if not run.validation.val_only:
         set_aside(run.folder, step if own else 0)  # when nothing can be refused any more
+    write_start(_next_number(logs / "starts"), script, typed_command()[0])
     _write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data
 

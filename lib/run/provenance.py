@@ -1,0 +1,48 @@
+"""What ran: each start of a run keeps the script, the git commit and what differs from it, packages and command."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+
+from lib.cli.secrets import private, struck
+
+GIT_S = 30.0
+LONGEST_DIFF = 10 * 2**20  # bytes
+
+
+def write_start(folder: Path, script: Path, command: str) -> None:
+    """Makes the folder with the script, start.json and, of a git checkout that differs from its commit, diff.patch."""
+    folder.mkdir(parents=True)
+    shutil.copy(script, folder)
+    commit = _git(script.parent, "rev-parse", "HEAD").strip()
+    diff = _git(script.parent, "diff", "--no-ext-diff", "--binary", "HEAD") if commit else ""
+    untracked = _git(script.parent, "ls-files", "--others", "--exclude-standard", ":/").splitlines() if commit else []
+    start = {
+        "command": struck(command),
+        "commit": commit or None,  # None: no git, or no checkout
+        "untracked": untracked,
+        "python": platform.python_version(),
+        "packages": {
+            name: package.version for package in sorted(distributions(), key=str) if (name := package.metadata["Name"])
+        },
+    }
+    (folder / "start.json").write_text(json.dumps(start, indent=1, sort_keys=True) + "\n")
+    if diff:
+        whole = len(diff) <= LONGEST_DIFF
+        text = struck(diff) if whole else f"{len(diff)} bytes: too long to be kept\n"
+        private(folder / "diff.patch").write_text(text, errors="surrogateescape")
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says; "" where it fails."""
+    command = ["git", "-C", str(folder), "-c", "core.quotePath=false", *words]
+    env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, timeout=GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="surrogateescape")
