@@ -114,11 +114,12 @@ LAUNCHERS = {
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
 }
 VLLM = {
-    *("--enforce-eager", "--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
-    *("--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
+    *("--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
+    *("--enforce-eager", "--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
 }
 OF_TOOLS = {
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and lib/model/memory.py
+    *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others
     *("--flag", "--name"),  # placeholders
 }
