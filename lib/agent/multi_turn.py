@@ -110,8 +110,8 @@ class MultiTurn:
 def load_multi_turn(
     settings: dict, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict, max_prompt_length: int
 ) -> MultiTurn | None:
-    """--multi-turn's JSON; None if it is empty. "tools": names for load_tools; "parser": a name for get_tool_parser, or
-    auto; "interaction": a name for load_interaction; all other keys are fields of MultiTurn.
+    """From the --multi-turn settings; None without any. "tools": names for load_tools; "parser": a name for
+    get_tool_parser, or auto; "interaction": a name for load_interaction; all other keys are fields of MultiTurn.
 
     Raises InputError: an unknown key, or what these raise.
     """

@@ -140,7 +140,7 @@ def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: 
 
 
 def get_rollout_correction_fn(settings: Mapping) -> Callable[..., tuple[Tensor | None, Tensor, dict[str, float]]]:
-    """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings, JSON's too.
+    """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings.
 
     Raises InputError for what they are wrong in, before there is a batch: by a trial on two tokens.
     """
