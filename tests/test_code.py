@@ -1016,9 +1016,8 @@ class Rows:
 
 def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
     """What they accept is what their reward workers and tools then read in the environment."""
-    for script in ("grpo", "ppo", "remax", "dapo"):
-        source = (ROOT / f"{script}.py").read_text()
-        assert "accept_sandbox(args.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
+    source = (ROOT / "lib/setup.py").read_text()
+    assert "accept_sandbox(reward.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
     monkeypatch.setenv(sandbox.ACCEPTED, "namespaces")
     sandbox.accept("rlimits")
     child = "import os; from lib.reward import sandbox; print(os.environ[sandbox.ACCEPTED])"

@@ -22,6 +22,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
 from lib import InputError
+from lib.cli.flags import parse_flags
 from lib.core_algos import LOSS_AGG_MODES
 from lib.data import prepare_dynamic_batch
 from lib.distributed import full_tensor, make_mesh, make_row_group, set_gradient_sync, shard_model, trainable_parameters
@@ -270,20 +271,20 @@ def test_a_run_is_the_same_with_rows_that_no_rank_could_run_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "message"),
+    ("flags", "ranks", "message"),
     [
-        ({"sequence_parallel": 2}, 1, "--sequence-parallel-size 2: must divide the number of ranks, 1"),
-        ({"sequence_parallel": 0}, 1, "--sequence-parallel-size 0: must"),
-        ({"sequence_parallel": 2, "micro_batch_tokens": 23}, 2, "must hold one row.*: 2 x 23 < 32 \\+ 16"),
-        ({"sequence_parallel": 2, "padding_free": False}, 2, "--sequence-parallel-size 2: needs --padding-free"),
-        ({"sequence_parallel": 2, "attn_implementation": "eager"}, 2, "packed_sdpa"),
+        ("", 1, "--sequence-parallel-size 2: must divide the number of ranks, 1"),
+        ("--sequence-parallel-size 0", 1, "--sequence-parallel-size 0: must"),
+        ("--micro-batch-tokens 23", 2, "must hold one row.*: 2 x 23 < 32 \\+ 16"),
+        ("--no-padding-free", 2, "--sequence-parallel-size 2: needs --padding-free"),
+        ("--attn-implementation eager", 2, "packed_sdpa"),
     ],
 )
-def test_what_cannot_be_is_refused(settings, ranks, message, monkeypatch):
+def test_what_cannot_be_is_refused(flags, ranks, message, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(InputError, match=message):
-        grpo.check_flags(grpo.Args(**settings))
+        parse_flags(grpo.Args, f"--sequence-parallel-size 2 {flags}".split(), {})
 
 
 def test_models_that_cannot_be_split_are_refused(tmp_path):

@@ -22,6 +22,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
 from lib import InputError
+from lib.cli.flags import parse_flags
 from lib.distributed import (
     clip_grad_norm,
     full_tensor,
@@ -137,23 +138,23 @@ def test_a_run_with_vllm_is_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("flags", "message"),
     [
-        ({"tensor_parallel": 3}, "--tensor-parallel-size 3: must divide the number of ranks, 4"),
-        ({"rollout_engine": "hf"}, "does not work with --rollout-engine hf"),
-        ({"lora_rank": 4}, "--lora-rank"),
-        ({"replicas": 2}, "--dp-replicate-size"),
-        ({"sequence_parallel": 2}, "--sequence-parallel-size"),
-        ({"dry_run": 4}, "--dry-run"),
-        ({"padding_free": False}, "--tensor-parallel-size 2: needs --padding-free"),
+        ("--tensor-parallel-size 3", "--tensor-parallel-size 3: must divide the number of ranks, 4"),
+        ("--rollout-engine hf", "does not work with --rollout-engine hf"),
+        ("--lora-rank 4", "--lora-rank"),
+        ("--dp-replicate-size 2", "--dp-replicate-size"),
+        ("--sequence-parallel-size 2", "--sequence-parallel-size"),
+        ("--dry-run 4", "--dry-run"),
+        ("--no-padding-free", "--tensor-parallel-size 2: needs --padding-free"),
     ],
 )
-def test_what_does_not_work_is_refused(settings, message, monkeypatch):
+def test_what_does_not_work_is_refused(flags, message, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    args = grpo.Args(**{"tensor_parallel": 2, "rollout_engine": "vllm"} | settings)
+    words = f"--tensor-parallel-size 2 --rollout-engine vllm {flags}".split()
     with pytest.raises(InputError, match=message):
-        grpo.check_flags(args)
+        parse_flags(grpo.Args, words, {})
 
 
 def test_models_that_cannot_be_split_are_refused(tmp_path):

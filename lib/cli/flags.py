@@ -63,11 +63,9 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
     """
     said, shown = _Held(), _Held()  # by tyro: what is wrong, which a launcher's report wants too, and --help
     try:
-        words = _words(args_class, sys.argv[1:], renamed)
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
-            args = tyro.cli(args_class, args=words)
+            args = parse_flags(args_class, sys.argv[1:], renamed)
         sys.stderr.write(said.getvalue())
-        _check(args)
     except InputError as error:
         report_mistake(f"error: {error}")
         sys.exit(2)
@@ -77,6 +75,13 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
         elif is_first_on_node():
             print(_algorithm_last(shown.getvalue()))
         raise
+    return args
+
+
+def parse_flags(args_class: type[T], words: list[str], renamed: dict[str, str]) -> T:
+    """Args of these words, checked. Raises InputError; tyro raises SystemExit, for --help too."""
+    args = tyro.cli(args_class, args=_words(args_class, words, renamed))
+    _check(args)
     return args
 
 
