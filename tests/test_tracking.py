@@ -175,7 +175,7 @@ def test_samples_are_stored_whole_and_shown_short(tmp_path, capsys):
 
 TERMINAL_SCRIPT = """
 import sys
-from lib.run import Tracker
+from lib.run.tracking import Tracker
 tracker = Tracker(sys.argv[1], {}, total_steps=4)
 tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1}, 0)
 tracker.log({"val/unscored": 256}, 0)
