@@ -128,7 +128,7 @@ class Critic(Trained):
 
 @dataclass
 class Reference:
-    """The start model: frozen, or the policy without its adapters. top_p and top_k do not cut its distribution."""
+    """A frozen model, or the policy without its adapters. top_p and top_k do not cut its distribution."""
 
     module: PreTrainedModel
     forward: Forward
