@@ -129,7 +129,7 @@ def test_distillation_learns_without_a_reward(scripts, teacher, tmp_path):
     accuracy = [row[ACCURACY] for row in logged if ACCURACY in row]
     assert accuracy[0] < 0.4 and accuracy[-1] > 0.7
     kl = [row["actor/teacher_kl"] for row in logged if "actor/teacher_kl" in row]
-    assert 0 < max(kl[-3:]) < min(kl[:2]) / 2
+    assert max(kl[-3:]) < min(kl[:2]) / 2
     assert {row["reward/max"] for row in logged if "reward/max" in row} == {0}
 
 
