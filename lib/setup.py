@@ -283,7 +283,16 @@ def load_reference(sharding: Sharding, actor: Policy) -> Reference:
     """The start model, which the KL is to."""
     if sharding.model.lora_rank:
         return Reference(actor.module, sharding.forward)
-    module = load_model(sharding.model.model, **sharding.options(trainable=False)).requires_grad_(False)
+    return load_frozen(sharding, sharding.model.model, "--model")
+
+
+def load_frozen(sharding: Sharding, path: str, flag: str) -> Reference:
+    """A model that only gives log-probs, such as a reference or a teacher: --cpu-offload ref is for each of them. flag:
+    that gave the path, for messages. Raises InputError."""
+    trust = {"trust_remote_code": sharding.model.trust_remote_code}
+    check_sequence_parallel(path, sharding.shard.sequence_parallel_size, flag=flag, **trust)
+    check_tensor_parallel(path, sharding.shard.tensor_parallel_size, flag=flag, **trust)
+    module = load_model(path, flag=flag, **sharding.options(trainable=False)).requires_grad_(False)
     return Reference(sharding.place(module, "ref"), sharding.forward)
 
 

@@ -104,7 +104,8 @@ ADVANTAGES_READ = (  # of the whole batch: what compares rows or tokens
 )
 
 
-def gather_columns(batch: DataProto) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """(tensors that advantages are made of, uid (B,)) of the rows of all ranks. A collective."""
-    whole = batch.select([key for key in ADVANTAGES_READ if key in batch.batch], ["uid"]).all_gather()
+def gather_columns(batch: DataProto, *more: str) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+    """(tensors that advantages are made of, uid (B,)) of the rows of all ranks. more: keys that a script of your own
+    adds (docs/your_own.md). A collective."""
+    whole = batch.select([key for key in ADVANTAGES_READ if key in batch.batch] + list(more), ["uid"]).all_gather()
     return dict(whole.batch.items()), whole.non_tensor_batch["uid"]

@@ -114,6 +114,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
 def load_model(
     path: str,
     *,
+    flag: str = "--model",
     dtype: torch.dtype = torch.float32,
     attn_implementation: str = "packed_sdpa",
     padding_free: bool = True,
@@ -135,9 +136,9 @@ def load_model(
     ever holds the whole model. Where transformers has to convert the weights, they are all read now, as without it.
     """
     options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    model, missing = _from_pretrained(AutoModelForCausalLM, path, "--model", {}, on_meta=on_meta, **options)
-    _refuse_missing(missing, model, path, "--model")
-    lay_out(model, f"--model {path}", attn_implementation, padding_free, share_prompts)
+    model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, {}, on_meta=on_meta, **options)
+    _refuse_missing(missing, model, path, flag)
+    lay_out(model, f"{flag} {path}", attn_implementation, padding_free, share_prompts)
     return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
 
 

@@ -248,7 +248,7 @@ def check_rows(
     whats = ("change with the rows beside it", "are not those of the row alone")
     for mean, allowed, what in zip(torch.tensor(means).amax(0).tolist(), ROW_TOLERANCE[compute_dtype], whats):
         if not mean <= allowed:
-            mend = "set --no-padding-free" if model.padding_free else "this model cannot be trained here"
+            mend = "set --no-padding-free" if model.padding_free else "this model cannot be used here"
             by = f"by {mean:.2g} nats (allowed: {allowed:g})"
             kind = type(model).__name__.removeprefix("FSDP")
             raise InputError(f"{kind}: the log-probs of a row {what}, {by}; {mend}")

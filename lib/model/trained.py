@@ -77,9 +77,21 @@ class Trained:
         }
 
 
-class Policy(Trained):
+class Checked:
+    """A model that is measured at its first batch."""
+
     checked = False
 
+    @timed("log_probs")
+    def check_rows(self, batch: DataProto) -> None:
+        """The first time: proves on a micro-batch that a row's log-probs are its own. Raises InputError."""
+        f = self.forward
+        if not self.checked:
+            check_rows(self.module, batch, f.temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
+        self.checked = True
+
+
+class Policy(Checked, Trained):
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy) (b, T) of the sampled tokens, with gradients; with top_p or top_k also which tokens
         these would not have kept."""
@@ -105,14 +117,6 @@ class Policy(Trained):
         )
         return dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs))
 
-    @timed("log_probs")
-    def check_rows(self, batch: DataProto) -> None:
-        """The first time: proves on a micro-batch that a row's log-probs are its own. Raises InputError."""
-        f = self.forward
-        if not self.checked:
-            check_rows(self.module, batch, f.temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
-        self.checked = True
-
 
 class Critic(Trained):
     def values(self, micro: DataProto) -> torch.Tensor:
@@ -127,8 +131,8 @@ class Critic(Trained):
 
 
 @dataclass
-class Reference:
-    """The start model: frozen, or the policy without its adapters. top_p and top_k do not cut its distribution."""
+class Reference(Checked):
+    """A frozen model, or the policy without its adapters. top_p and top_k do not cut its distribution."""
 
     module: PreTrainedModel
     forward: Forward
