@@ -31,9 +31,9 @@ train: setup  ## train the embedded tiny model with grpo.py; more flags: make tr
 test: setup  ## all tests, two files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-FAST := core_algos advantages policy_losses data_proto dataset metrics text siblings docs
-test-fast: setup  ## kernels, data, flags, documents: what to run while you work
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST:%=tests/test_%.py) $(ARGS)
+FAST := core_algos data/test_dataset.py test_data_proto.py run/test_metrics.py scripts/test_siblings.py test_text.py test_docs.py
+test-fast: setup  ## kernels, data, metrics, documents, in two minutes: what to run while you work
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST:%=tests/%) $(ARGS)
 
 A := grpo
 B := dapo

@@ -113,7 +113,7 @@ ALL_MASK_ATTENTION_FUNCTIONS.register("packed_sdpa", sdpa_mask)
 # ---- which models, and their layers that carry a state -------------------------------------------
 
 
-STATE_LAYERS = {  # of a model_type: the class of its layers that carry a state; tests/test_models.py has each
+STATE_LAYERS = {  # of a model_type: the class of its layers that carry a state; tests/model/test_models.py has each
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",

@@ -45,7 +45,7 @@ from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, set_gradient_sync, shard_model, trainable_parameters
 from lib.model import batched_log_probs, load_critic, load_model, response_log_probs, response_values
 from tests.common import rollout_batch, run_ranks, save_tiny
-from tests.test_core_algos import SCALE, bits_equal, counts, poison, random_batch
+from tests.core_algos.test_core_algos import SCALE, bits_equal, counts, poison, random_batch
 
 SETTINGS = {"dro": {"dro_beta": 0.3}, "gspo": {"cliprange_low": 0.2, "cliprange_high": 0.28}}
 MASKS = {"clip_cov": {"ratio": 0.2, "cov": [-0.5, 1.0]}, "kl_cov": {"ratio": 0.2}, "top_entropy": {"fraction": 0.7}}

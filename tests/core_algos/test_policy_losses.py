@@ -24,7 +24,16 @@ from lib.core_algos import (
     get_rollout_correction_fn,
 )
 from lib.core_algos import policy_losses as pl
-from tests.test_core_algos import SCALE, bits_equal, close, counts, garbage, poison, random_batch, slow_weights
+from tests.core_algos.test_core_algos import (
+    SCALE,
+    bits_equal,
+    close,
+    counts,
+    garbage,
+    poison,
+    random_batch,
+    slow_weights,
+)
 
 LOW, HIGH = 0.2, 0.28
 CLIP = {"cliprange_low": LOW, "cliprange_high": HIGH}
@@ -372,7 +381,7 @@ def test_bad_input():
         pl.top_entropy_mask(x, x, fraction=0)
     with pytest.raises(ValueError, match="row_ids"):
         pl.clip_cov_mask(*[torch.zeros(2, 2)] * 3, row_ids=torch.tensor([3, 3]), seed=0)
-    assert set(pl.POLICY_LOSSES) - {"vanilla"} == set(CASES)  # that one: tests/test_core_algos.py
+    assert set(pl.POLICY_LOSSES) - {"vanilla"} == set(CASES)  # that one: tests/core_algos/test_core_algos.py
 
 
 # ----------------------------------------------------------------------- masks over the mini-batch

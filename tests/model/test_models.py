@@ -1,6 +1,6 @@
 """Every family of transformers in tiny form: packed = shared = padded = alone, rollouts, and what is refused.
 
-`python -m tests.test_models` prints the table of docs/models.md.
+`python -m tests.model.test_models` prints the table of docs/models.md.
 """
 
 import contextlib

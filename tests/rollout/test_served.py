@@ -30,6 +30,7 @@ from lib.rollout import (
     sync_weights,
 )
 from lib.rollout.served_engine import ServedEngine
+from tests.agent.test_agent_loop import random_play, recorded, turns_of, user_of
 from tests.common import (
     SMALL,
     TORCHRUN,
@@ -44,8 +45,7 @@ from tests.common import (
     save_tiny,
     serve,
 )
-from tests.test_agent_loop import random_play, recorded, turns_of, user_of
-from tests.test_rollout import SAMPLINGS, TOLERANCE, drain, on_policy, perturb, random_prompts
+from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, drain, on_policy, perturb, random_prompts
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 MAX_LENGTH = 400

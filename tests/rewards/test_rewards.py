@@ -26,7 +26,7 @@ from rewards import math as math_reward
 from rewards import reasoning_gym as gym_reward
 from rewards.algebra import algebra
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 no_deadline = settings(deadline=None)
 
 # ---- gsm8k ----

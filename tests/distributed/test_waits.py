@@ -36,7 +36,7 @@ from lib.distributed import (
 )
 from lib.model import load_model
 from tests.common import ACCELERATE, ONE_NODE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics, save_tiny
-from tests.test_scripts import saved
+from tests.scripts.test_scripts import saved
 
 WAIT_S = 60  # for what has to come in that time at the latest
 

@@ -373,7 +373,9 @@ TENSORS = {  # of the shape that each has beside rewards (B, T)
 
 
 def test_every_estimator_is_tested_and_called_alike():
-    assert set(ADV_ESTIMATORS) - {"grpo", "dr_grpo"} <= set(ESTIMATORS)  # these two: tests/test_core_algos.py
+    assert set(ADV_ESTIMATORS) - {"grpo", "dr_grpo"} <= set(
+        ESTIMATORS
+    )  # these two: tests/core_algos/test_core_algos.py
     for function in ADV_ESTIMATORS.values():
         names = list(inspect.signature(function).parameters)
         assert names[:3] == ["token_level_rewards", "response_mask", "index"] and names[-1] == "singleton"

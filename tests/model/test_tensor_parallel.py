@@ -36,8 +36,8 @@ from lib.model import check_tensor_parallel, load_model, response_log_probs
 from lib.rollout import weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from tests.common import SMALL, TORCHRUN, TOY_MODEL, launch, metrics, ran, run_ranks, save_tiny
-from tests.test_invariance import groups_batch
-from tests.test_sequence_parallel import assert_exact
+from tests.model.test_sequence_parallel import assert_exact
+from tests.scripts.test_invariance import groups_batch
 
 TWO_KEY_HEADS = {"num_key_value_heads": 2}
 QWEN3 = {"cls": Qwen3ForCausalLM, "config": Qwen3Config, "head_dim": 32, **TWO_KEY_HEADS}

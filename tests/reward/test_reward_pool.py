@@ -20,7 +20,7 @@ from lib.reward import RewardManager, load_scorers, pool
 from lib.run import extra_metrics, reward_components
 from tests.common import TOY_MODEL, run_ranks
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 0.4  # of the hostile scorers; the others take well under a millisecond
 TOKENIZER = load_tokenizer(TOY_MODEL)
 

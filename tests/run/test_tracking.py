@@ -190,7 +190,7 @@ raise RuntimeError("the script fails")
 
 def test_terminal_shows_progress_keeps_prompts_and_gives_the_cursor_back(tmp_path):
     controller, terminal = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30", "PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", TERMINAL_SCRIPT, str(tmp_path)]
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, env=env)
     os.close(terminal)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lib.cli.secrets import private, secret_in, struck
+from tests.cli.test_args import DRIVER
 from tests.common import PYTHON, ROOT, SMALL, environment, launch, ran
-from tests.test_args import DRIVER
 
 KEY = "sk-proj-0123456789abcdefghij"
 IN_FLAGS = {  # what the message says, by flags

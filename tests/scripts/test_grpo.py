@@ -366,7 +366,7 @@ def model_folder(path: Path, *, weights: bool = True, template: bool = True) -> 
     return str(path)
 
 
-BAD_INPUT = {  # beside the flags of tests/test_args.py
+BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "missing column": (
         lambda t: ["--train-files", write(t / "a.jsonl", {"prompt": ROW["prompt"], "data_source": "x"})],
         "reward_model",

@@ -49,9 +49,10 @@ from tests.common import (
     run_ranks,
     save_tiny,
 )
-from tests.test_batching import tokens
-from tests.test_core_algos import counts
-from tests.test_invariance import (
+from tests.core_algos.test_core_algos import counts
+from tests.data.test_batching import tokens
+from tests.model.test_memory import allocated, beside_weights
+from tests.scripts.test_invariance import (
     LOSSES,
     float64_norms,
     groups_batch,
@@ -60,7 +61,6 @@ from tests.test_invariance import (
     rows_of,
     with_masks,
 )
-from tests.test_memory import allocated, beside_weights
 
 GROUPS = [(5, [4, 1, 9, 6]), (7, [3, 3, 40, 2]), (2, [8, 8, 2, 1]), (11, [20, 1, 30, 7])]
 MICRO = 30  # tokens on a rank; a row has up to 47, so on one rank it is alone and too long

@@ -34,7 +34,7 @@ from rewards import math as math_reward
 from rewards.answers import last_boxed, last_tagged
 from rewards.reasoning_gym import dump_entry
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 no_deadline = settings(deadline=None)
 
 # ---- which scorer ----

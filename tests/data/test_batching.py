@@ -1,5 +1,5 @@
 """lib/data/: rows over ranks, and micro-batches of rows that share prompts. Of rows that do not:
-tests/test_distributed.py."""
+tests/distributed/test_distributed.py."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, clip_grad_norm, full_tensor, make_mesh, shard_model, trainable_parameters
 from lib.model import load_model, response_log_probs
 from tests.common import TOY_MODEL, run_ranks, save_tiny
-from tests.test_invariance import float64_norms, groups_batch
+from tests.scripts.test_invariance import float64_norms, groups_batch
 
 
 @contextmanager

@@ -1,0 +1,72 @@
+"""The rooms of lib/: imports go one way, without circles, also inside functions; what starts with _ is a room's own."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from tests.common import ROOT
+
+ORDER = [
+    "setup",
+    "run",
+    "agent",
+    "reward",
+    "rollout",
+    "model",
+    "data",
+    "distributed",
+    "core_algos",
+    "data_proto",
+    "args",
+    "cli",
+]
+"""a room imports those behind it"""
+
+
+def imports(file: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import of lib or rewards in the file."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] in ("lib", "rewards"))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("lib", "rewards"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def room_of(module: str, name: str = "") -> str:
+    parts = [*module.split("."), name]
+    return parts[1] if parts[0] == "lib" and parts[1] in ORDER else ""  # "": lib itself
+
+
+FILES = {
+    file: room_of("lib." + file.relative_to(ROOT / "lib").parts[0].removesuffix(".py"))
+    for file in (ROOT / "lib").rglob("*.py")
+}
+
+
+def test_every_file_is_in_a_room_that_the_order_knows():
+    assert {file.name for file, room in FILES.items() if not room} == {"__init__.py"}
+    assert set(FILES.values()) - {""} == set(ORDER)
+
+
+def test_imports_go_one_way():
+    for file, room in FILES.items():
+        for module, name in imports(file):
+            assert not module.startswith("rewards"), f"{file}: lib names scorers as text, see lib/reward/scorers.py"
+            target = room_of(module, name)
+            if room and target:
+                assert ORDER.index(target) >= ORDER.index(room), f"{file}: {module} is above {room}"
+            assert not (name.startswith("_") and target != room and name != "_sandbox"), f"{file}: {module}.{name}"
+
+
+def test_no_two_files_import_each_other():
+    """Nor in a longer circle. Imports in functions are left out here: an engine's package is imported late."""
+    graph: dict[str, set[str]] = {}
+    modules = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in FILES if file.name != "__init__.py"
+    }
+    for module, file in modules.items():
+        body = ast.parse(file.read_text()).body
+        named = {node.module for node in body if isinstance(node, ast.ImportFrom)}
+        graph[module] = {name for name in named if name in modules}
+    assert list(TopologicalSorter(graph).static_order())
