@@ -82,7 +82,7 @@ def _spread(row_values: Tensor, alive: Tensor, token_level_rewards: Tensor, resp
     return _keep(rows.to(response_mask.device, dtype)[:, None].expand(response_mask.shape), response_mask)
 
 
-def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple:
     return tuple(x.to(torch.promote_types(token_level_rewards.dtype, torch.float32)) for x in results)
 
 

@@ -10,7 +10,7 @@ verl's managers are cases of this one: naive is workers=0, prime is workers of 1
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import compress
 
@@ -76,10 +76,11 @@ class RewardManager:
             }
             for i, text in zip(rows, texts)
         }
-        calls = []  # (scorer, rows)
+        calls: list[tuple[int, list[int]]] = []  # (scorer, rows)
         for k, scorer in enumerate(self.scorers):
             calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
         tasks = [(k, self.timeout_s * len(part), [samples[i] for i in part]) for k, part in calls]
+        answers: Iterator[tuple[int, list]]
         if self._pool is None:
             answers = enumerate([self._score_here(k, part) for k, _, part in tasks])
         else:

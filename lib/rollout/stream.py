@@ -9,7 +9,7 @@ from lib.data import PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
-from lib.rollout.engine import Sampling, request_seeds, rollouts_ahead, staleness_metrics
+from lib.rollout.engine import RolloutEngine, Sampling, request_seeds, rollouts_ahead, staleness_metrics
 from lib.rollout.weight_sync import sync_weights
 
 
@@ -22,7 +22,7 @@ class Rollouts:
 
     def __init__(
         self,
-        engine,
+        engine: RolloutEngine,
         generate: Callable,
         loader: PromptLoader | None,
         sampling: Sampling,
@@ -93,7 +93,7 @@ class Rollouts:
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Passes over the data, and of rollouts that run ahead how many weight versions ago tokens were sampled."""
-        metrics = {"training/epoch": self._state["position"] / len(self.loader.dataset)}
+        metrics: dict[str, Metric] = {"training/epoch": self._state["position"] / len(self.loader.dataset)}
         if self.async_level:
             metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1, self.async_level)
         return metrics

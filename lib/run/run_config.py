@@ -5,7 +5,7 @@ A resume compares it with that of the checkpoint: what changes results needs --r
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     return before[flag] != now[flag]
 
 
-def _changes(flags: Sequence[str], changed: dict[str, list]) -> str:
+def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
     texts = []
     for flag in flags:
         was, is_now = changed[flag]
