@@ -45,7 +45,7 @@ bench: setup  ## speed and memory of the parts, to benchmarks/results (an hour; 
 	$(BIN)/python -m benchmarks.vs_trl options
 	$(BIN)/python -m benchmarks.vs_trl limits
 
-lint: setup  ## ruff, and mypy on lib/
+lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

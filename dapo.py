@@ -147,6 +147,7 @@ from lib.model import Policy, micro_batches
 from lib.reward.scores import Rewards
 from lib.rollout import Rollouts, concat_rows
 from lib.run import (
+    Stateful,
     data_metrics,
     extra_metrics,
     mismatch_metrics,
@@ -197,7 +198,8 @@ def sample_groups(
 
     Returns this rank's rows, what is left over for the next step, the same on all ranks, and metrics of all sampled.
     """
-    needed, old_rows, metrics = args.prompts_per_step * args.group_size, len(pool), {}
+    needed, old_rows = args.prompts_per_step * args.group_size, len(pool)
+    metrics: dict[str, Metric] = {}
     rejected, gen_batches, dull_rows = DataProto(), 0, 0
     while len(pool) < needed and gen_batches < args.max_gen_batches:
         batch = rollouts.sample(step, gen_batches)
@@ -331,7 +333,7 @@ def main(args: Args) -> None:
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
     rewards, validate = setup.make_rewards_and_validation(args, sharding, inputs, rollouts, run)
     models = {"actor": actor}
-    parts = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
+    parts: dict[str, Stateful] = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
     pool = run.load(models, parts).get("pool", DataProto()).to(world.device)  # DAPO: groups for the next step
     if run.validates(run.step):
         run.tracker.log(validate(actor, run.step), run.step)

@@ -122,6 +122,7 @@ from lib.distributed import Metric, Sum, add_metrics, global_counts, init_distri
 from lib.distributed import run as launch
 from lib.model import Policy, micro_batches
 from lib.run import (
+    Stateful,
     data_metrics,
     extra_metrics,
     mismatch_metrics,
@@ -248,7 +249,7 @@ def main(args: Args) -> None:
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
     rewards, validate = setup.make_rewards_and_validation(args, sharding, inputs, rollouts, run)
     models = {"actor": actor}
-    parts = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
+    parts: dict[str, Stateful] = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
     run.load(models, parts)
     if run.validates(run.step):
         run.tracker.log(validate(actor, run.step), run.step)

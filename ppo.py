@@ -130,6 +130,7 @@ from lib.distributed import Metric, Sum, add_metrics, global_counts, init_distri
 from lib.distributed import run as launch
 from lib.model import Critic, Policy, micro_batches
 from lib.run import (
+    Stateful,
     data_metrics,
     explained_variance,
     extra_metrics,
@@ -160,7 +161,7 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
 
 def gae(args: Args, rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> tuple:
     """(advantages, returns) (B, T); the advantages are whitened, 0 in a row that is not live."""
-    lam_policy = args.gae_lambda_policy
+    lam_policy: float | torch.Tensor | None = args.gae_lambda_policy
     if args.length_adaptive_alpha is not None:
         lam_policy = core_algos.length_adaptive_lam(mask, args.length_adaptive_alpha)
     return core_algos.compute_gae_advantage_return(rewards, values, mask, args.gamma, args.gae_lambda, lam_policy)
@@ -290,7 +291,7 @@ def main(args: Args) -> None:
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
     rewards, validate = setup.make_rewards_and_validation(args, sharding, inputs, rollouts, run)
     models = {"actor": actor, "critic": critic}
-    parts = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
+    parts: dict[str, Stateful] = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
     run.load(models, parts)
     if run.validates(run.step):
         run.tracker.log(validate(actor, run.step), run.step)

@@ -102,7 +102,7 @@ from lib.distributed import Mean, Metric, Sum, add_metrics, global_counts, init_
 from lib.distributed import run as launch
 from lib.model import Policy, micro_batches
 from lib.rollout import Sampling
-from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
+from lib.run import Stateful, data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
@@ -216,7 +216,7 @@ def main(args: Args) -> None:
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
     rewards, validate = setup.make_rewards_and_validation(args, sharding, inputs, rollouts, run)
     models = {"actor": actor}
-    parts = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
+    parts: dict[str, Stateful] = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
     run.load(models, parts)
     if run.validates(run.step):
         run.tracker.log(validate(actor, run.step), run.step)

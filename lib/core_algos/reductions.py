@@ -121,8 +121,8 @@ def agg_loss(
     loss_mask: Tensor,
     loss_agg_mode: str,
     *,
-    global_tokens: int | Tensor | None = None,
-    global_rows: int | Tensor | None = None,
+    global_tokens: float | Tensor | None = None,
+    global_rows: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """This micro-batch's share of the mini-batch's loss: the *sum* over micro-batches and ranks is the loss.

@@ -1,6 +1,7 @@
 """The rollouts of a run, step after step: prompts from the loader, responses from the engine, rows over the ranks."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Rollouts:
         self._state = {} if loader is None else loader.state_dict()
 
     @timed("weight_sync")
-    def sync(self, actor: Policy, version: int) -> dict[str, float]:
+    def sync(self, actor: Policy, version: int) -> dict[str, Any]:
         """Gives the engine the policy's weights, those after `version` steps, and proves that it has them."""
         return sync_weights(self.engine, actor.module, version, tolerance=self.sync_tolerance)
 
