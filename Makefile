@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup train test diff curves bench lint format clean
+.PHONY: help setup train test test-fast diff curves bench lint format clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 11
 
 setup: $(VENV)/.ready  ## create .venv and install the pinned requirements (for a GPU if there is one)
 
@@ -30,6 +30,10 @@ train: setup  ## train the embedded tiny model with grpo.py; more flags: make tr
 
 test: setup  ## all tests, two files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+FAST := core_algos advantages policy_losses data_proto dataset metrics text siblings docs
+test-fast: setup  ## kernels, data, flags, documents: what to run while you work
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST:%=tests/test_%.py) $(ARGS)
 
 A := grpo
 B := dapo

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lib import InputError
 from lib.agent import MultiTurn, generate_multi_turn, load_multi_turn
 from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
 from lib.cli.flags import given, parse_json
@@ -65,6 +66,8 @@ def check_algorithm(args: Any, world: World) -> dict:
         get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | given(args.adv_kwargs))
     if args.loss != "vanilla":
         get_policy_loss_fn(args.loss, given(args.loss_kwargs))
+    elif given(args.loss_kwargs):
+        raise InputError("--loss vanilla takes --clip-ratio-low, -high and -c, and no --loss-kwargs")
     check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which bfloat16 may round to W

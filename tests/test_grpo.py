@@ -389,18 +389,15 @@ BAD_INPUT = {  # beside the flags of tests/test_args.py
     ),
     "no chat template": (lambda t: ["--model", model_folder(t / "m", template=False)], "no chat template"),
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
-    "estimator without the parameter": (lambda t: ["--adv-kwargs.gama", "1"], "gama"),
+    "estimator without the parameter": (lambda t: ["--adv-kwargs.gamma", "1"], "gamma"),
     "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "-0.5"], "coef in 0..1"),
-    "unknown token mask": (lambda t: ["--token-masks", '{"magic": {}}'], "unknown token mask 'magic'"),
     "token mask's value": (lambda t: ["--token-masks.top-entropy", "2"], "(0, 1]"),
-    "unknown correction": (lambda t: ["--rollout-correction.sigma", "1"], "rollout correction with {'sigma': 1}"),
+    "a correction's bounds": (lambda t: ["--rollout-correction.bounds", "2", "3"], "needs bounds on r"),
     "no such dataset class": (lambda t: ["--dataset-class", "absent.py:Mine"], "--dataset-class absent.py:Mine: give"),
     "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward-model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
-    "unknown key of an episode": (
-        lambda t: ["--multi-turn.tool", "python"],
-        "unknown tool; there",
-    ),
+    "loss with another's": (lambda t: ["--loss", "gspo", "--loss-kwargs.cap", "2"], "cap"),
+    "the script's own loss": (lambda t: ["--loss-kwargs.cap", "2"], "--loss vanilla takes --clip-ratio-low"),
     "resume from nowhere": (lambda t: ["--resume", str(t / "step_000001")], "step_000001"),
 }
 

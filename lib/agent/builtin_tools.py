@@ -32,7 +32,7 @@ REMOTE_S = 30.0  # for an MCP server to start, and a retriever to answer
 
 
 def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
-    """The tools of `--multi-turn {"tools": [...]}`, by name. A spec is one of
+    """The tools of --multi-turn.tools, by name. A spec is one of
 
         calculator | python | path/to/file.py:function_or_class
         search:corpus.jsonl           BM25 over {"contents"} or {"title", "text"} a line; another file: a passage a line

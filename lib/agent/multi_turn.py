@@ -77,7 +77,7 @@ class MultiTurn:
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise InputError(f"--multi-turn.{name} {value}: must be above 0")
         if not abs(self.reward_coef) <= 1e4:
-            raise InputError(f"--multi-turn.reward_coef {self.reward_coef}: must be at least -10000 and at most 10000")
+            raise InputError(f"--multi-turn.reward-coef {self.reward_coef}: must be at least -10000 and at most 10000")
         if self.truncate not in ("left", "middle", "right"):
             raise InputError(f"--multi-turn.truncate {self.truncate}: choose left, middle or right")
         check_template(self)
@@ -110,8 +110,8 @@ class MultiTurn:
 def load_multi_turn(
     settings: dict, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict, max_prompt_length: int
 ) -> MultiTurn | None:
-    """--multi-turn's JSON; None if it is empty. "tools": names for load_tools; "parser": a name for get_tool_parser, or
-    auto; "interaction": a name for load_interaction; all other keys are fields of MultiTurn.
+    """From the --multi-turn settings; None without any. "tools": names for load_tools; "parser": a name for
+    get_tool_parser, or auto; "interaction": a name for load_interaction; all other keys are fields of MultiTurn.
 
     Raises InputError: an unknown key, or what these raise.
     """

@@ -173,7 +173,7 @@ def _checked(value) -> tuple[str, float, dict]:
 def _readable(text: str, max_chars: int, truncate: str) -> str:
     """At most max_chars of the text, with a mark where the rest was; lone surrogates become U+FFFD.
 
-    truncate is the end that is cut, as in lib/dataset.py.
+    truncate is the end that is cut, as in lib/data/dataset.py.
     """
     if (excess := len(text) - max_chars) > 0:
         head = {"left": 0, "middle": max_chars - max_chars // 2, "right": max_chars}[truncate]

@@ -114,7 +114,7 @@ def compute_rollout_correction(
 
 
 def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What mismatch_metrics in lib/metrics.py lacks, as the numbers whose mean is the metric.
+    """What mismatch_metrics in lib/run/metrics.py lacks, as the numbers whose mean is the metric.
 
     ess: the effective sample size under weights r, as a fraction of the tokens, (Σr)²/(N·Σr²). prob_pearson: the
     correlation of π_train and π_rollout over tokens; left out if one of them is constant.
@@ -141,7 +141,7 @@ def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: 
 
 
 def get_rollout_correction_fn(settings: Mapping) -> Callable[..., tuple[Tensor | None, Tensor, dict[str, float]]]:
-    """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings, JSON's too.
+    """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings.
 
     Raises InputError for what they are wrong in, before there is a batch: by a trial on two tokens.
     """

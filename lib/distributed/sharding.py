@@ -105,7 +105,7 @@ def shard_model(
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
     gradients are reduced in the trained parameters' dtype. The model may be on any device; what it left on the meta
-    device (`on_meta` in lib/model.py) is read from its files, by each rank its own shards. A mesh with the dimension
+    device (`on_meta` of load_model) is read from its files, by each rank its own shards. A mesh with the dimension
     "tensor" also splits the layers' projections, by transformers' plan for the model.
 
     cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer comes
