@@ -116,10 +116,8 @@ def shard_model(
     if "tensor" in mesh.mesh_dim_names:
         _split_layers(model, mesh["tensor"])
         mesh = mesh["shard"]
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy(),
-    }
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
     options["mp_policy"] = MixedPrecisionPolicy()
     if any(p.dtype != compute_dtype for p in model.parameters()):

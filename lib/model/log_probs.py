@@ -103,13 +103,8 @@ class LinearLogProbs(torch.autograd.Function):
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
     """False where the head adds a bias or the model caps or scales its logits: these go through its own forward."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    changes: tuple[str, ...] = (
-        "final_logit_softcapping",
-        "logits_soft_cap",
-        "output_logit_soft_cap",
-        "unpadded_vocab_size",
-    )
-    changes += ("logit_scale", "logits_scaling", "logits_mup_width_multiplier", "lm_head_multiplier")
+    changes = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "unpadded_vocab_size"]
+    changes += ["logit_scale", "logits_scaling", "logits_mup_width_multiplier", "lm_head_multiplier"]
     return head.bias is None and all(getattr(config, name, None) in (None, 1.0) for name in changes)
 
 

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from lib import InputError, is_first_on_node
 from lib.reward import _sandbox
@@ -180,14 +179,8 @@ def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
     try:
         conn = idle.pop()
     except IndexError:
-        options: dict[str, Any] = {
-            "form": "function",
-            "module": module,
-            "name": name,
-            "packages": packages,
-            "total_timeout": seconds,
-        }
-        conn = connect(make_spec(level=sandbox_level(), **options), module)
+        own = {"form": "function", "module": module, "name": name, "total_timeout": seconds}
+        conn = connect(make_spec(packages, level=sandbox_level(), **own), module)
     try:
         _sandbox.send(conn, argument)
         [value] = _sandbox.receive(conn, time.monotonic() + seconds) or [None]
