@@ -43,6 +43,7 @@ BAD_FLAGS = {  # what the message says, by flags
         '{"tools": ["calculator"], "max_turns": 3}',
     ],
     "--token-masks: it takes no JSON now": ["--token-masks={x"],
+    "give --token-masks.<name> <value>": ["--token-masks", '{"top_entropy": {"fraction": 0.2}}'],
     **{f"{old} is called {new} now": [old, "1"] for old, new in RENAMED.items()},
     "--config absent.json: cannot be read": ["--config", "absent.json"],
     "--temperature 0.0: must be above 0": ["--temperature", "0"],
@@ -185,6 +186,9 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     (tmp_path / "flags.yaml").write_text("prompts_per_step: 10\nmulti_turn:\n  max_turns: 0\n")
     done = launch("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared)
     assert "--multi-turn.max-turns 0: must be above 0" in done.stderr
+    of_none = "rollout_correction:\n  batch_normalize: true\nadv_kwargs:\n  norm_adv_by_std_in_grpo: false\n"
+    (tmp_path / "flags.yaml").write_text(of_none + "padding_free: false\nkl_target: null\n")
+    ran(launch("dapo", tmp_path, "--adv-estimator", "grpo_passk", "--config", str(tmp_path / "flags.yaml"), *shared))
     (tmp_path / "flags.yaml").write_text("prompts_per_steps: 10\n")
     assert "--prompts-per-step" in launch("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared).stderr
 

@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import Field, astuple, fields, is_dataclass
@@ -97,32 +98,34 @@ def _words(args_class: type, given: list[str], renamed: dict[str, str]) -> list[
         name, equals, value = word.partition("=")
         flag = name.replace("_", "-")
         if flag == "--config":
-            configs += _of_config(value if equals else "".join(given[i + 1 : i + 2]))
+            configs += _of_config(args_class, value if equals else "".join(given[i + 1 : i + 2]))
         if flag in renamed:
             raise InputError(f"{name} is called {renamed[flag]} now")
         if flag in settings:
             value = value if equals else "".join(given[i + 1 : i + 2])
-            raise InputError(f"{name}: it takes no JSON now; give {_as_words(flag, value)}")
+            raise InputError(f"{name}: it takes no JSON now; give {_as_words(args_class, flag, value)}")
         words.append(word)
     return configs + words
 
 
-def _as_words(flag: str, text: str) -> str:
-    """JSON as the flags that took its place."""
-    if secret_in(text, flag):
-        return f"{flag}.<name> <value>"
+def _as_words(args_class: type, flag: str, text: str) -> str:
+    """JSON as the flags that took its place; where they are not so plain, what they look like."""
+    known = {as_flag(name) for name, *_ in walk(args_class())}
     try:
-        return " ".join(_flags_of(json.loads(text), f"{flag[2:]}.")) or f"{flag}.<name> <value>"
+        words = [] if secret_in(text, flag) else list(_flags_of(args_class, json.loads(text), f"{flag[2:]}."))
     except (ValueError, AttributeError):
-        return f"{flag}.<name> <value>"
+        words = []
+    plain = words and "None" not in words and all(word in known for word in words if word.startswith("--"))
+    return shlex.join(words) if plain else f"{flag}.<name> <value>; --help has the names"
 
 
-def _flags_of(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def _flags_of(args_class: type, values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    switches = {as_flag(name) for name, value, _ in walk(args_class()) if isinstance(value, bool)}
     for name, value in values.items():
         name = f"{prefix}{name.replace('_', '-')}"
         if isinstance(value, dict):
-            yield from _flags_of(value, f"{name}.")
-        elif isinstance(value, bool):
+            yield from _flags_of(args_class, value, f"{name}.")
+        elif isinstance(value, bool) and f"--{name}" in switches:
             head, _, last = name.rpartition(".")
             yield f"--{head}{'.' * bool(head)}{'' if value else 'no-'}{last}"
         else:
@@ -130,26 +133,15 @@ def _flags_of(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from map(str, value if isinstance(value, list) else [value])
 
 
-def _of_config(path: str) -> list[str]:
+def _of_config(args_class: type, path: str) -> list[str]:
     """The flags in a run's config.json or a YAML file; what is about that run's start is left out."""
     try:
         values = yaml.safe_load(Path(path).expanduser().read_text())  # JSON is YAML
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise InputError(f"--config {path}: cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(values, dict):
         raise InputError(f"--config {path}: give a run's config.json, or YAML lines such as lr: 1e-5")
-    dropped = {
-        "script",
-        "contents",
-        "history",
-        "run_name",
-        "resume",
-        "resume_override",
-        "val_only",
-        "dry_run",
-        "config",
-    }
-    return list(_flags_of({str(name): value for name, value in values.items() if name not in dropped}))
+    return list(_flags_of(args_class, {str(name): value for name, value in values.items() if name not in OF_ONE_START}))
 
 
 # ---- walking over flags --------------------------------------------------------------------------

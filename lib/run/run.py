@@ -322,7 +322,13 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     Raises InputError where there is no such checkpoint, or where the folder holds steps of another origin.
     """
     if resume == "auto":
-        return newest_complete(folder / "checkpoints") or _origin(folder)
+        newest = newest_complete(folder / "checkpoints")
+        if newest is None and (there := step_folders(folder / "checkpoints")):
+            raise InputError(
+                f"--resume auto: none of the checkpoints in {there[0].parent} can be loaded; give --resume another "
+                "one, or another --run-name to start anew"
+            )
+        return newest or _origin(folder)
     checkpoint = None if resume == "never" else Path(resume)
     if checkpoint is not None:
         if why := why_torn(checkpoint):

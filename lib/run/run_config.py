@@ -5,7 +5,7 @@ A resume compares it with that of the checkpoint: what changes results needs --r
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,23 @@ def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
     texts = []
-    for flag in flags:
-        was, is_now = changed[flag]
+    for flag, was, is_now in _leaves(flags, changed):
         texts.append(
             f"{_flag(flag)} was {was}, is {is_now}" if was != is_now else f"{_flag(flag)} {was} holds other data"
         )
     return ", ".join(texts)
+
+
+def _leaves(flags: Iterable[str], changed: dict[str, list]) -> Iterator[tuple[str, Any, Any]]:
+    """(flag, was, is now); of settings those that differ."""
+    for flag in flags:
+        was, is_now = changed[flag]
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            inner = {name: [was.get(name), is_now.get(name)] for name in was | is_now}
+            differ = [name for name, (before, now) in inner.items() if before != now]
+            yield from ((f"{flag}.{name}", *rest) for name, *rest in _leaves(differ, inner))
+        else:
+            yield flag, was, is_now
 
 
 def _flag(name: str) -> str:
