@@ -49,13 +49,14 @@ bench: setup  ## speed and memory of the parts, to benchmarks/results (an hour; 
 	$(BIN)/python -m benchmarks.vs_trl options
 	$(BIN)/python -m benchmarks.vs_trl limits
 
-lint: setup  ## ruff
+lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: setup  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

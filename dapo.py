@@ -197,7 +197,8 @@ def sample_groups(
 
     Returns this rank's rows, what is left over for the next step, the same on all ranks, and metrics of all sampled.
     """
-    needed, old_rows, metrics = args.prompts_per_step * args.group_size, len(pool), {}
+    needed, old_rows = args.prompts_per_step * args.group_size, len(pool)
+    metrics: dict[str, Metric] = {}
     rejected, gen_batches, dull_rows = DataProto(), 0, 0
     while len(pool) < needed and gen_batches < args.max_gen_batches:
         batch = rollouts.sample(step, gen_batches)

@@ -160,7 +160,7 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
 
 def gae(args: Args, rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> tuple:
     """(advantages, returns) (B, T); the advantages are whitened, 0 in a row that is not live."""
-    lam_policy = args.gae_lambda_policy
+    lam_policy: float | torch.Tensor | None = args.gae_lambda_policy
     if args.length_adaptive_alpha is not None:
         lam_policy = core_algos.length_adaptive_lam(mask, args.length_adaptive_alpha)
     return core_algos.compute_gae_advantage_return(rewards, values, mask, args.gamma, args.gae_lambda, lam_policy)

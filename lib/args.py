@@ -434,7 +434,7 @@ class TokenMaskArgs:
         masks = {
             name: {keyword: value} for name, keyword in of_names.items() if (value := getattr(self, name)) is not None
         }
-        covs = {
+        covs: dict[str, dict] = {
             "clip_cov": {"ratio": self.clip_cov_ratio, "cov": self.clip_cov_bounds},
             "kl_cov": {"ratio": self.kl_cov_ratio},
         }

@@ -28,10 +28,11 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -201,14 +202,15 @@ class DataProto:
         if meta_info_keys is not None:
             meta_info = {key: x for key, x in meta_info.items() if key in meta_info_keys}
         if deepcopy:  # one memo for all: what is shared stays shared
-            memo = {}
+            memo: dict = {}
             arrays = {key: _copy_objects(x, memo) for key, x in arrays.items()}
             meta_info = copy.deepcopy(meta_info, memo)
         return self._derive(batch, arrays, meta_info)
 
     def pop(self, batch_keys=(), non_tensor_batch_keys=(), meta_info_keys=()) -> "DataProto":
         """Remove the named keys and return them as a DataProto. Raises KeyError before anything is removed."""
-        batch, rows = {} if self.batch is None else self.batch, len(self)
+        batch: Any = {} if self.batch is None else self.batch
+        rows = len(self)
         parts = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         taken = []
         for (name, part), keys in zip(parts.items(), (batch_keys, non_tensor_batch_keys, meta_info_keys)):
@@ -278,7 +280,8 @@ class DataProto:
         one dict of lists."""
         if not data:
             return DataProto()
-        meta_info, metrics = {}, []
+        meta_info: dict = {}
+        metrics: list[dict] = []
         for d in data:
             for key, x in d.meta_info.items():
                 if key == "metrics":
@@ -337,11 +340,11 @@ class DataProto:
         ({"shuffle": True}, seeded by `seed`, gives verl's order); without any, views in the order of the rows."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
-        batches = self.split(mini_batch_size)
+        batches: Iterable[DataProto] = self.split(mini_batch_size)
         if options := {key: x for key, x in (dataloader_kwargs or {}).items() if x is not False}:
             generator = None if seed is None else torch.Generator().manual_seed(seed)
             options |= {"batch_size": mini_batch_size, "collate_fn": self.select_idxs, "generator": generator}
-            batches = DataLoader(range(len(self)), **options)
+            batches = DataLoader(range(len(self)), **options)  # type: ignore[arg-type]  # it takes any sequence
         return (mini_batch for _ in range(epochs) for mini_batch in batches)
 
     def get_data_info(self) -> str:
@@ -419,7 +422,7 @@ class DataProto:
         rows, also none (then also no keys). meta_info stays the rank's own. Collective: every rank must call it."""
         batch = {} if self.batch is None else dict(self.batch.items())
         spec = {key: (x.dtype, tuple(x.shape[1:])) for key, x in batch.items()}
-        parts = [None] * dist.get_world_size(group)
+        parts: list = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, (len(self), spec, self.non_tensor_batch), group=group)
         keyed = [(rank, s, a) for rank, (_, s, a) in enumerate(parts) if s or a]
         if not keyed:
@@ -455,7 +458,11 @@ class DataProtoFuture:
 
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:
         parts = functools.cache(lambda: self.get().chunk(chunks))  # joined once, by whoever asks first
-        return [DataProtoFuture(self.collect_fn, self.futures, lambda i=i: parts()[i]) for i in range(chunks)]
+
+        def part(i: int) -> DataProto:
+            return parts()[i]
+
+        return [DataProtoFuture(self.collect_fn, self.futures, functools.partial(part, i)) for i in range(chunks)]
 
     def get(self) -> DataProto:
         if self.dispatch_fn is not None:
@@ -592,10 +599,10 @@ def _encode(x, where: str, tensors: dict):
         values = [_encode(v, where, tensors) for v in x]
         return values if kind is list else {"!tuple": values}
     if kind is dict:
-        values = {key: _encode(v, f"{where}[{key!r}]", tensors) for key, v in x.items()}
+        items = {key: _encode(v, f"{where}[{key!r}]", tensors) for key, v in x.items()}
         if all(type(key) is str and not key.startswith("!") for key in x):
-            return values
-        return {"!dict": [[_encode(key, where, tensors), v] for key, v in values.items()]}
+            return items
+        return {"!dict": [[_encode(key, where, tensors), v] for key, v in items.items()]}
     if kind is bytes:
         return {"!bytes": base64.b64encode(x).decode()}
     if isinstance(x, torch.Tensor) and not x.is_sparse:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
@@ -24,7 +23,7 @@ from lib.core_algos import (
     get_policy_loss_fn,
     get_rollout_correction_fn,
 )
-from lib.data import RLHFDataset, load_dataset_class, make_loader
+from lib.data import PromptDataset, RLHFDataset, load_dataset_class, make_loader
 from lib.distributed import RowGroup, World, make_mesh, make_row_group, shard_model
 from lib.model import (
     Critic,
@@ -110,8 +109,8 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     multi_turn: MultiTurn | None
-    train_data: Dataset | None
-    val_data: Dataset | None
+    train_data: PromptDataset | None
+    val_data: PromptDataset | None
     scorers: list[Scorer]
     val_scorers: list[Scorer]
     """empty: those of training"""
@@ -233,7 +232,7 @@ class Sharding:
     def trains(self, module: PreTrainedModel) -> PreTrainedModel:
         """What of a model trains: LoRA adapters, all, or all but --freeze."""
         if self.model.lora_rank:
-            settings = {"rank": self.model.lora_rank, "alpha": self.model.lora_alpha}
+            settings: dict[str, Any] = {"rank": self.model.lora_rank, "alpha": self.model.lora_alpha}
             return add_lora(module, **settings, target_modules=self.model.lora_target_modules, seed=self.seed)
         return freeze(module, self.model.freeze) if self.model.freeze else module
 

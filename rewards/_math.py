@@ -4,6 +4,8 @@ The process that reads the text knows nothing but that text. What it answers is 
 objects anew: numbers, symbols and classes of sympy's by name, and no text that anything would evaluate.
 """
 
+from typing import Any
+
 import sympy
 from latex2sympy2_extended import logic, sets
 from math_verify import parse
@@ -27,7 +29,7 @@ WARM += [
     "(1,2)",
 ]
 OWN = {"FiniteSet": sets.FiniteSet, "And": logic.And}  # of math-verify's; they remember the order
-EAGER = (
+EAGER: tuple[Any, ...] = (
     sympy.Add,
     sympy.Mul,
     sympy.Pow,

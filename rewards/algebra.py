@@ -6,6 +6,7 @@ sympy's own parse_expr is eval() of Python, and so finds every name, attribute a
 import ast
 import operator
 import re
+from collections.abc import Callable
 
 import sympy
 
@@ -15,8 +16,8 @@ MAX_BITS = 4096  # of a power of numbers
 ELEMENTARY = "sqrt exp log ln Abs sign sec csc sin cos tan cot asin acos atan acot sinh cosh tanh asinh acosh atanh"
 FUNCTIONS = {name: getattr(sympy, name) for name in ELEMENTARY.split()} | {"abs": sympy.Abs}
 CONSTANTS = {"pi": sympy.pi, "E": sympy.E}
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-OPERATORS |= {ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
+OPERATORS: dict[type[ast.AST], Callable] = {ast.Pow: operator.pow, ast.UAdd: operator.pos, ast.USub: operator.neg}
+OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def algebra(text: str) -> sympy.Expr:

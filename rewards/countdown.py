@@ -10,14 +10,16 @@ import json
 import operator
 import re
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 from rewards.answers import last_tagged
 
 LONGEST = 300  # characters; bounds the depth of the parsed tree
 EQUATION = re.compile(r"[0-9+\-*/() \t\n]+")
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+SIGNS: dict[type[ast.AST], Callable] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 def evaluate(equation: str) -> tuple[Fraction, list[int]]:
@@ -32,8 +34,9 @@ def evaluate(equation: str) -> tuple[Fraction, list[int]]:
         if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
             return SIGNS[type(node.op)](value(node.operand))
         if isinstance(node, ast.Constant):
-            numbers.append(node.value)
-            return Fraction(node.value)
+            number: Any = node.value  # an int, see EQUATION
+            numbers.append(number)
+            return Fraction(number)
         raise ValueError("an operator other than + - * /")
 
     try:

@@ -37,7 +37,7 @@ from lib.agent.multi_turn import (
 from lib.agent.tools import ERROR_KINDS, ToolCall, ToolResult, attempt, run_tool_call
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
-from lib.rollout import Generated, Sampling, add_responses, turn_seed
+from lib.rollout import Generated, RolloutEngine, Sampling, add_responses, turn_seed
 
 REPORT_S = 60.0  # a rollout says every so often what it waits for
 PATIENCE_S = 0.005  # for the next request to come before a long step
@@ -227,7 +227,7 @@ class EngineRequests:
     costs vLLM 0.5 ms a step, and it counts OpenMP's threads anew there. But a long step goes to a thread, so that the
     clocks of the tools go on; what is asked of the engine meanwhile waits in `todo`."""
 
-    def __init__(self, engine):
+    def __init__(self, engine: RolloutEngine):
         self.engine = engine
         self.todo: list[Callable[[], None]] = []
         self.futures: dict[str, asyncio.Future[Generated]] = {}
@@ -299,7 +299,7 @@ class EngineRequests:
 
 
 def generate_multi_turn(
-    engine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
+    engine: RolloutEngine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
 ) -> DataProto:
     """One episode per row of `prompts`, as engine.generate for single turns; row i is sampled with seeds[i].
 
@@ -356,8 +356,8 @@ def generate_multi_turn(
     )
     given = torch.zeros_like(batch.batch["rollout_log_probs"])  # (B, T)
     for i, request in enumerate(requests):
-        for place, reward in zip(request.rewarded, request.turn_rewards):
-            given[i, place] += reward
+        for at, reward in zip(request.rewarded, request.turn_rewards):
+            given[i, at] += reward
     batch.batch["turn_rewards"] = given * batch.batch["response_mask"].any(1, keepdim=True)
     columns = {name: [getattr(request, name) for request in requests] for name in OUTPUT_COLUMNS}
     columns["agent_metrics"] = [dict(request.metrics) for request in requests]
@@ -380,7 +380,7 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     rows, B = batch.non_tensor_batch, len(batch)
     if "agent_metrics" not in rows:
         return {}
-    reasons, totals, counts = Counter(rows["finish_reason"]), Counter(), Counter()
+    reasons, totals, counts = Counter(rows["finish_reason"]), Counter[str](), Counter[str]()
     for own in rows["agent_metrics"]:
         totals.update(own)
         counts.update(own.keys())
@@ -405,7 +405,7 @@ def _runner(pid: int) -> asyncio.Runner:
 
 
 async def _run_episodes(
-    engine, requests: list[AsyncRolloutRequest], sampling: Sampling, settings: MultiTurn
+    engine: RolloutEngine, requests: list[AsyncRolloutRequest], sampling: Sampling, settings: MultiTurn
 ) -> list[BaseException | None]:
     """What each of them raised."""
     shared = EngineRequests(engine)

@@ -88,10 +88,10 @@ def _tools_of(spec: str) -> list[BaseTool]:
 
 # ---- built in: calculator, python, search, MCP ---------------------------------------------------
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS: dict[type[ast.AST], Callable] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
-OPERATORS |= {ast.USub: operator.neg, ast.UAdd: operator.pos}
-FUNCTIONS = {"abs": abs, "round": round, "min": min, "max": max, "sqrt": math.sqrt}
+FUNCTIONS: dict[str, Callable] = {"abs": abs, "round": round, "min": min, "max": max, "sqrt": math.sqrt}
 MAX_EXPRESSION, MAX_BITS = 1000, 4096  # characters; of an integer
 
 

@@ -259,7 +259,9 @@ def check_template(settings: MultiTurn) -> None:
     """Raises InputError unless the template shows the answers to a turn, and its text can be encoded piece by piece."""
     name, end = getattr(settings.tokenizer, "name_or_path", ""), None
     question = {"role": "user", "content": "6*7?"}
-    pairs = [({"role": "assistant", "content": "6*7=42"}, {"role": "user", "content": "4 or 2?"})]
+    pairs: list[tuple[dict, dict]] = [
+        ({"role": "assistant", "content": "6*7=42"}, {"role": "user", "content": "4 or 2?"})
+    ]
     for tool in list(settings.tools)[:1]:
         call = {"id": call_id(0), "type": "function", "function": {"name": tool, "arguments": {}}}
         answer = {"role": "tool", "name": tool, "tool_call_id": call_id(0), "content": "4 or 2?"}

@@ -87,7 +87,8 @@ FIRST_CALL, NEXT_CALL = re.compile(r'\{\s*"(?:name|type)"\s*:'), re.compile(r"\s
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, up to 100 of them. The last may lack its end."""
-    calls, end = [], 0
+    calls: list[ToolCall] = []
+    end = 0
     while len(calls) < MAX_CALLS and (opened := OPEN_CALL.search(text, end)):
         call, end = _read_call(text, opened.end())
         if end > opened.end() and not CLOSE_CALL.match(text, end) and not SPECIAL.fullmatch(text, end):

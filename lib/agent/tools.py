@@ -156,13 +156,14 @@ async def attempt(function: Callable, /, *args, timeout_s: float, **kwargs) -> t
 
 def _checked(value) -> tuple[str, float, dict]:
     """(text, reward, metrics) of what a tool returned. Raises TypeError, ValueError."""
-    parts = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
-    text, reward, metrics = (*parts, *(0.0, {})[len(parts) - 1 :])
+    parts: tuple = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
+    defaults: tuple = (0.0, {})
+    text, reward, metrics = parts + defaults[len(parts) - 1 :]
     if not isinstance(text, str | numbers.Number):
         raise TypeError(
             f"the tool returned a {type(text).__name__}; a text, a number or (text, reward, metrics) is taken"
         )
-    if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_SCORE:
+    if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_SCORE:  # type: ignore[operator]
         raise ValueError(f"the tool gave {reward!r} as reward; numbers up to {LARGEST_SCORE:g} are taken")
     if not isinstance(metrics, dict) or not all(isinstance(number, numbers.Real) for number in metrics.values()):
         raise TypeError("the tool's metrics are no dict of numbers")

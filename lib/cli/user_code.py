@@ -29,7 +29,7 @@ def load_object(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
-    if not (name.isidentifier() and path.is_file()):
+    if not (name.isidentifier() and path.is_file() and path.suffix == ".py"):
         raise InputError(f"{flag} {spec}: give an existing file and a name in it, as path/to/file.py:name")
     try:
         with _time_limit(limit_s):

@@ -32,7 +32,7 @@ from lib.core_algos.reductions import (
 )
 from lib.core_algos.settings import _bind, _lookup
 
-Index = Sequence | np.ndarray  # (B,): rows of equal id are one group
+Index = Sequence | np.ndarray | Tensor  # (B,): rows of equal id are one group
 Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
 
 
@@ -43,8 +43,10 @@ def _outcomes(rewards: Tensor, mask: Tensor, index: Index, singleton: str) -> tu
     R − mean_g is exactly 0 in a group of equal R; in a group of one it is R if "raw", 0 if "zero".
     """
     scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
-    one_token, dr_grpo = torch.ones(len(scores), 1), {"norm_adv_by_std_in_grpo": False, "singleton": singleton}
-    centred, _ = compute_grpo_outcome_advantage(scores[:, None], one_token, group, **dr_grpo)
+    one_token = torch.ones(len(scores), 1)
+    centred, _ = compute_grpo_outcome_advantage(
+        scores[:, None], one_token, group, norm_adv_by_std_in_grpo=False, singleton=singleton
+    )
     return scores, centred[:, 0], group, torch.bincount(group)[group], lambda x: (_spread(x, alive, rewards, mask),) * 2
 
 
@@ -99,7 +101,7 @@ def compute_overlong_penalty(
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Sequence | np.ndarray,
+    index: Index,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     singleton: str = "raw",
@@ -322,7 +324,7 @@ def compute_gdpo_outcome_advantage(
     alive = response_mask.bool().any(-1, keepdim=True)
     components = zip(weights, reward_components.double().split(1, dim=1))
     rows = sum(w * compute_grpo_outcome_advantage(r, alive, index, singleton=singleton)[0] for w, r in components)
-    advantages = _whiten(rows.expand(response_mask.shape), response_mask)
+    advantages = _whiten(rows.expand(response_mask.shape), response_mask)  # type: ignore[union-attr]  # K is not 0
     return _rewards_dtype(token_level_rewards, advantages, advantages)
 
 
@@ -348,7 +350,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     A group of one is whitened with R ("raw", as verl) or 0.
     """
     _, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
-    return (_whiten(spread(centred)[0], response_mask),) * 2
+    advantages = _whiten(spread(centred)[0], response_mask)
+    return advantages, advantages
 
 
 @torch.no_grad()
@@ -414,9 +417,10 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     """
     order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first
     tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    rewards, mask, *rest = (None if x is None else x.gather(1, order) for x in tensors)
-    pair = compute_optimal_token_baseline_advantage(rewards, mask, index, *rest, singleton)
-    return tuple(torch.zeros_like(x).scatter(1, order, x) for x in pair)
+    rewards, mask, old, squared, weights = (None if x is None else x.gather(1, order) for x in tensors)
+    pair = compute_optimal_token_baseline_advantage(rewards, mask, index, old, squared, weights, singleton)
+    advantages, returns = (torch.zeros_like(x).scatter(1, order, x) for x in pair)
+    return advantages, returns
 
 
 def _gae_estimator(
@@ -427,7 +431,7 @@ def _gae_estimator(
     values: Tensor,
     gamma: float = 1.0,
     lam: float = 1.0,
-    lam_policy: float | None = None,
+    lam_policy: float | Tensor | None = None,
     length_adaptive_alpha: float | None = None,
     singleton: str = "raw",
 ) -> Pair:

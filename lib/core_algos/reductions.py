@@ -82,7 +82,7 @@ def _spread(row_values: Tensor, alive: Tensor, token_level_rewards: Tensor, resp
     return _keep(rows.to(response_mask.device, dtype)[:, None].expand(response_mask.shape), response_mask)
 
 
-def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple:
     return tuple(x.to(torch.promote_types(token_level_rewards.dtype, torch.float32)) for x in results)
 
 
@@ -121,8 +121,8 @@ def agg_loss(
     loss_mask: Tensor,
     loss_agg_mode: str,
     *,
-    global_tokens: int | Tensor | None = None,
-    global_rows: int | Tensor | None = None,
+    global_tokens: float | Tensor | None = None,
+    global_rows: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """This micro-batch's share of the mini-batch's loss: the *sum* over micro-batches and ranks is the loss.

@@ -10,6 +10,7 @@ the advantages.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def compute_rollout_correction(
     bounds: tuple[float, float] = (0.0, 2.0),
     batch_normalize: bool = False,
     reject: Mapping[str, tuple[float, float] | float] | None = None,
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+) -> tuple[Tensor | None, Tensor, dict[str, Any]]:
     """-> weights (B, T), 0 outside the new mask (None if level is), new response_mask (B, T), metrics of the batch.
 
     All tensors (B, T), of the whole step, gathered over the ranks.

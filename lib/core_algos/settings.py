@@ -3,11 +3,12 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from lib import InputError
 
 
-def _lookup(kind: str, table: dict[str, Callable], name: str) -> Callable:
+def _lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:
     if name not in table:
         raise InputError(f"unknown {kind} {name!r}: choose one of {', '.join(table)}")
     return table[name]

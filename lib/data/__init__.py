@@ -1,7 +1,7 @@
 """Prompts: rows -> tokens -> the share of each rank in a step; batches -> balanced ranks and micro-batches."""
 
 from lib.data.balance import balance_groups, exchange_groups, gather_columns
-from lib.data.dataset import RLHFDataset, load_dataset_class
+from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class
 from lib.data.loader import PromptLoader, collate_fn, make_loader
 from lib.data.micro_batches import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.rows import load_split
@@ -9,6 +9,7 @@ from lib.data.special_tokens import Defuse
 
 __all__ = [
     "Defuse",
+    "PromptDataset",
     "PromptLoader",
     "RLHFDataset",
     "balance_groups",

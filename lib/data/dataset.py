@@ -3,11 +3,11 @@
 import bisect
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     import datasets
 
 SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizing in one
+
+
+class PromptDataset(Protocol):
+    """What RLHFDataset and the classes of --dataset-class have."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> dict: ...
 
 
 class RLHFDataset(Dataset):
@@ -109,7 +117,7 @@ class RLHFDataset(Dataset):
 
     def _open(self, source, number: int) -> tuple[str, Sequence[dict]]:
         name = str(source) if isinstance(source, str | Path) else f"data set {number} in memory"
-        rows = read_rows(source)
+        rows: Any = read_rows(source)
         required = [self.prompt_key, "data_source", "reward_model"]
         if not isinstance(rows, list):  # a datasets.Dataset
             for column in required:
@@ -257,12 +265,15 @@ def _check_rows_of_forked(rows: range) -> np.ndarray:
     return np.array([_forked._check_row(row) for row in rows], dtype=int).reshape(-1, 3)
 
 
-def load_dataset_class(spec: str) -> type[Dataset]:
+def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
     """The class that "path/to/file.py:ClassName" names. Scripts call it with RLHFDataset's arguments.
 
-    Raises InputError: what load_object raises, or it is not a subclass of torch.utils.data.Dataset.
+    Raises InputError: what load_object raises, or it is not a subclass of torch.utils.data.Dataset, or has no length.
     """
     found = load_object("--dataset-class", spec)
-    if not (isinstance(found, type) and issubclass(found, Dataset)):
+    is_data_set = isinstance(found, type) and issubclass(found, Dataset)
+    if not is_data_set:
         raise InputError(f"--dataset-class {spec}: it is not a subclass of torch.utils.data.Dataset")
+    if not hasattr(found, "__len__"):  # an IterableDataset
+        raise InputError(f"--dataset-class {spec}: it has no __len__; rows are read by number")
     return found

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
+from lib.data.dataset import PromptDataset
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
 
@@ -20,7 +20,7 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchd
 def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
     """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). P of input_ids, attention_mask
     and position_ids (B, P) is that of the longest prompt: columns that are padding in all rows are left out."""
-    batch = {}
+    batch: dict[str, torch.Tensor | np.ndarray] = {}
     for key in items[0]:
         values = [item[key] for item in items]
         if isinstance(values[0], torch.Tensor):
@@ -66,7 +66,7 @@ class PromptLoader(StatefulDataLoader):
     own state holds its workers, and loads only into as many).
     """
 
-    def __init__(self, dataset: Dataset, sampler: _StepSampler, num_workers: int):
+    def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
         # Its own generator: the worker seeds would else be drawn from the global one, at another time after a resume.
         generator = torch.Generator().manual_seed(sampler.seed)
         super().__init__(
@@ -98,7 +98,7 @@ class PromptLoader(StatefulDataLoader):
 
 
 def make_loader(
-    dataset: Dataset,
+    dataset: PromptDataset,
     prompts_per_step: int,
     *,
     rank: int,

@@ -38,7 +38,8 @@ def prepare_dynamic_batch(
         (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
     """
     attention = batch.batch["attention_mask"]
-    own, prompt, group = attention.sum(1).tolist(), [0] * len(batch), list(range(len(batch)))
+    own, prompt = attention.sum(1).tolist(), [0] * len(batch)
+    group: list = list(range(len(batch)))  # equal for rows of one prompt
     if share_prompts:
         prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1).tolist()
         own, group = [n - p for n, p in zip(own, prompt)], prompt_groups(batch).tolist()

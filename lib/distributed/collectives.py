@@ -20,17 +20,17 @@ def address_towards(host: str, port: int) -> str:
         return s.getsockname()[0]
 
 
-def join_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str
-) -> dist.Backend:
+def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str) -> Any:
     """A process group beside the trainer's own, with processes that are no ranks of it; gloo on a CPU, which listens on
     `address`, else NCCL.
 
     Blocks until all have joined. Raises RuntimeError (also its operations) after `timeout_s` without an answer.
     """
     timeout = timedelta(seconds=timeout_s)
+    options: Any  # much of these classes is missing in torch's stubs
+    group: Any
     if device.type == "cpu":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=address)], timeout
         group = dist.ProcessGroupGloo(store, rank, size, options)
     else:

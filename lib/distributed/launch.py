@@ -75,7 +75,8 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
     store, rank, size = _meet(_timeout)
     if stage_timeout:
         enter_stage("start")
-        start_watching(store.clone(), rank, size, stage_timeout)  # the main thread may be waiting in the store
+        # a clone, as the main thread may be waiting in the store
+        start_watching(store.clone(), rank, size, stage_timeout)  # type: ignore[attr-defined]  # not in torch's stubs
     # "fake" copies a rank's own values: of a single rank that is each collective, and it opens no port
     backend = "fake" if size == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)

@@ -4,7 +4,7 @@ A mean of the ranks' means would be wrong where they hold different counts. A me
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ class Mean(NamedTuple):
     """total / count over all ranks; left out where the count is 0."""
 
     total: float
-    count: float
+    count: float  # type: ignore[assignment]  # tuple has a method of this name
 
 
 class Sum(NamedTuple):
@@ -43,7 +43,7 @@ def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None 
         dist.all_gather_object(ranks, dict(local), group=group)
     reduced = {}
     for key in dict.fromkeys(key for metrics in ranks for key in metrics):
-        parts = [metrics[key] for metrics in ranks if key in metrics]
+        parts: list[Any] = [metrics[key] for metrics in ranks if key in metrics]
         match parts[0]:
             case Mean():
                 count = sum(part.count for part in parts)
@@ -62,6 +62,7 @@ def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None 
 
 def add_metrics(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
     """Adds the metrics of one more micro-batch to those of this rank, in place."""
+    new: Any  # of the kind that it is added to
     for key, new in more.items():
         match total.get(key):
             case None:

@@ -1,9 +1,9 @@
 """Device mesh, FSDP2 and tensor parallelism: sharding a model, gradients over ranks, and whole weights again."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -28,6 +29,9 @@ from torch.distributed.tensor.parallel import (
 from lib import InputError
 from lib.distributed.launch import World, collective_timeout, wait_for_all
 from lib.distributed.watchdog import enter_stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # torch warns on every rank that weights split over two mesh dimensions take two collectives to gather
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -80,14 +84,14 @@ def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -
 
 # of transformers' tensor parallel plans, in torch's terms. The last is of norms of heads, of which each rank has a
 # share: the weight's gradient is a sum over ranks
-TENSOR_PARALLEL_STYLES = {
+TENSOR_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
 
-def _split_layers(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+def _split_layers(model: "PreTrainedModel", mesh: DeviceMesh) -> None:
     """Splits what the model's tensor parallel plan names in its layers, in place; embedding and head stay whole."""
     styles = {name: style for name, style in model.tp_plan.items() if "layers." in name}
     plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in styles.items()}
@@ -95,8 +99,8 @@ def _split_layers(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shard_model(
-    model: torch.nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
-) -> torch.nn.Module:
+    model: "PreTrainedModel", mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
+) -> "PreTrainedModel":
     """FSDP2 of a transformers model, in place: one group a decoder layer, the rest in the root group.
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
@@ -112,7 +116,8 @@ def shard_model(
     if "tensor" in mesh.mesh_dim_names:
         _split_layers(model, mesh["tensor"])
         mesh = mesh["shard"]
-    options = {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()}
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
     options["mp_policy"] = MixedPrecisionPolicy()
     if any(p.dtype != compute_dtype for p in model.parameters()):
@@ -155,7 +160,7 @@ def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
+def set_gradient_sync(model: FSDPModule, sync: bool) -> None:
     """Reduce gradients over ranks in the coming backward (the last micro-batch), or only add them up locally."""
     model.set_requires_gradient_sync(sync)
 
@@ -177,7 +182,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def merged_shards(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
     """(name, this rank's shard as a DTensor) of each weight of the model as it was before `add_lora`, with its LoRA
     update added: W + alpha / rank x B A. The model stays as it is. A collective.
 

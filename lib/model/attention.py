@@ -9,6 +9,7 @@ without those packages, and on a CPU, rows leak into each other without a word.
 import math
 import types
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -232,7 +233,8 @@ def _hand_down(layer: torch.nn.Module, parent: torch.nn.Module, args: tuple, kwa
 
 def _by_rows(layer: torch.nn.Module, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     """The forward of a layer whose input (1, N, D) may be packed."""
-    rows, layer.rows = layer.rows, None
+    rows: Any = layer.rows  # SequenceRows | None
+    layer.rows = None
     forward = partial(type(layer).forward, layer)
     if rows is None:
         return forward(hidden_states, *args, **kwargs)

@@ -135,7 +135,8 @@ def load_model(
     on_meta: read no weights yet; `shard_model` reads of the safetensors files what its rank holds, so that no process
     ever holds the whole model. Where transformers has to convert the weights, they are all read now, as without it.
     """
-    options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    options["trust_remote_code"] = trust_remote_code
     model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, flag)
     lay_out(model, f"{flag} {path}", attn_implementation, padding_free, share_prompts)
@@ -162,7 +163,8 @@ def load_critic(
     Raises:
         InputError: the architecture has no token classification, or the head has another number of outputs.
     """
-    options = {"dtype": dtype, "attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    options["trust_remote_code"] = trust_remote_code
     # without classifier_dropout, transformers drops 10 % of what the head sees
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
     model, missing = _from_pretrained(
@@ -188,7 +190,8 @@ def load_reward_model(
         InputError: it has another number of outputs (or no head, being a causal LM), or no chat template.
     """
     flag = "--reward-model"
-    options = {"dtype": dtype, "attn_implementation": "packed_sdpa", "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "packed_sdpa"}
+    options["trust_remote_code"] = trust_remote_code
     model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, flag)
     if model.config.num_labels != 1:
@@ -263,7 +266,7 @@ def _meta_model(
     with init_empty_weights(include_buffers=False):  # buffers, such as rotary tables, are computed and not read
         model = auto_class.from_config(config, **options)
     model.tie_weights()
-    files = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    files: dict[str, Any] = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     tied, changes = model.all_tied_weights_keys, get_model_conversion_mapping(model)
     shapes = {name: weight.shape for name, weight in model.state_dict().items() if name not in tied}
     missing = shapes.keys() - files.keys()

@@ -6,6 +6,7 @@ That is exact.
 
 import itertools
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,8 +103,8 @@ class LinearLogProbs(torch.autograd.Function):
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
     """False where the head adds a bias or the model caps or scales its logits: these go through its own forward."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    changes = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "unpadded_vocab_size")
-    changes += ("logit_scale", "logits_scaling", "logits_mup_width_multiplier", "lm_head_multiplier")
+    changes = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "unpadded_vocab_size"]
+    changes += ["logit_scale", "logits_scaling", "logits_mup_width_multiplier", "lm_head_multiplier"]
     return head.bias is None and all(getattr(config, name, None) in (None, 1.0) for name in changes)
 
 
@@ -193,7 +194,7 @@ def batched_log_probs(
     gradients, in micro-batches. A collective."""
     share_prompts = share_prompts and padding_free and model.share_prompts
     padding_free = padding_free and model.padding_free
-    options = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
+    options: dict[str, Any] = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
     options |= {"sum_pi_squared": sum_pi_squared, "top_p": top_p, "top_k": top_k}
     parts = [response_log_probs(model, micro, temperature, **options)[: 2 + sum_pi_squared] for micro in micro_batches]

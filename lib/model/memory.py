@@ -29,6 +29,7 @@ only adapters have gradients and Adam. What is offloaded is in the moment "host"
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -192,7 +193,7 @@ def estimate_memory(
 # ---- exact: what is stored -----------------------------------------------------------------------
 
 
-def shard_numel(parameters: list[torch.Tensor], ranks: int) -> int:
+def shard_numel(parameters: Sequence[torch.Tensor], ranks: int) -> int:
     """Numbers on the first rank, which has the most: FSDP2 splits the first dimension into chunks of equal size."""
     return sum(-(-p.shape[0] // ranks) * p[0].numel() for p in parameters)
 

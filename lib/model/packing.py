@@ -23,7 +23,7 @@ class PackedRun(NamedTuple):
     """Sequences that stand end to end in the packed row and are one batched SDPA call."""
 
     tokens: int
-    count: int
+    count: int  # type: ignore[assignment]  # tuple has a method of this name
     length: int
     """of each sequence; where `places` is given, of the longest"""
     prompt_run: int | None
@@ -163,7 +163,8 @@ def _response_inputs(
 
 def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """(B,): for each row that answers its prompt the first such row of its group; for the others the row itself."""
-    owner, first_of = list(range(len(group))), {}
+    owner = list(range(len(group)))
+    first_of: dict[int, int] = {}
     for row, (number, answer) in enumerate(zip(group.tolist(), answers.tolist())):
         if answer:
             owner[row] = first_of.setdefault(number, row)
@@ -187,7 +188,9 @@ def _packed_runs(
     device: torch.device,
 ) -> list[PackedRun]:
     """The runs of sequences of one kind, which stand in this order; a kind is (tokens of the shared prompt, length)."""
-    runs, run_of, begin = [], {}, {}  # of each sequence: the number of its run, the place in its run
+    runs: list[PackedRun] = []
+    run_of: dict[int, int] = {}  # the number of each sequence's run
+    begin: dict[int, int] = {}  # its place in the run
     for (P, _), group in itertools.groupby(order, key=lambda i: kinds[i]):
         members = list(group)
         sizes = [lengths[i] for i in members]
@@ -221,7 +224,7 @@ def sequence_rows(
     shared = set(prompt)
     rows = sorted((i for i in order if i not in shared), key=lambda i: length[i])
     sizes = [math.inf if one_size else int(4 * math.log2(length[i])) for i in rows]  # padding: a fifth at most
-    places, back, offset, placed = [], torch.empty(N, dtype=torch.long), 0, set()
+    places, back, offset, placed = [], torch.empty(N, dtype=torch.long), 0, set[int | None]()
     for size in sorted(set(sizes)):
         members = [i for i, own in zip(rows, sizes) if own == size]
         P = torch.tensor([length[i] - lengths[i] for i in members])[:, None]
@@ -229,8 +232,11 @@ def sequence_rows(
         first = torch.tensor([[begin[i if prompt[i] is None else prompt[i]], begin[i]] for i in members])
         column = torch.arange(int(n.max())).minimum(n - 1)  # (count, length)
         place = torch.where(column < P, first[:, :1] + column, first[:, 1:] + column - P)
-        new = torch.tensor([prompt[i] not in placed and not placed.add(prompt[i]) for i in members])  # shared prompts
-        taken = (torch.arange(column.shape[1]) < n) & (new[:, None] | (column >= P))
+        new = []  # whether the shared prompt has no place yet
+        for i in members:
+            new.append([prompt[i] not in placed])
+            placed.add(prompt[i])
+        taken = (torch.arange(column.shape[1]) < n) & (torch.tensor(new) | (column >= P))
         back[place[taken]] = offset + taken.flatten().nonzero()[:, 0]
         places.append(place.to(device))
         offset += place.numel()

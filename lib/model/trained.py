@@ -72,7 +72,7 @@ class Trained:
         self.optimizer.zero_grad()
         return {
             f"{self.name}/grad_norm": Mean(grad_norm, 1),
-            f"{self.name}/lr": Mean(lr, 1),
+            f"{self.name}/lr": Mean(float(lr), 1),
             "training/skipped_updates": Sum(skipped and self.world.rank == 0),  # all ranks skip the same
         }
 
@@ -142,15 +142,14 @@ class Reference(Checked):
         """(B, T). A collective."""
         f = self.forward
         with without_adapters(self.module):
-            options = {"row_group": f.row_group}
-            return batched_log_probs(self.module, batch, f.temperature, f.micro_batch_tokens, **options)[0]
+            return batched_log_probs(self.module, batch, f.temperature, f.micro_batch_tokens, row_group=f.row_group)[0]
 
 
 def micro_batches(mini_batch: DataProto, *trained: Trained) -> Iterator[DataProto]:
     """Equally many on every rank. Gradients are added up over them and reduced over ranks after the last."""
     first, modules = trained[0], [model.module for model in trained]
-    options = {"row_group": first.forward.row_group, **layout(*modules)}
-    parts, _ = prepare_dynamic_batch(mini_batch, first.forward.micro_batch_tokens, **options)
+    f = first.forward
+    parts, _ = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
     for i, micro in enumerate(parts):
         for module in modules:
             set_gradient_sync(module, first.reduce_each_micro_batch or i == len(parts) - 1)

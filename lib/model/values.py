@@ -1,5 +1,7 @@
 """Values of a critic, and scores of a reward model: classifiers of one output a token."""
 
+from typing import Any
+
 import jinja2
 import torch
 import torch.nn.functional as F
@@ -60,7 +62,7 @@ def batched_values(
     """`response_values` of a whole batch without gradients, in micro-batches. A collective."""
     share_prompts = share_prompts and padding_free and model.share_prompts
     padding_free = padding_free and model.padding_free
-    options = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
+    options: dict[str, Any] = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
     parts = [response_values(model, micro, **options) for micro in micro_batches]
     return restore_dynamic_batch(torch.cat(parts), rows)

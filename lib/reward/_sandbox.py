@@ -127,7 +127,7 @@ def pack(value, ref):
         return value
     for plain, exact in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
         if isinstance(value, plain):
-            return exact(value)
+            return exact(value)  # type: ignore[arg-type]  # of this kind
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes):
@@ -136,9 +136,9 @@ def pack(value, ref):
         return [pack(item, ref) for item in value]
     if isinstance(value, dict):
         return {"dict": [[pack(key, ref), pack(item, ref)] for key, item in value.items()]}
-    for plain in (tuple, set, frozenset):
-        if isinstance(value, plain):
-            return {plain.__name__: [pack(item, ref) for item in value]}
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [pack(item, ref) for item in value]}
     if hasattr(value, "dtype") and hasattr(value, "tolist"):  # numpy's
         if getattr(value, "ndim", 0) and NUMERIC.fullmatch(value.dtype.str):
             return {"array": [value.dtype.str, list(value.shape), [pack(item, ref) for item in value.ravel().tolist()]]}
@@ -195,7 +195,8 @@ class Program:
     """Answers what a Remote asks. An object without a plain value stays here, and goes by its number."""
 
     def __init__(self, program: str, prelude: str):
-        self.objects, self.numbers = [], {}
+        self.objects: list = []
+        self.numbers: dict[int, int] = {}  # by id()
         self.namespace = load(program, "solution", prelude)
 
     def names(self) -> list[list]:
@@ -231,7 +232,8 @@ class Program:
             elif operation == "get":
                 value = getattr(target, args)
             else:
-                value = setattr(target, args[0], unpack(args[1], self.find))
+                value = None
+                setattr(target, args[0], unpack(args[1], self.find))
             return {"value": pack(value, self.ref)}
         except BaseException as error:  # noqa: BLE001 the program's, whatever it is
             return {"error": [type(error).__name__, str(error)[:500]]}
@@ -358,7 +360,7 @@ def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
     # a NaN passes `not (error > 1e-6)` and `!=`
     ask = asker(channel, nan_is_wrong="nan" not in "".join(texts).lower())
     trusted = vars(builtins).keys() | sys.stdlib_module_names  # a program may not supply the tests' own tools
-    namespace = {name: Remote(ask, name) for name, _ in names if name not in trusted} | {"__name__": "tests"}
+    namespace: dict = {name: Remote(ask, name) for name, _ in names if name not in trusted} | {"__name__": "tests"}
     namespace |= tools(names, texts, packages)
     entries = {name: Remote(ask, name) for name in tests["entries"]}
     for case in texts:
@@ -508,7 +510,8 @@ def seccomp_filter(level: str) -> bytes:
     inside = level == "namespaces"
     names = ALLOWED + ALLOWED_INSIDE if inside else ALLOWED
     clone = ("clone", 0, NEW_ANY, 0) if inside else ("clone", 0, NEW_ANY | THREAD, THREAD)
-    for name, *condition in [*((name,) for name in names.split()), *CONDITIONS, clone]:
+    allowed: list[tuple] = [*((name,) for name in names.split()), *CONDITIONS, clone]
+    for name, *condition in allowed:
         number = lib.seccomp_syscall_resolve_name(name.encode())
         argument = struct.pack("IiQQ", condition[0], 7, *condition[1:]) if condition else None  # MASKED_EQ
         if number >= 0:  # this machine has it

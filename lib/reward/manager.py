@@ -10,7 +10,7 @@ verl's managers are cases of this one: naive is workers=0, prime is workers of 1
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import compress
 
@@ -21,7 +21,7 @@ from lib import InputError
 from lib.cli.secrets import struck
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.distributed import Sum
+from lib.distributed import Metric, Sum
 from lib.reward.pool import Pool
 from lib.reward.scorers import LARGEST_SCORE, Scorer, call, checked, load_scorer
 
@@ -76,10 +76,11 @@ class RewardManager:
             }
             for i, text in zip(rows, texts)
         }
-        calls = []  # (scorer, rows)
+        calls: list[tuple[int, list[int]]] = []  # (scorer, rows)
         for k, scorer in enumerate(self.scorers):
             calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
         tasks = [(k, self.timeout_s * len(part), [samples[i] for i in part]) for k, part in calls]
+        answers: Iterator[tuple[int, list]]
         if self._pool is None:
             answers = enumerate([self._score_here(k, part) for k, _, part in tasks])
         else:
@@ -147,7 +148,7 @@ class PendingScores:
     calls: list[tuple[int, list[int]]]  # (scorer, rows)
     answers: Iterable[tuple[int, list]]  # (call, [kind, value] of each of its rows)
 
-    def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Sum]]:
+    def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Metric]]:
         """Waits for the scores; to be called once.
 
         Returns:
@@ -196,5 +197,5 @@ class PendingScores:
                     manager._numbers.add(key)
         for key in manager._numbers:  # also where nobody gave it this time
             extras.setdefault(key, [None] * len(self.mask))
-        counts = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
+        counts: dict[str, Metric] = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts

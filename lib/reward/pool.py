@@ -64,7 +64,7 @@ def _attempt(function: Callable, batched: bool, samples: list[dict]) -> tuple[li
         results = call(function, batched, samples)
     except BaseException as error:  # noqa: BLE001 also sys.exit(): the worker must answer
         return [_failure(error)] * len(samples), isinstance(error, Exception) and not isinstance(error, MemoryError)
-    answers = []
+    answers: list[list] = []
     for result in results:
         try:
             answers.append(["ok", checked(result)])
@@ -89,7 +89,8 @@ def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memo
     while True:
         for task in frames.receive():
             scorer, _, samples = pickle.loads(task[ID.size :])  # noqa: S301 the trainer's
-            answers, going_on = _attempt(*scorers[scorer], samples)
+            function, batched = scorers[scorer]
+            answers, going_on = _attempt(function, batched, samples)
             frames.send(task[: ID.size] + (b"+" if going_on else b"-") + json.dumps(answers).encode())
 
 
@@ -199,12 +200,14 @@ class _Supervisor:
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
         notes, their_notes = os.pipe()
-        os.set_blocking(notes, False), os.set_blocking(their_notes, False)
+        os.set_blocking(notes, False)
+        os.set_blocking(their_notes, False)
         pid = os.fork()
         if pid == 0:
             try:
-                for other in (self.trainer, ours, *(worker.frames for worker in self.workers)):
-                    other.close()
+                ends: list[socket.socket | Frames] = [self.trainer, ours, *(worker.frames for worker in self.workers)]
+                for end in ends:
+                    end.close()
                 for other in (notes, *(worker.notes for worker in self.workers)):
                     os.close(other)
                 _work(Frames(theirs, LONGEST_MESSAGE), their_notes, self.scorers, self.memory_mb)

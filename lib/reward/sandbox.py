@@ -58,8 +58,8 @@ def _folders() -> dict:
 def make_spec(packages: tuple = ("numpy",), **options) -> dict:
     """What a sandbox is told first; `options` are level, form, program, and those that differ from these defaults."""
     site = sysconfig.get_path("purelib")
-    paths = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
-    paths = {"packages": [path for path in paths if Path(path).is_dir()], "sys_path": [site], **_folders()}
+    folders = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
+    paths = {"packages": [path for path in folders if Path(path).is_dir()], "sys_path": [site], **_folders()}
     limits = {
         "timeout": 10.0,
         "total_timeout": 60.0,
@@ -77,7 +77,9 @@ def _start_zygote(module: str) -> socket.socket:
         command = [sys.executable, "-S", "-s", "-P", "-B", _sandbox.__file__]
         if module:
             command += [module, str(ROOT), sysconfig.get_path("purelib")]
-        subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/", process_group=0)
+        subprocess.Popen(
+            command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/", process_group=0
+        )
     return ours
 
 
@@ -177,8 +179,8 @@ def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
     try:
         conn = idle.pop()
     except IndexError:
-        options = {"form": "function", "module": module, "name": name, "packages": packages, "total_timeout": seconds}
-        conn = connect(make_spec(level=sandbox_level(), **options), module)
+        own = {"form": "function", "module": module, "name": name, "total_timeout": seconds}
+        conn = connect(make_spec(packages, level=sandbox_level(), **own), module)
     try:
         _sandbox.send(conn, argument)
         [value] = _sandbox.receive(conn, time.monotonic() + seconds) or [None]

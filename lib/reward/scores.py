@@ -6,7 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.distributed import Sum, timed
+from lib.distributed import Metric, timed
 from lib.model import reward_model_scores
 from lib.reward.manager import PendingScores, RewardManager
 
@@ -42,7 +42,7 @@ class PendingRewards:
     scores: PendingScores
 
     @timed("reward")
-    def add_to(self, batch: DataProto) -> tuple[dict[str, list], dict[str, Sum]]:
+    def add_to(self, batch: DataProto) -> tuple[dict[str, list], dict[str, Metric]]:
         """Waits; adds token_level_scores (B, T), on each row's last token. A row without a score is dead from here on.
 
         Returns what else the scorers gave of each row, and how many failed. A collective.

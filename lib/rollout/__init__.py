@@ -2,6 +2,7 @@
 
 from lib.rollout.engine import (
     Generated,
+    RolloutEngine,
     Sampling,
     add_responses,
     check_engine_import,
@@ -21,6 +22,7 @@ from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checks
 __all__ = [
     "Generated",
     "HFEngine",
+    "RolloutEngine",
     "Rollouts",
     "Sampling",
     "WeightSyncError",

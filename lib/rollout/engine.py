@@ -1,11 +1,7 @@
 """The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
 
-An engine has: generate(prompts, sampling, seeds) -> DataProto, load_weights(model, version), version, checksum,
-probe_log_probs(ids), sleep(), wake(), close(); and `proved`, the metrics of its last sync, which sync_weights keeps
-there. `hf` samples with the live model; `vllm` is an engine in this process; `http://host:port` is a vLLM server that
-runs already.
-For requests that come and go one by one (lib/agent) it has, inside `with engine.session():`, submit(request_id,
-prompt_ids, sampling, seed), step() -> {request_id: Generated} of those that ended, and abort(request_id).
+The interface is RolloutEngine. `hf` samples with the live model; `vllm` is an engine in this process;
+`http://host:port` is a vLLM server that runs already.
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, responses are never decoded on their way to the loss. A response
 has its own seed, so a sample depends on neither its batch nor its rank, and a run repeats itself. rollout_log_probs are
@@ -14,8 +10,10 @@ those of the distribution that was sampled from (temperature, top-p and top-k ap
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,17 +46,65 @@ class Generated:
     weight_versions: list[int | None] = field(default_factory=list)  # of each token, where the engine keeps them
 
 
+class RolloutEngine(Protocol):
+    """What every engine has. Of a model that is split over ranks, its calls are collectives."""
+
+    version: int | None
+    """of the weights that it holds; None before the first load_weights"""
+    checksum: int | None
+    """weight_checksum of what load_weights gave it"""
+    proved: dict[str, float]
+    """the metrics of its last sync, which sync_weights keeps here"""
+    pad_token_id: int
+    long_steps: bool
+    """whether step() goes to the end of its requests"""
+    shared: bool
+    """whether other ranks have a part of this engine, and so must step with it"""
+
+    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        """One response per row of `prompts`; row i is sampled with seeds[i]."""
+        ...
+
+    def load_weights(self, model: PreTrainedModel, version: int) -> None: ...
+
+    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
+        """Log-probs of ids[1:], at temperature 1."""
+        ...
+
+    def sleep(self) -> None:
+        """Gives its memory to the update; load_weights wakes it."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    # ---- requests that come and go one by one (lib/agent), inside `with engine.session():`
+
+    def session(self) -> AbstractContextManager[None]: ...
+
+    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
+        """Raises ValueError when the prompt is too long."""
+        ...
+
+    def step(self) -> dict[str, Generated]:
+        """Of those that ended, by request_id."""
+        ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
 def make_engine(
     name: str,
-    model,
-    tokenizer,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     folder: Path,
     max_length: int,
     dtype: torch.dtype,
     gpu_memory: float,
     ranks: int = 1,
-):
+) -> RolloutEngine:
     """The engine called `name`: "hf", "vllm" or the URL of a server, or several with commas between. ranks: of a vLLM
     engine that neighbouring ranks share."""
     # engines import from here
@@ -68,7 +114,7 @@ def make_engine(
 
     if name == "hf":
         return HFEngine(model, tokenizer)
-    settings = {"folder": folder, "max_length": max_length, "dtype": dtype}
+    settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
     if name != "vllm":
         return ServedEngine(name, model, tokenizer, **settings)
     return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks)
@@ -184,7 +230,11 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
 
 
 def rollouts_ahead(
-    engine, generate: Callable, requests: Iterator[tuple[DataProto, list[int], dict]], sampling: Sampling, level: int
+    engine: Any,
+    generate: Callable,
+    requests: Iterator[tuple[DataProto, list[int], dict]],
+    sampling: Sampling,
+    level: int,
 ) -> Iterator[tuple[DataProto, dict]]:
     """The rollout of each of `requests`, (prompts, seeds, what belongs to them), and what belongs to it.
 

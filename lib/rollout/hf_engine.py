@@ -14,7 +14,7 @@ from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, unsharded
 from lib.model import NEVER, SAMPLED_BY_HF, carries_state, least_kept
-from lib.rollout.engine import Generated, Sampling, add_responses, stop_token_ids
+from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
 
 LONG_PROMPT = 128  # tokens; of shorter ones a copy a row costs less than to attend in two parts
@@ -22,7 +22,7 @@ NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa
 ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 
-class HFEngine:
+class HFEngine(RolloutEngine):
     """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
 
     Each distinct prompt is prefilled once and its keys and values kept once for its group (LONG_PROMPT, can_group);
@@ -40,6 +40,7 @@ class HFEngine:
         self._waiting: dict[str, tuple[list[int], Sampling, int]] = {}
         self.version: int | None = None
         self.checksum: int | None = None
+        self.proved: dict[str, float] = {}
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """The weights are shared; the checksum says of which ones."""
@@ -97,11 +98,11 @@ class HFEngine:
         return add_responses(prompts, rows, self.pad_token_id)
 
     @torch.no_grad()
-    def _sample(self, prompt_ids, sampling: Sampling, seeds, limits: list[int]) -> list[Generated]:
-        """Row i has limits[i] tokens at most, which stands above sampling.max_response_length."""
+    def _sample(self, prompt_ids, sampling: Sampling, row_seeds, row_limits: list[int]) -> list[Generated]:
+        """Row i has row_limits[i] tokens at most, which stands above sampling.max_response_length."""
         device = compute_device(self.model)
         stop_ids = self.stop_ids.to(device)
-        seeds, limits = torch.tensor(seeds, device=device), torch.tensor(limits, device=device)
+        seeds, limits = torch.tensor(row_seeds, device=device), torch.tensor(row_limits, device=device)
         keys = [tuple(ids) for ids in prompt_ids]
         distinct = list(dict.fromkeys(keys))
         number = {key: i for i, key in enumerate(distinct)}
@@ -146,11 +147,11 @@ class HFEngine:
             inputs = cache.inputs if grouped else {"attention_mask": mask}
             inputs = inputs | {self._cache_keyword: cache}
             logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
-        tokens, log_probs = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), of the longest
-        stopped = torch.isin(tokens.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
+        responses, of_sampled = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), of the longest
+        stopped = torch.isin(responses.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
         return [
             Generated(row[:n], lps[:n], "stop" if stop else "length")
-            for row, lps, n, stop in zip(tokens.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist())
+            for row, lps, n, stop in zip(responses.tolist(), of_sampled.tolist(), lengths.tolist(), stopped.tolist())
         ]
 
 
@@ -226,6 +227,9 @@ class GroupCache(Cache):
 class GroupLayer(DynamicLayer):
     """A layer of GroupCache. The responses' keys and values (R, H_kv, t, D) are the filled part of buffers that grow by
     ROOM tokens, so that a token does not copy them all."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, prompts: DynamicLayer):
         super().__init__()

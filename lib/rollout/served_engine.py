@@ -12,6 +12,7 @@ from datetime import timedelta
 from ipaddress import ip_address
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store
-from lib.rollout.engine import Generated, Sampling, add_responses, stop_token_ids, turn_seed
+from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids, turn_seed
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
@@ -43,7 +44,7 @@ NEUTRAL = {  # vLLM's server takes what a request leaves out from the model's ge
 STOP_S = 0.5  # between the answers of requests that a pause has stopped; what does not come is sampled again
 
 
-class ServedEngine:
+class ServedEngine(RolloutEngine):
     """vLLM servers that the user started, over their OpenAI-compatible API; rank r uses URL r modulo their number.
 
     Weights are broadcast from the first rank to all workers of all servers, bucket by bucket, if the servers were
@@ -76,6 +77,7 @@ class ServedEngine:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.version: int | None = None
         self.checksum: int | None = None
+        self.proved: dict[str, float] = {}
         served = self._ask("GET", "/v1/models")["data"][0]
         self.served_model, self.max_length = served["id"], served["max_model_len"]
         if self.max_length < max_length:
@@ -92,7 +94,7 @@ class ServedEngine:
                 "samples from: start it with --logprobs-mode processed_logprobs"
             )
         self.weights_by = broadcast(self._weights_by() if dist.get_rank() == 0 else None)
-        self._group: dist.Backend | None = None
+        self._group: Any = None  # of join_group
 
     def _weights_by(self) -> str:
         """What all servers can do: "broadcast", "reload_from" (the worker extension only) or "reload_weights"."""
@@ -159,18 +161,18 @@ class ServedEngine:
         self._finish(*sending)
         self._finish(self._order("/finish_weight_update"))
 
-    def _connect(self, device: torch.device) -> dist.Backend:
+    def _connect(self, device: torch.device) -> Any:
         """The group of the first rank, 0 there, and of all workers, server after server."""
         sizes = [self._ask("GET", "/get_world_size", url=url)["world_size"] for url in self.servers]
         host = _address_towards(self.servers)
         store = listening_store(host, 0, timedelta(seconds=SYNC_TIMEOUT_S))
-        info = {"host": host, "port": store.port, "device": device.type}
+        info: dict[str, Any] = {"host": host, "port": store.port, "device": device.type}
         info |= {"size": 1 + sum(sizes), "timeout_s": SYNC_TIMEOUT_S}
         replies = []
         for url, first_rank in zip(self.servers, accumulate([1, *sizes])):
             own = {"init_info": info | {"first_rank": first_rank}}
             replies.append(self._begin("POST", "/init_weight_transfer_engine", url=url, json=own))
-        joined: Future[dist.Backend] = Future()
+        joined: Future = Future()
 
         def join() -> None:
             try:
@@ -283,9 +285,9 @@ class ServedEngine:
                 for ids, seed in zip(prompt_ids, seeds)
             ]
 
-    def collect(self, prompts: DataProto, sampling: Sampling, rows: list[Future]) -> DataProto:
+    def collect(self, prompts: DataProto, sampling: Sampling, started: list[Future]) -> DataProto:
         """As generate, and weight_versions (B, T): of each token, -1 where none was sampled."""
-        rows = [row.result() for row in rows]
+        rows: list[Generated] = [row.result() for row in started]
         batch = add_responses(prompts, rows, self.pad_token_id)
         versions = torch.full_like(batch.batch["responses"], -1)
         for i, row in enumerate(rows):
@@ -375,7 +377,9 @@ class ServedEngine:
 
 def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
     """Runs of tensors of BUCKET_BYTES at most together; a larger one is alone."""
-    names, tensors, size = [], [], 0
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    size = 0
     for name, tensor in stream:
         if names and size + tensor.nbytes > BUCKET_BYTES:
             yield names, tensors

@@ -1,6 +1,7 @@
 """The rollouts of a run, step after step: prompts from the loader, responses from the engine, rows over the ranks."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from lib.data import PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
-from lib.rollout.engine import Sampling, request_seeds, rollouts_ahead, staleness_metrics
+from lib.rollout.engine import RolloutEngine, Sampling, request_seeds, rollouts_ahead, staleness_metrics
 from lib.rollout.weight_sync import sync_weights
 
 
@@ -22,7 +23,7 @@ class Rollouts:
 
     def __init__(
         self,
-        engine,
+        engine: RolloutEngine,
         generate: Callable,
         loader: PromptLoader | None,
         sampling: Sampling,
@@ -42,7 +43,7 @@ class Rollouts:
         self._state = {} if loader is None else loader.state_dict()
 
     @timed("weight_sync")
-    def sync(self, actor: Policy, version: int) -> dict[str, float]:
+    def sync(self, actor: Policy, version: int) -> dict[str, Any]:
         """Gives the engine the policy's weights, those after `version` steps, and proves that it has them."""
         return sync_weights(self.engine, actor.module, version, tolerance=self.sync_tolerance)
 
@@ -93,7 +94,7 @@ class Rollouts:
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Passes over the data, and of rollouts that run ahead how many weight versions ago tokens were sampled."""
-        metrics = {"training/epoch": self._state["position"] / len(self.loader.dataset)}
+        metrics: dict[str, Metric] = {"training/epoch": self._state["position"] / len(self.loader.dataset)}
         if self.async_level:
             metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1, self.async_level)
         return metrics

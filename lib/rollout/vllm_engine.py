@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,11 @@ from transformers import PreTrainedModel
 from lib import InputError, is_first_on_node
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, new_cpu_subgroup
-from lib.rollout.engine import Generated, Sampling, add_responses, stop_token_ids
+from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
 
-class VLLMEngine:
+class VLLMEngine(RolloutEngine):
     """A vLLM engine inside this process, on CPU or GPU; weights go over in memory.
 
     The engine starts with dummy weights from a folder that holds only config and tokenizer: the trainer is the one
@@ -72,7 +73,7 @@ class VLLMEngine:
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         dist.barrier()
-        settings = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
+        settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
         if not on_gpu:  # seeded requests and chunked prefill crash on a CPU
             settings = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
             # instead of 256: a step of a tiny model costs what the scheduler takes, not what its rows do
@@ -103,6 +104,7 @@ class VLLMEngine:
         self._running: set[str] = set()
         self.version: int | None = None
         self.checksum: int | None = None
+        self.proved: dict[str, float] = {}
         self.sleep()
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:

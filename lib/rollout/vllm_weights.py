@@ -9,6 +9,7 @@ On a CPU two of vLLM's caches outlive a reload, silently: the packed copy of a t
 of a mixture of experts; both are made again here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,8 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and weight is not None and weight.dim() == 2 and weight.numel():
-            layer.quant_method.process_weights_after_loading(layer)
+            method: Any = layer.quant_method
+            method.process_weights_after_loading(layer)
 
 
 @dataclass
@@ -89,7 +91,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
 class BroadcastEngine(DirectEngine):
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
-    group: dist.Backend | None = None
+    group: Any = None  # of join_group
 
     def init_transfer_engine(self, init_info):
         if init_info.device != self.device.type:
@@ -117,6 +119,12 @@ class BroadcastEngine(DirectEngine):
 
 class WorkerExtension:
     """Methods of every worker of a server. Naming it imports this module there, which makes the backends known."""
+
+    # of the worker, whose base class vLLM makes this
+    vllm_config: Any
+    device: torch.device
+    model_runner: Any
+    reload_weights: Callable[..., None]
 
     def weight_transfer_backend(self) -> str | None:
         config = self.vllm_config.weight_transfer_config

@@ -13,13 +13,14 @@ from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, compute_device, iter_full_params, merged_shards
 from lib.model import response_log_probs
+from lib.rollout.engine import RolloutEngine
 
 
 class WeightSyncError(RuntimeError):
     """The rollout engine does not hold the trainer's weights."""
 
 
-def sync_weights(engine, model: PreTrainedModel, version: int, *, tolerance: float) -> dict[str, float]:
+def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *, tolerance: float) -> dict[str, float]:
     """Gives the engine the trainer's weights as `version`, unless it has them, and proves that it has. A collective.
 
     Two canaries: a checksum over the bits of all weights, which a skipped or cut-short sync cannot match, and the

@@ -141,7 +141,7 @@ def save_checkpoint(
                     f"{final}: not saved, earlier checkpoints are as they were: {failure} ({free:.1f} GiB were free)"
                 )
             if stage is hash_shards:  # each rank has read its own
-                parts = [None] * world_size
+                parts: list = [None] * world_size
                 dist.all_gather_object(parts, hashes, group=group)
                 hashes.update({name: digest for part in parts for name, digest in part.items()})
         return final
@@ -193,7 +193,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()  # with neither gradient nor state, DCP makes the full state: what to load into
-            template = dcp_state.get_optimizer_state_dict(module, optimizer)
+            template: dict[str, Any] = dcp_state.get_optimizer_state_dict(module, optimizer)
             template["state"] = {  # less the parameters that had no gradient before the save
                 param: values
                 for param, values in template["state"].items()
@@ -323,7 +323,7 @@ def _rng_state() -> dict[str, Any]:
     _, keys, *position = np.random.get_state()
     return {
         "python": (version, torch.tensor(words), gauss),
-        "numpy": (torch.from_numpy(keys.astype(np.int64)), *position),
+        "numpy": (torch.from_numpy(np.asarray(keys, np.int64)), *position),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }

@@ -94,7 +94,8 @@ def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
     The masks are those of the batch of all ranks, so these are plain numbers.
     """
-    metrics, alive = {}, None
+    metrics: dict[str, float] = {}
+    alive: torch.Tensor | None = None
     for name, mask in stages.items():
         before, alive = alive, mask.bool().any(1)
         metrics[f"training/rows_dropped/{name}"] = float((~alive if before is None else before & ~alive).sum())
@@ -238,7 +239,7 @@ def trouble_of_run(rows: Sequence[Mapping]) -> list[str]:
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def throughput_metrics(timing: Mapping[str, float], tokens: int, n_devices: int) -> dict[str, float]:
+def throughput_metrics(timing: Mapping[str, float], tokens: float, n_devices: int) -> dict[str, float]:
     """From a timer's metrics with a stage "step" around all others, and the step's tokens over all ranks."""
     seconds = timing["timing_s/step"]
     return {

@@ -19,7 +19,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -92,7 +92,7 @@ class Run:
     """rank 0's"""
     _saving: Future | None = None
 
-    def load(self, models: dict[str, Trained], parts: dict[str, Stateful]) -> dict[str, DataProto]:
+    def load(self, models: Mapping[str, Trained], parts: Mapping[str, Stateful]) -> dict[str, DataProto]:
         """Takes models and parts to the checkpoint, if there is one; returns its `batches`. A collective."""
         if self.checkpoint is None:
             return {}
@@ -128,8 +128,8 @@ class Run:
     def save(
         self,
         step: int,
-        models: dict[str, Trained],
-        parts: dict[str, Stateful],
+        models: Mapping[str, Trained],
+        parts: Mapping[str, Stateful],
         batches: dict[str, DataProto] | None = None,
     ) -> None:
         """Saves a checkpoint where one is due; it is written while training goes on. Raises what went wrong in the save
@@ -182,7 +182,7 @@ class Run:
         print_last(f"interrupted{where}; to go on: {command}", launcher)
 
 
-def _of_checkpoint(models: dict[str, Trained]) -> dict[str, Any]:
+def _of_checkpoint(models: Mapping[str, Trained]) -> dict[str, Any]:
     return {
         "models": {name: (model.module, model.optimizer) for name, model in models.items()},
         "schedulers": {name: model.scheduler for name, model in models.items()},

@@ -5,7 +5,7 @@ A resume compares it with that of the checkpoint: what changes results needs --r
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
     return before[flag] != now[flag]
 
 
-def _changes(flags: Sequence[str], changed: dict[str, list]) -> str:
+def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
     texts = []
     for flag, was, is_now in _leaves(flags, changed):
         texts.append(
@@ -107,7 +107,7 @@ def _changes(flags: Sequence[str], changed: dict[str, list]) -> str:
     return ", ".join(texts)
 
 
-def _leaves(flags: Sequence[str], changed: dict[str, list]) -> Iterator[tuple[str, Any, Any]]:
+def _leaves(flags: Iterable[str], changed: dict[str, list]) -> Iterator[tuple[str, Any, Any]]:
     """(flag, was, is now); of settings those that differ."""
     for flag in flags:
         was, is_now = changed[flag]

@@ -247,7 +247,8 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
         }
         if "turn_rewards" in tensors:
             columns = (responses, tensors["response_mask"], tensors["turn_rewards"])
-            turns = _turns(*(column[i][attended[i]] for column in columns), tokenizer)
+            response, sampled, rewards = (column[i][attended[i]] for column in columns)
+            turns = _turns(response, sampled, rewards, tokenizer)
             shown |= {"finish_reason": row["finish_reason"], "turns": turns}
         rows.append(shown)
     return rows
@@ -286,7 +287,8 @@ def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
 
     def series(key: str) -> tuple[np.ndarray, np.ndarray]:
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        return tuple(np.array(points, dtype=float).reshape(-1, 2).T)
+        steps, values = np.array(points, dtype=float).reshape(-1, 2).T
+        return steps, values
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")
     figure.suptitle(title, fontweight="bold")

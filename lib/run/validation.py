@@ -10,10 +10,9 @@ from math import comb
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from lib.args import Sizes, ValidationArgs
-from lib.data import collate_fn
+from lib.data import PromptDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, enter_stage, timed
 from lib.model import Policy
@@ -49,16 +48,16 @@ def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int 
     if not 1 <= k <= n or len(scores) != n:
         raise ValueError(f"maj@k needs 1 <= k <= n and n scores, got k={k}, {n} preds, {len(scores)} scores")
     drawn = _subsets(n, k, max_subsets)  # (S, n), 1 = in the subset
-    scores = np.asarray(scores, dtype=float)
-    majority = drawn @ scores / k  # (S,)
-    answers = []  # compared by ==: an answer may be a list
+    values = np.asarray(scores, dtype=float)
+    majority = drawn @ values / k  # (S,)
+    answers: list = []  # compared by ==: an answer may be a list
     for pred in preds:
         if pred not in (None, "", *answers):
             answers.append(pred)
     if answers:
         votes = np.array([[pred == answer for answer in answers] for pred in preds], dtype=float)  # (n, A)
         counts = drawn @ votes  # (S, A)
-        answer_scores = drawn @ (votes * scores[:, None]) / np.maximum(counts, 1)
+        answer_scores = drawn @ (votes * values[:, None]) / np.maximum(counts, 1)
         leads = (counts == counts.max(1, keepdims=True)) & (counts > 0)
         voted = leads.any(1)
         majority[voted] = ((answer_scores * leads).sum(1)[voted]) / leads.sum(1)[voted]
@@ -126,7 +125,7 @@ def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) ->
     of_source: dict[str, dict[int, list[Validated]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         of_source[row.data_source][row.prompt].append(row)
-    metrics = {"val/unscored": sum(not row.numbers for row in rows)}
+    metrics: dict[str, float] = {"val/unscored": sum(not row.numbers for row in rows)}
     for source, prompts in of_source.items():
         sizes = {len(samples) for samples in prompts.values()}
         if len(sizes) > 1:
@@ -140,7 +139,7 @@ def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dic
     n = len(prompts[0])
     scored = [[row for row in samples if row.numbers] for samples in prompts]
     every = [row for samples in scored for row in samples]
-    metrics = {"unscored": n * len(prompts) - len(every)}
+    metrics: dict[str, float] = {"unscored": n * len(prompts) - len(every)}
     if every:
         metrics["clip_ratio"] = float(np.mean([row.truncated for row in every]))
     keys = dict.fromkeys(key for row in every for key in row.numbers)
@@ -175,7 +174,7 @@ def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dic
 @dataclass
 class Validation:
     args: ValidationArgs
-    dataset: Dataset | None
+    dataset: PromptDataset | None
     rollouts: Rollouts
     rewards: Rewards
     sizes: Sizes
