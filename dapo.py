@@ -145,17 +145,8 @@ from lib.distributed import Metric, Sum, add_metrics, global_counts, init_distri
 from lib.distributed import run as launch
 from lib.model import Policy, micro_batches
 from lib.reward.scores import Rewards
-from lib.rollout import Rollouts, concat_rows
-from lib.run import (
-    data_metrics,
-    extra_metrics,
-    mismatch_metrics,
-    open_run,
-    reward_components,
-    row_metrics,
-    rows_dropped,
-    truncated_rows,
-)
+from lib.rollout import Rollouts, concat_rows, truncated_rows
+from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
@@ -202,12 +193,9 @@ def sample_groups(
     rejected, gen_batches, dull_rows = DataProto(), 0, 0
     while len(pool) < needed and gen_batches < args.max_gen_batches:
         batch = rollouts.sample(step, gen_batches)
-        extras, failures = rewards.submit(batch).add_to(batch)
-        scores, mask = batch.batch["token_level_scores"], batch.batch["response_mask"]
-        if args.reward_keys:
-            batch.batch["reward_components"] = reward_components(extras, args.reward_keys, scores)
+        extras, failures = rewards.submit(batch).add_to(batch, args.reward_keys)
         batch.batch["truncated"] = truncated_rows(batch)
-        batch.batch["sampled_at"] = torch.full_like(mask[:, 0], step)
+        batch.batch["sampled_at"] = torch.full_like(batch.batch["response_mask"][:, 0], step)
         add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | agent_metrics(batch) | failures)
         add_metrics(metrics, {"training/tokens": Sum(batch.batch["attention_mask"].sum().item())})
         batch.non_tensor_batch.pop("agent_metrics", None)  # clocks among them: no part of a run's state

@@ -121,15 +121,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum, add_metrics, global_counts, init_distributed, timed, token_means
 from lib.distributed import run as launch
 from lib.model import Policy, micro_batches
-from lib.run import (
-    data_metrics,
-    extra_metrics,
-    mismatch_metrics,
-    open_run,
-    reward_components,
-    row_metrics,
-    rows_dropped,
-)
+from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
@@ -270,11 +262,7 @@ def main(args: Args) -> None:
             batch.batch.update(actor.batched_log_probs(batch, needed_log_probs))
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
-        extras, failures = pending.add_to(batch)  # token_level_scores (B, T)
-        if args.reward_keys:
-            batch.batch["reward_components"] = reward_components(
-                extras, args.reward_keys, batch.batch["token_level_scores"]
-            )
+        extras, failures = pending.add_to(batch, args.reward_keys)  # token_level_scores (B, T)
 
         # ---- 4 advantages
         metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)

@@ -129,15 +129,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum, add_metrics, global_counts, init_distributed, timed, token_means
 from lib.distributed import run as launch
 from lib.model import Critic, Policy, micro_batches
-from lib.run import (
-    data_metrics,
-    explained_variance,
-    extra_metrics,
-    mismatch_metrics,
-    open_run,
-    row_metrics,
-    rows_dropped,
-)
+from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
@@ -192,7 +184,7 @@ def add_advantages(
         kl_control.update(mean_kl, len(mask))
     t["token_level_rewards"] = rewards
     t["advantages"], t["returns"] = gae(args, rewards, t["values"], live)
-    metrics["critic/explained_variance"] = explained_variance(t["values"], t["returns"], live)
+    metrics["critic/explained_variance"] = core_algos.explained_variance(t["values"], t["returns"], live)
     if token_masks := args.token_masks.settings(args.loss):
         t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": keep}, seed=args.run.seed * 2**20 + step)
         stages["token_masks"] = keep = keep & t.get("loss_mask", keep)

@@ -32,6 +32,7 @@ from lib.core_algos.advantages import (
     compute_rloo_outcome_advantage,
     compute_value_loss,
     estimate_advantages,
+    explained_variance,
     get_adv_estimator_fn,
     length_adaptive_lam,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "compute_value_loss",
     "entropy_from_logits",
     "estimate_advantages",
+    "explained_variance",
     "get_adv_estimator_fn",
     "get_policy_loss_fn",
     "get_rollout_correction_fn",

@@ -202,6 +202,14 @@ def compute_value_loss(
     return 0.5 * torch.maximum(unclipped, clipped), {"critic/vf_clipfrac": (clipped > unclipped).to(vpreds.dtype)}
 
 
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the mask, all (B, T): 1 is a perfect critic, 0 one that knows only
+    the mean; 0 where the returns are all equal. Of the batch of all ranks."""
+    values, returns = values[mask.bool()].double(), returns[mask.bool()].double()
+    variance = float(returns.var(correction=0)) if len(returns) else 0.0
+    return 1 - float((returns - values).var(correction=0)) / variance if variance else 0.0
+
+
 # ------------------------------------------------------------------------ outcomes against their group
 
 

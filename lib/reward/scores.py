@@ -1,12 +1,16 @@
 """Scores of responses from all who give them: scorers in other processes, a reward model, tools and interactions."""
 
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lib import InputError
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.distributed import Metric, timed
+from lib.distributed import Max, Metric, reduce_metrics, timed
 from lib.model import reward_model_scores
 from lib.reward.manager import PendingScores, RewardManager
 
@@ -42,8 +46,10 @@ class PendingRewards:
     scores: PendingScores
 
     @timed("reward")
-    def add_to(self, batch: DataProto) -> tuple[dict[str, list], dict[str, Metric]]:
+    def add_to(self, batch: DataProto, reward_keys: Sequence[str] = ()) -> tuple[dict[str, list], dict[str, Metric]]:
         """Waits; adds token_level_scores (B, T), on each row's last token. A row without a score is dead from here on.
+
+        reward_keys: of the scorers' numbers that become reward_components (B, K), rewards of their own.
 
         Returns what else the scorers gave of each row, and how many failed. A collective.
         """
@@ -59,4 +65,27 @@ class PendingRewards:
             scores = scores + judge.coef * at_last_token(judged, batch.batch["response_mask"])
             extras["reward_model"] = judged.tolist()
         batch.batch["token_level_scores"] = scores
+        if reward_keys:
+            batch.batch["reward_components"] = reward_components(extras, reward_keys, scores)
         return extras, failures
+
+
+def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
+    """(B, K): the K rewards of each row that a scorer gave beside its score; 0 where it gave none (aborted, failed).
+
+    scores (B, T): for B and the device. A collective. Raises InputError, on all ranks, for a key of which none has
+    numbers.
+    """
+    columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
+    # where all are None, extras has the key because there were numbers in an earlier step
+    known = {k: k in extras and any(v is None or is_number(v) for v in column) for k, column in columns.items()}
+    for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
+        if not anywhere:
+            raise InputError(f"--reward-keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
+    values = [[float(value) if is_number(value) else 0.0 for value in columns[key]] for key in keys]
+    return torch.tensor(values, device=scores.device).T
+
+
+def is_number(value) -> bool:
+    """Not NaN or infinite, nor an integer that no float holds."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max

@@ -13,6 +13,7 @@ from lib.rollout.engine import (
     rollouts_ahead,
     staleness_metrics,
     stop_token_ids,
+    truncated_rows,
     turn_seed,
 )
 from lib.rollout.hf_engine import HFEngine
@@ -36,6 +37,7 @@ __all__ = [
     "staleness_metrics",
     "stop_token_ids",
     "sync_weights",
+    "truncated_rows",
     "turn_seed",
     "weight_checksum",
 ]

@@ -202,6 +202,12 @@ def add_responses(
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
 
+def truncated_rows(batch: DataProto) -> torch.Tensor:
+    """(B,) bool: responses that the limit cut off."""
+    truncated = [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]]
+    return torch.tensor(truncated, device=batch.batch["response_mask"].device)
+
+
 def concat_rows(batches: list[DataProto]) -> DataProto:
     """DataProto.concat of rollouts of any widths; empty ones have no keys."""
     batches = [batch for batch in batches if len(batch)]

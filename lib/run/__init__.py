@@ -1,15 +1,6 @@
 """A run: its folder, flags, checkpoints, logs and numbers."""
 
-from lib.run.metrics import (
-    data_metrics,
-    explained_variance,
-    extra_metrics,
-    mismatch_metrics,
-    reward_components,
-    row_metrics,
-    rows_dropped,
-    truncated_rows,
-)
+from lib.run.metrics import data_metrics, extra_metrics, mismatch_metrics, row_metrics, rows_dropped
 from lib.run.run import Run, Stateful, open_run
 from lib.run.validation import Validation
 
@@ -18,12 +9,9 @@ __all__ = [
     "Stateful",
     "Validation",
     "data_metrics",
-    "explained_variance",
     "extra_metrics",
     "mismatch_metrics",
     "open_run",
-    "reward_components",
     "row_metrics",
     "rows_dropped",
-    "truncated_rows",
 ]

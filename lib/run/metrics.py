@@ -6,15 +6,15 @@ rollouts) are counted and stay out of every other number. A metric without any d
 reported as 0.
 """
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, Min, Sum, reduce_metrics
+from lib.distributed import Max, Mean, Metric, Min, Sum
+from lib.reward.scores import is_number
+from lib.rollout import truncated_rows
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -71,12 +71,6 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     return metrics
 
 
-def truncated_rows(batch: DataProto) -> torch.Tensor:
-    """(B,) bool: responses that the limit cut off."""
-    truncated = [reason == "length" for reason in batch.non_tensor_batch["finish_reason"]]
-    return torch.tensor(truncated, device=batch.batch["response_mask"].device)
-
-
 def row_metrics(batch: DataProto) -> dict[str, Metric]:
     """Local numbers of rows and tokens that came in, and that trained: those of loss_mask (B, T)."""
     tensors = batch.batch
@@ -113,35 +107,6 @@ def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
         if numbers and name != "pred":
             metrics[f"reward/{name}/mean"] = Mean(sum(numbers), len(numbers))
     return metrics
-
-
-def is_number(value) -> bool:
-    """Not NaN or infinite, nor an integer that no float holds."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the mask, all (B, T): 1 is a perfect critic, 0 one that knows only
-    the mean; 0 where the returns are all equal. Of the batch of all ranks."""
-    values, returns = values[mask.bool()].double(), returns[mask.bool()].double()
-    variance = float(returns.var(correction=0)) if len(returns) else 0.0
-    return 1 - float((returns - values).var(correction=0)) / variance if variance else 0.0
-
-
-def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
-    """(B, K): the K rewards of each row that a scorer gave beside its score; 0 where it gave none (aborted, failed).
-
-    scores (B, T): for B and the device. A collective. Raises InputError, on all ranks, for a key of which none has
-    numbers.
-    """
-    columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
-    # where all are None, extras has the key because there were numbers in an earlier step
-    known = {k: k in extras and any(v is None or is_number(v) for v in column) for k, column in columns.items()}
-    for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
-        if not anywhere:
-            raise InputError(f"--reward-keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
-    values = [[float(value) if is_number(value) else 0.0 for value in columns[key]] for key in keys]
-    return torch.tensor(values, device=scores.device).T
 
 
 @torch.no_grad()

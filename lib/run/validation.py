@@ -16,9 +16,8 @@ from lib.data import PromptDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, enter_stage, timed
 from lib.model import Policy
-from lib.reward.scores import Rewards
-from lib.rollout import Rollouts, Sampling
-from lib.run.metrics import is_number, truncated_rows
+from lib.reward.scores import Rewards, is_number
+from lib.rollout import Rollouts, Sampling, truncated_rows
 from lib.run.tracking import Tracker, sample_rows
 
 

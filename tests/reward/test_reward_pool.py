@@ -17,7 +17,8 @@ from lib.data_proto import DataProto
 from lib.distributed import Sum
 from lib.model import load_tokenizer
 from lib.reward import RewardManager, load_scorers, pool
-from lib.run import extra_metrics, reward_components
+from lib.reward.scores import reward_components
+from lib.run import extra_metrics
 from tests.common import TOY_MODEL, run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import grpo
+from lib import core_algos
 from tests.common import (
     ROOT,
     SEVERAL_UPDATES,
@@ -364,6 +367,25 @@ def model_folder(path: Path, *, weights: bool = True, template: bool = True) -> 
     if not template:
         (path / "chat_template.jinja").unlink()
     return str(path)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_scripts_loss_is_the_librarys(seed):
+    """To the last bit, with gradients: grpo.py writes out what lib/core_algos has as `vanilla`."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(6, 9, generator=generator) * 3
+    new = (old + torch.randn(6, 9, generator=generator)).requires_grad_()
+    mask = (torch.rand(6, 9, generator=generator) < 0.8).long()
+    t = {"advantages": torch.randn(6, 9, generator=generator) * mask, "response_mask": mask}
+    clips = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5}
+    ours, our_metrics = grpo.policy_loss(grpo.Args(**clips), new, old, t)
+    names = {"cliprange_low": 0.1, "cliprange_high": 0.3, "clip_ratio_c": 1.5}
+    theirs, their_metrics = core_algos.named_policy_loss("vanilla", names, old, new, t)
+    assert torch.equal(ours * mask, theirs * mask) and ours.unique().numel() > 20
+    for name, values in their_metrics.items():
+        assert torch.equal(our_metrics[name] * mask, values * mask), name
+    gradients = [torch.autograd.grad((losses * mask).sum(), new)[0] for losses in (ours, theirs)]
+    assert torch.equal(*gradients)
 
 
 BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
