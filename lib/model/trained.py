@@ -80,6 +80,8 @@ class Trained:
 class Checked:
     """A model that is measured at its first batch."""
 
+    module: PreTrainedModel
+    forward: Forward
     checked = False
 
     @timed("log_probs")

@@ -10,12 +10,11 @@ from lib.run.metrics import (
     rows_dropped,
     truncated_rows,
 )
-from lib.run.run import Run, Stateful, open_run
+from lib.run.run import Run, open_run
 from lib.run.validation import Validation
 
 __all__ = [
     "Run",
-    "Stateful",
     "Validation",
     "data_metrics",
     "explained_variance",
