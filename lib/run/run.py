@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import psutil
 from transformers import PreTrainedTokenizerBase
@@ -64,12 +64,6 @@ PATIENCE_S = 5  # for a process on this host that is about to end
 LEASE_S = 120  # for one on another host: a file server gives up a dead client's locks after 90 s
 
 
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass
 class Run:
     """A run that this process has opened, see open_run."""
@@ -92,8 +86,11 @@ class Run:
     """rank 0's"""
     _saving: Future | None = None
 
-    def load(self, models: Mapping[str, Trained], parts: Mapping[str, Stateful]) -> dict[str, DataProto]:
-        """Takes models and parts to the checkpoint, if there is one; returns its `batches`. A collective."""
+    def load(self, models: Mapping[str, Trained], parts: Mapping[str, Any]) -> dict[str, DataProto]:
+        """Takes models and parts to the checkpoint, if there is one; returns its `batches`. A collective.
+
+        parts: what else has state_dict() and load_state_dict().
+        """
         if self.checkpoint is None:
             return {}
         state = load_checkpoint(self.checkpoint, **_of_checkpoint(models))
@@ -129,7 +126,7 @@ class Run:
         self,
         step: int,
         models: Mapping[str, Trained],
-        parts: Mapping[str, Stateful],
+        parts: Mapping[str, Any],
         batches: dict[str, DataProto] | None = None,
     ) -> None:
         """Saves a checkpoint where one is due; it is written while training goes on. Raises what went wrong in the save

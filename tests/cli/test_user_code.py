@@ -1,4 +1,4 @@
-"""lib/user_code.py: whatever is wrong in a file of the user's is one line, with the flag and the line."""
+"""lib/cli/user_code.py: whatever is wrong in a file of the user's is one line, with the flag and the line."""
 
 import signal
 
@@ -42,9 +42,10 @@ def test_a_file_is_run_once(tmp_path):
     assert load_object("--multi-turn.tools", f"{tmp_path}/../{tmp_path.name}/mine.py:g")() == [1]
 
 
-@pytest.mark.parametrize("spec", ["mine.py", "mine.py:", ":f", "absent.py:f", "mine.py:a.b", ""])
+@pytest.mark.parametrize("spec", ["mine.py", "mine.py:", ":f", "absent.py:f", "mine.py:a.b", "text.txt:f", ""])
 def test_what_is_no_name_in_a_file_is_refused(tmp_path, spec, monkeypatch):
     (tmp_path / "mine.py").write_text("a = 1")
+    (tmp_path / "text.txt").write_text("f = 1")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="give an existing file and a name in it"):
         load_object("--reward", spec)

@@ -431,6 +431,8 @@ def test_load_dataset_class(tmp_path, tokenizer):
         "    def __getitem__(self, i):\n"
         "        return {**super().__getitem__(i), 'mine': i}\n"
         "class Other: pass\n"
+        "import torch.utils.data\n"
+        "class Stream(torch.utils.data.IterableDataset): pass\n"
     )
     cls = load_dataset_class(f"{code}:Mine")
     rows = [make_row("a"), make_row("b")]
@@ -439,6 +441,7 @@ def test_load_dataset_class(tmp_path, tokenizer):
     assert next(iter(loader))["mine"].tolist() == [0, 1]
     for spec, reason in {
         f"{code}:Other": "not a subclass",
+        f"{code}:Stream": "it has no __len__",
         f"{code}:Nothing": "has no 'Nothing'",
         f"{tmp_path}/no.py:Mine": "give an existing file",
     }.items():
