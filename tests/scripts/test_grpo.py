@@ -127,9 +127,8 @@ def test_vllm_trains_as_hf_does(tmp_path):
     assert all(row["rollout/logp_diff_max"] < 1e-3 for row in rows if "reward/mean" in row)
 
 
-@pytest.mark.parametrize("engine_ranks", ["1", "2"])
-def test_vllm_on_two_ranks(tmp_path, engine_ranks):
-    """An engine on each, or one that is split over them."""
+def test_vllm_on_two_ranks(tmp_path):
+    """An engine on each. One that is split over them: test_scripts.py, tests/model/test_tensor_parallel.py."""
     pytest.importorskip("vllm")
     ran(
         launch(
@@ -141,8 +140,6 @@ def test_vllm_on_two_ranks(tmp_path, engine_ranks):
             "run",
             "--rollout-engine",
             "vllm",
-            "--rollout-tensor-parallel-size",
-            engine_ranks,
             launcher=TORCHRUN,
         )
     )
