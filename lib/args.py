@@ -1,6 +1,6 @@
-"""The flags that all scripts share, in groups, and the arithmetic of a step. No torch here: --help stays fast.
+"""The flags that all scripts share, in groups, and the batch sizes of a step. No torch here: --help stays fast.
 
-A script's Args nests the groups, which check themselves; functions of lib take the group that they need.
+A script's Args nests these groups. Each group checks itself, and a function of lib takes the group that it needs.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ AdvEstimator = Literal[
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 ]
-"""names in lib/core_algos/advantages.py, without the estimators that ppo.py and remax.py are for"""
+"""names in lib/core_algos/advantages.py, except those of ppo.py (gae) and remax.py (remax)"""
 PolicyLoss = Literal[
     "vanilla",
     "gspo",
@@ -72,26 +72,26 @@ KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_
 @configure(OmitArgPrefixes)
 @dataclass
 class ModelArgs(Group):
-    """The policy's model, and what of it trains."""
+    """The policy's model, and which of its weights train."""
 
     model: Annotated[str, FILES, ROWS] = str(ROOT / "data/toy/model")
     """Hugging Face id, folder or .gguf file of the policy to start from"""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU"""
     attn_implementation: Annotated[str, MAY_CHANGE] = "packed_sdpa"
-    """packed_sdpa (lib/model/attention.py) runs everywhere; flash_attention_2 needs its package; any other has padded
-    rows"""
+    """packed_sdpa (lib/model/attention.py) runs everywhere; flash_attention_2 needs its package; with any other, rows
+    are padded"""
     padding_free: Annotated[bool, MAY_CHANGE] = True
-    """lay the rows of a micro-batch end to end, without padding, where the model allows it (docs/models.md)"""
+    """pack the rows of a micro-batch end to end, without padding, where the model allows it (docs/models.md)"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
-    """compute a prompt once for all its responses, where rows are packed and attention is packed_sdpa"""
+    """compute each prompt once for all its responses, where rows are packed and attention is packed_sdpa"""
     gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     lora_rank: Annotated[int, Ge(0)] = 0
-    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. A vLLM
-    engine or server samples from W + dW; as bfloat16 it loses small updates: rollout_correction then has a default"""
+    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. vLLM
+    samples from W + dW; in bfloat16 this rounds small updates away, so --rollout-correction then has a default"""
     lora_alpha: Annotated[float, Gt(0)] = 32.0
     """the adapters' update is multiplied by lora_alpha / lora_rank"""
     lora_target_modules: str = "all-linear"
@@ -113,27 +113,27 @@ class ShardArgs(Group):
     """How models are split over ranks (docs/scaling.md)."""
 
     dp_replicate_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """copies of the model (HSDP), each split over ranks / copies; 1: one copy, split over all ranks"""
+    """copies of the model (HSDP), each split over its share of the ranks; 1: one copy, split over all ranks"""
     sequence_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """neighbouring ranks that compute their rows together, each a share of the tokens, for rows that are too long for
-    one (Ulysses); it divides the attention heads; needs --padding-free and packed_sdpa"""
+    """this many neighbouring ranks compute their rows together, each a share of the tokens (Ulysses), for rows that are
+    too long for one rank; must divide the number of attention heads; needs --padding-free and packed_sdpa"""
     tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """neighbouring ranks that compute their rows together, each with a share of every layer's weights, by transformers'
-    plan for the model; it divides the key and value heads; needs a vLLM engine or server"""
+    """this many neighbouring ranks compute their rows together, each with a share of every layer's weights, split by
+    transformers' plan for the model; must divide the number of key and value heads; needs a vLLM engine or server"""
     reduce_each_micro_batch: Annotated[bool, MAY_CHANGE] = False
-    """reduce gradients over ranks after each micro-batch: 4 bytes x parameters / ranks instead of 4 bytes x parameters
-    of memory on each rank, for more communication"""
+    """reduce gradients over ranks after each micro-batch, not once an update: gradients then take 4 bytes x parameters
+    / ranks of memory on each rank instead of 4 bytes x parameters, for more communication"""
     cpu_offload: Annotated[
         tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...], MAY_CHANGE
     ] = ()
-    """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update's forward
-    keeps waits there for the backward, best with --gradient-checkpointing, which leaves a tensor a layer; slower"""
+    """models whose weights, gradients and optimizer state stay in CPU memory; activations: the update's saved
+    activations, best with --gradient-checkpointing, which saves only one tensor a layer; slower"""
 
 
 @configure(OmitArgPrefixes)
 @dataclass
 class DataArgs(Group):
-    """Rows in verl's form, and the prompts that they become."""
+    """Data files in verl's format, and how their rows become prompts."""
 
     train_files: Annotated[tuple[str, ...], FILES, ROWS] = (str(ROOT / "data/toy/train.jsonl"),)
     """parquet or json(l) files, or a data set on the hub"""
@@ -142,20 +142,20 @@ class DataArgs(Group):
     dataset_class: Annotated[str, FILES, ROWS] = ""
     """path/to/file.py:ClassName of your own dataset class; empty: lib/data's RLHFDataset"""
     max_prompt_length: Annotated[int, Ge(1), ROWS] = 32
-    """tokens of a prompt, template included"""
+    """most tokens of a prompt, chat template included"""
     truncation: Annotated[Literal["error", "left", "right", "middle"], ROWS] = "error"
-    """what happens to a longer prompt that was not filtered out"""
+    """which part of a longer prompt is cut, if it was not filtered out; error: the run stops"""
     filter_overlong_prompts: Annotated[bool, ROWS] = True
-    """drop training and validation prompts that are longer; how many is printed"""
+    """drop longer training and validation prompts; their number is printed"""
     chat_template_kwargs: Annotated[str, ROWS] = "{}"
-    """JSON of keywords for the chat template, such as {"enable_thinking": false}"""
+    """JSON of keyword arguments for the chat template, such as {"enable_thinking": false}"""
     allow_special_tokens: bool = False
-    """text in a message that spells a special token, such as <|im_end|>, is that token; otherwise it stays text, broken
-    up by a space"""
+    """text in a message that spells a special token, such as <|im_end|>, becomes that token; otherwise a space breaks
+    it up, so that it stays text"""
     shuffle: Annotated[bool, ROWS] = True
-    """a new order of the training prompts in each epoch"""
+    """shuffle the training prompts anew in each epoch"""
     loader_workers: Annotated[int, Ge(0), MAY_CHANGE] = 0
-    """processes that tokenize ahead"""
+    """processes that tokenize prompts ahead of time; 0: the training process does it"""
 
     def check(self) -> None:
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
@@ -168,23 +168,23 @@ class RolloutArgs(Group):
 
     rollout_engine: str = "hf"
     """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
-    server that runs already (several: commas between)"""
+    server that already runs (several: separate them by commas)"""
     rollout_tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """neighbouring ranks that share one vLLM engine, split over them: for models that one GPU cannot hold beside
-    training"""
+    """this many neighbouring ranks share one vLLM engine, which is split over them: for models that one GPU cannot hold
+    beside training"""
     gpu_memory_utilization: Annotated[float, Interval(gt=0, lt=1), MAY_CHANGE] = 0.4
     """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
     async_level: Annotated[int, Ge(0)] = 0
-    """steps that rollouts may run ahead of training, on an engine of its own (http://...): their tokens are then of up
-    to that many weights before. Above 0 rollout_correction has a default"""
+    """steps that rollouts may run ahead of training, on servers of their own (http://...); their weights are then up to
+    this many steps old. Above 0, --rollout-correction has a default"""
     max_response_length: Annotated[int, Ge(1)] = 16
-    """tokens of a response at most; with --multi-turn of a whole episode"""
+    """most tokens of a response; with --multi-turn, of a whole episode"""
     temperature: Annotated[float, Gt(0)] = 1.0
     """sampling temperature; the loss uses log-probs at this temperature, top_p and top_k"""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """nucleus sampling: among the fewest likeliest tokens of this probability together; 1: among all"""
+    """nucleus sampling: from the fewest likeliest tokens whose probabilities add up to this; 1: from all tokens"""
     top_k: Annotated[int, Ge(-1)] = -1
-    """sample among the k likeliest tokens; -1: among all"""
+    """sample from the k likeliest tokens; -1: from all"""
 
     def check(self) -> None:
         check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
@@ -200,23 +200,24 @@ class RewardArgs(Group):
     """Who scores responses, and under what limits."""
 
     reward: Annotated[tuple[str, ...], FILES] = ("data_source",)
-    """scorers, whose scores are added: data_source (each row's, from rewards/), path/to/file.py:function (your own)"""
+    """scorers, whose scores are added up: data_source (the one in rewards/ for each row's data_source) or
+    path/to/file.py:function (your own)"""
     reward_weights: Annotated[tuple[float, ...], Interval(ge=-1e4, le=1e4)] = ()
-    """a weight for each of them; empty: 1"""
+    """a weight for each scorer of --reward; empty: 1 each"""
     reward_kwargs: str = "{}"
-    """JSON of keywords for every scorer"""
+    """JSON of keyword arguments for every scorer"""
     reward_workers: Annotated[int, Ge(0), MAY_CHANGE] = 2
-    """processes of each rank that score; 0: score in the training process, for breakpoint()"""
+    """scoring processes of each rank; 0: score in the training process, where breakpoint() works"""
     reward_timeout: Annotated[float, Gt(0), MAY_CHANGE] = 30.0
     """seconds that a scorer has for a response"""
     reward_memory: Annotated[int, Ge(1), MAY_CHANGE] = 2048
-    """MiB that a scorer may take beyond what its imports took"""
+    """MiB that a scorer may use beyond what its imports use"""
     sandbox_level: Annotated[Literal["namespaces", "landlock", "rlimits", "none"], MAY_CHANGE] = "namespaces"
-    """the weakest walls that are accepted around what a model wrote: docs/rewards.md has what each lets through"""
+    """the weakest sandbox that is accepted for what a model wrote; docs/rewards.md says what each lets through"""
     reward_failure_score: Annotated[float | None, Interval(ge=-1e12, le=1e12)] = None
-    """score of a response whose scorer hangs, crashes or raises; empty: it is in no group and trains nothing"""
+    """score of a response whose scorer hangs, crashes or raises; empty: it is in no group and is not trained on"""
     reward_model: Annotated[str, FILES] = ""
-    """Hugging Face id or folder of a sequence classifier with one output, whose score is added to the scorer's"""
+    """Hugging Face id or folder of a sequence classifier with one output, which is added to the scorers' score"""
     reward_model_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
     """weight of the reward model's score"""
 
@@ -236,7 +237,7 @@ class OptimizerArgs(Group):
     """Micro-batches and AdamW."""
 
     micro_batch_tokens: Annotated[int, Ge(1), MAY_CHANGE] = 16384
-    """tokens of one forward and backward on one rank"""
+    """most tokens of one forward and backward pass on one rank"""
     lr: Annotated[float, Ge(0)] = 1e-4
     """learning rate (for a model of billions of parameters: 1e-6)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -244,9 +245,9 @@ class OptimizerArgs(Group):
     warmup_steps: Annotated[int, Ge(0)] = 0
     """steps in which the learning rate rises from 0"""
     weight_decay: Annotated[float, Ge(0)] = 0.0
-    """of AdamW"""
+    """AdamW's weight decay"""
     adam_betas: Annotated[tuple[float, float], Interval(ge=0, lt=1)] = (0.9, 0.999)
-    """of AdamW"""
+    """AdamW's betas"""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """the gradient's norm is clipped to this"""
 
@@ -257,11 +258,11 @@ class ValidationArgs(Group):
     """Validation during training."""
 
     val_before_train: Annotated[bool, MAY_CHANGE] = True
-    """validate the start model"""
+    """validate before the first step"""
     val_every: Annotated[int, Ge(0), MAY_CHANGE] = 5
     """validate every n steps and after the last; 0: never"""
     val_only: Annotated[bool, NOT_COMPARED] = False
-    """validate (with resume: that checkpoint) and stop, without training data; writes to <run>/val_only/1, 2, ..."""
+    """validate (with --resume: that checkpoint) and stop; reads no training data; writes to <run>/val_only/1, 2, ..."""
     val_reward: Annotated[tuple[str, ...], MAY_CHANGE] = ()
     """scorers of validation, as --reward; empty: those of training"""
     val_samples: Annotated[int, Ge(1), MAY_CHANGE] = 1
@@ -293,23 +294,23 @@ class RunArgs(Group):
     output_dir: Annotated[str, NOT_COMPARED] = "runs"
     """folder of all runs"""
     config: Annotated[str, NOT_COMPARED] = ""
-    """a run's config.json, or a YAML file: its flags, under those of the command line"""
+    """a run's config.json or a YAML file, from which flags are read; those of the command line override them"""
     seed: Annotated[int, Interval(ge=0, lt=2**32), ROWS] = 1
-    """seed of sampling and data order; a run repeats itself"""
+    """seed of sampling and data order; with the same seed a run repeats itself"""
     total_steps: Annotated[int, Ge(1), MAY_CHANGE] = 60
     """number of steps, each of prompts_per_step x group_size responses"""
     total_epochs: Annotated[int | None, Ge(1), MAY_CHANGE] = None
-    """if given, it sets total_steps: the steps that this many passes over the training prompts take, rounded up"""
+    """if given, sets total_steps to the steps that this many passes over the training prompts take, rounded up"""
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
     """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
     resume: Annotated[str, NOT_COMPARED] = "never"
     """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder:
-    run_name's own takes it back there, another run's starts run_name from there"""
+    one of run_name takes that run back to it, one of another run starts run_name from it"""
     resume_override: Annotated[tuple[str, ...], NOT_COMPARED] = ()
-    """flags, or `script`, that change results and may be others than at the checkpoint; config.json records them"""
+    """flags that change results (or `script`) and may differ from the checkpoint's; config.json records them"""
     stage_timeout: Annotated[float, Ge(0), MAY_CHANGE] = 1800.0
-    """seconds that a stage (start, rollout, update, save, ...) may take before it ends the job with the reason; after a
-    30th of that it is printed where the ranks are; 0: no limit. The loading of models has none"""
+    """seconds that a stage (start, rollout, update, save, ...) may take before the job ends and says why; after a 30th
+    of that, a line says where the ranks are; 0: no limit. Loading models has no limit"""
     save_every: Annotated[int, Ge(0), MAY_CHANGE] = 50
     """save a checkpoint every n steps and after the last; 0: never"""
     keep_checkpoints: Annotated[int, Ge(0), MAY_CHANGE] = 2
@@ -317,7 +318,7 @@ class RunArgs(Group):
     export_model: Annotated[bool, MAY_CHANGE] = True
     """after the last step save the policy in Hugging Face form to <run>/model"""
     track: Annotated[tuple[Literal["wandb", "tensorboard"], ...], MAY_CHANGE] = ()
-    """log there too; metrics.jsonl is always written"""
+    """log to these too; metrics.jsonl is always written"""
 
     def check(self) -> None:
         if not self.dry_run:
@@ -331,30 +332,30 @@ class RunArgs(Group):
 
 @dataclass
 class MultiTurnArgs:
-    """Episodes of several turns, where tools or an interaction are named (docs/multi_turn.md)."""
+    """Episodes of several turns; they need tools or an interaction (docs/multi_turn.md)."""
 
     tools: tuple[str, ...] = ()
     """tools of the episodes: calculator, python, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
     interaction: str = ""
-    """who answers turns that call no tool: reasoning_gym or path/to/file.py:Class; empty: the episode ends"""
+    """what answers a turn without a tool call: reasoning_gym or path/to/file.py:Class; empty: the episode ends"""
     parser: str = "auto"
-    """how calls are read from text: auto (by the chat template), hermes, llama3_json, qwen3_coder, or one of vLLM's"""
+    """how tool calls are parsed: auto (by the chat template), hermes, llama3_json, qwen3_coder, or one of vLLM's"""
     max_turns: Annotated[int, Gt(0)] = 8
-    """turns of the policy"""
+    """most turns of the policy in an episode"""
     max_tool_calls: Annotated[int, Gt(0)] = 4
-    """calls of a turn; those beyond are answered with an error. They run one after the other"""
+    """most tool calls of a turn, which run one after the other; further calls are answered with an error"""
     max_turn_tokens: Annotated[int | None, Gt(0)] = None
-    """tokens of a turn; None: what is left of the row"""
+    """most tokens of a turn; None: what is left of the row"""
     max_tool_output: Annotated[int, Gt(0)] = 2000
-    """characters of a tool's output"""
+    """most characters of a tool's output"""
     truncate: Literal["left", "middle", "right"] = "middle"
     """where a longer output is cut"""
     tool_timeout: Annotated[float, Gt(0)] = 30.0
-    """seconds of every call of a tool or an interaction"""
+    """seconds that each call of a tool or an interaction may take"""
     episode_timeout: Annotated[float | None, Gt(0)] = None
-    """seconds; an episode that takes longer is not trained on"""
+    """seconds that an episode may take; a longer one is not trained on"""
     reward_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
-    """weight of the rewards that tools and interaction give, beside the scorer's"""
+    """weight of the rewards that tools and the interaction give, beside the scorers'"""
 
     @property
     def wanted(self) -> bool:
@@ -370,8 +371,9 @@ Bounds = tuple[float, float] | None
 
 @dataclass
 class RejectArgs:
-    """What fails a criterion is out of the loss: a token (token_...), else its row. k1: bounds on r; k2, k3: largest
-    value of (log r)^2 / 2, of r - 1 - log r. seq_sum: r of the row, seq_mean: its geometric mean, seq_max: each token.
+    """A token (token_...) or row (seq_...) that fails a criterion is left out of the loss. k1: bounds on r. k2, k3:
+    upper limits of (log r)^2 / 2 and r - 1 - log r. seq_sum: r of the row, and sums of k2, k3. seq_mean: the geometric
+    mean of r, and means of k2, k3. seq_max: every token of the row must pass.
     """
 
     token_k1: Bounds = None
@@ -392,44 +394,46 @@ class RejectArgs:
 
 @dataclass
 class RolloutCorrectionArgs:
-    """How r = pi_old / pi_rollout corrects the loss (lib/core_algos/rollout_correction.py). Without any of these there
-    is none, but for --async-level above 0 and for LoRA in bfloat16 with vLLM: level token, bounds 0 2."""
+    """How r = pi_old / pi_rollout corrects the loss (lib/core_algos/rollout_correction.py). Without any of these flags
+    there is no correction, except with --async-level above 0 or LoRA in bfloat16 with vLLM: level token, bounds 0 2."""
 
     level: Literal["token", "sequence", "geometric", "measure"] | None = None
-    """r of which the weights are; measure: no weights. token, where another of these flags is given"""
+    """whose r the weights are; measure: metrics only, no weights. If another of these flags is given: token"""
     action: Literal["truncate", "mask"] | None = None
     """an r outside the bounds becomes the bound (truncated importance sampling), or 0 (IcePop); truncate by default"""
     bounds: Bounds = None
-    """of the weights; 0 2 by default"""
+    """bounds of the weights; 0 2 by default"""
     batch_normalize: bool | None = None
     """divide the weights by their mean"""
     reject: RejectArgs = field(default_factory=RejectArgs)
 
     def settings(self) -> dict[str, Any]:
-        """As keywords of compute_rollout_correction; {} where none of these is given."""
+        """The keyword arguments of compute_rollout_correction; {} if none of these flags is given."""
         settings = given(self)
         return settings | {"level": None} if self.level == "measure" else settings
 
 
 @dataclass
 class TokenMaskArgs:
-    """Tokens that stay in the loss (lib/core_algos/policy_losses.py); the last three are for the losses named so."""
+    """Which tokens stay in the loss (lib/core_algos/policy_losses.py). The last three flags are for --loss clip_cov and
+    kl_cov."""
 
     top_entropy: float | None = None
-    """this fraction of the tokens, those of the highest entropy, such as 0.2 (2506.01939)"""
+    """keep only this fraction of the tokens, those of the highest entropy, such as 0.2 (2506.01939)"""
     m2po: float | None = None
-    """all but the largest squared log ratios to the sampler: their mean is below this, such as 0.04 (2510.01161)"""
+    """drop tokens of largest log(pi_old / pi_rollout)^2 until the mean of the rest is below this, such as 0.04
+    (2510.01161)"""
     off_policy_sequence: float | None = None
-    """none of A < 0 in a row that has drifted by more than this many nats a token from its sampler (2512.02556)"""
+    """drop tokens with A < 0 in rows whose mean of log(pi_rollout / pi_old) is above this (2512.02556)"""
     clip_cov_ratio: float | None = None
     """share of the tokens that clip_cov leaves out; 2e-4 by default (2505.22617)"""
     clip_cov_bounds: Bounds = None
-    """covariances among which clip_cov draws; 1 5 by default"""
+    """clip_cov draws among tokens whose covariance is between these; 1 5 by default"""
     kl_cov_ratio: float | None = None
-    """share of the tokens that kl_cov takes; 2e-4 by default"""
+    """share of the tokens that kl_cov penalises; 2e-4 by default"""
 
     def settings(self, loss: str) -> dict[str, dict]:
-        """{name: keywords} of compute_token_masks, for the policy loss of that name."""
+        """{mask: its keyword arguments}, as compute_token_masks takes them, for this policy loss."""
         of_names = {"top_entropy": "fraction", "m2po": "threshold", "off_policy_sequence": "delta"}
         masks = {
             name: {keyword: value} for name, keyword in of_names.items() if (value := getattr(self, name)) is not None
@@ -445,7 +449,7 @@ class TokenMaskArgs:
 
 @dataclass
 class LossKwargs:
-    """Hyper-parameters of --loss, each of the losses in brackets; lib/core_algos/policy_losses.py has the defaults."""
+    """Hyper-parameters of --loss, each for the losses in brackets; lib/core_algos/policy_losses.py has the defaults."""
 
     cliprange_low: Annotated[float | None, Ge(0)] = None
     """lower clip [cispo, gspo, geo_mean, two_sided, decoupled, clip_cov]"""
@@ -458,7 +462,7 @@ class LossKwargs:
     tau_neg: Annotated[float | None, Gt(0)] = None
     """the same where A < 0 [sapo]"""
     delta_low: Annotated[float | None, Gt(0)] = None
-    """how far a token may have moved where A < 0 [dppo_tv, dppo_kl]"""
+    """how far pi may have moved from pi_old at a token where A < 0 [dppo_tv, dppo_kl]"""
     delta_high: Annotated[float | None, Gt(0)] = None
     """the same where A > 0 [dppo_tv, dppo_kl]"""
     dro_beta: Annotated[float | None, Ge(0)] = None
@@ -473,8 +477,8 @@ class LossKwargs:
 
 @dataclass
 class AdvKwargs:
-    """Hyper-parameters of --adv-estimator, each of the estimators in brackets, whose defaults are in
-    lib/core_algos/advantages.py."""
+    """Hyper-parameters of --adv-estimator, each for the estimators in brackets; lib/core_algos/advantages.py has the
+    defaults."""
 
     epsilon: Annotated[float | None, Gt(0)] = None
     """added to the standard deviation [grpo, grpo_passk, grpo_leave_one_out, grpo_batch_std]"""
@@ -493,7 +497,7 @@ class AdvKwargs:
 
 @dataclass
 class Sizes:
-    """The arithmetic of a step. No prefix: over all ranks; local: on one rank."""
+    """The batch sizes of a step. Those named local_ are per rank."""
 
     group_size: int
     num_mini_batches: int
@@ -508,7 +512,7 @@ class Sizes:
 
 
 def step_sizes(args: Any, world_size: int) -> Sizes:
-    """Checks the batch arithmetic. Raises InputError with the formula and its numbers."""
+    """The batch sizes of a step. Raises InputError, with the formula and its numbers, where they do not fit."""
     if not args.validation.val_only and args.prompts_per_step % (world_size * args.num_mini_batches):
         raise InputError(
             "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
@@ -541,7 +545,7 @@ def step_sizes(args: Any, world_size: int) -> Sizes:
 
 
 def check_common_flags(args: Any) -> None:
-    """Raises InputError for combinations of groups that make no sense in any of the scripts."""
+    """Raises InputError for combinations of flags that make no sense in any script."""
     world_size = args.run.dry_run or launched_ranks()
     step_sizes(args, world_size)
     if world_size % (ranks := args.rollout.rollout_tensor_parallel_size):
@@ -558,7 +562,7 @@ def check_common_flags(args: Any) -> None:
 
 
 def check_engine(name: str, ranks: int) -> None:
-    """Raises InputError when there is no such engine or it cannot run here."""
+    """Raises InputError if there is no such engine or it cannot run here."""
     if ranks > 1 and name != "vllm":
         raise InputError(
             f"--rollout-tensor-parallel-size {ranks} splits a vLLM engine: it needs --rollout-engine vllm (a server is "
@@ -586,7 +590,7 @@ def check_model_path(path: str, flag: str = "--model") -> None:
 
 
 def check_source(source: str) -> None:
-    """Raises InputError unless it is a file, a folder or may be the id of a data set on the hub."""
+    """Raises InputError unless `source` is a file, a folder, or could be the id of a data set on the hub."""
     path = Path(source).expanduser()
     if not path.exists() and (path.suffix in (".parquet", ".json", ".jsonl") or not HUB_ID.fullmatch(source)):
         raise InputError(f"{path}: no such file; check the path, or write it with one of the scripts in data/")
@@ -600,7 +604,7 @@ def check_scorers(name: str, specs: tuple[str, ...]) -> None:
 
 
 def check_output_dir(folder: str) -> None:
-    """Raises InputError for a folder in which nothing can be written, or that cannot be made."""
+    """Raises InputError for a folder that cannot be made or written to."""
     there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
     if not there.is_dir():
         raise InputError(f"--output-dir {folder}: {there} is not a folder")
@@ -615,7 +619,7 @@ def _check_models_and_files(args: Any) -> None:
         check_model_path(args.model.model)
         if args.reward.reward_model:
             check_model_path(args.reward.reward_model, "--reward-model")
-    if not args.data.dataset_class:  # which may take other sources than ours
+    if not args.data.dataset_class:  # your own class may take other sources
         train_files = () if args.validation.val_only else args.data.train_files
         for source in (*train_files, *(args.data.val_files if args.validation.wanted else ())):
             check_source(source)

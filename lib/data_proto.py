@@ -1,23 +1,24 @@
-"""DataProto: the rows that flow between the stages of an RL step. Interface and names as verl's protocol.py.
+"""DataProto: the rows that flow between the stages of an RL step. Its interface is that of verl's protocol.py.
 
 `batch` is a TensorDict of plain tensors, `non_tensor_batch` a dict of (object) ndarrays, `meta_info` a dict; rows are
 dim 0. Slices, int index, chunk, split, unpad_dataproto, make_iterator without shuffling, select, pop, rename and union
-share the tensors' memory; all else that gives rows copies. Objects are copied by select(deepcopy=True) alone.
+share the tensors' memory; everything else that returns rows copies them. Only select(deepcopy=True) copies objects.
 
 Where it departs from verl:
 - Misuse raises ValueError, KeyError or IndexError with the key's name, before anything has changed (rename
   goes key by key); verl asserts.
 - A list of equally long lists becomes a 1-D object array; np.array(..., dtype=object) would make it two-dimensional.
-- Equality (union, concat) takes NaN as equal to NaN, and looks into tensors and arrays that stand in meta_info.
+- union and concat count NaN as equal to NaN, and compare the values of tensors and arrays in meta_info.
 - A result has its own meta_info dict; in verl a slice, a chunk or a repetition shares its parent's.
 - to() leaves batch.device unset when no tensor has to move.
 - chunk with auto-padding always gives `chunks` parts of ceil(n / chunks) rows, the last ones short or empty.
 - padding takes "first" or "last" (default) and leaves meta_info alone, `metrics` included.
 - concat skips parts without rows; `metrics` need not have the same keys in every part.
 - rename also reaches non_tensor_batch, and never overwrites a key.
-- Files are safetensors with the rest as JSON: loading executes no code. Tensors come back on the CPU, as from pickle.
-- all_gather returns a new DataProto and takes ranks with different numbers of rows.
-- DataProtoFuture is over concurrent.futures.Future; parts of one chunk() call share one concatenation.
+- Files are safetensors, with all that is no tensor as JSON, so loading executes no code. Loaded tensors are on the CPU,
+  and so are unpickled ones.
+- all_gather returns a new DataProto and accepts different numbers of rows on the ranks.
+- DataProtoFuture wraps concurrent.futures.Future; the parts of one chunk() call share one concatenation.
 - Not here: nested tensors and TensorDicts, num_batch_dims, fold / unfold, an environment switch for auto-padding.
 """
 
@@ -44,18 +45,18 @@ from torch.utils.data import DataLoader
 
 from lib import InputError
 
-# Page faults in fresh memory cost more than copying a large CPU tensor into it. So copies of POOLED_FROM bytes and more
-# are made in the memory of earlier ones: a buffer comes back here when its tensor and the tensor's last view have died.
-# POOL_BYTES at most wait here, those of the sizes that were used least recently go first; POOL_BYTES = 0 turns it off.
+# Page faults in fresh memory cost more than copying a large CPU tensor into it. So copies of POOLED_FROM bytes or more
+# reuse the memory of earlier copies: a buffer returns to POOL when its tensor and the last view of it are freed. POOL
+# holds at most POOL_BYTES and drops the least recently used sizes first; POOL_BYTES = 0 turns it off.
 POOLED_FROM, POOL_BYTES = 1 << 18, 1 << 29
 POOL: dict[int, list[np.ndarray]] = {}  # by size; finalizers run in any thread: a race may lose a buffer, not share it
 DOCUMENT = "document"  # the tensor of a saved file that holds the JSON
-ATOMS = frozenset((str, int, float, bool, bytes, type(None)))  # copying them is no copy
+ATOMS = frozenset((str, int, float, bool, bytes, type(None)))  # immutable: they need no copy
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataProtoConfig:
-    """`DataProtoConfig.auto_padding = True` lets every DataProto be chunked unevenly, its key in meta_info one."""
+    """`auto_padding = True` lets every DataProto be chunked unevenly; the key in its meta_info lets a single one."""
 
     auto_padding = False
     auto_padding_key = "_verl_auto_padding"
@@ -79,11 +80,11 @@ class DataProto:
     meta_info: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.non_tensor_batch, self.meta_info = self.non_tensor_batch or {}, self.meta_info or {}  # verl gives None
+        self.non_tensor_batch, self.meta_info = self.non_tensor_batch or {}, self.meta_info or {}  # verl passes None
         self.check_consistency()
 
     def _derive(self, batch, non_tensor_batch, meta_info=None) -> "DataProto":
-        """A DataProto of rows that are consistent by construction, so without the check."""
+        """A new DataProto without the check, since its rows are consistent by construction."""
         new = object.__new__(type(self))
         new.batch = batch
         new.non_tensor_batch = non_tensor_batch
@@ -110,7 +111,7 @@ class DataProto:
 
     @classmethod
     def from_dict(cls, tensors=None, non_tensors=None, meta_info=None, auto_padding=False) -> "DataProto":
-        """From a dict of tensors and a dict of sequences; a sequence that is no ndarray becomes a 1-D object array."""
+        """From a dict of tensors and a dict of sequences, which become 1-D object arrays unless they are ndarrays."""
         tensors = tensors or {}
         try:
             batch = TensorDict(tensors, batch_size=(next(iter(tensors.values())).shape[0],)) if tensors else None
@@ -144,7 +145,7 @@ class DataProto:
     def __getitem__(self, item):
         """An int gives a DataProtoItem; a slice, list, ndarray, tensor or bool mask gives a DataProto."""
         if isinstance(item, slice):
-            if (item.step or 1) < 0:  # which torch cannot slice
+            if (item.step or 1) < 0:  # torch has no negative steps
                 return self.select_idxs(np.arange(len(self))[item])
             return self._map(len(range(len(self))[item]), lambda x: x[item], lambda x: x[item])
         if isinstance(item, (int, np.integer)):
@@ -162,7 +163,7 @@ class DataProto:
         return self[slice(start, end, step)]
 
     def select_idxs(self, idxs) -> "DataProto":
-        """Rows by position (repetition and negative positions allowed) or by a bool mask of all rows; copies."""
+        """Copies of the rows at these positions (repeated and negative ones allowed), or of a bool mask of all rows."""
         idxs = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
         if idxs.ndim != 1:
             raise IndexError(f"rows are selected by a 1-D index, got shape {idxs.shape}")
@@ -225,7 +226,7 @@ class DataProto:
         return self._derive(popped, arrays, meta_info)
 
     def rename(self, old_keys, new_keys) -> "DataProto":
-        """Rename a key, or keys by two lists, of batch and non_tensor_batch, in place; returns self."""
+        """Rename a key, or a list of keys, of batch or non_tensor_batch, in place; returns self."""
         if not isinstance(old_keys, str):
             if isinstance(new_keys, str) or len(old_keys) != len(new_keys):
                 raise ValueError(f"rename takes as many new keys as old ones, got {old_keys} and {new_keys}")
@@ -242,7 +243,7 @@ class DataProto:
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """Take the keys of `other` in, in place; returns self. A key that both have must have equal values."""
+        """Add the keys of `other`, in place; returns self. A key that both have must have equal values."""
         if len({len(d) for d in (self, other) if d.batch is not None or d.non_tensor_batch}) > 1:
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
         mine, tensors = ({} if d.batch is None else dict(d.batch.items()) for d in (self, other))
@@ -263,12 +264,12 @@ class DataProto:
         return self
 
     def repeat(self, repeat_times=2, interleave=True) -> "DataProto":
-        """Each row `repeat_times` times: [a a b b] interleaved, [a b a b] otherwise."""
+        """Repeat each row `repeat_times` times: [a a b b] interleaved, [a b a b] otherwise."""
         rows = np.arange(len(self))
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times) -> "DataProto":
-        """Row i repeat_times[i] times, next to each other. `repeat_times`: 1-D tensor, ndarray, list or tuple, (B,)."""
+        """Repeat row i repeat_times[i] times, copies side by side. repeat_times (B,): tensor, ndarray or sequence."""
         times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         if times.shape != (len(self),) or (times.size and (times.dtype.kind not in "iu" or times.min() < 0)):
             raise ValueError(f"repeat_times must be {len(self)} non-negative integers, got {times!r}")
@@ -276,8 +277,8 @@ class DataProto:
 
     @staticmethod
     def concat(data: list["DataProto"]) -> "DataProto":
-        """Append the rows. meta_info is merged (ValueError on a conflict); `metrics`, dicts or lists of dicts, become
-        one dict of lists."""
+        """The rows of all parts, in order. meta_info is merged (ValueError on a conflict); `metrics`, dicts or lists of
+        dicts, become one dict of lists."""
         if not data:
             return DataProto()
         meta_info: dict = {}
@@ -337,7 +338,7 @@ class DataProto:
 
     def make_iterator(self, mini_batch_size: int, epochs: int, seed=None, dataloader_kwargs=None):
         """An iterator over the mini-batches of `epochs` passes. `dataloader_kwargs` go to torch's DataLoader
-        ({"shuffle": True}, seeded by `seed`, gives verl's order); without any, views in the order of the rows."""
+        ({"shuffle": True}, seeded by `seed`, gives verl's order); without any, it yields views in the rows' order."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
         batches: Iterable[DataProto] = self.split(mini_batch_size)
@@ -348,7 +349,7 @@ class DataProto:
         return (mini_batch for _ in range(epochs) for mini_batch in batches)
 
     def get_data_info(self) -> str:
-        """Keys, shapes, dtypes and types, a line each."""
+        """Keys with shapes, dtypes and types, one per line."""
         batch = {} if self.batch is None else self.batch
         lines = ["batch", *(f"  {key}: {tuple(x.shape)} ({x.dtype}) {x.device}" for key, x in batch.items())]
         for name, part in (("non_tensor_batch", self.non_tensor_batch), ("meta_info", self.meta_info)):
@@ -356,7 +357,7 @@ class DataProto:
         return "\n".join(lines)
 
     def print_size(self, prefix=""):
-        """Print the size in GiB; for object arrays that of the pointers."""
+        """Print the size in GiB; of object arrays only the pointers count."""
         tensors = sum(x.nbytes for x in self.batch.values()) if self.batch is not None else 0
         arrays = sum(x.nbytes for x in self.non_tensor_batch.values())
         message = f"Size of tensordict: {tensors / 2**30} GB, size of non_tensor_batch: {arrays / 2**30} GB"
@@ -365,7 +366,7 @@ class DataProto:
     def __getstate__(self):
         if self.batch is None:
             return None, self.non_tensor_batch, self.meta_info
-        # As bytes of its own rows: torch would pickle the whole storage that a view is cut from.
+        # Only the bytes of these rows: of a view torch would pickle the whole storage.
         tensors = {key: (x.dtype, tuple(x.shape), _as_bytes(x.detach().cpu()).numpy()) for key, x in self.batch.items()}
         return (tuple(self.batch.batch_size), tensors), self.non_tensor_batch, self.meta_info
 
@@ -378,8 +379,8 @@ class DataProto:
             self.batch = TensorDict(tensors, batch_size=size)
 
     def save_to_disk(self, filepath):
-        """Write a safetensors file. Raises InputError naming key and row of a value that it cannot hold; it holds None,
-        bool, int, float, str, bytes, tensors, ndarrays, numpy scalars, and lists, tuples and dicts of them."""
+        """Write a safetensors file. Values may be None, bool, int, float, str, bytes, tensors, ndarrays, numpy scalars,
+        and lists, tuples and dicts of them. Raises InputError with the key and row of any other value."""
         tensors = {f"batch/{key}": x for key, x in (self.batch.items() if self.batch is not None else ())}
         arrays = {key: _encode(x, f"non_tensor_batch[{key!r}]", tensors) for key, x in self.non_tensor_batch.items()}
         meta_info = _encode(self.meta_info, "meta_info", tensors)
@@ -390,7 +391,7 @@ class DataProto:
         seen = set()
         for key, x in tensors.items():
             x = x.detach().cpu().contiguous()
-            tensors[key] = x.clone() if x.untyped_storage().data_ptr() in seen else x  # safetensors takes no sharing
+            tensors[key] = x.clone() if x.untyped_storage().data_ptr() in seen else x  # safetensors refuses sharing
             seen.add(x.untyped_storage().data_ptr())
         filepath = Path(filepath)
         temporary = filepath.with_name(f"{filepath.name}.{os.getpid()}.tmp")
@@ -399,7 +400,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath) -> "DataProto":
-        """Read what save_to_disk wrote; executes no code of the file. Raises InputError when it is something else."""
+        """Read what save_to_disk wrote; executes no code of the file. Raises InputError for any other file."""
         try:
             tensors = load_file(filepath)
             document = json.loads(tensors.pop(DOCUMENT).numpy().tobytes())
@@ -413,13 +414,14 @@ class DataProto:
             raise InputError(message) from e
 
     def add_rows_of(self, whole: dict) -> None:
-        """Adds this rank's rows of tensors over the rows of all ranks, as all_gather gave them, to the batch."""
+        """Add this rank's rows of `whole` to the batch. `whole` has tensors over the rows of all ranks, in all_gather's
+        order."""
         first = dist.get_rank() * len(self)
         self.batch.update({key: tensor[first : first + len(self)] for key, tensor in whole.items()})
 
     def all_gather(self, group=None) -> "DataProto":
-        """The rows of all ranks of `group` in the order of ranks, on every rank. Ranks may have different numbers of
-        rows, also none (then also no keys). meta_info stays the rank's own. Collective: every rank must call it."""
+        """The rows of all ranks of `group`, in the order of ranks, on every rank. Ranks may have different numbers of
+        rows; one without rows may lack the keys too. Each rank keeps its own meta_info. A collective."""
         batch = {} if self.batch is None else dict(self.batch.items())
         spec = {key: (x.dtype, tuple(x.shape[1:])) for key, x in batch.items()}
         parts: list = [None] * dist.get_world_size(group)
@@ -445,8 +447,10 @@ class DataProto:
 
 @dataclass(eq=False)
 class DataProtoFuture:
-    """A DataProto that is still being computed, in parts. Nothing waits before get(); an exception of a part is raised
-    there. `collect_fn` joins the parts' results; `dispatch_fn`, if any, takes the share of this future from them."""
+    """A DataProto that is still being computed, in parts. Only get() waits, and raises the exception of a part.
+
+    `collect_fn` joins the results of the parts; `dispatch_fn`, if given, returns this future's share of them.
+    """
 
     collect_fn: Callable[[list[DataProto]], DataProto]
     futures: list[Future]
@@ -482,13 +486,13 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Without the last `pad_size` rows."""
+    """The rows without the last `pad_size`."""
     return data[:-pad_size] if pad_size else data
 
 
 def _recycled(rows: int, *sources: torch.Tensor) -> torch.Tensor | None:
-    """A tensor like sources[0], but with `rows` rows, in pooled memory to copy `sources` into; see POOL_BYTES.
-    None where torch should allocate: the tensor is small, not on the CPU, or part of a graph."""
+    """An uninitialised tensor in pooled memory (see POOL_BYTES) into which `sources` are copied: like sources[0], but
+    with `rows` rows. None where torch should allocate: the tensor is small, not on the CPU, or part of a graph."""
     like = sources[0]
     size = rows * math.prod(like.shape[1:]) * like.element_size()
     if size < POOLED_FROM or not POOL_BYTES or any(x.device.type != "cpu" or x.requires_grad for x in sources):
@@ -498,8 +502,8 @@ def _recycled(rows: int, *sources: torch.Tensor) -> torch.Tensor | None:
     try:
         buffer = POOL[room].pop()
     except LookupError:
-        buffer = np.empty(room + 4096, np.uint8)  # from 4 MiB on in huge pages, which torch's memory is not
-    start = -buffer.ctypes.data % 4096  # a copy to where no cache line begins takes half as long again
+        buffer = np.empty(room + 4096, np.uint8)  # numpy takes huge pages from 4 MiB on; torch does not
+    start = -buffer.ctypes.data % 4096  # a copy that starts within a cache line takes 1.5 times as long
     handle = buffer[start : start + size]  # the tensor, and every view of it, keeps this object alive
     weakref.finalize(handle, _recycle, room, buffer).atexit = False
     return torch.from_numpy(handle).view(like.dtype).view(rows, *like.shape[1:])
@@ -508,7 +512,7 @@ def _recycled(rows: int, *sources: torch.Tensor) -> torch.Tensor | None:
 def _recycle(room: int, buffer: np.ndarray):
     buffers = POOL.pop(room, [])
     buffers.append(buffer)
-    POOL[room] = buffers  # now the size used last
+    POOL[room] = buffers  # now the last key: the size used most recently
     while sum(size * len(POOL.get(size, ())) for size in list(POOL)) > POOL_BYTES:
         oldest = next(iter(POOL), None)
         del POOL.get(oldest, [])[:1]
@@ -517,7 +521,7 @@ def _recycle(room: int, buffer: np.ndarray):
 
 
 def _copy_objects(x: np.ndarray, memo: dict) -> np.ndarray:
-    """copy.deepcopy, faster on rows that are dicts of plain values."""
+    """Like copy.deepcopy, but faster on rows that are dicts of plain values."""
     if x.dtype != object or x.ndim != 1:
         return copy.deepcopy(x, memo)
     rows = []
@@ -578,7 +582,7 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
-    """Rows of all ranks, in order. As bytes, because not every backend knows every dtype."""
+    """The rows of all ranks, in order. They are sent as bytes, because not every backend knows every dtype."""
     longest = max(lengths)
     if len(x) < longest:
         x = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])])
@@ -591,7 +595,7 @@ def _gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
 
 
 def _encode(x, where: str, tensors: dict):
-    """JSON of a value; what JSON lacks becomes {"!tag": ...}, tensors go to `tensors`."""
+    """A value as JSON; a type that JSON lacks becomes {"!tag": ...}, and tensors are put into `tensors`."""
     kind = type(x)
     if kind in ATOMS and kind is not bytes:
         return x

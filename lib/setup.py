@@ -1,4 +1,4 @@
-"""From groups of flags to what a run needs: data, models, engine, rewards. A script's set-up calls these."""
+"""Makes what a run needs (data, models, engine, rewards) from groups of flags. A script's set-up calls these."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -58,9 +58,9 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def check_algorithm(args: Any, world: World) -> dict:
-    """Checks the names and hyper-parameters of the algorithm's parts, each by a trial. Raises InputError.
+    """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError.
 
-    Returns the settings of the rollout correction, its default among them; {} is none.
+    Returns the settings of the rollout correction, which may be its default; {} means no correction.
     """
     if hasattr(args, "adv_estimator"):
         get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | given(args.adv_kwargs))
@@ -80,8 +80,8 @@ def check_algorithm(args: Any, world: World) -> dict:
 
 
 def needed_log_probs(args: Any, sizes: Sizes, correction: dict) -> tuple[str, ...]:
-    """What of the policy before the update has to be computed: old_log_probs and entropys, and for some estimators
-    sum_pi_squared; nothing where nothing reads it: with one update a step the ratio is 1."""
+    """What must be computed with the policy before the update: old_log_probs and entropys, and for some estimators
+    sum_pi_squared. Nothing, where nothing reads it: with one update a step the ratio is 1."""
     of_advantages = ADV_TENSORS.get(getattr(args, "adv_estimator", ""), ())
     if "sum_pi_squared" in of_advantages:
         return "old_log_probs", "entropys", "sum_pi_squared"
@@ -97,7 +97,7 @@ def needed_log_probs(args: Any, sizes: Sizes, correction: dict) -> tuple[str, ..
 
 
 def make_kl_control(args: Any) -> AdaptiveKLController:
-    """beta, fixed or adaptive."""
+    """The controller of the KL coefficient beta: fixed or adaptive."""
     if args.kl_target is None:
         return FixedKLController(args.kl_coef)
     return AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
@@ -105,7 +105,7 @@ def make_kl_control(args: Any) -> AdaptiveKLController:
 
 @dataclass
 class Inputs:
-    """What is read before a model loads. A data set is None where the run does not need it."""
+    """What is loaded before the models. A data set is None if the run does not need it."""
 
     tokenizer: PreTrainedTokenizerBase
     multi_turn: MultiTurn | None
@@ -117,7 +117,10 @@ class Inputs:
 
 
 def load_inputs(args: Any) -> Inputs:
-    """Tokenizer, tools, data and scorers, checked against each other; total_steps from total_epochs. InputError."""
+    """Loads tokenizer, tools, data and scorers, and checks them against each other. Raises InputError.
+
+    Where total_epochs is given, sets total_steps.
+    """
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust = {"trust_remote_code": model.trust_remote_code}
     check_engine_import(args.rollout.rollout_engine)
@@ -157,7 +160,7 @@ def load_inputs(args: Any) -> Inputs:
 
 
 def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
-    """What the run will do, in its own arithmetic; with --dry-run also what each GPU holds."""
+    """What the run will do, in numbers; with --dry-run also how much memory each GPU needs."""
 
     def size_of(dataset) -> str:
         counts = dict(getattr(dataset, "dropped", {}))
@@ -182,7 +185,10 @@ def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
 
 
 def describe_memory(args: Any, sizes: Sizes) -> str:
-    """A table of what each of --dry-run GPUs holds in each moment of a step, against this one's memory or 80 GB."""
+    """A table of the memory that each of the --dry-run GPUs needs at each moment of a step.
+
+    It is compared with the memory of the GPU here, or with 80 GiB where there is none.
+    """
     model, shard, rollout = args.model, args.shard, args.rollout
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
     dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
@@ -216,7 +222,7 @@ def describe_memory(args: Any, sizes: Sizes) -> str:
 
 @dataclass
 class Sharding:
-    """How the models of a run are loaded, split and run. Its making is a collective."""
+    """How the models of a run are loaded, split over ranks and run. `make_sharding` is a collective."""
 
     model: ModelArgs
     shard: ShardArgs
@@ -230,7 +236,7 @@ class Sharding:
         return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=offload)
 
     def trains(self, module: PreTrainedModel) -> PreTrainedModel:
-        """What of a model trains: LoRA adapters, all, or all but --freeze."""
+        """The model with only these weights trainable: LoRA adapters, all, or all but those of --freeze."""
         if self.model.lora_rank:
             settings: dict[str, Any] = {"rank": self.model.lora_rank, "alpha": self.model.lora_alpha}
             return add_lora(module, **settings, target_modules=self.model.lora_target_modules, seed=self.seed)
@@ -261,7 +267,7 @@ def make_sharding(
 
 
 def load_policy(sharding: Sharding, optimizer: OptimizerArgs, updates_per_step: int, total_steps: int) -> Policy:
-    """The model that samples and trains. total_steps: of its schedule."""
+    """The model that samples and trains. total_steps: for the learning rate schedule."""
     module = load_model(sharding.model.model, **sharding.options())
     module = sharding.place(sharding.trains(module), "actor")
     return Policy(
@@ -272,22 +278,24 @@ def load_policy(sharding: Sharding, optimizer: OptimizerArgs, updates_per_step: 
 def load_value_model(
     sharding: Sharding, path: str, optimizer: OptimizerArgs, lr: float, updates_per_step: int, total_steps: int
 ) -> Critic:
-    """PPO's values. path: empty for the policy's model, with a new head."""
+    """PPO's critic. path: empty for the policy's model, with a new value head."""
     module = load_critic(path or sharding.model.model, **sharding.options())
     module = sharding.place(sharding.trains(module), "critic")
     return Critic("critic", module, **_training(sharding, module, optimizer, lr, updates_per_step, total_steps))
 
 
 def load_reference(sharding: Sharding, actor: Policy) -> Reference:
-    """The start model, which the KL is to."""
+    """The start model, as the reference of the KL."""
     if sharding.model.lora_rank:
         return Reference(actor.module, sharding.forward)
     return load_frozen(sharding, sharding.model.model, "--model")
 
 
 def load_frozen(sharding: Sharding, path: str, flag: str) -> Reference:
-    """A model that only gives log-probs, such as a reference or a teacher: --cpu-offload ref is for each of them. flag:
-    that gave the path, for messages. Raises InputError."""
+    """A model that only computes log-probs, such as a reference or a teacher; --cpu-offload ref offloads all of these.
+
+    flag: the flag that gave the path, for messages. Raises InputError.
+    """
     trust = {"trust_remote_code": sharding.model.trust_remote_code}
     check_sequence_parallel(path, sharding.shard.sequence_parallel_size, flag=flag, **trust)
     check_tensor_parallel(path, sharding.shard.tensor_parallel_size, flag=flag, **trust)
@@ -312,7 +320,7 @@ def _training(
 
 
 def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, update: int) -> float:
-    """What the learning rate is multiplied with at an optimizer update, counted from 0."""
+    """The factor of the learning rate at this optimizer update, counted from 0."""
     warmup, total = (steps * updates_per_step for steps in (args.warmup_steps, total_steps))
     if update < warmup:
         return (update + 1) / warmup
@@ -324,7 +332,7 @@ def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, upda
 
 
 def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
-    """The engine, and the stream of the run's rollouts from its next step on."""
+    """Makes the engine, and the run's rollouts from its next step on."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
     engine = make_engine(
         rollout.rollout_engine,
@@ -367,7 +375,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
 def make_rewards_and_validation(
     args: Any, sharding: Sharding, inputs: Inputs, rollouts: Rollouts, run: Run
 ) -> tuple[Rewards, Validation]:
-    """The scores of training, and validation, which has the same scorers unless --val-reward names others."""
+    """The rewards of training, and the validation, which uses the same scorers unless --val-reward names others."""
     reward: RewardArgs = args.reward
     judge = None
     if reward.reward_model:

@@ -1,1 +1,1 @@
-"""The command line: flags.py reads it, secrets.py keeps keys out of logs, user_code.py loads path/to/file.py:name."""
+"""The command line: flags.py parses it, secrets.py keeps keys out of logs, user_code.py loads path/to/file.py:name."""

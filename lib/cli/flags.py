@@ -1,6 +1,6 @@
-"""From the command line to a script's Args, before torch is imported, which takes seconds.
+"""Parses the command line into a script's Args, before torch is imported, which takes seconds.
 
-Args nests groups, whose flags are flat (--lr), and settings, whose flags have a prefix (--multi-turn.tools).
+Args nests groups, whose flags have no prefix (--lr), and settings, whose flags have one (--multi-turn.tools).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from lib.cli.secrets import secret_in
 
 T = TypeVar("T")
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
-OF_ONE_START |= {"history"}  # what --config does not take from a run's config.json
+OF_ONE_START |= {"history"}  # keys of a run's config.json that --config does not read
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
@@ -39,15 +39,16 @@ class Group:
 
 
 class OnResume(Enum):
-    """What a resume does with a flag that is another than at the checkpoint. A flag without a mark changes results: it
-    needs --resume-override."""
+    """What a resume does with a flag whose value differs from the checkpoint's. A flag without a mark changes results,
+    so a new value needs --resume-override."""
 
     MAY_CHANGE = "results stay the same but for the rounding of sums"
     NOT_COMPARED = "it is about this start"
 
 
 class Names(Enum):
-    """What a flag's value names. Of FILES their contents are compared; with other ROWS the data stream starts anew."""
+    """What a flag's value names. A resume compares the contents of FILES, and with other ROWS it starts the data stream
+    anew."""
 
     FILES = "files that results depend on"
     ROWS = "the training rows or their order"
@@ -57,11 +58,11 @@ class Names(Enum):
 
 
 def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
-    """Args of the command line, checked: every range, every group's `check`, then the `check` of Args itself.
+    """The Args of the command line. Checks every range, runs every group's `check`, then the `check` of Args itself.
 
-    renamed: {old flag: new flag}, for a line that says so. A mistake ends the process with exit code 2.
+    renamed: {old flag: new flag}; an old flag is a mistake. A mistake is printed and ends the process with exit code 2.
     """
-    said, shown = _Held(), _Held()  # by tyro: what is wrong, which a launcher's report wants too, and --help
+    said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
             args = parse_flags(args_class, sys.argv[1:], renamed)
@@ -79,24 +80,24 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
 
 
 def parse_flags(args_class: type[T], words: list[str], renamed: dict[str, str]) -> T:
-    """Args of these words, checked. Raises InputError; tyro raises SystemExit, for --help too."""
+    """The Args of these words of a command line, checked. Raises InputError; tyro raises SystemExit, for --help too."""
     args = tyro.cli(args_class, args=_words(args_class, words, renamed))
     _check(args)
     return args
 
 
 class _Held(io.StringIO):
-    encoding = getattr(sys.stdout, "encoding", None)  # where it is UTF-8 tyro draws boxes
+    encoding = getattr(sys.stdout, "encoding", None)  # tyro draws boxes if it is UTF-8
 
 
 def _algorithm_last(help_text: str) -> str:
-    """--help with the box of the script's own flags at the end, which is what stays on the screen."""
+    """The --help text with the box of the script's own flags moved to the end, which stays on the screen."""
     usage, *boxes = re.split(r"^(?=╭)", help_text.rstrip(), flags=re.M)
     return "\n".join([usage.rstrip(), *(box.rstrip() for box in [*boxes[1:], *boxes[:1]])])
 
 
 def _words(args_class: type, given: list[str], renamed: dict[str, str]) -> list[str]:
-    """The flags of --config, then those that were typed: the last one counts."""
+    """The flags of --config, then those that were typed, because the last one counts."""
     settings = {f"--{field.name.replace('_', '-')}" for field in fields(args_class) if _is_settings(args_class, field)}
     configs, words = [], []
     for i, word in enumerate(given):
@@ -114,7 +115,7 @@ def _words(args_class: type, given: list[str], renamed: dict[str, str]) -> list[
 
 
 def _as_words(args_class: type, flag: str, text: str) -> str:
-    """JSON as the flags that took its place; where they are not so plain, what they look like."""
+    """The flags that replace this JSON, for a message; if they cannot be worked out, their general form."""
     known = {as_flag(name) for name, *_ in walk(args_class())}
     try:
         words = [] if secret_in(text, flag) else list(_flags_of(args_class, json.loads(text), f"{flag[2:]}."))
@@ -139,7 +140,7 @@ def _flags_of(args_class: type, values: dict[str, Any], prefix: str = "") -> Ite
 
 
 def _of_config(args_class: type, path: str) -> list[str]:
-    """The flags in a run's config.json or a YAML file; what is about that run's start is left out."""
+    """The flags in a run's config.json or a YAML file, without those that are about one start of a run."""
     try:
         values = yaml.safe_load(Path(path).expanduser().read_text())  # JSON is YAML
     except (OSError, UnicodeError, yaml.YAMLError) as error:
@@ -170,7 +171,7 @@ def groups_of(args: Any) -> list[Group]:
 
 
 def walk(args: Any, prefix: str = "") -> Iterator[tuple[str, Any, tuple]]:
-    """(name, value, what is annotated at the field) of every flag; the name of a setting is like multi_turn.tools."""
+    """(name, value, annotations of the field) of every flag; the name of a setting is like multi_turn.tools."""
     hints = get_type_hints(type(args), include_extras=True)
     for field in fields(args):
         value = getattr(args, field.name)
@@ -183,7 +184,7 @@ def walk(args: Any, prefix: str = "") -> Iterator[tuple[str, Any, tuple]]:
 
 
 def flag_values(args: Any) -> dict[str, Any]:
-    """{name: value} of all flags, settings nested: what config.json holds."""
+    """{name: value} of all flags, with settings nested, as in config.json."""
     values: dict[str, Any] = {}
     for name, value, _ in walk(args):
         *parents, last = name.split(".")
@@ -195,12 +196,12 @@ def flag_values(args: Any) -> dict[str, Any]:
 
 
 def marked(args: Any, mark: Enum) -> set[str]:
-    """Names of the flags with this mark; of a setting that of its settings, which are compared as one."""
+    """The names of the flags with this mark. Settings are compared as one, so theirs is the prefix (multi_turn)."""
     return {name.partition(".")[0] for name, _, marks in walk(args) if mark in marks}
 
 
 def given(settings: Any) -> dict[str, Any]:
-    """The settings that are not None, as keywords."""
+    """The settings that are not None, as keyword arguments."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     nested = {name: given(value) if is_dataclass(value) else value for name, value in values.items()}
     return {name: value for name, value in nested.items() if value is not None and value != {}}
@@ -211,7 +212,7 @@ def given(settings: Any) -> dict[str, Any]:
 
 def _check(args: Any) -> None:
     for name, value, marks in walk(args):
-        if found := secret_in(value, as_flag(name)):  # not repeated in the message
+        if found := secret_in(value, as_flag(name)):  # the message does not repeat the value
             raise InputError(
                 f"{found}; flags stand in config.json and logs: put it in the environment and name the variable "
                 "(docs/security.md)"
@@ -223,7 +224,7 @@ def _check(args: Any) -> None:
 
 
 def check_range(name: str, value: Any, marks: tuple) -> None:
-    """Raises InputError for a number, alone or in a tuple, that is not finite or not in the range at its field."""
+    """Raises InputError for a number, alone or in a tuple, that is not finite or not in its field's range."""
     bounds: list[Any] = []
     for mark in marks:
         bounds += mark if isinstance(mark, Interval) else [mark] if type(mark) in HOLDS else []
@@ -238,7 +239,7 @@ def check_range(name: str, value: Any, marks: tuple) -> None:
 
 
 def parse_json(name: str, text: str) -> dict:
-    """The JSON object that the flag of the field `name` holds, its numbers finite. Raises InputError."""
+    """The JSON object in `text`, the value of the field `name`. Raises InputError, also for NaN and infinity."""
     try:
         settings = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError as error:

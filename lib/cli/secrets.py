@@ -1,8 +1,9 @@
-"""Keys and passwords: a run takes them from the environment. Flags, which config.json and logs repeat, hold none. What
-a run prints and what a tool answers has them struck out. Files that may still hold one are their owner's alone.
+"""Keeps keys and passwords out of logs. A run takes them from the environment, and flags, which config.json and logs
+repeat, may not hold one. They are struck out of what a run prints and what a tool answers. Files that may still hold
+one can be read by their owner only.
 
-One is known by its name (api_key, Authorization, a variable X_TOKEN), by its form (sk-..., user:password@ in a URL), or
-because the environment holds it under such a name. A key that has none of these is not found.
+A secret is recognised by its name (api_key, Authorization, a variable X_TOKEN), by its form (sk-..., user:password@ in
+a URL), or because the environment holds it under such a name. Other secrets are not found.
 """
 
 import json
@@ -28,14 +29,14 @@ FORMS = {
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]+)",
 }
 PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s@]+)@")
-SHORTEST = 8  # characters of a value that is struck out: shorter ones stand in other words
-_named: set[str] = set()  # variables that flags name as a key's
+SHORTEST = 8  # shorter values are not struck out, because they occur in other words
+_named: set[str] = set()  # variables that hold a key, as flags say
 
 
 def secret_in(value: Any, flag: str, *path: str) -> str | None:
-    """What in the value of a flag is a key or password: "flag path: why", without the secret. None where nothing is.
+    """Where and why the value of a flag holds a key or password: "flag path: why", without the secret; else None.
 
-    value: of any type; a text may be JSON. path: the keys in the flag's JSON down to the value.
+    value: of any type; a text may be JSON. path: the keys in the flag's JSON that lead to the value.
     """
     if isinstance(value, dict):
         return _first(secret_in(inner, flag, *path, str(key)) for key, inner in value.items())
@@ -52,7 +53,7 @@ def secret_in(value: Any, flag: str, *path: str) -> str | None:
     if value.lstrip().startswith("{"):
         try:
             return secret_in(json.loads(value), flag, *path)
-        except (ValueError, RecursionError):  # which is said elsewhere, with the text
+        except (ValueError, RecursionError):  # parse_json reports it
             return _first(f"{where}: {word}" for word in re.findall(r"[\w-]+", value) if NAME.search(word))
     if value.startswith("mcp:") and (name := _key_of_command(value.removeprefix("mcp:"))):
         return f"{where}: {name} gets a key or password"
@@ -67,7 +68,7 @@ def _first(found) -> str | None:
 
 
 def _key_of_command(command: str) -> str | None:
-    """The name of a NAME=secret, or of an option with a secret, in it; NAME=$VARIABLE is none."""
+    """The name in the command's first NAME=secret or option with a secret; None without any. $VARIABLE is no secret."""
     try:
         words = shlex.split(command)
     except ValueError:
@@ -82,7 +83,7 @@ def _key_of_command(command: str) -> str | None:
 
 
 def _in_environment() -> list[tuple[str, str]]:
-    """(name, secret) of the variables that hold one."""
+    """(name, secret) of the environment variables that hold one."""
     secrets = []
     for name, value in os.environ.items():
         if NAME_OF_VARIABLE.search(name) or name in _named:
@@ -93,14 +94,17 @@ def _in_environment() -> list[tuple[str, str]]:
 
 
 def struck(text: str) -> str:
-    """The text with *** for what the environment holds as keys and passwords."""
+    """The text, with *** in place of the environment's keys and passwords."""
     for secret in sorted({secret for _, secret in _in_environment()}, key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
 
 
 def from_environment(text: str) -> str | None:
-    """The text itself, or of $NAME what the environment holds as NAME: a key from now on. None where it has no NAME."""
+    """The text itself, but for "$NAME" the value of that environment variable, or None if it is not set.
+
+    The variable counts as a key from then on.
+    """
     named = re.fullmatch(r"\$(\w+)", text)
     if named is None:
         return text
@@ -109,7 +113,7 @@ def from_environment(text: str) -> str | None:
 
 
 def private(path: Path) -> Path:
-    """The path, of a file that only its owner may read, whatever the umask; made where it is not there."""
+    """Lets only the owner read and write the file, whatever the umask, and creates it if missing. Returns the path."""
     path.touch(mode=0o600)
     path.chmod(0o600)
     return path

@@ -1,6 +1,6 @@
-"""The user's own code: one loader for all flags that take path/to/file.py:name.
+"""Loads the user's own code, for all flags that take path/to/file.py:name.
 
-Standard library only: flags are read, and reward workers started, without torch.
+It imports no torch: the command line is read, and reward workers start, without it.
 """
 
 import functools
@@ -21,11 +21,11 @@ IMPORT_LIMIT_S = 120.0
 
 
 def load_object(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
-    """What "path/to/file.py:name" names. The file is run once in a process (again where it has
-    changed), so that what is in it shares its globals.
+    """The object that "path/to/file.py:name" names. A process runs the file once (again if the file has changed), so
+    that all objects from it share its globals.
 
-    Raises InputError, which begins with the flag: no such file or name, or running the file raises, exits or takes
-    longer than `limit_s` (C code that never returns is not stopped).
+    Raises InputError, which begins with the flag, if there is no such file or name, or if running the file raises,
+    exits or takes longer than `limit_s` (C code that never returns is not stopped).
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
@@ -56,12 +56,12 @@ def _run_file(path: Path, changed_at_ns: int) -> ModuleType:
 
 
 class ImportTimeout(BaseException):
-    """Not an Exception, which the file may catch."""
+    """Not an Exception, because the file may catch those."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises ImportTimeout in the block after so many seconds and each second from then on; in the main thread only."""
+    """Raises ImportTimeout in the block after `seconds`, and every second after that; in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,14 +1,14 @@
 """The mathematics of a step: advantages, policy losses, loss aggregation, KL, entropy.
 
-Pure functions on tensors and numbers, never `args`. One section a paper. Two calling conventions:
+Pure functions on tensors and numbers, never `args`. One section per paper. Two calling conventions:
 
     estimator(token_level_rewards, response_mask, index, *, ...)         -> advantages (B, T), returns (B, T)
     policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
 
-What is per token stays per token until `agg_loss` (or a masked mean) divides by *global* counts: only so does a loss
-not depend on the micro-batch split or the number of ranks. What stands in a masked position (NaN, inf, 1e9) is
-replaced in the inputs, not in the results: 0 · NaN is NaN in the backward pass too. A row without a valid token is
-dead: in no group, in no denominator. A mask is 0/1 of any dtype, of exactly the shape of what it masks.
+Values stay per token until `agg_loss` (or a masked mean) divides by *global* counts, so that a loss does not depend on
+the micro-batch split or the number of ranks. Masked positions (which may hold NaN, inf, 1e9) are set to 0 in the
+inputs, not in the results, because 0 · NaN is NaN in the backward pass too. A row without a valid token is dead: it
+counts in no group and in no denominator. A mask is 0/1 of any dtype and has exactly the shape of what it masks.
 """
 
 from lib.core_algos.advantages import (

@@ -1,16 +1,16 @@
 """Advantage estimators and the critic's loss.
 
-The tensors given are the *global* batch: the script gathers over ranks first. Groups must be whole, and batch
-statistics (whitening, batch std, gpg's α) are those of what is given.
+The tensors are the *global* batch: the script gathers them over ranks first. Groups must be whole. Batch statistics
+(whitening, batch std, gpg's α) are taken over the rows that are passed.
 
-- What stands at a masked position, a reward too, does not count, be it NaN. The results are 0 there.
-- A dead row (no valid token) is in no group, count or statistic; with or without it, the others are equal to the bit.
+- Values at masked positions do not count, even if they are NaN; this holds for rewards too. Results are 0 there.
+- A dead row (no valid token) is in no group, count or statistic; the other rows' results are bit-equal without it.
 - R_i = Σ_t r·m. A group with one live row has no baseline: `singleton` "raw" is verl's value, baseline 0, so A = R
   unless said otherwise; "zero" is A = 0 (before whitening, where there is one).
-- One valid token in the whole batch cannot be whitened. It is left as it is: a run does not die of it.
+- A batch with only one valid token cannot be whitened. It is left as it is, so that the run goes on.
 
-Estimators return advantages (B, T), returns (B, T), an outcome estimator one tensor twice. Only the value loss is
-differentiated. Statistics are taken in float64; results have the dtype of the rewards, float32 at least.
+Estimators return advantages (B, T) and returns (B, T); an outcome estimator returns one tensor twice. Only the value
+loss is differentiated. Statistics are in float64; results have the dtype of the rewards, float32 at least.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +37,8 @@ Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
 
 
 def _outcomes(rewards: Tensor, mask: Tensor, index: Index, singleton: str) -> tuple:
-    """Of the live rows, in float64 on the CPU: R (N,), R − mean_g (N,), the group number (N,), the group's size (N,);
-    and what spreads A (N,) over their tokens: (N,) -> advantages (B, T), returns (B, T).
+    """For the live rows, in float64 on the CPU: R (N,), R − mean_g (N,), the group number (N,), the group's size (N,);
+    and a function that spreads A over their tokens: (N,) -> advantages (B, T), returns (B, T).
 
     R − mean_g is exactly 0 in a group of equal R; in a group of one it is R if "raw", 0 if "zero".
     """
@@ -51,19 +51,19 @@ def _outcomes(rewards: Tensor, mask: Tensor, index: Index, singleton: str) -> tu
 
 
 def _group_sums(values: Tensor, group: Tensor) -> Tensor:
-    """Σ over the group of each row (N,)."""
+    """For each row, the sum over its group (N,)."""
     return _group_sum(values, group, len(torch.bincount(group)))[group]
 
 
 def _groups(scores: Tensor, group: Tensor) -> Iterator[Tensor]:
-    """The row numbers of each group of two and more, by ascending score."""
+    """The row numbers of each group of two or more, by ascending score."""
     for g in (torch.bincount(group) > 1).nonzero()[:, 0]:
         rows = (group == g).nonzero()[:, 0]
         yield rows[scores[rows].argsort()]
 
 
 def _whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """`masked_whiten` on sorted tokens: the same bits in any order of rows, exactly 0 if all tokens are equal."""
+    """`masked_whiten` on sorted tokens, so the bits do not depend on row order; exactly 0 if all tokens are equal."""
     valid = mask.bool()
     tokens, order = values[valid].double().sort()
     if len(tokens) > 1:
@@ -82,8 +82,8 @@ def compute_overlong_penalty(
     """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, to be added to the rewards.
 
     min(0, −(len − (max_response_length − overlong_buffer)) / overlong_buffer · penalty_factor) on a live row's last
-    valid token, 0 elsewhere (B, T) float32. len is that token's place: tool output before it counts. Lengths in tokens.
-    Raises InputError unless 0 < overlong_buffer <= max_response_length.
+    valid token, 0 elsewhere (B, T) float32. len is that token's position, so tool output before it counts. Lengths are
+    in tokens. Raises InputError unless 0 < overlong_buffer <= max_response_length.
     """
     if not 0 < overlong_buffer <= max_response_length:
         raise InputError(
@@ -114,7 +114,7 @@ def compute_grpo_outcome_advantage(
     positions do not count.
 
     `singleton` is for a group with one live row, which has no baseline: "raw" takes mean 0 and std 1 (A = R, as verl),
-    "zero" takes A = 0. Where rows can die beware of "raw": the last survivor's advantage is its bare reward.
+    "zero" takes A = 0. Beware of "raw" if rows can be dead: a group's only live row has its bare reward as advantage.
     """
     if singleton not in ("raw", "zero"):
         raise InputError(f"unknown singleton {singleton!r}: choose one of raw, zero")
@@ -141,7 +141,7 @@ def compute_grpo_outcome_advantage(
 def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
     """A_t = δ_t + γλ·A', δ_t = r_t + γ·V' − V_t (B, T) in float64, 0 at masked positions; `lam` a number or (B,).
 
-    A' and V' are those of the next *valid* token: they are carried over tool output as if it were not there.
+    A' and V' are those of the next *valid* token, as if the tool output between them were not there.
     With values None (0) and λ = 1 this is the discounted reward to go.
     """
     valid = mask.bool()
@@ -168,8 +168,8 @@ def compute_gae_advantage_return(
 ) -> Pair:
     """GAE, arXiv 1506.02438: A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γV_{t+1} − V_t; returns = A + V. A is then whitened.
 
-    All (B, T). t counts valid tokens: a span of tool output changes nothing. `lam_policy` is decoupled GAE, VAPO, arXiv
-    2504.05118: the returns with `lam` (1 in the paper), the advantages with λ = lam_policy, a number or one a row (B,).
+    All (B, T). t counts valid tokens, so tool output changes nothing. `lam_policy` gives VAPO's decoupled GAE, arXiv
+    2504.05118: returns use `lam` (1 in the paper), advantages use λ = lam_policy, a number or one per row (B,).
     """
     returns = advantages = _gae(token_level_rewards, values, response_mask, gamma, lam)
     if lam_policy is not None:
@@ -203,8 +203,8 @@ def compute_value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the mask, all (B, T): 1 is a perfect critic, 0 one that knows only
-    the mean; 0 where the returns are all equal. Of the batch of all ranks."""
+    """1 - Var(returns - values) / Var(returns) over the mask, all (B, T), of the batch of all ranks. It is 1 for a
+    perfect critic, 0 for one that knows only the mean, and 0 if the returns are all equal."""
     values, returns = values[mask.bool()].double(), returns[mask.bool()].double()
     variance = float(returns.var(correction=0)) if len(returns) else 0.0
     return 1 - float((returns - values).var(correction=0)) / variance if variance else 0.0
@@ -252,8 +252,8 @@ def compute_grpo_leave_one_out_outcome_advantage(
 ) -> Pair:
     """GRPO with the others' statistics (NeMo-RL, AReaL): A_i = (R_i − mean_{j≠i} R_j) / (std_{j≠i} + epsilon).
 
-    Not divided where all the others' rewards are equal. The rewards themselves are compared: by rounding, their std
-    need not be 0 then, and A would explode. Not in verl; NeMo-RL has A = 0 in a group of one.
+    If all the others' rewards are equal, A is not divided. This compares the rewards, not their std, which rounding may
+    leave above 0, so that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one.
     """
     scores, advantages, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     for rows in _groups(scores, group):
@@ -270,7 +270,7 @@ def compute_grpo_batch_std_outcome_advantage(
 ) -> Pair:
     """Lite PPO, arXiv 2508.08221: A_i = (R_i − mean_g) / (std of all R of the batch + epsilon), std with N − 1.
 
-    Not divided where all R are equal. Not in verl; TRL (scale_rewards="batch") has A = 0 in a group of one.
+    If all R are equal, A is not divided. Not in verl; TRL (scale_rewards="batch") has A = 0 in a group of one.
     """
     scores, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     ordered = scores.sort().values
@@ -323,8 +323,8 @@ def compute_gdpo_outcome_advantage(
 ) -> Pair:
     """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
 
-    reward_components (B, K): K rewards of each row; reward_weights: K numbers, 1 by default. They alone count: of
-    token_level_rewards only the dtype does. In a group of one the quotient is R_ik / (1 + 1e-6), as in verl, or 0.
+    reward_components (B, K): K rewards of each row; reward_weights: K numbers, 1 by default. Of token_level_rewards
+    only the dtype is used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl) or 0 ("zero").
     """
     weights = [1.0] * reward_components.shape[1] if reward_weights is None else reward_weights
     if len(weights) != reward_components.shape[1]:
@@ -344,7 +344,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Pair:
     """REINFORCE++, arXiv 2501.03262: G_t = r_t + γ·G', G' of the next valid token; A = whiten(G); returns = G.
 
-    It knows no groups: `index` and `singleton` are there to be called like the others.
+    It has no groups: it takes `index` and `singleton` only because the other estimators do.
     """
     returns = _gae(token_level_rewards, None, response_mask, gamma, 1.0)
     return _rewards_dtype(token_level_rewards, _whiten(returns, response_mask), returns)
@@ -355,7 +355,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 ) -> Pair:
     """REINFORCE++-baseline, arXiv 2501.03262: A = whiten(R_i − mean_g) over the batch's tokens.
 
-    A group of one is whitened with R ("raw", as verl) or 0.
+    A group of one enters the whitening as R ("raw", as verl) or 0 ("zero").
     """
     _, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     advantages = _whiten(spread(centred)[0], response_mask)
@@ -386,8 +386,8 @@ def compute_optimal_token_baseline_advantage(
     """Optimal token baseline, arXiv 2602.07078: A_it = G_it − B_t, B_t = Σ_i G_it·W_it / (Σ_i W_it + 1e-8), the sums
     over the group's rows valid at t; G = Σ_{k≥t} r_k; W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_v²)·w_j², w the IS weights or 1.
 
-    All (B, T); sum_pi_squared is Σ_v π_v² over the vocabulary. Returns A, G. B = 0 on the tail that only the longest
-    response reaches, where it would be its own baseline. A group of one is such a tail: "raw" is A = G.
+    All (B, T); sum_pi_squared is Σ_v π_v² over the vocabulary. Returns A, G. Where only the longest response reaches,
+    it would be its own baseline, so B = 0 there. In a group of one that is everywhere: "raw" is A = G.
     """
     _, _, group, size, _ = _outcomes(token_level_rewards, response_mask, index, singleton)
     alive = response_mask.bool().any(-1).cpu()
@@ -420,8 +420,8 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     rollout_is_weights: Tensor | None = None,
     singleton: str = "raw",
 ) -> Pair:
-    """The optimal token baseline of several turns, as in verl: a row's nth valid token meets the others' nth,
-    however much tool output stands between them.
+    """The optimal token baseline for several turns, as in verl: a row's nth valid token is compared with the others'
+    nth valid token, however much tool output comes before them.
     """
     order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first
     tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
@@ -443,7 +443,7 @@ def _gae_estimator(
     length_adaptive_alpha: float | None = None,
     singleton: str = "raw",
 ) -> Pair:
-    """compute_gae_advantage_return; with length_adaptive_alpha, lam_policy is that of length_adaptive_lam."""
+    """compute_gae_advantage_return; length_adaptive_alpha sets lam_policy by length_adaptive_lam."""
     if length_adaptive_alpha is not None:
         lam_policy = length_adaptive_lam(response_mask, length_adaptive_alpha)
     return compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam, lam_policy)
@@ -480,8 +480,8 @@ ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "gae": _gae_estimator,
 }
 
-_OTB_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")  # the last where a correction weighs tokens
-ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that are given by keyword
+_OTB_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")  # the last if a correction has weights
+ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that an estimator takes by keyword
     "gdpo": ("reward_components",),
     "optimal_token_baseline": _OTB_TENSORS,
     "tir_optimal_token_baseline": _OTB_TENSORS,
@@ -491,9 +491,10 @@ ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that are given 
 
 
 def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Pair]:
-    """estimator(token_level_rewards, response_mask, index, **tensors of ADV_TENSORS) of that name, with these settings.
+    """The estimator of that name with these settings bound: estimator(token_level_rewards, response_mask, index,
+    **tensors of ADV_TENSORS).
 
-    Raises InputError: no such estimator (it lists the names), no such setting.
+    Raises InputError for an unknown estimator (it lists the names) or a bad setting.
     """
     estimator = _lookup("advantage estimator", ADV_ESTIMATORS, name)
     return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS.get(name, ()))
@@ -502,6 +503,6 @@ def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable
 def estimate_advantages(
     name: str, settings: Mapping, rewards: Tensor, response_mask: Tensor, index: Index, tensors: Mapping[str, Tensor]
 ) -> Pair:
-    """(advantages, returns) (B, T) by the estimator of that name; tensors: of the batch, as far as it needs them."""
+    """(advantages, returns) (B, T) by the estimator of that name, which takes from `tensors` those that it needs."""
     others = {key: tensors[key] for key in ADV_TENSORS.get(name, ()) if key in tensors}
     return get_adv_estimator_fn(name, settings)(rewards, response_mask, index, **others)

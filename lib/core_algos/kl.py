@@ -1,4 +1,4 @@
-"""KL to the reference, in the loss or in the reward, entropy, and coefficients that adapt."""
+"""KL to the reference (in the loss or in the reward), entropy, and coefficients that adapt."""
 
 import math
 
@@ -32,8 +32,8 @@ def kl_penalty(
                identity in π, so the gradients agree as well, off policy too. (k2_unbiased: those of E[k2], which is
                not the KL.) Without old_logprob, π_old = π: ρ is 1, with a gradient.
 
-    The clamp at 10 is a bias in all forms of k3. All (B, T). With a mask the result is 0 at masked positions, and so is
-    its gradient: `agg_loss` alone comes too late for a log-prob of −inf in the padding. Raises InputError for an
+    The clamp at 10 is a bias in all forms of k3. All (B, T). With a mask the result and its gradient are 0 at masked
+    positions; the mask of `agg_loss` comes too late for a log-prob of −inf in the padding. Raises InputError for an
     unknown name.
     """
     name = kl_penalty.removesuffix("+").removesuffix("_unbiased")
@@ -74,8 +74,8 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, float]:
     """token_level_rewards = scores − β·kl (B, T), 0 at masked positions, and the mean KL for the controller.
 
-    kl (B, T) is `kl_penalty(old_log_probs, ref_log_prob, ...)`. Its mean: over the valid tokens of each row, then over
-    the live rows; 0 if there is none.
+    kl (B, T) is `kl_penalty(old_log_probs, ref_log_prob, ...)`. Its mean is taken over the valid tokens of each row,
+    then over the live rows; it is 0 without live rows.
     """
     kl = _keep(kl, response_mask)
     (rewards,) = _rewards_dtype(token_level_scores, _keep(token_level_scores, response_mask) - beta * kl)
@@ -87,7 +87,7 @@ def apply_kl_penalty(
 class AdaptiveKLController:
     """arXiv 1909.08593, section 2.2: β <- β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after n responses.
 
-    β is `value`, and part of a checkpoint, whose β does not count where another start is given now. A KL of NaN raises
+    β is `value`. A checkpoint holds it; loading ignores it if the run now has another initial β. A KL of NaN raises
     ValueError, since β would stay NaN.
     """
 
@@ -122,8 +122,8 @@ class AdaptiveEntropyController:
     """Skywork-OR1, arXiv 2505.22312: coef <- coef ± delta toward the target entropy (nats a token), in [0, max_coef].
 
     `value`, the coefficient of the next update, is coef, but 0 while the last entropy is above the target. Without a
-    target it is constant. Both are part of a checkpoint, and do not count where another start is given now. An entropy
-    of NaN raises ValueError.
+    target it is constant. A checkpoint holds both; loading ignores them if the run now has another initial coefficient.
+    An entropy of NaN raises ValueError.
     """
 
     def __init__(self, coef: float, target: float | None, delta: float = 0.005, max_coef: float = 1.0) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as all constants here wrapped into a signed integer: int64 arithmetic wraps, too
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # like all constants here, wrapped to a signed integer, as int64 arithmetic does
 
 
 def mix64(x: Tensor) -> Tensor:
@@ -13,5 +13,5 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def splitmix64(x: Tensor) -> Tensor:
-    """A hash of each int64, neighbours included."""
+    """A hash of each int64, which separates neighbouring numbers too."""
     return mix64(x.long() * GOLDEN)

@@ -1,12 +1,13 @@
-"""Policy losses, one section a paper. L is minimised.
+"""Policy losses, one section per paper. L is minimised.
 
     policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
 
-Tensors are (B, T). Losses are 0 at masked positions, value and gradient, whatever is there; only log_prob is
+Tensors are (B, T). Losses and their gradients are 0 at masked positions, whatever is there. Only log_prob is
 differentiated; metrics are detached; `agg_loss` divides by global counts. A loss may look along its own row (a response
-is never split) but never across rows, so no micro-batch split changes it. What compares rows, a rank or a quantile over
-tokens, is a mask: `compute_token_masks` makes it, without gradient, from the step's batch, gathered over the ranks, and
-it is cut into micro-batches like every other key. It multiplies losses; denominators stay.
+is never split) but never across rows, so no micro-batch split changes it. A choice that compares tokens of different
+rows, such as a quantile, is a mask. `compute_token_masks` makes it, without gradient, from the step's batch, gathered
+over the ranks; then it is cut into micro-batches like every other key. A mask multiplies losses; denominators do not
+change.
 
 ρ = exp(log_prob − old_log_prob), log ratio clamped to ±20; A = advantage; sg = stop-gradient; N = number of tokens.
 """
@@ -25,7 +26,7 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 
 
 def _prepare(old_log_prob, log_prob, advantages, mask) -> tuple[Tensor, Tensor, Tensor]:
-    """-> log_prob, log ratio (not clamped), advantages, clean of what stands in masked positions."""
+    """-> log_prob, log ratio (not clamped), advantages, each 0 at masked positions."""
     log_prob = _keep(log_prob, mask)
     return log_prob, log_prob - _keep(old_log_prob, mask).detach(), _keep(advantages, mask).detach()
 
@@ -65,8 +66,8 @@ def compute_policy_loss(
 
     Returns losses (B, T), 0 at masked positions, and detached (B, T) metrics to be averaged over the valid tokens of
     the global mini-batch: pg_clipfrac (clipped by PPO), pg_clipfrac_lower (by the dual clip), ppo_kl (KL(old ‖ new)).
-    verl returns the aggregated scalar here. But a scalar has lost its denominator: summed over uneven micro-batches
-    or ranks it is not the loss of the mini-batch. So the script calls `agg_loss`, with the global counts.
+    verl returns the aggregated scalar here. But scalars of uneven micro-batches or ranks do not add up to the loss of
+    the mini-batch, so here the script calls `agg_loss` with the global counts.
     """
     if not clip_ratio_c > 1:
         raise InputError(f"clip_ratio_c bounds the ratio from above where A < 0 and must be > 1, not {clip_ratio_c}")
@@ -90,7 +91,7 @@ def compute_policy_loss(
 
 # ------------------------------------------------------------------------- policy gradient: 2504.02546
 def gpg(old_log_prob, log_prob, advantages, response_mask) -> Loss:
-    """GPG, arXiv 2504.02546: L = −A·log_prob. old_log_prob is only for the metric."""
+    """GPG, arXiv 2504.02546: L = −A·log_prob. Only the metric uses old_log_prob."""
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     return -advantages * log_prob, _metrics(log_ratio)
 
@@ -109,7 +110,8 @@ def reinforce(old_log_prob, log_prob, advantages, response_mask, *, ratio_high=2
 def cispo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=1.0, cliprange_high=4.0) -> Loss:
     """CISPO, arXiv 2506.13585: L = −sg(clip(ρ, 1 − low, 1 + high))·A·log_prob: no token loses its gradient.
 
-    The defaults bound ρ from above only, as the paper, by the 5 of ScaleRL, arXiv 2510.13786. (verl takes 0.2 and 0.2.)
+    As in the paper, the defaults bound ρ only from above; the bound 5 is ScaleRL's, arXiv 2510.13786. (verl has 0.2
+    and 0.2.)
     """
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     ratio = _exp(log_ratio.detach())
@@ -121,8 +123,8 @@ def cispo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=1.
 def gspo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=3e-4, cliprange_high=4e-4) -> Loss:
     """GSPO, arXiv 2507.18071: PPO's clip of s_i = exp(mean_t log ρ_t), the geometric mean over the row's tokens.
 
-    In the paper's token form, s_it = sg(s_i)·π_t / sg(π_t): s_i in value, in gradient too if a row has one advantage.
-    Aggregate by seq-mean-token-mean (by seq-mean-token-sum it is LUSPO, arXiv 2602.05261).
+    This is the paper's token form, s_it = sg(s_i)·π_t / sg(π_t). Its value is s_i, and if a row has one advantage its
+    gradient is that of s_i. Aggregate by seq-mean-token-mean (by seq-mean-token-sum it is LUSPO, arXiv 2602.05261).
     """
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     log_s = masked_mean(log_ratio.detach(), response_mask, dim=-1)[:, None]  # (B, 1)
@@ -135,9 +137,9 @@ def gspo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=3e-
 def geo_mean(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.4, cliprange_high=0.4) -> Loss:
     """GMPO, arXiv 2507.20673: L_i = −A_i·exp(mean_t d_t), d = min(log ρ, high) if A > 0, max(log ρ, −low) if A < 0.
 
-    The bounds are on the *log* ratio. Each token of the row bears −A_t·exp(mean d), gradient through the whole row, so
-    that seq-mean-token-mean gives the paper's mean of L_i (and takes the mean advantage where it varies within a row).
-    Rollout weights multiply tokens, as in all losses: they enter as their arithmetic mean over the row.
+    The bounds are on the *log* ratio. The loss of each token is −A_t·exp(mean d), with a gradient through the whole
+    row, so that seq-mean-token-mean gives the paper's mean of L_i (with the row's mean advantage, where it varies).
+    Weights of the rollout correction multiply tokens, as in all losses, so their arithmetic mean multiplies the row.
     """
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     d, sign = log_ratio.clamp(-20, 20), advantages.sign()
@@ -161,8 +163,8 @@ def sapo(old_log_prob, log_prob, advantages, response_mask, *, tau_pos=1.0, tau_
 def dppo_tv(
     old_log_prob, log_prob, advantages, response_mask, *, delta_low=0.2, delta_high=0.2, ratio_high=20.0
 ) -> Loss:
-    """DPPO, binary total variation, arXiv 2602.04879: L = −sg(min(ρ, ratio_high))·A·log_prob; 0 for a token that is
-    far already: A > 0 and π − π_old > delta_high, or A < 0 and π − π_old < −delta_low.
+    """DPPO, binary total variation, arXiv 2602.04879: L = −sg(min(ρ, ratio_high))·A·log_prob, but 0 for a token that
+    has moved too far: A > 0 and π − π_old > delta_high, or A < 0 and π − π_old < −delta_low.
     """
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     moved = (log_prob.exp() - (log_prob - log_ratio).exp()).detach()
@@ -174,8 +176,8 @@ def dppo_tv(
 def dppo_kl(
     old_log_prob, log_prob, advantages, response_mask, *, delta_low=0.05, delta_high=0.05, ratio_high=20.0
 ) -> Loss:
-    """DPPO, binary KL: as dppo_tv, but far is a p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), p = π_old, q = π, that is
-    > delta_high where A > 0 and q > p, > delta_low where A < 0 and q < p.
+    """DPPO, binary KL: as dppo_tv, but with KL = p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), p = π_old, q = π, a token
+    has moved too far if A > 0, q > p and KL > delta_high, or A < 0, q < p and KL > delta_low.
     """
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     new, change = log_prob.detach(), log_ratio.detach()
@@ -199,9 +201,9 @@ def dro(old_log_prob, log_prob, advantages, response_mask, *, dro_beta) -> Loss:
 def two_sided(
     old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.2, cliprange_high=0.2, delta=4.0
 ) -> Loss:
-    """arXiv 2505.07291: L = −min(min(ρ, delta)·A, clip(ρ, 1 − low, 1 + high)·A), InputError unless delta > 1 + high.
+    """arXiv 2505.07291: L = −min(min(ρ, delta)·A, clip(ρ, 1 − low, 1 + high)·A).
 
-    Case by case that is PPO with dual clip at c = delta.
+    Case by case, this is PPO with dual clip at c = delta. Raises InputError unless delta > 1 + high.
     """
     if not delta > 1 + cliprange_high:
         raise InputError(f"delta must be > 1 + cliprange_high = {1 + cliprange_high}, not {delta}")
@@ -223,8 +225,8 @@ def decoupled(
 ) -> Loss:
     """AReaL's decoupled PPO, arXiv 2505.24298: L = min(π_old/π_rollout, cap)·PPO's clip of ρ.
 
-    π_old is the paper's proximal policy: the trainer's weights before the update. rollout_log_probs (B, T): of the
-    policy that sampled.
+    π_old is the paper's proximal policy: the trainer's weights before the update. rollout_log_probs (B, T) are those of
+    the policy that sampled.
     """
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     behave = _keep(_exp(old_log_prob - rollout_log_probs), response_mask).detach()
@@ -244,8 +246,8 @@ def clip_cov(
 
 
 def kl_cov(old_log_prob, log_prob, advantages, response_mask, *, cov_pick, kl_coef=1.0) -> Loss:
-    """KL-Cov, arXiv 2505.22617: L = −A·ρ, + kl_coef·|log_prob − old_log_prob| where cov_pick (B, T), from kl_cov_mask,
-    is True.
+    """KL-Cov, arXiv 2505.22617: L = −A·ρ, plus kl_coef·|log_prob − old_log_prob| where cov_pick (B, T), from
+    kl_cov_mask, is True.
     """
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     losses = -advantages * _exp(log_ratio) + kl_coef * _keep(log_ratio.abs(), cov_pick)
@@ -255,7 +257,7 @@ def kl_cov(old_log_prob, log_prob, advantages, response_mask, *, cov_pick, kl_co
 _LOSSES = (gpg, reinforce, cispo, gspo, geo_mean, sapo, dppo_tv, dppo_kl, dro, two_sided, decoupled, clip_cov, kl_cov)
 POLICY_LOSSES = {"vanilla": compute_policy_loss} | {loss.__name__: loss for loss in _LOSSES}
 
-LOSS_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch, (B, T), that are given by keyword
+LOSS_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch, (B, T), that a loss takes by keyword
     "decoupled": ("rollout_log_probs",),
     "clip_cov": ("cov_keep",),
     "kl_cov": ("cov_pick",),
@@ -263,10 +265,11 @@ LOSS_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch, (B, T), that 
 
 
 def get_policy_loss_fn(name: str, settings: Mapping[str, float]) -> Callable[..., Loss]:
-    """policy_loss(old_log_prob, log_prob, advantages, response_mask, **tensors of LOSS_TENSORS) of that name, with
-    these hyper-parameters.
+    """The loss of that name with these hyper-parameters bound: policy_loss(old_log_prob, log_prob, advantages,
+    response_mask, **tensors of LOSS_TENSORS).
 
-    Raises InputError: no such loss (it lists the names), no such hyper-parameter, or one without default is missing.
+    Raises InputError for an unknown loss (it lists the names), an unknown hyper-parameter, or a missing one that has no
+    default.
     """
     loss = _lookup("policy loss", POLICY_LOSSES, name)
     return _bind(f"policy loss {name!r}", loss, settings, 4, LOSS_TENSORS.get(name, ()))
@@ -275,7 +278,7 @@ def get_policy_loss_fn(name: str, settings: Mapping[str, float]) -> Callable[...
 def named_policy_loss(
     name: str, settings: Mapping[str, float], old_log_prob: Tensor, log_prob: Tensor, tensors: Mapping[str, Tensor]
 ) -> Loss:
-    """The policy loss of that name, of a micro-batch's tensors (b, T). Raises InputError as get_policy_loss_fn."""
+    """The policy loss of that name on a micro-batch's tensors (b, T). Raises InputError as get_policy_loss_fn does."""
     others = {key: tensors[key] for key in LOSS_TENSORS.get(name, ())}
     loss = get_policy_loss_fn(name, settings)
     return loss(old_log_prob, log_prob, tensors["advantages"], tensors["response_mask"], **others)
@@ -283,7 +286,7 @@ def named_policy_loss(
 
 # ------------------------------------------------------- masks over the whole step: Clip-Cov and KL-Cov
 def _covariance(advantages, log_prob, mask) -> Tensor:
-    """(A − mean A)·(log_prob − mean log_prob) of valid tokens; sorted before the sum: the same in any row order."""
+    """(A − mean A)·(log_prob − mean log_prob) of valid tokens. Sorted before the sum, so row order does not matter."""
     centered = [x.double() - x[mask.bool()].double().sort().values.mean() for x in (advantages, log_prob)]
     return _keep(centered[0] * centered[1], mask)
 
@@ -293,17 +296,17 @@ def _token_noise(row_ids: Tensor, width: int, seed: int) -> Tensor:
     if len(row_ids.unique()) != len(row_ids):
         raise ValueError("row_ids must number the rows: no two equal")
     x = row_ids.long()[:, None] * 2**32 + torch.arange(width, device=row_ids.device)
-    return mix64(x + ((seed * GOLDEN + 2**63) % 2**64 - 2**63))  # the seed's part wrapped into a signed integer
+    return mix64(x + ((seed * GOLDEN + 2**63) % 2**64 - 2**63))  # wraps the seed's part into a signed integer
 
 
 @torch.no_grad()
 def clip_cov_mask(old_log_probs, advantages, response_mask, *, row_ids, seed, ratio=2e-4, cov=(1.0, 5.0)) -> Tensor:
-    """-> keep (B, T) bool: all valid tokens but max(⌊ratio·N⌋, 1), drawn at random from those with
+    """-> keep (B, T) bool: all valid tokens except max(⌊ratio·N⌋, 1), drawn at random from those with
     cov[0] < covariance < cov[1].
 
-    row_ids (B,): integers, no two equal. The draw hashes (seed, row id, position): no row order, padding or split
-    changes it. The paper takes the current weights, and no token that PPO clips; before the first update these are the
-    old weights, and nothing is clipped.
+    row_ids (B,): integers, no two equal. The draw hashes (seed, row id, position), so row order, padding and split do
+    not change it. The paper computes the covariance with the current weights and leaves out tokens that PPO clips.
+    Before the first update the current weights are the old ones, and nothing is clipped.
     """
     valid = response_mask.bool()
     covariance = _covariance(advantages, old_log_probs, response_mask)
@@ -317,7 +320,7 @@ def clip_cov_mask(old_log_probs, advantages, response_mask, *, row_ids, seed, ra
 def kl_cov_mask(old_log_probs, advantages, response_mask, *, ratio=2e-4) -> Tensor:
     """-> pick (B, T) bool: the max(⌊ratio·N⌋, 1) valid tokens of largest covariance.
 
-    Tokens that tie across the last place are all left out, so that no row order decides, and advantages that are all 0
+    If tokens tie at the last place, none of them is picked. So row order does not matter, and advantages that are all 0
     pick nothing.
     """
     valid = response_mask.bool()
@@ -342,8 +345,8 @@ def top_entropy_mask(entropys, response_mask, *, fraction=0.2) -> Tensor:
 
 @torch.no_grad()
 def m2po_mask(rollout_log_probs, old_log_probs, response_mask, *, threshold=0.04) -> Tensor:
-    """M2PO, arXiv 2510.01161 -> keep (B, T) bool: valid tokens without those of the largest squared log ratio of
-    π_old to π_rollout, so that the rest's mean is < threshold. Tokens that tie at the cut all go.
+    """M2PO, arXiv 2510.01161 -> keep (B, T) bool: all valid tokens except those of largest squared log(π_old /
+    π_rollout), as many as must go for the mean of the rest to be < threshold. Tokens that tie at the cut all go.
     """
     valid = response_mask.bool()
     moment = (_keep(old_log_probs, valid) - _keep(rollout_log_probs, valid)).double().square()
@@ -355,15 +358,16 @@ def m2po_mask(rollout_log_probs, old_log_probs, response_mask, *, threshold=0.04
 
 @torch.no_grad()
 def off_policy_sequence_mask(rollout_log_probs, old_log_probs, advantages, response_mask, *, delta) -> Tensor:
-    """OPSM, DeepSeek-V3.2, arXiv 2512.02556 -> keep (B, T) bool: all valid tokens, but none with A < 0 in a row whose
-    mean of rollout_log_probs − old_log_probs is > delta.
+    """OPSM, DeepSeek-V3.2, arXiv 2512.02556 -> keep (B, T) bool: all valid tokens except those with A < 0 in a row
+    whose mean of rollout_log_probs − old_log_probs is > delta.
     """
     drift = _keep(rollout_log_probs, response_mask) - _keep(old_log_probs, response_mask)
     far = masked_mean(drift, response_mask, dim=-1)[:, None] > delta
     return response_mask.bool() & ~(far & (advantages < 0))
 
 
-TOKEN_MASKS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {  # function, its batch keys, the result's
+# {name: (function, the batch keys that it takes, the key of its result)}
+TOKEN_MASKS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {
     "top_entropy": (top_entropy_mask, ("entropys", "response_mask"), "loss_mask"),
     "m2po": (m2po_mask, ("rollout_log_probs", "old_log_probs", "response_mask"), "loss_mask"),
     "off_policy_sequence": (
@@ -377,11 +381,11 @@ TOKEN_MASKS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {  
 
 
 def compute_token_masks(masks: Mapping[str, Mapping], tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The masks (B, T) bool of a step, {name: settings}, from its whole batch, gathered over the ranks.
+    """The token masks (B, T) bool of a step, from its whole batch, gathered over the ranks.
 
-    tensors: the batch keys that TOKEN_MASKS names. -> loss_mask, the product of top_entropy, m2po and
-    off_policy_sequence, if one of them is asked for; cov_keep of clip_cov, drawn by (seed, row number, position);
-    cov_pick of kl_cov. Raises InputError as check_token_masks.
+    masks: {name: settings}. tensors: the batch keys that TOKEN_MASKS names. Returns, as far as asked for, loss_mask,
+    the product of top_entropy, m2po and off_policy_sequence; cov_keep of clip_cov, drawn by (seed, row number,
+    position); and cov_pick of kl_cov. Raises InputError as check_token_masks does.
     """
     results: dict[str, Tensor] = {}
     for name, settings in masks.items():
@@ -396,6 +400,6 @@ def compute_token_masks(masks: Mapping[str, Mapping], tensors: Mapping[str, Tens
 
 
 def check_token_masks(masks: Mapping[str, Mapping]) -> None:
-    """Raises InputError for an unknown mask (it lists the names), setting or bad value: a trial on two tokens."""
+    """Tries the masks on two tokens. Raises InputError for an unknown mask (it lists the names) or a bad setting."""
     keys = {key for _, keys, _ in TOKEN_MASKS.values() for key in keys}
     compute_token_masks(masks, dict.fromkeys(keys, torch.ones(2, 1)), seed=0)

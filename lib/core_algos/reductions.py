@@ -41,8 +41,8 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(x − mean) / sqrt(var + 1e-8), 0 at masked positions; `shift_mean=False` adds the mean back.
 
-    The statistics are those of the tensor given: whoever whitens a batch that is spread over ranks gathers it first.
-    Raises ValueError for less than 2 valid positions.
+    The statistics are those of this tensor, so gather a batch that is spread over ranks first. Raises ValueError for
+    fewer than 2 valid positions.
     """
     values = _keep(values, mask)
     mean = masked_mean(values, mask)
@@ -54,9 +54,9 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def _outcome_scores(token_level_rewards: Tensor, response_mask: Tensor, index) -> tuple[Tensor, Tensor, Tensor]:
-    """The live rows' scores R_i = Σ_t r·m (N,) and group numbers (N,), and which rows live (B,). float64, on the CPU.
+    """The live rows' scores R_i = Σ_t r·m (N,) and group numbers (N,), and which rows are live (B,), on the CPU.
 
-    Dead rows are gone from here on, so they cannot touch the others. float64 makes sums of float32 rewards exact.
+    Dead rows are dropped here, so they cannot affect the others. Scores are float64, so sums of float32 are exact.
     """
     ids = np.asarray(index)
     if ids.shape != (len(response_mask),):
@@ -69,7 +69,7 @@ def _outcome_scores(token_level_rewards: Tensor, response_mask: Tensor, index) -
 
 
 def _group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """(N,) -> (num_groups,), to the last bit the same in any order of rows: added in ascending order, on the CPU."""
+    """(N,) -> (num_groups,). Sums in ascending order, on the CPU, so the bits do not depend on the order of rows."""
     order = values.argsort()
     return values.new_zeros(num_groups).index_add(0, group[order], values[order])
 
@@ -95,10 +95,10 @@ def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def zero_variance_rows(token_level_rewards: Tensor, response_mask: Tensor, index: Sequence | np.ndarray) -> Tensor:
-    """(B,) bool: the live rows of groups with at least two of them whose scores R_i are all exactly equal.
+    """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all exactly equal.
 
-    Their advantage is 0 by every group estimator: DAPO's dynamic sampling, arXiv 2503.14476, drops them. A group of one
-    is not among them: it has no spread rather than none. Arguments as those of the estimators.
+    Every group estimator gives them advantage 0, and DAPO's dynamic sampling, arXiv 2503.14476, drops them. Groups of
+    one do not count, since their variance is undefined, not zero. The arguments are those of the estimators.
     """
     scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
     size = torch.bincount(group)
@@ -135,9 +135,9 @@ def agg_loss(
 
     All (B, T). `global_tokens` and `global_rows` count the valid tokens, and the rows with at least one, of the whole
     mini-batch: all its micro-batches on all ranks. Give both, or neither to count them in `loss_mask`. A count of 0
-    gives 0, not NaN. FSDP averages gradients over ranks where a sum is wanted: the factor world_size is the script's.
-    C is a constant, such as the maximal response length. verl falls back to the padded width, which makes the loss
-    depend on the longest response around; here a missing C is an InputError, like an unknown mode.
+    gives 0, not NaN. FSDP averages gradients over ranks, but a sum is wanted: lib/model/trained.py multiplies by
+    world_size. C is a constant, such as the maximal response length. Without one verl takes the padded width, so that
+    the loss depends on the longest response; here a missing C is an InputError, like an unknown mode.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise InputError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")

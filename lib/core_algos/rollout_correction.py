@@ -1,12 +1,12 @@
 """Correction for tokens sampled by another policy than the one that trains: engine mismatch, stale weights.
 
-Everything is bounded on r = π_train / π_rollout, by (low, high), inclusive, with low <= 1 <= high. (verl's k1 rejection
-bounds 1/r: symmetric bounds hide it.) x = log r of a token; a row's r is exp(Σx) as a sequence, exp(mean x) as a
-geometric mean, over valid tokens; log r is clamped to ±20. Weights multiply the loss, rejection edits the mask. What
-the denominators count is the caller's choice: `agg_loss(losses * new_mask, response_mask, ...)` counts before
-rejection, which then does not enlarge the gradient of the rest; `agg_loss(losses, new_mask, ...)` with the global
-counts of new_mask counts after. A row left without a token is dead and belongs in no group statistics: correct before
-the advantages.
+All bounds are on r = π_train / π_rollout: (low, high), inclusive, with low <= 1 <= high. (verl's k1 rejection bounds
+1/r, which symmetric bounds hide.) x = log r of a token; a row's r is exp(Σx) as a sequence, exp(mean x) as a geometric
+mean, over valid tokens; log r is clamped to ±20. Weights multiply the loss; rejection edits the mask. The caller
+chooses what the denominators count. `agg_loss(losses * new_mask, response_mask, ...)` counts tokens before rejection,
+so that rejection does not enlarge the gradient of the rest; `agg_loss(losses, new_mask, ...)`, with the global counts
+of new_mask, counts them after it. A row left without a token is dead and counts in no group statistics, so correct
+before computing advantages.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,15 +70,15 @@ def compute_rollout_correction(
     batch_normalize: bool = False,
     reject: Mapping[str, tuple[float, float] | float] | None = None,
 ) -> tuple[Tensor | None, Tensor, dict[str, Any]]:
-    """-> weights (B, T), 0 outside the new mask (None if level is), new response_mask (B, T), metrics of the batch.
+    """-> weights (B, T), 0 outside the new mask (None without level), new response_mask (B, T), metrics of the batch.
 
     All tensors (B, T), of the whole step, gathered over the ranks.
 
-    level of r in the weights: token, sequence, geometric. An r outside bounds: action "truncate" takes the bound (TIS),
-    "mask" takes 0 (IcePop, at token level). batch_normalize divides by the mean weight of the tokens (token level) or
-    rows that the new mask keeps. After it, bounds need not hold.
+    level says whose r is the weight: token, sequence, geometric. If r is outside bounds, action "truncate" takes the
+    bound (TIS), "mask" takes 0 (IcePop, at token level). batch_normalize divides by the mean weight of the tokens
+    (token level) or rows that the new mask keeps; after that, weights may be outside bounds.
 
-    reject = {criterion: limit} drops each token or row that fails one, all judged on the mask given:
+    reject = {criterion: limit} drops each token or row that fails a criterion, all computed on the given mask:
       token_k1, seq_sum_k1, seq_mean_k1   (low, high) on r of the token, of the row as sequence, as geometric mean
       seq_max_k1                          on r of every token of the row: the outlier veto, such as (1e-4, 100)
       the same four with k2, k3           upper limit of x²/2, of e^x − 1 − x: token, sum, mean, maximum over the row
@@ -114,7 +114,7 @@ def compute_rollout_correction(
 
 
 def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What mismatch_metrics in lib/run/metrics.py lacks, as the numbers whose mean is the metric.
+    """Metrics that mismatch_metrics in lib/run/metrics.py does not have, each as the values whose mean is the metric.
 
     ess: the effective sample size under weights r, as a fraction of the tokens, (Σr)²/(N·Σr²). prob_pearson: the
     correlation of π_train and π_rollout over tokens; left out if one of them is constant.
@@ -141,9 +141,9 @@ def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: 
 
 
 def get_rollout_correction_fn(settings: Mapping) -> Callable[..., tuple[Tensor | None, Tensor, dict[str, float]]]:
-    """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings.
+    """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings bound.
 
-    Raises InputError for what they are wrong in, before there is a batch: by a trial on two tokens.
+    Raises InputError for bad settings before there is a batch, by a trial on two tokens.
     """
     correct = _bind("rollout correction", compute_rollout_correction, settings, 3)
     correct(*[torch.ones(2, 1)] * 3)

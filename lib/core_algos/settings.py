@@ -1,4 +1,4 @@
-"""An estimator, loss or mask chosen by name, and its settings checked."""
+"""Looks up an estimator, loss or mask by name, and checks its settings."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ def _lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:
 
 
 def _bind(what: str, function: Callable, settings: Mapping, positional: int, tensors: Sequence[str] = ()) -> Callable:
-    """The function with its settings; what it is called with, `positional` arguments and the tensors, comes later.
+    """The function with its settings bound; the caller passes the `positional` arguments and the tensors later.
 
-    Raises InputError for a setting that the function does not have, for one that is no number of at least 0 (no bool)
-    where the default is one, and if one without default is missing.
+    Raises InputError for an unknown setting, for a missing one without default, and for a wrong type: where the default
+    is a number it must be a number of at least 0, where the default is a bool it must be a bool.
     """
     signature = inspect.signature(function)
     try:
@@ -35,5 +35,5 @@ def _bind(what: str, function: Callable, settings: Mapping, positional: int, ten
 
 
 def _is_number(value) -> bool:
-    """Whether a setting from JSON is a number: not true, not NaN (Python's JSON has it); infinity is one."""
+    """Whether a setting is a number: a bool and NaN are not, infinity is."""
     return type(value) in (int, float) and value == value

@@ -1,4 +1,4 @@
-"""Prompts: rows -> tokens -> the share of each rank in a step; batches -> balanced ranks and micro-batches."""
+"""Prompts: rows -> tokens -> each rank's share of a step. Batches: balanced over ranks, split into micro-batches."""
 
 from lib.data.balance import balance_groups, exchange_groups, gather_columns
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class

@@ -1,4 +1,4 @@
-"""Rows over ranks by cost, so that no rank waits long for another."""
+"""Distributes rows over ranks by cost, so that no rank waits long for another."""
 
 import heapq
 
@@ -14,16 +14,15 @@ from lib.distributed import all_gather_lists, all_to_all_objects
 def balance_groups(
     batch: DataProto, model: PreTrainedModel, group_size: int, num_mini_batches: int, *, share_prompts: bool = False
 ) -> tuple[list[list[int]], dict[str, float]]:
-    """Which rank should train on which groups, so that all have about as much to compute. A collective.
+    """Plans which rank trains on which groups, so that all ranks have about the same cost. A collective.
 
-    A group is `group_size` rows of one prompt that follow each other, and stays whole. A mini-batch, the union of all
-    ranks' m-th parts, stays the same set of rows, so that its loss and gradient stay too; and every rank keeps its
-    number of rows.
+    A group is `group_size` consecutive rows of one prompt, and stays whole. A mini-batch, the union of all ranks' m-th
+    parts, keeps the same rows, so its loss and gradient do not change. Every rank keeps its number of rows.
 
     Returns:
-        (plan, metrics): plan[r] are the groups of rank r, numbered over all ranks, for `exchange_groups`. Metrics: what
-        the costliest rank of each mini-batch has to compute, over the mean of the ranks; perf/imbalance_sampled as the
-        rows came, perf/imbalance by the plan.
+        (plan, metrics): plan[r] are the groups of rank r, numbered over all ranks, for `exchange_groups`. Metrics: the
+        cost of the costliest rank of each mini-batch, summed over mini-batches, over the mean cost of a rank;
+        perf/imbalance_sampled is before the exchange, perf/imbalance after it.
     """
     ranks, cost = dist.get_world_size(), all_gather_lists(group_costs(batch, model, group_size, share_prompts))
     numbers = np.arange(len(cost)).reshape(ranks, num_mini_batches, -1)  # of the groups
@@ -46,9 +45,9 @@ def balance_groups(
 
 
 def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
-    """This rank's groups by the plan of `balance_groups`, in its order. A collective.
+    """The groups that the plan of `balance_groups` gives this rank, in the plan's order. A collective.
 
-    Tensors and objects move; meta_info stays the rank's own. A batch may have any number of rows a group.
+    Tensors and objects move; each rank keeps its meta_info. A batch may have any number of rows per group.
     """
     if len(plan) == 1:
         return batch
@@ -65,11 +64,11 @@ def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
 
 
 def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share_prompts: bool) -> list[float]:
-    """FLOPs of a forward pass of each group, as a multiple of what a token takes in the linear layers.
+    """FLOPs of a forward pass of each group, as a multiple of one token's FLOPs in the linear layers.
 
-    A token takes 2 N there, N weights, and 4 L D in attention for each token before it, L layers with attention and D =
-    heads x head size: s tokens cost s + s^2 L D / N. With `share_prompts` a prompt counts once. A mixture's experts are
-    not in N.
+    With N weights there, a token takes 2 N FLOPs in them. With L attention layers and D = heads x head size, it takes
+    4 L D in attention for each token before it. So s tokens cost s + s^2 L D / N. With `share_prompts` a prompt counts
+    once. N does not include the experts of a mixture of experts.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -86,10 +85,10 @@ def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share
 
 
 def longest_first(costs: list[float], parts: int) -> list[list[int]]:
-    """The numbers of `costs` in `parts` lists of equal length, of sums close to each other: each cost, from the largest
-    down, goes to the smallest sum with room (LPT scheduling)."""
+    """Splits the indices of `costs` into `parts` lists of equal length whose sums of costs are close to each other:
+    each cost, from the largest down, goes to the list of smallest sum that has room (LPT scheduling)."""
     lists: list[list[int]] = [[] for _ in range(parts)]
-    heap = [(0.0, part) for part in range(parts)]  # those with room
+    heap = [(0.0, part) for part in range(parts)]  # (sum, list) of those with room
     for n in sorted(range(len(costs)), key=lambda i: -costs[i]):
         total, part = heapq.heappop(heap)
         lists[part].append(n)
@@ -98,14 +97,14 @@ def longest_first(costs: list[float], parts: int) -> list[list[int]]:
     return lists
 
 
-ADVANTAGES_READ = (  # of the whole batch: what compares rows or tokens
+ADVANTAGES_READ = (  # the batch keys that are read over all ranks' rows, for advantages, corrections and masks
     *("token_level_scores", "reward_components", "reward_baselines", "response_mask", "truncated"),
     *("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "sum_pi_squared", "values"),
 )
 
 
 def gather_columns(batch: DataProto, *more: str) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """(tensors that advantages are made of, uid (B,)) of the rows of all ranks. more: keys that a script of your own
-    adds (docs/your_own.md). A collective."""
+    """(the tensors that advantages are computed from, uid (B,)) of the rows of all ranks. more: keys that your own
+    script adds (docs/your_own.md). A collective."""
     whole = batch.select([key for key in ADVANTAGES_READ if key in batch.batch] + list(more), ["uid"]).all_gather()
     return dict(whole.batch.items()), whole.non_tensor_batch["uid"]

@@ -26,7 +26,7 @@ SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizin
 
 
 class PromptDataset(Protocol):
-    """What RLHFDataset and the classes of --dataset-class have."""
+    """The methods of RLHFDataset and of every class for --dataset-class."""
 
     def __len__(self) -> int: ...
 
@@ -34,23 +34,23 @@ class PromptDataset(Protocol):
 
 
 class RLHFDataset(Dataset):
-    """Tokenized prompts of one or several sources (see read_rows), one after another.
+    """The tokenized prompts of one or several sources (see read_rows), one source after the other.
 
-    An item: input_ids, attention_mask, position_ids, each (P,) int64 with P = max_prompt_length, left-padded with the
+    Items hold input_ids, attention_mask, position_ids, each (P,) int64 with P = max_prompt_length, left-padded with the
     pad token (eos where the tokenizer has none); raw_prompt_ids, the prompt's ids without padding (list); raw_prompt,
     the messages; data_source; reward_model, a dict that has "ground_truth"; extra_info; index, from extra_info, else
     the row's number; tools_kwargs and interaction_kwargs, from extra_info, else {}; full_prompts, the templated text,
     if return_full_prompt.
 
-    Every row is templated and tokenized once here, so that a bad row stops the run before a model loads. A prompt
-    longer than P is left out if filter_overlong_prompts; otherwise `truncation` says what goes: "left" (its start),
-    "right" (its end), "middle", or "error". `dropped` counts rows left out by reason, `truncated` those to be cut;
-    `without_ground_truth` is the file and number of the first row kept that has none, for scorers that take one. Text
-    in a message that spells a special token is broken up by a space, unless allow_special_tokens; `defused` counts the
-    prompts with such text, and raw_prompt has it broken up.
+    The constructor templates and tokenizes every row once, so that a bad row stops the run before a model loads. It
+    leaves out a prompt longer than P if filter_overlong_prompts; otherwise `truncation` says what is cut: "left" (the
+    start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` counts
+    those that will be cut; `without_ground_truth` is the file and number of the first kept row without a ground truth,
+    for scorers that need one. Unless allow_special_tokens, a space breaks up message text that spells a special token,
+    in raw_prompt too; `defused` counts the prompts with such text.
     num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16.
 
-    Raises InputError, with file and row (counted from 0), on whatever is wrong in the files.
+    Raises InputError, with file and row (counted from 0), for anything wrong in the files.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class RLHFDataset(Dataset):
 
     def _messages(self, row: int, value) -> list[dict]:
         if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
-            value = [dict(zip(value, fields)) for fields in zip(*value.values())]  # old `datasets` saved lists so
+            value = [dict(zip(value, fields)) for fields in zip(*value.values())]  # as old `datasets` saved lists
         are_messages = isinstance(value, list) and all(
             isinstance(m, dict) and isinstance(m.get("role"), str) for m in value
         )
@@ -181,8 +181,8 @@ class RLHFDataset(Dataset):
         return text, self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _check_row(self, row: int) -> tuple[int, bool, bool]:
-        """Checks a row's form; its prompt's length in tokens, whether it has a ground truth, and whether a special
-        token in the prompt was broken up."""
+        """Checks a row's form. Returns the prompt's length in tokens, whether the row has a ground truth, and whether a
+        special token in the prompt was broken up."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(value := fields.get(column, {}), dict):
@@ -196,14 +196,14 @@ class RLHFDataset(Dataset):
         return len(ids), "ground_truth" in fields.get("reward_model", {}), messages != written
 
     def _check_rows(self, n_read: int, num_proc: int | None) -> np.ndarray:
-        """(n_read, 3) integers: what _check_row gives."""
+        """(n_read, 3) integers: what _check_row returns for each row."""
         if num_proc is None:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             num_proc = 1 if n_read < SERIAL_ROWS else max(1, min(16, cpus // ranks_here))
         if num_proc == 1:
             return np.array([self._check_row(row) for row in range(n_read)])
-        # Forked: the rows are inherited, not pickled. An executor: a Pool hangs when one of its processes is killed.
+        # Forked processes inherit the rows, without pickling. A Pool would hang if one of its processes were killed.
         global _forked
         _forked = self
         bounds = np.linspace(0, n_read, 4 * num_proc + 1).astype(int).tolist()
@@ -268,7 +268,7 @@ def _check_rows_of_forked(rows: range) -> np.ndarray:
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
     """The class that "path/to/file.py:ClassName" names. Scripts call it with RLHFDataset's arguments.
 
-    Raises InputError: what load_object raises, or it is not a subclass of torch.utils.data.Dataset, or has no length.
+    Raises InputError as load_object does, and for a class that is no torch.utils.data.Dataset or has no length.
     """
     found = load_object("--dataset-class", spec)
     is_data_set = isinstance(found, type) and issubclass(found, Dataset)

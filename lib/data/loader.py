@@ -1,7 +1,7 @@
 """The endless loader that hands each rank its share of a step's prompts.
 
-Traps it avoids: numpy makes a 2-D array of equally long lists, collate_fn never does. A worker prefetches; the loader's
-position counts what was handed out, not what was prepared.
+Traps it avoids: numpy makes a 2-D array of equally long lists, but collate_fn never does. Workers prefetch, but the
+loader's position counts the rows that were handed out, not those that were prepared.
 """
 
 import warnings
@@ -18,8 +18,8 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchd
 
 
 def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). P of input_ids, attention_mask
-    and position_ids (B, P) is that of the longest prompt: columns that are padding in all rows are left out."""
+    """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). In input_ids, attention_mask
+    and position_ids (B, P), P is the length of the longest prompt: columns that are padding in all rows are cut."""
     batch: dict[str, torch.Tensor | np.ndarray] = {}
     for key in items[0]:
         values = [item[key] for item in items]
@@ -63,11 +63,11 @@ class PromptLoader(StatefulDataLoader):
     """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks.
 
     The state is the position and what the order depends on, so it fits any world size and any num_workers (torchdata's
-    own state holds its workers, and loads only into as many).
+    own state is per worker, and loads only into as many workers).
     """
 
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
-        # Its own generator: the worker seeds would else be drawn from the global one, at another time after a resume.
+        # Its own generator: otherwise worker seeds come from the global one, at another point of it after a resume.
         generator = torch.Generator().manual_seed(sampler.seed)
         super().__init__(
             dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate_fn, generator=generator
@@ -86,8 +86,8 @@ class PromptLoader(StatefulDataLoader):
         return {"position": self.position, **order}
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Takes effect at the next iter(loader). Raises InputError when the saved stream had another order; a state of
-        a position alone is one of this stream."""
+        """Takes effect at the next iter(loader). Raises InputError if the saved stream had another order; a state with
+        only a position is taken as one of this stream."""
         for key, here in self.state_dict().items():
             if key != "position" and state.get(key, here) != here:
                 raise InputError(
@@ -110,11 +110,11 @@ def make_loader(
     """An endless loader of one rank's share, prompts_per_step / world_size rows, of each step's prompts.
 
     Row k of the stream is row order(seed, k // N)[k % N] of the data set's N rows, shuffled anew each epoch. A step
-    takes the next prompts_per_step rows, also across an epoch's end, and rank r every world_size-th of them from the
-    r-th on. So each epoch has each row once, and the union over the ranks does not depend on their number. (With N less
-    than prompts_per_step a step has rows of several epochs, hence the same row more than once.)
+    takes the next prompts_per_step rows, also across an epoch's end, and rank r takes every world_size-th of them from
+    the r-th on. So each epoch has each row once, and the union over the ranks does not depend on their number. (With N
+    less than prompts_per_step a step has rows of several epochs, so some rows come more than once.)
 
-    state_dict() / load_state_dict() are plain ints, the same on every rank. Raises InputError on impossible sizes.
+    The state is plain numbers, the same on every rank. Raises InputError for impossible sizes.
     """
     if prompts_per_step < 1 or prompts_per_step % world_size:
         above = (max(prompts_per_step, 1) // world_size + 1) * world_size

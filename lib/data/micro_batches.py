@@ -1,4 +1,4 @@
-"""Micro-batches by token budget, of which every rank makes the same number, because FSDP's collectives must meet."""
+"""Micro-batches by token budget. Every rank makes the same number of them, because FSDP's collectives must match."""
 
 import heapq
 import itertools
@@ -10,7 +10,7 @@ from lib.distributed import RowGroup, all_gather_lists, all_reduce_max
 
 
 def prompt_groups(batch: DataProto) -> torch.Tensor:
-    """(B,) numbers: equal where rows have the same prompt, the attended tokens of `input_ids` left of the response."""
+    """(B,) numbers, equal for rows of equal prompts: the attended tokens of `input_ids` before the response."""
     prompts = batch.batch["input_ids"].where(batch.batch["attention_mask"].bool(), -1)
     return prompts[:, : -batch.batch["response_mask"].shape[1]].unique(dim=0, return_inverse=True)[1]
 
@@ -26,13 +26,14 @@ def prepare_dynamic_batch(
     """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank.
 
     With `share_prompts` rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts
-    their prompt once. Without `padding_free` each row counts as much as the longest of its micro-batch. First-fit
-    decreasing; then the ranks that need fewer split the micro-batch of most rows until all have as many. A row longer
-    than `max_tokens` is alone. The longest micro-batches come first, on every rank, so that ranks wait little for each
-    other. A collective: every rank calls it, with the same number of rows.
+    their prompt once. Without `padding_free` each row counts as many tokens as the longest row of its micro-batch.
+    Rows are placed first-fit decreasing. Then ranks with fewer micro-batches split those of most rows until all ranks
+    have equally many. A row longer than `max_tokens` is alone. Every rank runs its longest micro-batches first, so that
+    ranks wait little for each other. A collective: every rank calls it, with the same number of rows.
 
-    A `row_group` of n ranks makes its micro-batches together, so that each rank runs at most max_tokens: n x max_tokens
-    over its ranks' rows where they split the tokens. Each rank gets its own rows of them, which may be none.
+    A `row_group` of n ranks makes its micro-batches together, over the rows of all its ranks. If the group splits
+    tokens, a micro-batch holds at most n x max_tokens tokens, so that each rank computes at most max_tokens. Each rank
+    is given its own rows of every micro-batch, which may be none.
 
     Returns:
         (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
@@ -64,7 +65,7 @@ def prepare_dynamic_batch(
             parts.append([row])
     bins: list[list[int]] = []
     room: list[int] = []
-    longest: list[int] = []  # row of each bin: the first
+    longest: list[int] = []  # tokens of each bin's longest row, its first
     for part in sorted(parts, key=lambda rows: -tokens(rows)):
         size = tokens(part)
         sizes = itertools.repeat(size) if padding_free else longest

@@ -4,8 +4,8 @@ A row is {"prompt": [{"role": ..., "content": ...}, ...], "data_source": ..., "r
 "extra_info": {"index": ..., "tools_kwargs": ..., "interaction_kwargs": ...}} (extra_info and its keys may be absent).
 
 Traps this module avoids:
-- Arrow gives every row of a struct column all fields that any row has, None where the row had none (tools_kwargs of
-  two tools, say). So a null field is the same as an absent one: it is removed, whatever kind of file it came from.
+- In a struct column Arrow gives every row all the fields that any row has, with None for those that the row lacked
+  (tools_kwargs of two tools, say). So a null field means an absent one, and is removed, whatever the kind of file.
 - Columns of several files are not merged: ground_truth may be a string in one file and a number in the next.
 """
 
@@ -21,9 +21,9 @@ from lib import InputError
 from lib.args import HUB_ID, check_source
 
 if TYPE_CHECKING:
-    import datasets  # a second of import that rows of JSON can do without
+    import datasets  # its import takes a second, which rows of JSON do not need
 
-DEEPEST = 100  # lists and dicts of a row, one in the other
+DEEPEST = 100  # levels of lists and dicts in a row
 
 
 def _read_json(path: Path) -> list[dict]:
@@ -69,7 +69,7 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
     datasets.Dataset, or a hub id "owner/name" or "owner/name:split" (split "train" if not given).
 
-    Raises InputError: no such file, an extension that is not one of these, a file that cannot be read.
+    Raises InputError for a missing file, another extension, or a file that cannot be read.
     """
     if not isinstance(source, str | Path):
         import datasets
@@ -104,7 +104,7 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
     """A split of a data set on the hub, or of a copy of it: the .parquet / .jsonl / .json files under local_dir (under
     local_dir/config if there is such a folder) whose names begin with `split`.
 
-    Raises InputError when there is none, with the reason.
+    Raises InputError, with the reason, if there is none.
     """
     if local_dir is None:
         try:
@@ -125,7 +125,7 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
 
 @contextmanager
 def _quiet_datasets():
-    """The library, imported where it is needed, without its progress bars."""
+    """Imports the `datasets` library, only where it is needed, and turns its progress bars off in the block."""
     import datasets
 
     were_off = datasets.are_progress_bars_disabled()
@@ -138,9 +138,9 @@ def _quiet_datasets():
 
 
 def _plain(value, depth: int = 0):
-    """Python's lists and scalars for numpy's; a dict's fields that are None are removed (see the module's traps).
+    """The value with numpy's arrays and scalars as Python's, and without fields that are None (see the module's traps).
 
-    Raises RecursionError for what is nested deeper than DEEPEST: other code, of a template, say, is to get through.
+    Raises RecursionError if it is nested deeper than DEEPEST, so that other code, such as a template, can recurse too.
     """
     if depth > DEEPEST:
         raise RecursionError

@@ -1,7 +1,7 @@
-"""Text of others (data, tools, users, models) stays text: what spells a special token in it does not become that token.
+"""Text from data, tools, users and models stays text: if it spells a special token, it does not become that token.
 
-A chat template writes special tokens and messages into one string, and the tokenizer cannot tell them apart there. So
-a special token in a message is broken up by a space: "<|im_end|>" becomes "< |im_end|>".
+A chat template writes special tokens and messages into one string, in which the tokenizer cannot tell them apart. So a
+space breaks up a special token in a message: "<|im_end|>" becomes "< |im_end|>".
 """
 
 import re
@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 
 class Defuse:
-    """defuse = Defuse(tokenizer); defuse(value): the same without a special token of the tokenizer in any string of it,
-    also in lists and dicts."""
+    """After defuse = Defuse(tokenizer), defuse(value) is the value with the tokenizer's special tokens broken up in all
+    its strings, also in lists and dicts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -1,9 +1,9 @@
-"""Launch, waits, device mesh, FSDP2 and collectives: the same lines for 1 process or many, CPU (gloo) or GPU (nccl).
+"""Launch, waits, device mesh, FSDP2 and collectives: the same code for 1 process or many, CPU (gloo) or GPU (nccl).
 
-Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`; accelerate launches and does
-not wrap (on a CPU it silently trades FSDP2 for DDP). Sharding is `fully_shard` itself, at every world size, so that one
-process and eight run one code path. FSDP averages gradients over ranks: multiply a loss that is normalised by *global*
-counts by `world_size`.
+Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`. accelerate only launches; it
+does not wrap the model (on a CPU it silently replaces FSDP2 by DDP). Sharding is `fully_shard` itself, at every world
+size, so that one process and eight run the same code. FSDP averages gradients over ranks, so multiply a loss that is
+normalised by *global* counts by `world_size`.
 """
 
 from lib.distributed.clock import start_step, step_timing, timed

@@ -12,11 +12,11 @@ from lib.distributed.watchdog import enter_stage
 _step = 0
 _seconds: dict[str, float] = defaultdict(float)
 _started = 0.0
-_open = False  # a stage
+_open = False  # whether a stage is being timed
 
 
 def start_step(step: int) -> None:
-    """From here on `timed` counts for this step."""
+    """From now on `timed` counts for this step."""
     global _step, _started
     _step, _started = step, time.perf_counter()
     _seconds.clear()
@@ -24,10 +24,10 @@ def start_step(step: int) -> None:
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """`with timed("rollout")`, or as a decorator: its seconds are added to timing_s/rollout of the step.
+    """`with timed("rollout")`, or as a decorator, adds the seconds of the block to the step's timing_s/rollout.
 
-    It is also a stage for the watchdog (`enter_stage`), and so is what comes after it. A stage within a stage is part
-    of the outer one.
+    The block is also a stage for the watchdog (`enter_stage`), and so is what follows it. A stage within a stage counts
+    as part of the outer one.
     """
     global _open
     if _open:
@@ -46,7 +46,7 @@ def timed(stage: str) -> Iterator[None]:
 
 
 def step_timing() -> dict[str, float]:
-    """timing_s/<stage> of the step so far, and timing_s/step, which is all of it."""
+    """timing_s/<stage> of the step so far, and timing_s/step, its whole time so far."""
     return {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()} | {
         "timing_s/step": time.perf_counter() - _started
     }

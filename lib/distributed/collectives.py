@@ -15,16 +15,16 @@ from lib.distributed.launch import collective_timeout
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's, on the network by which it reaches the other. Raises OSError."""
+    """This machine's address on the network through which it reaches `host`. Raises OSError."""
     with socket.create_connection((host, port)) as s:
         return s.getsockname()[0]
 
 
 def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str) -> Any:
-    """A process group beside the trainer's own, with processes that are no ranks of it; gloo on a CPU, which listens on
-    `address`, else NCCL.
+    """A process group beside the trainer's own, with processes that are not the trainer's ranks. On a CPU it is gloo,
+    which listens on `address`; otherwise NCCL.
 
-    Blocks until all have joined. Raises RuntimeError (also its operations) after `timeout_s` without an answer.
+    Blocks until all have joined. It and the group's operations raise RuntimeError after `timeout_s` without an answer.
     """
     timeout = timedelta(seconds=timeout_s)
     options: Any  # much of these classes is missing in torch's stubs
@@ -44,7 +44,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
 
 
 def new_cpu_group() -> dist.ProcessGroup:
-    """All ranks again, whose collectives of CPU tensors and objects cannot get between those of the default group."""
+    """A second group of all ranks: its collectives (of CPU tensors and objects) cannot mix with the default group's."""
     return dist.new_group(backend="gloo" if dist.get_world_size() > 1 else "fake", timeout=collective_timeout())
 
 
@@ -67,7 +67,7 @@ def global_counts(mask: torch.Tensor) -> tuple[float, float]:
 
 
 def all_reduce_max(value: int, device: torch.device) -> int:
-    """The largest of the ranks' values; without a process group this one."""
+    """The largest of the ranks' values; without a process group, this value."""
     tensor = torch.tensor(value, dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -89,20 +89,20 @@ def all_to_all_objects(values: list) -> list:
     dist.all_to_all_single(coming, sizes)
     received = torch.empty(int(coming.sum()), dtype=torch.uint8)
     dist.all_to_all_single(received, torch.cat(sent), coming.tolist(), sizes.tolist())
-    return [pickle.loads(part.numpy()) for part in received.split(coming.tolist())]  # noqa: S301 (of our own ranks)
+    return [pickle.loads(part.numpy()) for part in received.split(coming.tolist())]  # noqa: S301 (from our own ranks)
 
 
 def all_to_all(
     x: torch.Tensor, group: dist.ProcessGroup, send: list[int] | None = None, receive: list[int] | None = None
 ) -> torch.Tensor:
-    """What the ranks of the group send to this one, along the first dimension in their order: rank i gets the i-th of
-    x's parts, which are equal or of the lengths `send`. Has a gradient, which goes the way back."""
+    """Sends the i-th part of x to rank i of the group; returns the parts that its ranks sent here, in rank order. Parts
+    are cut along the first dimension, equally or by the lengths `send` and `receive`. Gradients go the way back."""
     return all_to_all_single_autograd(x.contiguous(), receive, send, group)
 
 
 class TakeOwn(torch.autograd.Function):
-    """x[own], of an x that all ranks of the group computed alike. The gradient is the mean over the group of what the
-    ranks' losses, each of its own part, have: as FSDP's over the other dimension of the mesh, a mean over ranks."""
+    """x[own], where all ranks of the group computed the same x and the loss of each is about its own part. The gradient
+    of x is the mean of the ranks' gradients, just as FSDP's is a mean over the other dimension of the mesh."""
 
     @staticmethod
     def forward(ctx, x, own, group):
@@ -126,7 +126,7 @@ def broadcast(value: Any) -> Any:
 
 
 def on_first_rank(act: Callable[[], Any]) -> Any:
-    """What `act()` gives on rank 0, which alone calls it; an InputError that it raises is raised on every rank."""
+    """Calls `act()` on rank 0 alone. Every rank returns its result, or raises the InputError that it raised."""
     outcome = None
     if dist.get_rank() == 0:
         try:

@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from lib import InputError, report_mistake
 from lib.distributed.watchdog import enter_stage, start_watching, stop_watching
 
-_job: tuple[dist.Store, int, int] | None = None  # its store, this rank, how many ranks; vLLM destroys the process group
-_timeout = timedelta(days=7)  # of a collective in any group, and of the store
+_job: tuple[dist.Store, int, int] | None = None  # store, rank, number of ranks: vLLM destroys the process group
+_timeout = timedelta(days=7)  # for a collective in any group, and for the store
 _meetings = itertools.count()
 
 
@@ -38,14 +38,14 @@ class World(NamedTuple):
 def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> World:
     """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
 
-    stage_timeout: seconds that a stage may take (watchdog.py); 0: nobody watches. rollout_engine: as the flag; with
-    servers, which may be elsewhere, NCCL is not kept on loopback. What listens where: docs/security.md.
+    stage_timeout: seconds that a stage may take (watchdog.py); 0: nobody watches. rollout_engine: the flag's value;
+    NCCL is not kept on loopback if it names servers, which may be elsewhere. docs/security.md says what listens where.
 
     On a CPU a process computes with one thread unless OMP_NUM_THREADS says otherwise: two threads of a tiny model spend
     their time waiting for each other.
 
     Raises:
-        InputError: `accelerate launch --cpu --num_processes N`, which starts one process without a word.
+        InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process.
     """
     global _job, _timeout
     env = os.environ
@@ -66,7 +66,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
     else:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     if stage_timeout:
-        _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher knows more and comes first
+        _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher can say more, so it comes first
     if _on_one_node():
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # lo0 on a Mac
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -77,7 +77,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
         enter_stage("start")
         # a clone, as the main thread may be waiting in the store
         start_watching(store.clone(), rank, size, stage_timeout)  # type: ignore[attr-defined]  # not in torch's stubs
-    # "fake" copies a rank's own values: of a single rank that is each collective, and it opens no port
+    # "fake" returns a rank's own values, as every collective of a single rank does, and it opens no port
     backend = "fake" if size == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
     _job = store, rank, size
@@ -92,8 +92,8 @@ def _on_one_node() -> bool:
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """The job's store, this rank and the number of ranks.
 
-    The store is the launcher's where that has one. Else a single process has it to itself, ranks of one node have it in
-    rank 0 on loopback, and only those of several nodes have it on all interfaces there.
+    The store is the launcher's if it has one. Otherwise a single process has its own, and of several ranks rank 0 has
+    it: on loopback if all are on one node, on all interfaces only if they are on several nodes.
     """
     env = os.environ
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -117,7 +117,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on one address only; port 0: any that is free. Raises OSError where it cannot."""
+    """A store that listens on one address only; port 0: any free port. Raises OSError if it cannot listen there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
@@ -127,10 +127,10 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
 
 
 def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
-    """A name that all ranks agree on and no earlier start of the job had, to set their keys in the store apart.
+    """A prefix for the keys of this start of the job in the store: all ranks agree on it, and no earlier start had it.
 
-    torchrun's store outlives a restart: a rank that finds the address of one that is gone waits for it for ever
-    (pytorch issue 135712). The count of restarts is not it: the launchers of several nodes count their own.
+    torchrun's store outlives a restart: a rank that finds there the address of a rank that is gone waits for it forever
+    (pytorch issue 135712). The count of restarts would not do, because the launchers of several nodes count their own.
     """
     mine = uuid.uuid4().hex
     store.set(f"hello/{rank}", mine)
@@ -140,19 +140,19 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
         return attempt
     while size > 1 and not store.check([f"{mine}/{r}" for r in range(1, size)]):
         for hello in [f"hello/{r}" for r in range(1, size)]:
-            if store.check([hello]):  # of this start or an earlier one
+            if store.check([hello]):  # from this start or an earlier one
                 store.set(f"welcome/{store.get(hello).decode()}", mine)
         time.sleep(0.02)
     return mine
 
 
 def run(main: Callable[[Any], None], args: Any) -> None:
-    """`main(args)`, with a user's mistake shown as one line (once a node) and exit code 2 instead of a traceback.
+    """Runs `main(args)`. An InputError is shown as one line (once a node), without a traceback; the exit code is 2.
 
-    Ctrl-C ends it without a traceback, exit code 130. An exception of another kind goes on as usual, and into the
-    report of torchrun and accelerate. Before each of them comes what `on_early_end` was given.
+    Ctrl-C ends it without a traceback, with exit code 130. Another exception is raised as usual, and recorded for the
+    report of torchrun and accelerate. Before each of these, the function given to `on_early_end` is called.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell made us deaf to it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if a shell started us with it ignored
         signal.signal(signal.SIGINT, _interrupt)
     try:
         _run(main, args)
@@ -174,7 +174,7 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
     except Exception as error:
         _end_early(interrupted=False)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            time.sleep(2)  # launchers name the first to end, which is not one that fails because another is gone
+            time.sleep(2)  # launchers blame the first to end: not a rank that fails because another is gone
         get_error_handler().record_exception(error)
         raise
     finally:
@@ -184,7 +184,7 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
 
 
 def _leave() -> None:
-    """The store may be in rank 0, which therefore goes last."""
+    """Rank 0 leaves last, because the store may be in it."""
     if _job is None:
         return
     store, rank, size = _job
@@ -201,7 +201,7 @@ def collective_timeout() -> timedelta:
 
 
 def wait_for_all() -> None:
-    """Until every rank of the job is here: for an end of a stage without limit, since a collective has one."""
+    """Waits for every rank of the job, without the time limit of a collective: for the end of an unlimited stage."""
     if _job is None:
         return
     store, rank, size = _job
@@ -218,7 +218,7 @@ _interrupted_at = -math.inf
 
 
 def on_early_end(act: Callable[[bool], None] | None) -> None:
-    """`act(interrupted)` is called when the run ends before its time, by Ctrl-C or by an exception. None: no more."""
+    """From now on `act(interrupted)` is called when the run ends early, by Ctrl-C or an exception. None: nothing is."""
     global _at_early_end
     _at_early_end = act
 
@@ -226,7 +226,7 @@ def on_early_end(act: Callable[[bool], None] | None) -> None:
 def _end_early(interrupted: bool) -> None:
     if _at_early_end is None:
         return
-    for number in (signal.SIGINT, signal.SIGTERM):  # a launcher sends them to the ranks that are left
+    for number in (signal.SIGINT, signal.SIGTERM):  # a launcher sends them to the remaining ranks
         signal.signal(number, signal.SIG_IGN)
     _at_early_end(interrupted)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -234,7 +234,8 @@ def _end_early(interrupted: bool) -> None:
 
 
 def _interrupt(*_) -> None:
-    """The terminal sends SIGINT to all processes of the job, and torchrun then its own to the ranks."""
+    """Ignores a second SIGINT within a second: the terminal sends one to all processes of the job, then torchrun sends
+    its own to the ranks."""
     global _interrupted_at
     again_s, _interrupted_at = time.monotonic() - _interrupted_at, time.monotonic()
     if again_s > 1:
@@ -242,7 +243,8 @@ def _interrupt(*_) -> None:
 
 
 def print_last(line: str, launcher: int | None) -> None:
-    """Prints on stderr; where a launcher (its pid) started this process, below what that prints when it ends."""
+    """Prints on stderr. If a launcher (given by its pid) started this process, the line comes below what the launcher
+    prints when it ends."""
     if launcher is None:
         print(line, file=sys.stderr, flush=True)
         return

@@ -1,4 +1,4 @@
-"""Metrics over micro-batches and ranks: each rank reports totals and counts, which `reduce_metrics` finishes.
+"""Metrics over micro-batches and ranks: each rank reports totals and counts, which `reduce_metrics` combines.
 
 A mean of the ranks' means would be wrong where they hold different counts. A metric without data is left out, not 0.
 """
@@ -35,7 +35,7 @@ Metric = Mean | Sum | Max | Min | float
 def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """The metrics of all ranks as plain floats, equal on every rank. A collective; without a process group: local only.
 
-    Ranks may lack keys. A plain number is the same on all ranks already (a learning rate): the lowest rank's is taken.
+    A rank may lack keys. A plain number, such as a learning rate, is the same on all ranks: the lowest rank's is taken.
     """
     ranks = [dict(local)]
     if dist.is_initialized():
@@ -62,7 +62,7 @@ def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None 
 
 def add_metrics(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
     """Adds the metrics of one more micro-batch to those of this rank, in place."""
-    new: Any  # of the kind that it is added to
+    new: Any  # the same kind of metric as in `total`
     for key, new in more.items():
         match total.get(key):
             case None:

@@ -1,4 +1,4 @@
-"""Device mesh, FSDP2 and tensor parallelism: sharding a model, gradients over ranks, and whole weights again."""
+"""Device mesh, FSDP2 and tensor parallelism: sharding a model, reducing gradients, and gathering whole weights."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -38,13 +38,13 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
-    """Parameters, gradients and optimizer state are split over the dimension "shard", which is all ranks.
+    """The mesh, whose dimension "shard" splits parameters, gradients and optimizer state, by default over all ranks.
 
-    More replicas (HSDP): each is split over size / replicas ranks that follow each other (a node, say), so that weights
-    are gathered within a replica and only gradients are added up between them. Raises InputError for unequal replicas.
+    More replicas (HSDP): each is split over size / replicas consecutive ranks (a node, say). So weights are gathered
+    within a replica, and only gradients are added up between replicas. Raises InputError for unequal replicas.
 
-    tensor_parallel: so many neighbouring ranks are the dimension "tensor", along which `shard_model` splits layers. It
-    divides the number of ranks; there is one replica then.
+    tensor_parallel: this many neighbouring ranks form the dimension "tensor", along which `shard_model` splits layers.
+    It divides the number of ranks, and there is one replica.
     """
     if tensor_parallel > 1:
         return _mesh(world, shard=world.size // tensor_parallel, tensor=tensor_parallel)
@@ -56,7 +56,7 @@ def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> Devi
 
 
 def _mesh(world: World, **sizes: int) -> DeviceMesh:
-    """Its groups have torch's time limit for a collective, 10 or 30 minutes, until they are given the job's."""
+    """A mesh of these sizes, whose groups get the job's time limit for a collective, not torch's 10 or 30 minutes."""
     mesh = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes if world.size > 1 else ():
         dist.distributed_c10d._set_pg_timeout(collective_timeout(), mesh.get_group(name))
@@ -64,16 +64,16 @@ def _mesh(world: World, **sizes: int) -> DeviceMesh:
 
 
 class RowGroup(NamedTuple):
-    """Neighbouring ranks that run their rows together. It is passed to the functions of lib/model and lib/data, and is
-    no state of a model, because the same model also samples, each rank alone."""
+    """Neighbouring ranks that run their rows together. It is an argument of functions in lib/model and lib/data, not a
+    state of the model, because the same model also samples, on each rank alone."""
 
     ranks: dist.ProcessGroup
     split: Literal["tokens", "weights"]
-    """what each rank has a share of: sequence parallel, tensor parallel"""
+    """what each rank has a share of: tokens if sequence parallel, weights if tensor parallel"""
 
 
 def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -> RowGroup | None:
-    """This rank's group: that of the mesh's dimension "tensor", or `sequence_parallel` ranks; None for a rank alone."""
+    """This rank's group: the mesh's dimension "tensor", or `sequence_parallel` ranks; None if each rank runs alone."""
     if "tensor" in mesh.mesh_dim_names:
         return RowGroup(mesh.get_group("tensor"), "weights")
     if sequence_parallel == 1:
@@ -82,8 +82,8 @@ def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -
     return RowGroup(mesh.get_group("sequence"), "tokens")
 
 
-# of transformers' tensor parallel plans, in torch's terms. The last is of norms of heads, of which each rank has a
-# share: the weight's gradient is a sum over ranks
+# the styles of transformers' tensor parallel plans, as torch's classes. The last is for the norms of attention heads:
+# each rank has a share of the heads, so the weight's gradient is a sum over ranks
 TENSOR_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -92,7 +92,7 @@ TENSOR_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def _split_layers(model: "PreTrainedModel", mesh: DeviceMesh) -> None:
-    """Splits what the model's tensor parallel plan names in its layers, in place; embedding and head stay whole."""
+    """Splits the layers' modules that the model's tensor parallel plan names. Embedding and head stay whole."""
     styles = {name: style for name, style in model.tp_plan.items() if "layers." in name}
     plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in styles.items()}
     parallelize_module(model, mesh, plan, src_data_rank=None)
@@ -101,17 +101,18 @@ def _split_layers(model: "PreTrainedModel", mesh: DeviceMesh) -> None:
 def shard_model(
     model: "PreTrainedModel", mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
 ) -> "PreTrainedModel":
-    """FSDP2 of a transformers model, in place: one group a decoder layer, the rest in the root group.
+    """Applies FSDP2 to a transformers model, in place: a group for each decoder layer and for an embedding that is not
+    tied to the head, and the rest in the root group.
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
-    gradients are reduced in the trained parameters' dtype. The model may be on any device; what it left on the meta
-    device (`on_meta` of load_model) is read from its files, by each rank its own shards. A mesh with the dimension
+    gradients are reduced in the trained parameters' dtype. The model may be on any device. Each rank reads its own
+    shards of parameters on the meta device (`on_meta` of load_model) from the model's files. A mesh with the dimension
     "tensor" also splits the layers' projections, by transformers' plan for the model.
 
-    cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer comes
-    to the device when it computes. `model.device` is then the CPU: see `compute_device`.
+    cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer is
+    copied to the device when it computes. `model.device` is then the CPU: see `compute_device`.
     """
-    wait_for_all()  # who may be loading it still
+    wait_for_all()  # other ranks may still be loading it
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:
         _split_layers(model, mesh["tensor"])
@@ -149,25 +150,25 @@ def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
 
 
 def compute_device(model: torch.nn.Module) -> torch.device:
-    """Where the model computes, which with `cpu_offload` is not where its parameters are."""
+    """The device on which the model computes. With `cpu_offload` its parameters are elsewhere."""
     param = next(model.parameters())
     return torch.device(param.device_mesh.device_type) if isinstance(param, DTensor) else param.device
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Call once, before any forward: a forward without backward leaves the root's parameters unsharded, and
-    `model.parameters()` read then has no gradients."""
+    """The parameters that train. Call it once, before any forward: a forward without backward leaves the root's
+    parameters unsharded, and what `model.parameters()` returns then has no gradients."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def set_gradient_sync(model: FSDPModule, sync: bool) -> None:
-    """Reduce gradients over ranks in the coming backward (the last micro-batch), or only add them up locally."""
+    """Whether the next backward reduces gradients over ranks (the last micro-batch) or only adds them up locally."""
     model.set_requires_gradient_sync(sync)
 
 
 def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> float:
     """Clips the global gradient to `max_norm` (2-norm over all ranks) and returns the norm before clipping."""
-    by_mesh: dict[Any, list[torch.nn.Parameter]] = {}  # tensor parallel splits some over one dimension more
+    by_mesh: dict[Any, list[torch.nn.Parameter]] = {}  # tensor parallel splits some over another dimension
     for p in parameters:
         by_mesh.setdefault(getattr(p, "device_mesh", None), []).append(p)
     norms = [torch.nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None]) for ps in by_mesh.values()]
@@ -183,8 +184,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, this rank's shard as a DTensor) of each weight of the model as it was before `add_lora`, with its LoRA
-    update added: W + alpha / rank x B A. The model stays as it is. A collective.
+    """Yields (name, this rank's shard as a DTensor) of each weight, under its name before `add_lora` and with its LoRA
+    update added: W + alpha / rank x B A. The model does not change. A collective.
 
     Rows of W and of B are split alike, so a rank merges its own rows with the whole A.
     """
@@ -206,8 +207,8 @@ def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]
 
 
 def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of `merged_shards` one at a time, on every rank: a collective, so every rank must run
-    through all of it.
+    """Yields (name, whole tensor) of the weights of `merged_shards`, one at a time, on every rank. A collective: every
+    rank must run through all of it.
 
     Extra memory: twice the largest parameter. Tied weights come once, under the name of the embedding.
     """
@@ -218,8 +219,8 @@ def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -
 
 @contextmanager
 def unsharded(model: torch.nn.Module) -> Iterator[None]:
-    """All parameters whole for the time of the block: forward passes in it need no collective, so ranks may run
-    different numbers of them (generation). There is no backward in it."""
+    """In the block all parameters are whole. Forward passes need no collective there, so ranks may run different
+    numbers of them (generation). Run no backward in it."""
     modules = fsdp_modules(model)
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)

@@ -1,4 +1,4 @@
-"""Who waits for whom, and for how long: a thread of each rank watches the stage that its rank is in."""
+"""Says which rank waits for which, and ends a job that hangs: a thread of each rank watches its rank's stage."""
 
 import faulthandler
 import json
@@ -14,21 +14,21 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-# A thread of each rank, its watcher, tells the others through the job's store where the rank is. When a stage has taken
-# a 30th of the time that it may take, and whenever that has doubled, it prints where all of them are; when the time is
-# over it ends the process. The launcher then ends the other ranks or, with --max-restarts, starts all of them anew.
+# Each rank has a watcher, a thread that tells the other ranks through the job's store where its rank is. When a stage
+# has taken a 30th of its time limit, and each time that has doubled, the watcher prints where all ranks are. At the
+# limit it ends the process. The launcher then ends the other ranks or, with --max-restarts, starts all of them anew.
 
-_stage = ("start", time.monotonic(), True)  # of this rank, since when, and whether its time is limited
+_stage = ("start", time.monotonic(), True)  # this rank's stage, since when, and whether its time is limited
 _watcher: threading.Thread | None = None
 _finished = threading.Event()
 
 
 class StageTimeout(RuntimeError):
-    """A stage takes longer than it may."""
+    """A stage took longer than it may."""
 
 
 class StoreLost(RuntimeError):
-    """The job's store does not answer: it was in the launcher on the first node, or in rank 0."""
+    """The job's store does not answer. It was in the launcher on the first node, or in rank 0."""
 
 
 class LauncherLost(RuntimeError):
@@ -36,8 +36,8 @@ class LauncherLost(RuntimeError):
 
 
 def enter_stage(name: str, limited: bool = True) -> None:
-    """From now on this rank is in the stage `name`, such as "step 12 rollout"; its time starts anew. Not `limited`: it
-    may take as long as it likes, such as a download."""
+    """From now on this rank is in the stage `name`, such as "step 12 rollout", and its time starts anew. A stage that
+    is not `limited`, such as a download, may take as long as it likes."""
     global _stage
     _stage = (name, time.monotonic(), limited)
 
@@ -62,7 +62,7 @@ def _watch(*args) -> None:
         faulthandler.dump_traceback()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         get_error_handler().record_exception(error)  # for the launcher's report
-        os._exit(124)  # as timeout(1); the main thread may be anywhere
+        os._exit(124)  # the exit code of timeout(1); the main thread may be anywhere
 
 
 def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
@@ -82,10 +82,10 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
             raise LauncherLost(f"rank {rank} in {name} ({line}): its launcher, process {launcher}, is gone")
         try:
             store.set(f"rank {rank}", json.dumps([f"{name} ({line})", seconds, time.time()]))
-            store.get(f"rank {rank}")  # which fails, other than set, when nobody is there
+            store.get(f"rank {rank}")  # unlike set, this fails when nobody is there
             if seconds < min(next_line_s, limit_s):
                 continue
-            states = {}  # of each rank: where, for how long, and for how long it has said nothing
+            states = {}  # for each rank: where it is, for how long, and for how long it has said nothing
             for r in range(size):
                 told = store.get(f"rank {r}") if store.check([f"rank {r}"]) else None
                 where, stayed, told_at = json.loads(told) if told else ("not started", 0, started_at)
@@ -101,7 +101,7 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
 
 
 def _line_of_main_thread() -> str:
-    """file:line of the innermost function, packages aside, in which the main thread is."""
+    """file:line at which the main thread is, in the innermost function outside packages; or "debugger"."""
     frame, line = sys._current_frames()[threading.main_thread().ident], ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -114,7 +114,7 @@ def _line_of_main_thread() -> str:
 
 
 def _describe(states: dict[int, tuple[str, float, float]]) -> str:
-    """Who is where; first those that have been there longest, for whom the others may be waiting."""
+    """Where the ranks are. Those that have been there longest, for whom the others may be waiting, come first."""
     groups = defaultdict(list)
     for rank, (where, seconds, silence) in states.items():
         groups[where, silence > 0].append((seconds, silence, rank))
