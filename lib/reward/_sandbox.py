@@ -8,8 +8,8 @@ A zygote is a warmed-up process that is forked instead of starting a new one. Ea
 supervisor for every socket it is sent. At level "namespaces" the supervisor makes new namespaces (mount, pid, network,
 ipc, uts, user). Their root holds only the interpreter's libraries, read only, and a /tmp of its own. init is their
 process 1, so that everything dies with it. Levels "landlock" and "rlimits" are for machines that refuse namespaces, as
-most containers do: the program can start no process and send no signals to others, and with landlock it sees the same
-files as in namespaces. At every level seccomp closes the network.
+most containers do: the program can start no process and send no signals to others, and with landlock it can open the
+same files as in namespaces. At every level seccomp closes the network.
 
 Tests never touch the program's objects. A test sees a Remote, which sends plain values (JSON) to the program's process
 and gets plain values back. So the program's __eq__, patched builtins, frames and exit codes cannot change a verdict.
@@ -466,7 +466,7 @@ def limit(**limits: int) -> None:
 
 
 def landlock(spec: dict, folder: str) -> None:
-    """Leaves only these files: `folder`, and the libraries, read only. From Linux 6.12 on also no signals to others."""
+    """Leaves only `folder`, the libraries (read only) and a few devices. From Linux 6.12 on also stops signals out."""
     version = check(libc.syscall(444, None, 0, 1), "landlock")
     if version < 3:
         raise OSError("Landlock before Linux 6.2 lets programs empty files")

@@ -158,8 +158,8 @@ class HFEngine(RolloutEngine):
 
 def cache_keyword(model: PreTrainedModel) -> str:
     """The keyword by which the model takes a cache. Raises InputError if this engine would sample from another policy
-    than training computes: the cache is of the model's own kind, or its layers carry a state over padding, or do so
-    differently than in training."""
+    than training computes: the model has its own kind of cache, or its layers carry a state through padding, or
+    compute differently with a cache."""
     text, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
     names = [name for name in ("past_key_values", "cache_params") if name in takes]
     if not names or (carries_state(model) and text.model_type not in SAMPLED_BY_HF):
