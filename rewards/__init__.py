@@ -1,15 +1,15 @@
-"""One scorer a file, chosen by a row's data_source.
+"""One scorer per file; a row's data_source chooses it.
 
 A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)` and returns a number, or
-a dict with "score"; of its other keys, "pred" is the extracted answer (for maj@k; None where there is none), "acc"
-whether it is right where the score says more than that, and numbers are logged by name. What each takes and gives is in
-its docstring. format.py and judge.py belong to no data source: give them as --reward rewards/format.py:compute_score.
-Nothing is imported before it is needed.
+a dict with "score" and other keys. "pred" is the extracted answer (for maj@k; None if there is none). "acc" says
+whether the answer is right, if the score measures more than that. Other numbers are logged by name. Each docstring
+says what its scorer takes and returns. format.py and judge.py belong to no data source: give them as --reward
+rewards/format.py:compute_score. Nothing is imported before it is needed.
 """
 
 from importlib import import_module
 
-# data_source, or its part before the last slash, or its beginning where the name ends in * -> module in this folder
+# data_source, or its part before the last slash, or its beginning (if the key ends in *) -> module in this folder
 SCORERS = {
     "toy": "arithmetic",
     "reasoning_gym": "reasoning_gym",
@@ -57,6 +57,6 @@ def scorer_module(data_source: str) -> str | None:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    """The score by this project's scorer for `data_source`."""
+    """The score that this folder's scorer for `data_source` gives."""
     module = import_module(f"rewards.{scorer_module(data_source)}")
     return module.compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)

@@ -1,7 +1,7 @@
-"""Where mathematics that a model wrote is read: math-verify's parser, run in the sandbox; its result comes out as data.
+"""Reads mathematics that a model wrote: math-verify's parser runs in the sandbox, and its result comes out as data.
 
-The process that reads the text knows nothing but that text. What it answers is JSON, of which load() makes sympy's
-objects anew: numbers, symbols and classes of sympy's by name, and no text that anything would evaluate.
+The process that reads the text knows nothing but that text. It answers in JSON, from which load() builds sympy's
+objects again: numbers, symbols and sympy's classes by name, and no text that anything would evaluate.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from latex2sympy2_extended import logic, sets
 from math_verify import parse
 from sympy.core.function import AppliedUndef
 
-SECONDS = 5  # for one text, as math-verify's default
+SECONDS = 5  # for one text; math-verify's default, too
 WARM = [
     r"\boxed{\frac{1}{2}}",
     r"\boxed{\sqrt{2}x^2+3}",
@@ -28,7 +28,7 @@ WARM += [
     r"$1 < x \le \pi$",
     "(1,2)",
 ]
-OWN = {"FiniteSet": sets.FiniteSet, "And": logic.And}  # of math-verify's; they remember the order
+OWN = {"FiniteSet": sets.FiniteSet, "And": logic.And}  # math-verify's own classes; they keep the order
 EAGER: tuple[Any, ...] = (
     sympy.Add,
     sympy.Mul,
@@ -52,18 +52,18 @@ EAGER += (
 
 
 def read(text: str) -> list:
-    """What math-verify finds in the text, as dump() writes it. For the sandbox."""
+    """What math-verify finds in the text, as dump() writes it. Runs in the sandbox."""
     return [dump(found) for found in parse(text, parsing_timeout=SECONDS)]
 
 
 def warm() -> None:
-    """What is imported, compiled and learnt by the first texts, each process of the sandbox then has."""
+    """Reads some texts first, so that every process of the sandbox starts with all imports and caches."""
     for text in WARM:
         read(text)
 
 
 def dump(value):
-    """A text or an object of sympy's as JSON: a text, [class, arguments] or [kind, what it is made of]."""
+    """A text or a sympy object as JSON: the text, [class, arguments], or [kind, its parts]."""
     if isinstance(value, str):
         return value
     if isinstance(value, sympy.MatrixBase):
@@ -85,7 +85,7 @@ def dump(value):
 
 
 def load(data):
-    """The inverse of dump: the same classes with their arguments in the same order, computed no further.
+    """The inverse of dump: the same classes, with their arguments in the same order. Nothing is simplified.
 
     Raises ValueError, TypeError, and what sympy's classes raise on arguments that do not fit.
     """

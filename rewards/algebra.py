@@ -1,6 +1,6 @@
-"""Algebra that a model wrote, as a sympy expression. It is parsed here and nothing of it is run.
+"""Parses algebra that a model wrote into a sympy expression. Nothing of it is run.
 
-sympy's own parse_expr is eval() of Python, and so finds every name, attribute and function that Python has.
+sympy's own parse_expr uses Python's eval(), which reaches every name, attribute and function of Python.
 """
 
 import ast
@@ -11,8 +11,8 @@ from collections.abc import Callable
 import sympy
 
 LONGEST = 2000  # characters
-CHARACTERS = re.compile(r"[\w\s.+\-*/()]*", re.ASCII)  # no comments, no text
-MAX_BITS = 4096  # of a power of numbers
+CHARACTERS = re.compile(r"[\w\s.+\-*/()]*", re.ASCII)  # no comments, no strings
+MAX_BITS = 4096  # bits of a power of numbers
 ELEMENTARY = "sqrt exp log ln Abs sign sec csc sin cos tan cot asin acos atan acot sinh cosh tanh asinh acosh atanh"
 FUNCTIONS = {name: getattr(sympy, name) for name in ELEMENTARY.split()} | {"abs": sympy.Abs}
 CONSTANTS = {"pi": sympy.pi, "E": sympy.E}
@@ -21,15 +21,16 @@ OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def algebra(text: str) -> sympy.Expr:
-    """The expression: numbers, symbols, pi, E, + - * / **, parentheses and the functions above, each of one argument.
+    """The expression. It may have numbers, symbols, pi, E, + - * / **, parentheses and the functions above, each with
+    one argument.
 
-    A decimal is an exact fraction. Raises ValueError on any other text, and on a power with too many digits.
+    A decimal becomes an exact fraction. Raises ValueError on any other text, and on a power with too many digits.
     """
     if len(text) > LONGEST or not CHARACTERS.fullmatch(text):
         raise ValueError(f"not algebra, or more than {LONGEST} characters")
     try:
         return _expression(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError) as error:  # the last: nested too deeply for the parser
+    except (SyntaxError, RecursionError, MemoryError) as error:  # MemoryError: nested too deeply
         raise ValueError(str(error)) from None
 
 

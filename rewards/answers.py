@@ -1,4 +1,4 @@
-r"""Where the answer stands in a response: the last \boxed{...}, the last <answer>...</answer>. Linear in its length."""
+r"""Finds the answer in a response: the last \boxed{...} or <answer>...</answer>. Takes time linear in the length."""
 
 import re
 
@@ -7,7 +7,7 @@ BRACES = re.compile(r"(\\boxed\{)|\\(?!\\boxed\{).|([{}])", re.DOTALL)  # \{ and
 
 def last_boxed(text: str) -> str | None:
     r"""What stands in the last closed \boxed{...}, braces matched: r"\boxed{\frac{1}{2}}." -> r"\frac{1}{2}"."""
-    opened: list[int | None] = []  # where the content of a \boxed{ begins, None for another {
+    opened: list[int | None] = []  # where the content of a \boxed{ begins; None for any other {
     start, end = -1, -1
     for token in BRACES.finditer(text):
         boxed, brace = token.groups()

@@ -1,21 +1,26 @@
-r"""Scorer for programs: the response's Python is run against tests, in a sandbox (lib/reward/_sandbox.py).
+r"""Scorer for programs: runs the response's Python against tests, in a sandbox (lib/reward/_sandbox.py).
 
-The ground truth is a dict, a list or its JSON text, of one of the forms
+The ground truth is a dict, a list or its JSON text, in one of these forms:
     {"prompt", "test", "entry_point"}                        HumanEval: test defines check(candidate)
     ["assert f(1) == 2", ...], or {"test_list": [...]}       MBPP; test_setup_code, test_imports; verl's assert_case
-    {"fn_name", "inputs": [[1, 2]], "outputs": [3]}          calls, of a function or of class Solution's method; inputs
-                                                             may be text, one JSON value a line, as in verl's prime_code
+    {"fn_name", "inputs": [[1, 2]], "outputs": [3]}          calls of a function, or of class Solution's method; inputs
+                                                             may be text with one JSON value per line, as in verl's
+                                                             prime_code
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}                standard input and output (APPS, TACO)
 
-The program never meets the tests. Calls go to its process as plain values and come back as plain values; the tests, the
-expected values and the comparison are in another process. What a program prints, patches or exits with cannot make a
-test pass; nor can it see a test but by the arguments it is given. numpy's numbers come as plain ones, its arrays as
-arrays. The price: a test cannot see an argument changed in place, nor give the program a function, and an object that
-is no plain value stays where it is (its attributes and methods can be used); compared with a value it is a wrong
-answer, also by !=. So is a NaN, where the tests do not speak of NaN. What remains possible: a program may answer by the
-arguments alone (a table of known inputs), and in MBPP's form a test may call helpers of the program's own.
+The program never meets the tests. Calls go to its process as plain values, and results come back as plain values. The
+tests, the expected values and the comparison are in another process. So whatever a program prints, patches or exits
+with cannot make a test pass, and it sees nothing of a test except the arguments. numpy's numbers come back as plain
+numbers, its arrays as arrays.
 
-What the walls are made of, and what each kind lets through, is in lib/reward/sandbox.py.
+This has a price. A test cannot see an argument that was changed in place, and cannot give the program a function. An
+object that is no plain value stays in the program's process. A test can use its attributes and methods, but comparing
+it with a value is a wrong answer, also by !=. A NaN is a wrong answer, too, unless the tests mention NaN.
+
+Two tricks remain possible: a program may look the arguments up in a table of known inputs, and in MBPP's form a test
+may call the program's own helpers.
+
+lib/reward/sandbox.py says what the sandbox is made of, and docs/rewards.md what each level lets through.
 """
 
 import ast
@@ -34,16 +39,16 @@ from lib import InputError
 from lib.reward import _sandbox
 from lib.reward.sandbox import GRACE, connect, hang_up, make_spec, sandbox_level
 
-CASES_SHARE = 0.8  # of the time limit; what is left is for sandboxes to start and to end
+CASES_SHARE = 0.8  # share of the time limit for the cases; sandboxes start and end in the rest
 
 
 class Tests(NamedTuple):
-    form: str  # "stdin": cases are (input, output); "calls": cases are statements that raise where the program fails
+    form: str  # "stdin": cases are (input, output); "calls": cases are statements that raise if the program fails
     cases: list
-    head: str = ""  # put before the program
-    prelude: str = ""  # imports run in the program's module first
+    head: str = ""  # text put before the program
+    prelude: str = ""  # imports that run first in the program's module
     setup: str = ""  # the tests' own definitions
-    entries: tuple = ()  # names that are the program's even where a builtin has them
+    entries: tuple = ()  # names that mean the program's function, even if a builtin has the same name
 
 
 def extract_program(response: str) -> str:
@@ -62,7 +67,7 @@ def extract_program(response: str) -> str:
 
 
 def parse_tests(ground_truth) -> Tests:
-    """Raises InputError on a form that is not in the head of this file."""
+    """Raises InputError on a form that the docstring of this file does not list."""
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
         truth = {"test_list": truth} if isinstance(truth, list) else truth
@@ -74,7 +79,7 @@ def parse_tests(ground_truth) -> Tests:
             setup = "\n".join([*truth.get("test_imports", ()), truth.get("test_setup_code", "")])
             nodes = [node for case in cases for node in ast.walk(ast.parse(case))]
             called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-            entries = called if called <= vars(builtins).keys() else ()  # MBPP asks for a function named sum
+            entries = called if called <= vars(builtins).keys() else ()  # MBPP asks for functions such as sum
             tests = Tests("calls", cases, setup=setup, entries=tuple(entries))
         elif truth.get("fn_name"):
             name = truth["fn_name"]
@@ -105,7 +110,7 @@ def _call(name: str, inputs, expected) -> str:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Line by line, and within a line word by word; what is written as a float is right to 1e-6."""
+    """Compares line by line, and in a line word by word. Words written as floats are equal to 1e-6."""
 
     def same_word(word, truth):
         try:
@@ -126,7 +131,7 @@ def same_output(got: str, expected: str) -> bool:
 
 
 def _attempt(spec: dict, tests: Tests, final: set, end: float, pass_call=None) -> list[str]:
-    """The verdicts of one sandbox: of all cases, or to the first in `final`."""
+    """The verdicts that one sandbox gives: for all cases, or up to the first verdict in `final`."""
     verdicts: list[str] = []
     conn = connect(spec)
     try:
@@ -158,7 +163,7 @@ def _attempt(spec: dict, tests: Tests, final: set, end: float, pass_call=None) -
 def _verdict(conn: socket.socket, deadline: float, pass_call) -> str:
     while isinstance(
         message := _sandbox.receive(conn, deadline), list
-    ):  # a call that the program elsewhere is to answer
+    ):  # a call for the program, which runs on the server
         _sandbox.send(conn, pass_call(message))
     return message["verdict"]
 
@@ -167,9 +172,9 @@ def _verdict(conn: socket.socket, deadline: float, pass_call) -> str:
 
 
 def _post(url: str, code: str, stdin: str, timeout: float, end: float) -> tuple[str, str]:
-    """Runs a script on a SandboxFusion server (github.com/bytedance/SandboxFusion): its verdict and its output.
+    """Runs a script on a SandboxFusion server (github.com/bytedance/SandboxFusion). Returns (verdict, output).
 
-    Raises RuntimeError where the server does not answer, or reports a fault of its own: that is no wrong program.
+    Raises RuntimeError if the server does not answer, or reports a fault of its own: then the program is not to blame.
     """
     timeout = min(timeout, end - time.monotonic())
     if timeout <= 0:
@@ -195,7 +200,7 @@ def _post(url: str, code: str, stdin: str, timeout: float, end: float) -> tuple[
 
 
 def _attempt_remote(url: str, spec: dict, tests: Tests, final: set, end: float) -> list[str]:
-    """As _attempt; tests against functions run in the sandbox here, and each call they make is one request."""
+    """Like _attempt. Tests that call functions run in a sandbox here, and each of their calls is one request."""
     program, timeout = spec["program"], spec["timeout"]
     if tests.form == "stdin":
         text, expected = tests.cases[0]
@@ -242,20 +247,22 @@ def compute_score(
     """Runs the program of `solution_str` against `ground_truth`.
 
     Args:
-        partial: The score is the share of passed cases; without it, 1.0 for all passed and otherwise 0.0, and cases
-            after the first failure are not run.
+        partial: The score is the share of passed cases. Without it, the score is 1.0 if all passed and else 0.0, and
+            cases after the first failure are not run.
         timeout: Seconds for one case (HumanEval: for the problem's one check).
-        packages: Installed packages, beside the standard library, that a program can import.
-        sandbox_url: A SandboxFusion server's /run_code that runs the program, in place of this machine.
-        time_limit_s: Seconds after which the caller ends this call, given by the reward pool (--reward-timeout). All
-            cases together have 0.8 of them, as processor time a process too; those that are left count as "timeout".
+        packages: Installed packages, besides the standard library, that a program can import.
+        sandbox_url: The /run_code of a SandboxFusion server, which then runs the program instead of this machine.
+        time_limit_s: Seconds after which the caller ends this call. The reward pool sets it (--reward-timeout). All
+            cases together have 0.8 of it, and so has each process as processor time; cases that are left count as
+            "timeout".
 
     Returns:
-        {"score", "pred": the program or None, "passed", "total", and how many cases ended as "wrong" (output, or a
-        failed assert), "error" (an exception or exit code), "crash" (a signal, or the process gone), "timeout"}
+        {"score", "pred": the program or None, "passed", "total", and the number of cases that ended as "wrong" (output,
+        or a failed assert), "error" (an exception or exit code), "crash" (a signal, or the process is gone), "timeout"}
 
     Raises:
-        InputError: the ground truth cannot be read, or no sandbox works here. RuntimeError: the sandbox failed.
+        InputError: the ground truth cannot be read, or no sandbox works here.
+        RuntimeError: the sandbox failed.
     """
     total_timeout = CASES_SHARE * time_limit_s
     end = time.monotonic() + total_timeout

@@ -1,8 +1,8 @@
 """Scorer for Countdown (Jiayi-Pan/Countdown-Tasks-3to4): reach a target with + - * / and each number exactly once.
 
-The ground truth is {"target": 24, "numbers": [4, 6, 1]} or its JSON text. The equation is what stands in the last
-<answer>...</answer>, without "= 24". It is parsed, not run, and computed in fractions. As in TinyZero, any answer at
-all earns format_score; unlike there ** and // are no operators and 1.5 does not use up 1 and 5.
+The ground truth is {"target": 24, "numbers": [4, 6, 1]} or its JSON text. The equation is the content of the last
+<answer>...</answer>, without "= 24". It is parsed, not run, and computed in fractions. As in TinyZero, any answer gets
+at least format_score. Unlike there, ** and // are not operators, and 1.5 does not use up 1 and 5.
 """
 
 import ast
@@ -23,7 +23,7 @@ SIGNS: dict[type[ast.AST], Callable] = {ast.UAdd: operator.pos, ast.USub: operat
 
 
 def evaluate(equation: str) -> tuple[Fraction, list[int]]:
-    """An equation's value and its numbers, in order. Raises ValueError where it is none, ZeroDivisionError."""
+    """(the equation's value, its numbers in order). Raises ZeroDivisionError, or ValueError if it is no equation."""
     if len(equation) > LONGEST or not EQUATION.fullmatch(equation):
         raise ValueError("not an equation of numbers, + - * / and parentheses")
     numbers = []

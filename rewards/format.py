@@ -1,8 +1,8 @@
-"""Scorer of a response's form alone, to be mixed with others: --reward data_source rewards/format.py:compute_score.
+"""Scores only a response's form. Mix it with other scorers: --reward data_source rewards/format.py:compute_score.
 
-Without a pattern a response must be <think>...</think> and <answer>...</answer>, or other `tags`, in this order: each
-once, each with something in it, nothing but white space around them. With one, the whole response must match it (re,
-dot matches newline); a pattern that backtracks without end is stopped by the reward pool's time limit only.
+Without a pattern, a response must be <think>...</think> and then <answer>...</answer>, or other `tags` in their order.
+Each tag must occur once and not be empty, with only white space around the tags. With a pattern, the whole response
+must match it (re, dot matches newline). Only the reward pool's time limit stops a pattern that backtracks without end.
 """
 
 import re
@@ -33,7 +33,7 @@ def has_tags(text: str, tags) -> bool:
 def compute_score(
     data_source, solution_str, ground_truth=None, extra_info=None, *, tags=("think", "answer"), pattern=None, **kwargs
 ) -> dict:
-    """Returns {"score": 1.0 or 0.0}. Raises InputError on a pattern that is no regular expression."""
+    """Returns {"score": 1.0 or 0.0}. Raises InputError if the pattern is not a regular expression."""
     if pattern is not None:
         return {"score": float(_compiled(pattern).fullmatch(solution_str) is not None)}
     return {"score": float(has_tags(solution_str, tags))}

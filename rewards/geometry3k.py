@@ -1,7 +1,7 @@
 r"""Scorer for Geometry3K (arXiv:2105.04165) in verl's form: <think>...</think>, then the answer in \boxed{}.
 
-The answer counts 1 - format_score, whatever is around it, and the form format_score. math-verify decides as in
-rewards/math.py, but only a boxed answer is one.
+A right answer gives 1 - format_score, whatever is around it; the right form gives format_score. math-verify decides as
+in rewards/math.py, but only a boxed answer counts.
 """
 
 from rewards.answers import last_boxed
@@ -9,7 +9,7 @@ from rewards.math import equal
 
 
 def has_form(response: str) -> bool:
-    r"""Whether it starts with <think>, and later has </think> and then \boxed{...}."""
+    r"""Whether the response starts with <think>, and later has </think> and then \boxed{...}."""
     thought, closed, rest = response.partition("</think>")
     return bool(closed) and thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
 

@@ -1,8 +1,8 @@
 """Scorer for GSM8K and other tasks whose answer is one number.
 
-method="strict": the number after the last "####", as the prompt of data/gsm8k.py asks. method="flexible": the last
-number of the response, whatever stands around it. Numbers are compared as exact decimals, so 1,234 and $1234.00 are
-equal; a response without a number scores 0 with pred None.
+With method="strict" the answer is the number after the last "####", as the prompt of data/gsm8k.py asks. With
+method="flexible" it is the last number of the response, whatever stands around it. Numbers are compared as exact
+decimals, so 1,234 and $1234.00 are equal. A response without a number scores 0 with pred None.
 """
 
 import re
@@ -15,7 +15,7 @@ STRICT = re.compile(rf"####\s*((?:\\?\$)?(?:{NUMBER}))")
 
 
 def canonical(number: str) -> str:
-    """ "$1,234.50" -> "1234.5", "-0.0" -> "0". Text, not float: no digit is lost however long the number is."""
+    """ "$1,234.50" -> "1234.5", "-0.0" -> "0". It is text, not a float, so that no digit of a long number is lost."""
     digits = re.sub(r"[\\$,\s]", "", number).rstrip(".")
     sign, digits = ("-", digits[1:]) if digits.startswith("-") else ("", digits.removeprefix("+"))
     whole, _, fraction = digits.partition(".")
@@ -25,7 +25,7 @@ def canonical(number: str) -> str:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, method="strict", **kwargs) -> dict:
-    """Returns {"score": 1.0 or 0.0, "pred": the number in canonical form, None if there is none}."""
+    """Returns {"score": 1.0 or 0.0, "pred": the number in canonical form, or None}."""
     if method not in ("strict", "flexible"):
         raise InputError(f"rewards/gsm8k.py: method={method!r}; use strict or flexible")
     found = (STRICT if method == "strict" else FLEXIBLE).findall(solution_str)

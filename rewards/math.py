@@ -1,14 +1,14 @@
-r"""Scorer for mathematics: the response's last \boxed{...}, or without one what math-verify finds in it.
+r"""Scorer for mathematics: takes the response's last \boxed{...} or, without one, what math-verify finds in it.
 
 math-verify (LaTeX -> sympy, then equality of expressions, sets, intervals, equations, matrices) decides. Units do not
-count, and 10 % is both 10 and 0.1. A text of the model's is read in the sandbox (rewards/_math.py), by a process that
-does not know the truth; here its result, which is data, is compared. A number is read here: it can name nothing.
+count, and 10 % is both 10 and 0.1. A process in the sandbox that does not know the truth reads the model's text
+(rewards/_math.py). Its result, which is data, is compared here. A plain number is read here, which is safe.
 
-math-verify's time may be quadratic in a text's length: a boxed answer of more than 1000 characters is only compared as
-text (the longest in MATH-500 has 159), and a response without one is searched in its last 10000. The comparison's time
-limit is SIGALRM, which works only in the main thread; in any other thread it is off, and the caller must hold the
-limit. In the main thread it replaces an alarm already set. The name is safe while it is imported as rewards.math: never
-put rewards/ itself on sys.path.
+math-verify's time may be quadratic in a text's length. So a boxed answer of more than 1000 characters is only compared
+as text (the longest in MATH-500 has 159), and of a response without a box only the last 10000 characters are searched.
+The comparison's time limit uses SIGALRM, which works only in the main thread, and replaces an alarm that is already set
+there. In any other thread it is off, and the caller must keep the limit. This file is named like a standard module, so
+import it as rewards.math: never put rewards/ itself on sys.path.
 """
 
 import re
@@ -36,13 +36,13 @@ def _parse_here(text: str) -> list:
 
 
 def _parse(text: str) -> list:
-    """What math-verify finds in a text of the model's."""
+    """What math-verify finds in a text that the model wrote."""
     if NUMBER.fullmatch(text):
         return _parse_here(text)
     found = evaluate("rewards._math:read", text, 2 * _math.SECONDS, PACKAGES) or []
     try:
         return [_math.load(data) for data in found]
-    except Exception:  # noqa: BLE001 what sympy's classes raise on arguments that the sandbox made up
+    except Exception:  # noqa: BLE001 sympy may raise anything on arguments that the sandbox made up
         return []
 
 
@@ -52,14 +52,14 @@ def _verify(truth: str, answer: list) -> bool:
 
 
 def equal(answer: str, truth: str) -> bool:
-    """Whether math-verify takes the LaTeX `answer` for `truth`; "" is never right."""
+    """Whether the LaTeX `answer` equals `truth` by math-verify. "" is never right."""
     if answer == truth or max(len(answer), len(truth)) > LONGEST:
         return answer == truth != ""
     return _verify(truth, _parse(f"\\boxed{{{answer}}}"))
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
-    """Returns {"score": 1.0 or 0.0, "pred": the answer as the response writes it, None if it has none}."""
+    """Returns {"score": 1.0 or 0.0, "pred": the answer as the response writes it, or None}."""
     truth, pred = str(ground_truth).strip(), last_boxed(solution_str)
     if pred is not None:
         return {"score": float(equal(pred, truth)), "pred": pred or None}

@@ -1,13 +1,14 @@
 r"""Scorer of DAPO-Math-17k and AIME as in DAPO (arXiv:2503.14476) and verl: 1 for a right answer, -1 for a wrong one.
 
-The answer is the last line "Answer: ..." of the response's last 300 characters, as DAPO's prompt asks; with
-strict_box_verify=True the last \boxed{...} there. It is compared as text after Minerva's normalisation
-(arXiv:2206.14858): what follows the last =, no units, articles, \text{} or spaces, \frac12 as \frac{1}{2}. Numbers are
-compared as exact decimals. verl 0.9.1 is stricter about numbers and marks: here 025 and 25.0 are 25, "34." is 34, and
-**Answer:** is Answer:. It is more lenient about the place: without such a line it takes a \boxed{...} of the last 100
-characters, which is wrong here.
+The answer is the last line "Answer: ..." in the response's last 300 characters, as DAPO's prompt asks. With
+strict_box_verify=True it is the last \boxed{...} there. It is compared as text after Minerva's normalisation
+(arXiv:2206.14858): what follows the last =, without units, articles, \text{} or spaces, \frac12 as \frac{1}{2}. Numbers
+are compared as exact decimals. verl 0.9.1 is stricter about numbers and marks: here 025 and 25.0 are 25, "34." is 34,
+and **Answer:** is Answer:. verl is more lenient about the place: without such a line it takes a \boxed{...} in the last
+100 characters, which is wrong here.
 
--1 is the paper's and verl's; dapo.py's overlong penalty is on that scale. wrong_score=0.0 makes it 0 and 1.
+The paper and verl have -1 for a wrong answer, and dapo.py's overlong penalty is on that scale. With wrong_score=0.0 the
+scores are 0 and 1.
 """
 
 import re
@@ -17,7 +18,7 @@ from rewards.gsm8k import FLEXIBLE, canonical
 
 TAIL = 300  # characters
 LINE = re.compile(r"answer\**\s*:\**\s*([^\n]+)", re.IGNORECASE)
-SUFFIX = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:m|s|th|\.)\s*\}(?:\^\{?[23]\}?)?")  # too short to be units elsewhere
+SUFFIX = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:m|s|th|\.)\s*\}(?:\^\{?[23]\}?)?")  # too short to be bare units
 WRAPPED = re.compile(r"\\(?:text|textbf|mbox|mathrm|overline)\s*\{([^{}]*)\}")
 UNITS = re.compile(
     r"\b(?:square|cm|km|gm|mph|inches|feet|meters|hours|minutes|degrees|dollars|cents|pounds|units|points|digits|ways"

@@ -1,9 +1,9 @@
 r"""Scorer for multiple choice (MMLU, MMLU-Pro, GPQA, ARC): the letter, A to J, that the response commits itself to.
 
-The statement is, of those there are, the last \boxed{...}, else the last <answer>...</answer>, else what follows the
-last "answer is" or "answer:" in its line, else the whole response if that is one line. It has to begin with the letter:
-B, (b), B., B) Paris, \text{B}, "option B because ...". Two letters, "A or B", are no answer; nor is the letter of the
-words A and I.
+The statement of the answer is the last \boxed{...}; else the last <answer>...</answer>; else what follows the last
+"answer is" or "answer:" in its line; else the whole response if it is one line. The statement must begin with the
+letter: B, (b), B., B) Paris, \text{B}, "option B because ...". Two letters, as in "A or B", are not an answer, and the
+words A and I are not letters.
 """
 
 import re
@@ -27,7 +27,7 @@ LETTER = re.compile(
 
 
 def extract_letter(response: str) -> str:
-    """The letter in upper case, "" where there is none or more than one."""
+    """The letter in upper case; "" if there is none or more than one."""
     statement = last_boxed(response)
     if statement is None:
         statement = last_tagged(response)
@@ -40,7 +40,7 @@ def extract_letter(response: str) -> str:
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
-    """Returns {"score": 1.0 or 0.0, "pred": the letter or None}. Raises InputError on a truth that is no letter."""
+    """Returns {"score": 1.0 or 0.0, "pred": the letter or None}. Raises InputError if the truth is not a letter."""
     truth = str(ground_truth).strip(" ().").upper()
     if not re.fullmatch("[A-J]", truth):
         raise InputError(

@@ -1,13 +1,14 @@
 """Scorer for the tasks of reasoning-gym (rows of data/reasoning_gym.py): the task's own score_answer(answer, entry).
 
-The ground truth is a JSON text {"task", "task_kwargs", "entry"}: what the task scores by. JSON has no tuples and no
-keys but strings, and some scorers compare with ==, so dump_entry() marks both and load_entry() restores them.
-The answer is what stands in the last <answer>...</answer>; without one, the last line that is not empty.
-Some tasks give partial credit between 0 and 1.
+The ground truth is a JSON text {"task", "task_kwargs", "entry"}, by which the task scores. Some scorers compare with
+==, but JSON has no tuples, and its keys are all strings. So dump_entry() marks tuples and other keys, and load_entry()
+restores them. The answer is the content of the last <answer>...</answer> or, without one, the last line that is not
+empty. Some tasks give partial credit between 0 and 1.
 
-Nothing that the model wrote is run. Nine of the scorers of reasoning-gym 0.1.25 call eval(), or sympy's parse_expr,
-which is eval(), on the answer: of LISTS they get a literal that was read and written anew here, the others are scored
-here (OWN). So are three that give 1 to the same answer whatever the question is: nan, 0, anything.
+Nothing that the model wrote is run. Nine scorers of reasoning-gym 0.1.25 call eval() on the answer, or sympy's
+parse_expr, which uses eval(). For the tasks in LISTS, they get a literal that was parsed and written again here. The
+other tasks are scored here (OWN). OWN also has three tasks whose scorers give 1 to the same answer whatever the
+question is: nan, 0, anything.
 """
 
 import ast
@@ -26,9 +27,9 @@ from rewards.algebra import algebra
 from rewards.answers import last_tagged
 from rewards.countdown import evaluate
 
-LISTS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}  # a Python list has a part of the credit
+LISTS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}  # a Python list gets partial credit
 LONGEST = 10_000  # characters of such a list
-UNBOUNDED = {"simple_integration", "intermediate_integration"}  # sympy.simplify: scored under a time limit only
+UNBOUNDED = {"simple_integration", "intermediate_integration"}  # sympy.simplify may not end: needs a time limit
 
 
 def dump_entry(value):
@@ -78,7 +79,7 @@ def extract_answer(response: str) -> str:
 
 
 def _as_literal(answer: str, entry: dict) -> str:
-    """The answer, if it is right as it stands, else the literal that it is. Raises ValueError where it is none."""
+    """The answer itself if it is right as it stands, else its literal. Raises ValueError if it is no literal."""
     if answer in (entry["answer"].strip(), *entry["metadata"].get("valid_answers", ())):
         return answer
     if len(answer) > LONGEST or "#" in answer:
@@ -89,7 +90,7 @@ def _as_literal(answer: str, entry: dict) -> str:
         raise ValueError(str(error)) from None
 
 
-# ---- in place of upstream's scorers: (answer, entry) -> score. What they raise is 0 ----
+# ---- these replace upstream's scorers: (answer, entry) -> score. An exception counts as 0 ----
 
 
 def _use_all(answer: str, entry: dict, target: int, wrong: float) -> float:
@@ -110,8 +111,8 @@ def _complex(answer: str, entry: dict) -> float:
 
 
 def _coin_flip(answer: str, entry: dict) -> float:
-    """Right to 0.1 %. Upstream gives a part for equal first digits, and so 1 for "0"."""
-    if len(answer) > 30 or "e" in answer.lower().replace("e-", ""):  # 1e999999999 is a number of that many digits
+    """The answer must be right to 0.1 %. Upstream gives partial credit for equal first digits, and so 1 for "0"."""
+    if len(answer) > 30 or "e" in answer.lower().replace("e-", ""):  # 1e999999999 would have that many digits
         raise ValueError("not a probability")
     return float(math.isclose(Fraction(answer.replace(",", "")), float(entry["answer"]), rel_tol=1e-3))
 
@@ -131,7 +132,8 @@ OWN = {
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
     """Returns {"score": the task's score in [0, 1], "pred": the answer or None, "scorer_error": 1.0 or 0.0}.
 
-    Some tasks' scorers raise on an answer of the wrong form (prime_factorization on a word): score 0, scorer_error 1.
+    Some tasks' scorers raise on an answer of the wrong form (prime_factorization on a word). This gives score 0 and
+    scorer_error 1.
     """
     truth = json.loads(ground_truth)
     name, pred, entry = truth["task"], extract_answer(solution_str), load_entry(truth["entry"])
@@ -144,6 +146,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     score_answer = OWN.get(name) or _task(name, json.dumps(truth["task_kwargs"], sort_keys=True)).score_answer
     try:
         score = float(score_answer(pred, entry))
-    except Exception:  # noqa: BLE001 whatever a hundred scorers raise; the answer is at fault, and it is counted
+    except Exception:  # noqa: BLE001 a hundred scorers may raise anything; the answer is at fault, and is counted
         return result | {"scorer_error": float(name not in OWN)}
     return result | {"score": score if math.isfinite(score) else 0.0}

@@ -1,8 +1,9 @@
 """Scorer for questions answered with a few words (Natural Questions, TriviaQA, HotpotQA; Search-R1's rows).
 
-The ground truth is one answer or a list of them, as it is or as {"target": ...}. The prediction is what stands in the
-last <answer>...</answer>. Both are normalised as in SQuAD (arXiv:1606.05250): lower case, without ASCII punctuation, a,
-an and the. metric="em": 1 if the prediction equals an answer. metric="f1": the best F1 of its words with an answer's.
+The ground truth is one answer or a list of them, plain or as {"target": ...}. The prediction is the content of the last
+<answer>...</answer>. Both are normalised as in SQuAD (arXiv:1606.05250): lower case, without ASCII punctuation and
+without the words a, an and the. metric="em": 1 if the prediction equals an answer. metric="f1": the best F1 between its
+words and those of an answer.
 """
 
 import re
@@ -16,22 +17,22 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """ "The Beatles!" -> "beatles"; what would vanish ("A", "?!") stays as it is."""
+    """ "The Beatles!" -> "beatles"; a text that would vanish ("A", "?!") stays as it is."""
     words = re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split()
     return " ".join(words) or text.strip().lower()
 
 
 def f1(prediction: str, answer: str) -> float:
-    """F1 of two normalised texts as bags of words."""
+    """The F1 of two normalised texts as bags of words."""
     ours, theirs = Counter(prediction.split()), Counter(answer.split())
     common = (ours & theirs).total()
     return 2 * common / (ours.total() + theirs.total()) if common else 0.0
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, metric="em", **kwargs) -> dict:
-    """Returns {"score": the metric in [0, 1], "pred": the normalised prediction, None if there is none}.
+    """Returns {"score": the metric in [0, 1], "pred": the normalised prediction, or None}.
 
-    Raises InputError: an unknown metric, a row without an answer.
+    Raises InputError: the metric is unknown, or the row has no answer.
     """
     if metric not in ("em", "f1"):
         raise InputError(f"rewards/search_qa.py: metric={metric!r}; use em or f1")

@@ -1,4 +1,4 @@
-"""Episodes of several turns: the model's turns, the tools that it calls, simulated users."""
+"""Multi-turn episodes: the model's turns, the tools that it calls, simulated users."""
 
 from lib.agent.agent_loop import agent_metrics, generate_multi_turn
 from lib.agent.builtin_tools import load_tools

@@ -1,10 +1,10 @@
 """Multi-turn episodes: each is a coroutine of its own, and tools run while other episodes generate.
 
-One episode is one row: B rows in, B rows out, in order. `prompts` is the first prompt, `responses` all that comes after
-it: sampled turns, and between them the tools' or the user's messages as the chat template writes them. response_mask is
-1 on sampled tokens only (a turn's end token is sampled too), attention_mask 1 on all of it.
+One episode is one row: B rows in, B rows out, in order. `prompts` is the first prompt. `responses` is all that comes
+after it: sampled turns, and between them the tools' or the user's messages as the chat template writes them.
+response_mask is 1 only on sampled tokens (a turn's end token is sampled too), attention_mask is 1 on all of it.
 
-The seed of a turn comes from its row's seed and its number: neither time nor other episodes change what is sampled.
+A turn's seed comes from its row's seed and the turn's number: neither timing nor other episodes change what is sampled.
 """
 
 import asyncio
@@ -39,25 +39,25 @@ from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
 from lib.rollout import Generated, RolloutEngine, Sampling, add_responses, turn_seed
 
-REPORT_S = 60.0  # a rollout says every so often what it waits for
-PATIENCE_S = 0.005  # for the next request to come before a long step
-LOOP_TURNS = 10  # of the event loop between two steps: about what a tool call takes
-NUMBERS = itertools.count()  # of the episodes of this process
+REPORT_S = 60.0  # how often a rollout says what it waits for
+PATIENCE_S = 0.005  # how long to wait for one more request before a long step
+LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes
+NUMBERS = itertools.count()  # numbers the episodes of this process
 INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kwargs")
 OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version")
-SHOWN: set[str] = set()  # tracebacks of failed episodes, without the message
+SHOWN: set[str] = set()  # the tracebacks already shown of failed episodes, without their messages
 
 # ---- one episode ---------------------------------------------------------------------------------
 
 
 class Episode:
-    """One request on its way from the prompt to a finish_reason."""
+    """Runs one request from its prompt to a finish_reason."""
 
     def __init__(self, request: AsyncRolloutRequest, engine: "EngineRequests", sampling: Sampling, settings: MultiTurn):
         self.request, self.engine, self.sampling, self.settings = request, engine, sampling, settings
         self.interaction: BaseInteraction | None = None
-        self.created: list[str] = []  # tools
-        self.not_created: dict[str, ToolResult] = {}  # what a call of these is answered
+        self.created: list[str] = []  # names of tools
+        self.not_created: dict[str, ToolResult] = {}  # tools whose create failed: the answer to every call
 
     async def run(self) -> None:
         """Raises what the parser, the template and the interaction raise."""
@@ -119,7 +119,7 @@ class Episode:
             plain = {"role": "assistant", "content": turn}
             try:
                 fits = add_messages(request, settings, turn, ended, [[message, *answers], [plain, *answers]])
-            except REFUSALS:  # an answer to a malformed call, in a template that wants a call before it
+            except REFUSALS:  # the template wants a call before each answer, and a malformed call is none
                 answers = [{"role": "user", "content": answer["content"]} for answer in answers]
                 fits = add_messages(request, settings, turn, ended, [[plain, *answers]])
             if not fits:
@@ -141,7 +141,7 @@ class Episode:
         return text, sampled.finish_reason
 
     async def _call_tools(self, calls: list[ToolCall]) -> list[dict]:
-        """Their messages. One after the other, since a later call may build on an earlier one's effects."""
+        """Runs the calls and returns their messages. One after the other: a later call may build on an earlier one."""
         request, settings = self.request, self.settings
         request.state = RequestState.TOOL_CALLING
         instance_ids = dict.fromkeys(settings.tools, request.request_id)
@@ -182,7 +182,7 @@ class Episode:
         return over, [{"role": "user", "content": self.settings.defused(text)}]
 
     async def _final_reward(self) -> float:
-        """calc_reward of the tools and score of the interaction, added up."""
+        """The sum of the tools' calc_reward and the interaction's score."""
         total = 0.0
         for name in self.created:
             reward, kind, _ = await self._tool(name, "calc_reward")
@@ -193,7 +193,7 @@ class Episode:
         return total + (await self._interact("score") if self.interaction else 0.0)
 
     async def _tool(self, name: str, method: str) -> tuple[Any, str | None, str]:
-        """`attempt` of create, calc_reward or release, with the row's kwargs for it; failures are counted."""
+        """Calls `attempt` on the tool's create, calc_reward or release, with the row's kwargs, and counts failures."""
         function = getattr(self.settings.tools[name], method)
         kwargs = (self.request.tools_kwargs.get(name) or {}).get(f"{method}_kwargs") or {}
         request_id, timeout_s = self.request.request_id, self.settings.tool_timeout
@@ -203,7 +203,7 @@ class Episode:
         return value, kind, what
 
     async def _interact(self, method: str, *args, **kwargs) -> Any:
-        """What the interaction's method returns, or raises: with a traceback, which `attempt` drops."""
+        """Calls the interaction's method. What it raises keeps its traceback, which `attempt` would drop."""
         raised = []
 
         async def call():
@@ -223,9 +223,9 @@ class Episode:
 
 
 class EngineRequests:
-    """The requests of all episodes to one engine. Its steps run in the event loop, between those of the tools: a thread
-    costs vLLM 0.5 ms a step, and it counts OpenMP's threads anew there. But a long step goes to a thread, so that the
-    clocks of the tools go on; what is asked of the engine meanwhile waits in `todo`."""
+    """The requests of all episodes to one engine. The engine's steps run in the event loop, between those of the tools:
+    a thread would cost vLLM 0.5 ms a step and an OpenMP thread pool of its own. But a long step runs in a thread, so
+    that the tools' timeouts go on. Requests that come meanwhile wait in `todo`."""
 
     def __init__(self, engine: RolloutEngine):
         self.engine = engine
@@ -246,7 +246,7 @@ class EngineRequests:
             del self.futures[request_id]
 
     async def serve(self, episodes: list[asyncio.Task]) -> None:
-        """Until all episodes are done. Raises what the engine raises."""
+        """Steps the engine until all episodes are done. Raises what the engine raises."""
         everyone = asyncio.gather(*episodes, return_exceptions=True)
         everyone.add_done_callback(lambda _: self.wake.set())
         while True:
@@ -270,7 +270,7 @@ class EngineRequests:
                     future.set_result(generated)
 
     async def _let_others_run(self) -> None:
-        """Before a long step, for as long as more requests come."""
+        """Lets tools run between two steps. Before a long step it waits as long as more requests come."""
         seen = -1
         while self.engine.long_steps and seen != len(self.todo):
             seen = len(self.todo)
@@ -284,7 +284,7 @@ class EngineRequests:
 
     def _submit(self, request_id: str, *args) -> None:
         if (future := self.futures.get(request_id)) is None:
-            return  # cancelled meanwhile
+            return  # it was cancelled meanwhile
         try:
             self.engine.submit(request_id, *args)
         except ValueError as error:
@@ -301,16 +301,18 @@ class EngineRequests:
 def generate_multi_turn(
     engine: RolloutEngine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
 ) -> DataProto:
-    """One episode per row of `prompts`, as engine.generate for single turns; row i is sampled with seeds[i].
+    """One episode per row of `prompts`, as engine.generate does for single turns; row i is sampled with seeds[i].
 
-    A row's raw_prompt_ids must be what the template makes of raw_prompt and settings.schemas; it may have tools_kwargs
-    and interaction_kwargs. sampling.max_response_length is that of the whole episode. Beside what a single turn gives,
-    a row gets finish_reason (a FinishReason's value), messages, num_turns, segments (their starts and ends in the
-    response), weight_version, agent_metrics, and turn_rewards (B, T): of the calls and of the interaction's answers on
-    the last token of the turn that they answer; on the last of all, the tools' calc_reward and the interaction's score.
+    A row's raw_prompt_ids must be what the template makes of raw_prompt and settings.schemas. The row may have
+    tools_kwargs and interaction_kwargs. sampling.max_response_length limits the whole episode.
+
+    Besides what a single turn gives, a row gets finish_reason (a FinishReason's value), messages, num_turns, segments
+    (their starts and ends in the response), weight_version, agent_metrics and turn_rewards (B, T). A reward of a tool
+    call or of an interaction's answer stands on the last token of the turn that was answered. The tools' calc_reward
+    and the interaction's score stand on the last token of all.
 
     Raises:
-        InputError: the prompts were made without the tools; all episodes failed.
+        InputError: the prompts were made without the tools, or all episodes failed.
     """
     rows, requests = prompts.non_tensor_batch, []
     for i, seed in enumerate(seeds):
@@ -330,7 +332,7 @@ def generate_multi_turn(
             )
         )
     ids = settings.encode(requests[0].rendered)
-    if ids != requests[0].prompt_ids and len(ids) <= (settings.max_prompt_length or len(ids)):  # a longer one was cut
+    if ids != requests[0].prompt_ids and len(ids) <= (settings.max_prompt_length or len(ids)):  # longer: it was cut
         raise InputError(
             "multi-turn: raw_prompt_ids are not what the chat template makes of raw_prompt and the tools; the data set "
             "must be given the same tools and chat_template_kwargs"
@@ -366,16 +368,16 @@ def generate_multi_turn(
 
 
 def agent_metrics(batch: DataProto) -> dict[str, Metric]:
-    """Local metrics of a batch of episodes, for `reduce_metrics`; none if it is one of single turns.
+    """This rank's metrics of a batch of episodes, for `reduce_metrics`; none for a batch of single turns.
 
-    - agent/turns_mean, tool_calls_mean, segments_mean: of an episode
-    - timing_s/tool_call: seconds of a call
+    - agent/turns_mean, tool_calls_mean, segments_mean: mean number per episode
+    - timing_s/tool_call: mean seconds of a call
     - agent/tool_errors/<kind>: calls answered with an error, and failures of create, calc_reward and release; kinds are
       lib.agent.tools.ERROR_KINDS and too_many
-    - agent/finish/<reason>: the fraction of episodes
+    - agent/finish/<reason>: the fraction of episodes that ended so
     - agent/failed, agent/aborted: episodes that are not trained on
-    - agent/tool/<key>, agent/interaction/<key>: what these report, the mean over the episodes that have it; of a tool
-      added up over its calls, of an interaction that of the last turn
+    - agent/tool/<key>, agent/interaction/<key>: metrics that tools and interactions report, as a mean over the episodes
+      that have them. A tool's add up over its calls; an interaction's are those of the last turn
     """
     rows, B = batch.non_tensor_batch, len(batch)
     if "agent_metrics" not in rows:
@@ -400,14 +402,14 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
 
 @cache
 def _runner(pid: int) -> asyncio.Runner:
-    """The event loop of this process; one for all rollouts, since clients that tools keep belong to theirs."""
+    """The event loop of this process. All rollouts share it, because a client that a tool keeps belongs to one loop."""
     return asyncio.Runner()
 
 
 async def _run_episodes(
     engine: RolloutEngine, requests: list[AsyncRolloutRequest], sampling: Sampling, settings: MultiTurn
 ) -> list[BaseException | None]:
-    """What each of them raised."""
+    """Runs all episodes. Returns for each the exception that it raised, or None."""
     shared = EngineRequests(engine)
     tasks = [asyncio.create_task(Episode(request, shared, sampling, settings).run()) for request in requests]
     report = asyncio.create_task(_report(requests))

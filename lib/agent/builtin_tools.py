@@ -1,4 +1,4 @@
-"""The tools of an episode by name: the user's own, and those built in: calculator, python, search, MCP."""
+"""Loads the tools of an episode: the user's own, and the built-in ones (calculator, python, search, MCP)."""
 
 import ast
 import asyncio
@@ -25,8 +25,8 @@ from lib.cli.user_code import load_object
 from lib.reward import _sandbox
 from lib.reward.sandbox import connect, hang_up, make_spec, sandbox_level
 
-TOP_K = 3  # passages of a search
-REMOTE_S = 30.0  # for an MCP server to start, and a retriever to answer
+TOP_K = 3  # passages that a search returns
+REMOTE_S = 30.0  # how long an MCP server may take to start, and a retriever to answer
 
 # ---- loading -------------------------------------------------------------------------------------
 
@@ -35,14 +35,15 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     """The tools of --multi-turn.tools, by name. A spec is one of
 
         calculator | python | path/to/file.py:function_or_class
-        search:corpus.jsonl           BM25 over {"contents"} or {"title", "text"} a line; another file: a passage a line
+        search:corpus.jsonl           BM25; each line is {"contents"} or {"title", "text"}. Other file names: a line is
+                                      a passage
         search:http://host/retrieve   a retriever with Search-R1's interface (arXiv:2503.09516)
-        mcp:command args | mcp:http://host/mcp   all tools of an MCP server. A command is started here, without this
-                                      process's environment but PATH, HOME and the like. It gets more by
-                                      "mcp:NAME=$NAME command args", a server elsewhere a header by
-                                      "mcp:Authorization=$NAME http://host/mcp": from this process's environment
+        mcp:command args | mcp:http://host/mcp   all tools of an MCP server. A command is started here. From this
+                                      process's environment it gets only PATH, HOME and the like, and what
+                                      "mcp:NAME=$NAME command args" names. A URL gets a header by
+                                      "mcp:Authorization=$NAME http://host/mcp", also from this environment
 
-    Raises InputError: a spec that cannot be loaded, a schema that is none, two tools of one name.
+    Raises InputError: a spec cannot be loaded, a schema is not valid, or two tools have one name.
     """
     tools: dict[str, BaseTool] = {}
     for spec in specs:
@@ -67,7 +68,7 @@ def _tools_of(spec: str) -> list[BaseTool]:
     if spec == "calculator":
         return [FunctionTool(calculator)]
     if spec == "python":
-        sandbox_level()  # raises InputError where none works
+        sandbox_level()  # raises InputError if no sandbox works here
         return [FunctionTool(python)]
     if kind == "search":
         is_url = rest.startswith(("http://", "https://"))
@@ -92,7 +93,7 @@ OPERATORS: dict[type[ast.AST], Callable] = {ast.USub: operator.neg, ast.UAdd: op
 OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 OPERATORS |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
 FUNCTIONS: dict[str, Callable] = {"abs": abs, "round": round, "min": min, "max": max, "sqrt": math.sqrt}
-MAX_EXPRESSION, MAX_BITS = 1000, 4096  # characters; of an integer
+MAX_EXPRESSION, MAX_BITS = 1000, 4096  # characters of an expression; bits of an integer
 
 
 def calculator(expression: str) -> str:
@@ -192,7 +193,7 @@ def _retrieve(url: str, query: str) -> list[str]:
 
 
 def _bm25(path: Path) -> Callable[[str], list[str]]:
-    """BM25 (Robertson and Zaragoza 2009) by bm25s, over English words: stop words are left out."""
+    """BM25 (Robertson and Zaragoza 2009) by bm25s, over English words without stop words."""
     passages = _read_corpus(path)
     import bm25s
 
@@ -228,7 +229,7 @@ def _read_corpus(path: Path) -> list[str]:
 
 
 class MCPServer:
-    """A connection to an MCP server, on an event loop and thread of its own: it outlives the loops of rollouts."""
+    """A connection to an MCP server, in a thread with its own event loop: it outlives the loops of rollouts."""
 
     def __init__(self, server):
         self.loop = asyncio.new_event_loop()
@@ -248,7 +249,7 @@ class MCPServer:
                     tools = tools + page.tools
                 ready.set_result((client, tools))
                 await asyncio.Event().wait()
-        except Exception as error:  # noqa: BLE001 raised in __init__; later, calls say that the server is gone
+        except Exception as error:  # noqa: BLE001 __init__ raises it; after that, calls say that the server is gone
             if not ready.done():
                 ready.set_exception(error)
 
@@ -274,11 +275,11 @@ class MCPTool(BaseTool):
 
 
 def _mcp_target(target: str):
-    """What mcp.Client takes. Raises ImportError; ValueError, IndexError: no command; InputError: no such variable."""
+    """What mcp.Client takes. Raises ImportError; ValueError, IndexError (no command); InputError (no such variable)."""
     from mcp import StdioServerParameters
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
-    words, given = shlex.split(target), {}  # environment of the command, or headers
+    words, given = shlex.split(target), {}  # given: environment of the command, or headers
     while words and (assignment := re.fullmatch(r"([\w-]+)=(.*)", words[0])):
         name, text = assignment.groups()
         if (value := from_environment(text)) is None:

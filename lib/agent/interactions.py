@@ -10,7 +10,7 @@ from lib.cli.user_code import load_object
 
 
 class BaseInteraction:
-    """A simulated user or environment; one object an episode. All methods are async."""
+    """A simulated user or environment. Each episode has its own object. All methods are async."""
 
     async def start(self, instance_id: str, **kwargs) -> None:
         """kwargs: the row's interaction_kwargs."""
@@ -27,13 +27,13 @@ class BaseInteraction:
 
 
 class ReasoningGym(BaseInteraction):
-    """Tells the model that its answer to a reasoning-gym question is wrong, until it is right or the tries are over.
+    """Tells the model that its answer to a reasoning-gym question is wrong, until it is right or no tries are left.
 
-    interaction_kwargs: ground_truth, as in rows of data/reasoning_gym.py; max_tries. A turn's reward is 0; the score is
-    the last answer's, by the task.
+    interaction_kwargs: ground_truth, as in rows of data/reasoning_gym.py; max_tries. A turn's reward is 0. The score is
+    the task's score of the last answer.
     """
 
-    async def start(  # type: ignore[override]  # the row names what it needs
+    async def start(  # type: ignore[override]  # its kwargs are named
         self, instance_id: str, *, ground_truth: str, max_tries: int = 3, **kwargs
     ) -> None:
         self.scorer = importlib.import_module("rewards.reasoning_gym")  # by name: rewards/ imports lib

@@ -1,11 +1,13 @@
 """What an episode may do, where it stands, and how its messages become tokens.
 
-Tokens in, tokens out: a sampled token is never decoded and encoded again. After each turn the whole conversation is
-rendered. While that is the text so far and then the turn (whitespace apart: templates trim, and write JSON their own
-way), only what follows is encoded and goes behind the sampled tokens. It begins with the template's end token, which is
-dropped where the policy sampled one; the newline that templates write behind it stays. Where it is another text (a
-template that drops the thinking of earlier turns, say), the next turn starts a new segment of the row: all of that text
-as its prompt, position_ids from 0 again, and lib/model takes it as a sequence of its own.
+Tokens in, tokens out: a sampled token is never decoded and encoded again. After each turn the chat template renders the
+whole conversation. Usually this text begins with the earlier text and then the turn, up to whitespace: templates trim,
+and write JSON their own way. Then only the rest is encoded, and goes behind the sampled tokens. The rest begins with
+the template's end token. That is dropped if the policy sampled one; the newline that templates write behind it stays.
+
+If the text begins differently (a template may drop the thinking of earlier turns), the next turn starts a new segment
+of the row. The whole text is its prompt, position_ids start again from 0, and lib/model takes it as a sequence of its
+own.
 """
 
 from bisect import bisect_left
@@ -27,7 +29,7 @@ from lib.agent.tools import BaseTool, ToolCall
 from lib.data import Defuse
 from lib.reward import LARGEST_SCORE
 
-REFUSALS = (jinja2.TemplateError, TypeError)  # what a chat template raises for messages that it does not take
+REFUSALS = (jinja2.TemplateError, TypeError)  # what a chat template raises for messages that it refuses
 
 
 class RequestState(Enum):
@@ -40,37 +42,37 @@ class RequestState(Enum):
 
 
 class FinishReason(Enum):
-    """What ended an episode; the last two leave no trained token."""
+    """What ended an episode. With the last two no token is trained on."""
 
-    STOP = "stop"  # a turn that calls nothing, or the interaction was over
+    STOP = "stop"  # a turn called no tool, or the interaction was over
     LENGTH = "length"  # the row is full, or max_turn_tokens cut a turn that nobody answers
-    TOOL_CALL = "tool_call"  # the last turn allowed calls a tool, which was not run
-    MAX_TURNS = "max_turns"  # the interaction would have gone on after the last turn allowed
+    TOOL_CALL = "tool_call"  # the last allowed turn called a tool, which was not run
+    MAX_TURNS = "max_turns"  # the interaction would have gone on after the last allowed turn
     ABORTED = "abort"  # episode_timeout, or the engine gave up
     ERROR = "error"  # an exception
 
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """What an episode may do. A turn that calls tools is answered by these, any other by the interaction, if any.
+    """What an episode may do. Tools answer a turn that calls them. The interaction, if any, answers other turns.
 
     Raises InputError for impossible limits and for a chat template that cannot show a tool's output.
     """
 
     tokenizer: PreTrainedTokenizerBase
     tools: dict[str, BaseTool] = field(default_factory=dict)
-    parse: Callable[[str], list[ToolCall]] = lambda text: []  # get_tool_parser's
+    parse: Callable[[str], list[ToolCall]] = lambda text: []  # what get_tool_parser returns
     interaction: type[BaseInteraction] | None = None
-    max_turns: int = 8  # of the policy
-    max_tool_calls: int = 4  # of a turn; those beyond are answered with an error. They run one after the other
+    max_turns: int = 8  # turns of the policy
+    max_tool_calls: int = 4  # per turn; further calls are answered with an error. Calls run one after the other
     max_turn_tokens: int | None = None  # None: what is left of the row
     max_tool_output: int = 2000  # characters
     truncate: Literal["left", "middle", "right"] = "middle"  # where a longer output is cut
-    tool_timeout: float = 30.0  # seconds, of every call of a tool or an interaction
+    tool_timeout: float = 30.0  # seconds, for every call of a tool or an interaction
     episode_timeout: float | None = None  # seconds; an episode that takes longer is not trained on
     reward_coef: float = 1.0  # weight of the rewards that tools and interaction give, beside the scorer's
-    chat_template_kwargs: dict = field(default_factory=dict)  # the data set's
-    max_prompt_length: int | None = None  # the data set's, which may cut longer prompts; None: it cuts none
+    chat_template_kwargs: dict = field(default_factory=dict)  # those of the data set
+    max_prompt_length: int | None = None  # that of the data set, which may cut longer prompts; None: it cuts none
 
     def __post_init__(self):
         for name in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tool_output", "tool_timeout"):
@@ -103,17 +105,18 @@ class MultiTurn:
         return Defuse(self.tokenizer)
 
     def defused(self, text: str) -> str:
-        """What a tool or a user says, without the power to end its message."""
-        return self.defuse(text).encode("utf-8", "replace").decode()  # lone surrogates, which no tokenizer takes
+        """The text of a tool or user, changed so that none of it becomes a special token and ends its message."""
+        return self.defuse(text).encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
 
 
 def load_multi_turn(
     settings: dict, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict, max_prompt_length: int
 ) -> MultiTurn | None:
-    """From the --multi-turn settings; None without any. "tools": names for load_tools; "parser": a name for
-    get_tool_parser, or auto; "interaction": a name for load_interaction; all other keys are fields of MultiTurn.
+    """Makes MultiTurn from the --multi-turn settings; None if there are none. "tools": specs for load_tools; "parser":
+    a name for get_tool_parser, or auto; "interaction": a spec for load_interaction. All other keys are fields of
+    MultiTurn.
 
-    Raises InputError: an unknown key, or what these raise.
+    Raises InputError: an unknown key, or what these functions raise.
     """
     if not settings:
         return None
@@ -135,7 +138,7 @@ def load_multi_turn(
 
 @dataclass
 class AsyncRolloutRequest:
-    """An episode: where it stands, as messages, as the template renders them, and as tokens."""
+    """The state of an episode: its messages, the text that the template renders, and the tokens."""
 
     request_id: str
     messages: list[dict]
@@ -149,19 +152,19 @@ class AsyncRolloutRequest:
     max_response_length: int
     state: RequestState = RequestState.PENDING
     finish_reason: FinishReason | None = None
-    token_ids: list[int] = field(default_factory=list)  # of the response, as the next three
+    token_ids: list[int] = field(default_factory=list)  # tokens of the response; the next three go with them
     loss_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     position_ids: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])  # of the segments; the first includes the prompt
+    starts: list[int] = field(default_factory=lambda: [0])  # where segments start; the first includes the prompt
     num_turns: int = 0
     turn_rewards: list[float] = field(default_factory=list)
-    rewarded: list[int] = field(default_factory=list)  # where each of them stands: the last token before it was given
+    rewarded: list[int] = field(default_factory=list)  # each reward's index: the last token before it was given
     metrics: Counter = field(default_factory=Counter)
 
     @property
     def context(self) -> list[int]:
-        """What the next turn is sampled from."""
+        """The tokens from which the next turn is sampled."""
         return ([] if self.starts[-1] else self.prompt_ids) + self.token_ids[self.starts[-1] :]
 
     @property
@@ -173,7 +176,7 @@ class AsyncRolloutRequest:
         return list(zip(self.starts, [*self.starts[1:], len(self.token_ids)]))
 
     def append(self, token_ids: list[int], log_probs: list[float] | None = None) -> None:
-        """Tokens that the policy sampled, or without log_probs those that it was given."""
+        """Appends tokens that the policy sampled or, without log_probs, tokens that it was given."""
         position = len(self.context)
         self.position_ids += range(position, position + len(token_ids))
         self.token_ids += token_ids
@@ -191,7 +194,7 @@ class AsyncRolloutRequest:
 
 
 def glue(settings: MultiTurn, before: str, turn: str, after: str) -> list[int] | None:
-    """The tokens of `after` from the end token of the turn on, if `after` is `before`, then the turn, and so on."""
+    """If `after` is `before`, then the turn, then more text: the tokens of `after` from the turn's end token on."""
     if not after.startswith(before):
         return None
     end = len(before)
@@ -207,10 +210,10 @@ def glue(settings: MultiTurn, before: str, turn: str, after: str) -> list[int] |
 
 
 def add_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list) -> bool:
-    """Adds the turn and its answers to the messages and the answers' tokens to the row; False where it has no room.
+    """Adds the turn and its answers to the messages, and the answers' tokens to the row. False if the row has no room.
 
-    versions: the same messages in several forms. The first that keeps the sampled text is taken, or else the first that
-    the template takes. ended: whether the policy sampled an end token.
+    versions: the same messages in several forms. The first form that keeps the sampled text is used, or else the first
+    that the template takes. ended: whether the policy sampled an end token.
     """
     rewritten = refusal = None
     for new in versions:
@@ -239,10 +242,10 @@ def add_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, e
 
 
 def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_id: int) -> dict:
-    """The turn as templates want it: content and tool_calls. A turn with a malformed call is content only."""
+    """The turn as templates want it: content and tool_calls. A turn with a malformed call has only content."""
     if not calls or any(call.error is not None for call in calls):
         return {"role": "assistant", "content": turn}
-    # the content is what can be left out without a change of the calls
+    # the content is the longest beginning without which the turn has the same calls
     start = bisect_left(range(1, len(turn)), True, key=lambda i: parse(turn[i:]) != calls)
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     tool_calls = [
@@ -252,7 +255,7 @@ def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_i
 
 
 def call_id(number: int) -> str:
-    return f"{number:09d}"  # Mistral's template wants nine characters
+    return f"{number:09d}"  # Mistral's template demands nine characters
 
 
 def check_template(settings: MultiTurn) -> None:
@@ -277,7 +280,7 @@ def check_template(settings: MultiTurn) -> None:
             raise InputError(f"tokenizer {name}: its chat template leaves out a {answer['role']} message after a turn")
         text = turn["content"] if end is None else after[len(before) :].partition(end)[0]
         ids = glue(settings, before, text, after)
-        if ids is None:  # it rewrites history: every turn is a segment, and encoded whole
+        if ids is None:  # the template rewrites history: every turn is a segment, which is encoded as a whole
             return
         if settings.encode(before) + settings.encode(text) + ids != settings.encode(after):
             raise InputError(f"tokenizer {name}: a conversation encoded turn by turn is not the tokens of the whole")

@@ -1,4 +1,4 @@
-"""From a turn's text to its tool calls, in the formats of the model families."""
+"""Reads the tool calls in a turn's text, in the formats of the model families."""
 
 import ast
 import functools
@@ -15,13 +15,13 @@ from lib.agent.tools import BaseTool, ToolCall, allow_null, say
 
 
 def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = None) -> Callable[[str], list[ToolCall]]:
-    """The parser of a sampled turn (special tokens kept) into its calls; a text without a call gives [].
+    """A function from the text of a sampled turn (special tokens kept) to its calls; [] for a text without a call.
 
-    name: hermes | llama3_json | qwen3_coder | vllm:NAME, one of vLLM's | auto, by the tokenizer's chat template or else
-    its response_template. A call that cannot be read has .error; vLLM's parsers take it for plain text. What a model
-    only thinks, before </think>, is no call.
+    name: hermes | llama3_json | qwen3_coder | vllm:NAME (one of vLLM's) | auto (from the tokenizer's chat template, or
+    else its response_template). A call that cannot be read has .error; vLLM's parsers take it for plain text. A call in
+    the model's thoughts, before </think>, does not count.
 
-    Raises InputError: no such parser, vLLM not installed, a template that names no format.
+    Raises InputError: there is no such parser, vLLM is not installed, or the template shows no known format.
     """
     schemas = [tool.get_openai_tool_schema() for tool in (tools or {}).values()]
     own = {"hermes": parse_hermes, "llama3_json": parse_llama3_json}
@@ -41,7 +41,7 @@ def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = No
 def _format_of(template: str) -> str:
     if "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
-    if "<tool_call>" in template and "<arg_key>" not in template:  # GLM's has that
+    if "<tool_call>" in template and "<arg_key>" not in template:  # GLM's has <arg_key>
         return "hermes"
     return "llama3_json" if '"parameters":' in template and "ipython" in template else ""
 
@@ -52,7 +52,7 @@ def _spoken(text: str) -> str:
 
 
 def _to_call(value) -> ToolCall:
-    """The call in a JSON value {"name", "arguments" or "parameters"}; no arguments are none."""
+    """The call in a JSON value {"name", "arguments" or "parameters"}. Missing arguments count as {}."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", error='it must be a JSON object with "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -62,23 +62,23 @@ def _to_call(value) -> ToolCall:
 
 
 def _plain(value):
-    """The value, if it can be written as JSON in UTF-8. Raises ValueError (NaN, a lone surrogate), TypeError."""
+    """The value itself. Raises ValueError (NaN, a lone surrogate) or TypeError if it cannot be JSON in UTF-8."""
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value
 
 
 def _read_call(text: str, start: int = 0) -> tuple[ToolCall, int]:
-    """The call in the JSON at `start`, and where that ends; with malformed JSON, `start`."""
+    """(the call in the JSON at `start`, where the JSON ends). With malformed JSON that is `start`."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
         return _to_call(_plain(value)), end
     except json.JSONDecodeError as error:
         return ToolCall("", error=f"invalid JSON: {error.msg} at character {error.pos - start}"), start
-    except (ValueError, RecursionError) as error:  # also an integer of too many digits
+    except (ValueError, RecursionError) as error:  # also for an integer with too many digits
         return ToolCall("", error=f"invalid JSON: {error}"), start
 
 
-MAX_CALLS = 100  # of one text: JSON's error messages count the lines before them, each from the start
+MAX_CALLS = 100  # per text: each JSON error counts the lines from the start, which would be quadratic
 LONGEST_LITERAL = 10_000  # characters
 OPEN_CALL, CLOSE_CALL = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 SPECIAL = re.compile(r"\s*(?:<\|\w+\|>\s*)*")  # <|im_end|>, <|eot_id|>
@@ -116,9 +116,9 @@ PARAMETER_END = re.compile(r"(\n?)</parameter>\s*(?=<parameter=|</function>)")
 
 
 def parse_qwen3_coder(tools: dict[str, BaseTool], text: str) -> list[ToolCall]:
-    """<function=NAME><parameter=KEY>value</parameter> ...</function>; a value that is no text is read by its schema."""
+    """<function=NAME><parameter=KEY>value</parameter> ...</function>. The schema says how to read each value."""
     ends = list(PARAMETER_END.finditer(text))
-    tags = [found.end(1) for found in ends]  # found once: a search from each parameter would be quadratic
+    tags = [found.end(1) for found in ends]  # one search: a search from each parameter would be quadratic
     calls, end = [], 0
     while opened := FUNCTION.search(text, end):
         name, arguments, end = opened[1].strip(), {}, opened.end()
@@ -134,7 +134,7 @@ def parse_qwen3_coder(tools: dict[str, BaseTool], text: str) -> list[ToolCall]:
 
 
 def _from_text(text: str, schema: dict):
-    """The text where the schema allows it, else the JSON or Python value in it; null and None where allowed."""
+    """The text itself if the schema allows text, else the JSON or Python value in it. null and None if allowed."""
     is_valid = jsonschema.Draft202012Validator(allow_null(schema)).is_valid
     if schema and text.strip() in ("null", "None") and is_valid(None):
         return None
@@ -148,12 +148,12 @@ def _from_text(text: str, schema: dict):
 def _guarded(parse: Callable[[str], list[ToolCall]], text: str) -> list[ToolCall]:
     try:
         return parse(text)
-    except Exception as error:  # noqa: BLE001 whatever a parser from elsewhere raises on a malformed call
+    except Exception as error:  # noqa: BLE001 a foreign parser may raise anything on a malformed call
         return [ToolCall("", error=say(error))]
 
 
 def _response_template_parser(tokenizer, schemas: list[dict]) -> Callable[[str], list[ToolCall]]:
-    tokenizer.get_response_parser(prefix="")  # raises on a template that is none
+    tokenizer.get_response_parser(prefix="")  # raises if the template is not valid
 
     def parse(text: str) -> list[ToolCall]:
         calls = tokenizer.parse_response(text, prefix="", tools=schemas).get("tool_calls") or []
@@ -169,7 +169,7 @@ def _vllm_parser(name: str, tokenizer, schemas: list[dict]) -> Callable[[str], l
 
         cls = ToolParserManager.get_tool_parser(name)
         request = ChatCompletionRequest(model="", messages=[], tools=schemas or None)
-        cls(tokenizer, request.tools)  # raises where the tokenizer lacks its special tokens
+        cls(tokenizer, request.tools)  # raises if the tokenizer lacks its special tokens
     except ImportError as error:
         raise InputError(f"--multi-turn.parser vllm:{name}: vLLM is not installed ({error})") from error
     except KeyError as error:
@@ -179,7 +179,7 @@ def _vllm_parser(name: str, tokenizer, schemas: list[dict]) -> Callable[[str], l
         raise InputError(f"--multi-turn.parser vllm:{name}: it does not fit the tokenizer ({say(error)})") from error
 
     def parse(text: str) -> list[ToolCall]:
-        parser = cls(tokenizer, request.tools)  # it has a state
+        parser = cls(tokenizer, request.tools)  # a new one, since it keeps a state
         calls = [call.function for call in parser.extract_tool_calls(text, request).tool_calls]
         return [_read_call(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}')[0] for call in calls]
 

@@ -1,9 +1,9 @@
-"""Tools and simulated users of multi-turn episodes: how they are loaded, called and parsed out of a model's text.
+"""Tools of multi-turn episodes: what a tool is, and how it is called.
 
-A tool is a plain typed Python function, a subclass of BaseTool, or one of an MCP server's. Nothing that it does ends a
-run: run_tool_call answers every failure with a text for the model and a kind to count it by. A function that is not
-async runs in a thread of its own, and is left there when its time is over. Beyond reach are an async function that
-blocks or ignores its cancellation for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
+A tool is a plain typed Python function, a subclass of BaseTool, or a tool of an MCP server. A tool's failure does not
+end a run: run_tool_call answers it with a text for the model and a kind to count it by. A function that is not async
+runs in a thread of its own, and is left there when its time is over. Three failures are not caught: an async function
+that blocks or ignores its cancellation for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "tim
 
 @dataclass
 class ToolCall:
-    name: str  # "" where the text does not say
+    name: str  # "" if the text has none
     arguments: dict | None = None
     error: str | None = None  # what is wrong with the text; then arguments is None
 
@@ -41,14 +41,14 @@ class ToolResult:
     text: str  # for the model: the output, truncated, or "Error: ..."
     reward: float = 0.0
     metrics: dict = field(default_factory=dict)
-    error_kind: str | None = None  # of ERROR_KINDS
+    error_kind: str | None = None  # one of ERROR_KINDS
 
 
 class BaseTool:
-    """A tool. All methods are async but get_openai_tool_schema; an instance_id is an episode's own state of the tool.
+    """A tool. All methods except get_openai_tool_schema are async. An instance_id names an episode's state of the tool.
 
     kwargs come from the row: tools_kwargs[name] = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs",
-    "release_kwargs"}. execute may also return the text alone, a number, or (text, reward).
+    "release_kwargs"}. execute may also return only the text, a number, or (text, reward).
     """
 
     def get_openai_tool_schema(self) -> dict:
@@ -68,7 +68,7 @@ class BaseTool:
 
 
 class FunctionTool(BaseTool):
-    """A typed function with a Google docstring. The row's execute_kwargs go before what the model gives."""
+    """A typed function with a Google docstring. The row's execute_kwargs override the model's arguments."""
 
     def __init__(self, function: Callable):
         self.function = function
@@ -81,7 +81,7 @@ class FunctionTool(BaseTool):
             raise InputError(
                 f"tool {name}: give every parameter a type and a line under Args: in its docstring ({error})"
             ) from error
-        self.schema["function"].pop("return", None)  # it may say that there is a reward
+        self.schema["function"].pop("return", None)  # the model must not see that there is a reward
 
     def get_openai_tool_schema(self) -> dict:
         return self.schema
@@ -90,7 +90,7 @@ class FunctionTool(BaseTool):
         return await _call(self.function, **{**parameters, **kwargs})
 
 
-# ---- calling, with walls -------------------------------------------------------------------------
+# ---- calling: failures are caught, time is limited -----------------------------------------------
 
 
 def say(error: BaseException) -> str:
@@ -100,12 +100,12 @@ def say(error: BaseException) -> str:
 
 
 async def in_thread(function: Callable, *args, **kwargs):
-    """As asyncio.to_thread, but never waited for: neither by a full pool nor at the end of the process."""
+    """Like asyncio.to_thread, but no full pool delays the call, and the process does not wait for it at its end."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
     def settle(value, error):
-        if not future.done():  # nobody waits any more
+        if not future.done():  # it is done if nobody waits any more
             future.set_exception(error) if error else future.set_result(value)
 
     def run():
@@ -135,18 +135,19 @@ async def _outcome(function: Callable, args: tuple, kwargs: dict) -> tuple[Any, 
         return await _call(function, *args, **kwargs), None, ""
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001 also SystemExit, which would end the loop; `attempt` itself is cancelled
+    except BaseException as error:  # noqa: BLE001 SystemExit would end the loop; `attempt` itself may be cancelled
         return None, "timeout" if isinstance(error, TimeoutError) else "exception", say(error)
 
 
 async def attempt(function: Callable, /, *args, timeout_s: float, **kwargs) -> tuple[Any, str | None, str]:
     """(value, None, "") of `await function(*args, **kwargs)`, or (None, "exception" | "timeout", what happened).
 
-    Never raises for what the function does: for tool.create / calc_reward / release and the methods of an interaction.
+    Whatever the function does, this does not raise. For a tool's create, calc_reward and release, and an interaction's
+    methods.
     """
     task = asyncio.ensure_future(_outcome(function, args, kwargs))
     try:
-        await asyncio.wait({task}, timeout=timeout_s)  # unlike wait_for, also for a task that ignores its cancellation
+        await asyncio.wait({task}, timeout=timeout_s)  # wait_for would wait for a task that ignores its cancellation
     finally:
         task.cancel()
     if not task.done():
@@ -155,7 +156,7 @@ async def attempt(function: Callable, /, *args, timeout_s: float, **kwargs) -> t
 
 
 def _checked(value) -> tuple[str, float, dict]:
-    """(text, reward, metrics) of what a tool returned. Raises TypeError, ValueError."""
+    """(text, reward, metrics) from what a tool returned. Raises TypeError, ValueError."""
     parts: tuple = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
     defaults: tuple = (0.0, {})
     text, reward, metrics = parts + defaults[len(parts) - 1 :]
@@ -171,9 +172,9 @@ def _checked(value) -> tuple[str, float, dict]:
 
 
 def _readable(text: str, max_chars: int, truncate: str) -> str:
-    """At most max_chars of the text, with a mark where the rest was; lone surrogates become U+FFFD.
+    """At most max_chars of the text, with a mark where something was cut. Lone surrogates become U+FFFD.
 
-    truncate is the end that is cut, as in lib/data/dataset.py.
+    truncate: where the text is cut (left, middle, right), as in lib/data/dataset.py.
     """
     if (excess := len(text) - max_chars) > 0:
         head = {"left": 0, "middle": max_chars - max_chars // 2, "right": max_chars}[truncate]
@@ -182,7 +183,7 @@ def _readable(text: str, max_chars: int, truncate: str) -> str:
 
 
 def allow_null(schema):
-    """JSON Schema's form of `nullable`, which get_json_schema writes for Optional."""
+    """Turns `nullable`, which get_json_schema writes for Optional, into JSON Schema's own form."""
     if isinstance(schema, list):
         return [allow_null(item) for item in schema]
     if not isinstance(schema, dict):
@@ -203,7 +204,7 @@ def _argument_error(tool: BaseTool, arguments: dict) -> str | None:
     try:
         error = jsonschema.exceptions.best_match(validator_of(tool).iter_errors(arguments))
         return error and f"{error.json_path.removeprefix('$').removeprefix('.')}: {error.message}".removeprefix(": ")
-    except Exception as error:  # noqa: BLE001 what a strange schema, or a value nested too deeply, makes of it
+    except Exception as error:  # noqa: BLE001 a strange schema or a value nested too deeply may raise anything
         return f"they cannot be checked ({say(error)})"
 
 
@@ -216,10 +217,10 @@ async def run_tool_call(
     truncate: str = "middle",
     tools_kwargs: dict | None = None,
 ) -> ToolResult:
-    """What the model is answered; never raises for what the model or the tool does.
+    """Runs a call and returns the answer for the model. Whatever the model or the tool does, it does not raise.
 
-    instance_ids: by the tool's name; tools_kwargs: the row's. truncate: which end of an output of more than
-    max_output_chars is cut: left, middle or right; the mark in its place comes on top.
+    instance_ids: by the tool's name; tools_kwargs: the row's. truncate: where an output of more than max_output_chars
+    is cut: left, middle or right. The mark in place of the cut text is not counted.
     """
 
     async def execute():

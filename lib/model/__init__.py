@@ -1,7 +1,7 @@
 """Policy, reference, critic and reward model: load, and forward to log-probs and entropies, values, or scores.
 
 Two things keep the forward cheap, and both are exact. Padding never enters it (packing.py, attention.py), and full fp32
-logits never exist (log_probs.py). What a step needs of a GPU is estimated by lib/model/memory.py, a command too.
+logits never exist (log_probs.py). memory.py estimates how much GPU memory a step needs; it is also a command.
 """
 
 from lib.model.attention import SAMPLED_BY_HF, carries_state, layout

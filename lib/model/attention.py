@@ -1,9 +1,9 @@
-"""How the layers that mix tokens keep the sequences of a packed row apart, and which models' layers can.
+"""Keeps the sequences of a packed row apart in every layer that mixes tokens, and says which models allow that.
 
-Attention runs inside each sequence: packed_sdpa. A recurrent or convolutional layer would carry its state over from one
-packed sequence to the next, so it gets its tokens as rows, and gives them back packed: the same on any device and with
-any kernel. transformers can also pass such layers `cu_seq_lens_q` or `seq_idx`, which only some kernels look at:
-without those packages, and on a CPU, rows leak into each other without a word.
+Attention runs inside each sequence: packed_sdpa. A recurrent or convolutional layer would carry its state from one
+packed sequence into the next. So it gets the sequences as rows, and its output is packed again: this works on any
+device and with any kernel. transformers can also pass `cu_seq_lens_q` or `seq_idx` to such layers, but only some
+kernels look at them: on a CPU, or without those kernels' packages, sequences silently leak into each other.
 """
 
 import math
@@ -43,11 +43,12 @@ def packed_sdpa(
 
     `packed_runs` is a list of packing.py's `PackedRun`. A whole sequence, or a prompt that rows share, attends to its
     own earlier tokens; a response to a shared prompt attends to the prompt and to its own earlier tokens. Only such
-    responses are padded, and in the attention only. With a `group_cache` (lib/rollout/hf_engine.py) that attends.
-    Without either this is transformers' own SDPA attention.
+    responses are padded, and only inside the attention. A `group_cache` (lib/rollout/hf_engine.py) computes the
+    attention itself. With neither of them this is transformers' own SDPA attention.
 
-    With a `sequence_group` of n ranks each has N / n tokens of the packed row, and attends with H / n heads to all N:
-    an all-to-all before and one behind change from the one to the other (DeepSpeed-Ulysses, arXiv 2309.14509).
+    In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all
+    N tokens. One all-to-all before the attention and one after it switch between the two (DeepSpeed-Ulysses, arXiv
+    2309.14509).
     """
     if group_cache is not None:
         return group_cache.attend(module, query, key, value, scaling), None
@@ -60,7 +61,7 @@ def packed_sdpa(
     if sequence_group is not None:
         query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))
     window, gqa = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
-    # split, whose backward is one cat; that of a slice fills a whole row with zeros
+    # split, because its backward is one cat; the backward of a slice fills a whole row with zeros
     sizes = [run.tokens for run in packed_runs]
     queries, keys, values = (rearrange(x, "1 h n d -> n h d").split(sizes) for x in (query, key, value))
     outputs = []
@@ -70,7 +71,7 @@ def packed_sdpa(
         else:
             k, v = (_take(torch.cat([x[run.prompt_run], x[i]]), run.places) for x in (keys, values))
             q = _take(queries[i], run.places[:, -run.length :] - len(queries[run.prompt_run]))
-        q, k, v = (rearrange(x, "s l h d -> s h l d") for x in (q, k, v))  # of keys and values l is P + length
+        q, k, v = (rearrange(x, "s l h d -> s h l d") for x in (q, k, v))  # for k and v, l is P + length
         mask = None
         if window is not None and k.shape[2] > window:
             position = torch.arange(k.shape[2], device=q.device)
@@ -88,8 +89,8 @@ def packed_sdpa(
 
 
 def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(1, H / n, N, D), this rank's heads, from (1, H, N / n, D), its tokens. Fewer heads than n, of keys and values,
-    are repeated; so are those whose number n does not divide."""
+    """From this rank's tokens (1, H, N / n, D) to this rank's heads (1, H / n, N, D). Heads of keys and values are
+    repeated where n does not divide their number."""
     n, H = group.size(), x.shape[1]
     x = repeat(x, "1 h t d -> (h copies) t d", copies=n // math.gcd(n, H))
     x = all_to_all(rearrange(x, "(n h) t d -> n h t d", n=n), group)
@@ -97,13 +98,13 @@ def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _all_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(N / n, H, D), this rank's tokens, from (N, H / n, D), its heads."""
+    """From this rank's heads (N, H / n, D) to this rank's tokens (N / n, H, D)."""
     x = all_to_all(rearrange(x, "(n t) h d -> n t h d", n=group.size()), group)
     return rearrange(x, "n t h d -> t (n h) d")
 
 
 def _take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """x[places] for x (n, H, D); the backward of an embedding is twice as fast on a CPU as that of an index."""
+    """x[places] for x (n, H, D). On a CPU the backward of an embedding is twice as fast as that of an index."""
     return rearrange(F.embedding(places, rearrange(x, "n h d -> n (h d)")), "... (h d) -> ... h d", h=x.shape[1])
 
 
@@ -111,10 +112,10 @@ ALL_ATTENTION_FUNCTIONS.register("packed_sdpa", packed_sdpa)
 ALL_MASK_ATTENTION_FUNCTIONS.register("packed_sdpa", sdpa_mask)
 
 
-# ---- which models, and their layers that carry a state -------------------------------------------
+# ---- which models can be packed, and their layers that carry a state -----------------------------
 
 
-STATE_LAYERS = {  # of a model_type: the class of its layers that carry a state; tests/model/test_models.py has each
+STATE_LAYERS = {  # model_type: class of its layers that carry a state; tests/model/test_models.py tests each
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
@@ -131,9 +132,9 @@ STATE_LAYERS = {  # of a model_type: the class of its layers that carry a state;
     "zamba2": "Zamba2MambaMixer",
 }
 
-SAMPLED_BY_HF = STATE_LAYERS.keys() - {"nemotron_h", "zamba2"}  # with a cache, these two clamp their steps otherwise
+SAMPLED_BY_HF = STATE_LAYERS.keys() - {"nemotron_h", "zamba2"}  # with a cache, these two clamp time steps differently
 
-UNPACKABLE = {  # of a model_type: what no flag of transformers shows
+UNPACKABLE = {  # model_type: why it cannot be packed, where no flag of transformers shows it
     "doge": "its attention has a mask of its own",
     "nemotron": "its layers give their attention no keywords",
     "stablelm": "its layers give their attention no keywords",
@@ -141,14 +142,14 @@ UNPACKABLE = {  # of a model_type: what no flag of transformers shows
 
 
 def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) -> tuple[str, str | None]:
-    """(the attention implementation to load with, why rows cannot be packed): None where they can be.
+    """(the attention implementation to load with, why rows cannot be packed or None if they can).
 
-    packed_sdpa gives way to transformers' own sdpa or eager for a model that it does not know.
+    For a model that packed_sdpa cannot handle, this is transformers' own sdpa or eager.
 
     Raises:
-        InputError: for `sdpa`, where it would leave out soft caps without a word.
+        InputError: `sdpa` would silently leave out the model's soft caps.
     """
-    text, cls = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: code of its own
+    text, cls = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: remote code
     others = other_layers(config)
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     if capped and attn_implementation == "sdpa":
@@ -160,7 +161,7 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
         reason = f"{attn_implementation} attention takes no packed rows"
     elif text.model_type not in STATE_LAYERS and (others or (cls is not None and cls._is_stateful)):
         reason = f"packing knows no {min(others, default='recurrent')} layers"
-    elif no_sdpa and text.model_type != "mamba2":  # which has no attention at all
+    elif no_sdpa and text.model_type != "mamba2":  # mamba2 has no attention at all
         reason = "its attention has " + ("soft caps" if capped else "sinks, position biases or the like")
     elif packed and cls is not None and not cls._can_set_attn_implementation():
         reason = "its attention cannot be exchanged"
@@ -170,7 +171,7 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
 
 
 def other_layers(config: PreTrainedConfig) -> set[str]:
-    """The kinds of layers that do not mix tokens by full or sliding-window attention alone."""
+    """The kinds of layers other than full and sliding-window attention."""
     return set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
 
 
@@ -188,14 +189,14 @@ def lay_out(
     padding_free: bool = True,
     share_prompts: bool = True,
 ) -> None:
-    """Settles how rows go through the model, in its attributes padding_free and share_prompts, and says why if not as
-    asked. Layers that carry a state will take the `sequence_rows` of a packed row.
+    """Decides how rows go through the model, and sets its attributes padding_free and share_prompts. If that is not
+    what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row.
 
-    Such a layer gets them from its parent, because not every parent passes its keywords on; and it does at each
-    forward of the parent, also where gradient checkpointing repeats it.
+    A hook on the parent of such a layer hands them down, because not every parent passes its keywords on. The hook
+    runs at each forward of the parent, also when gradient checkpointing repeats it.
 
     Raises:
-        InputError: a token of the model depends on later ones, or on chance.
+        InputError: the model's output at a token depends on later tokens, or on chance.
     """
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise InputError(f"{name}: its attention sees later tokens; give a decoder")
@@ -217,7 +218,7 @@ def lay_out(
 
 
 def layout(*models: PreTrainedModel) -> dict[str, bool]:
-    """How all of the models take rows: for `prepare_dynamic_batch`."""
+    """The row layout that all of the models allow, for `prepare_dynamic_batch`."""
     return {name: all(getattr(model, name) for model in models) for name in ("padding_free", "share_prompts")}
 
 

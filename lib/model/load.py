@@ -1,6 +1,6 @@
-"""Loads policy, reference, critic and reward model, and what is done to a model before `shard_model`: freeze, LoRA.
+"""Loads policy, reference, critic and reward model. Also what happens to a model before `shard_model`: freeze, LoRA.
 
-Dropout is off everywhere: sampling and training are one function.
+Dropout is off everywhere, so that sampling and training compute the same function.
 """
 
 import logging
@@ -38,8 +38,8 @@ from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import token_log_probs
 from lib.model.values import token_values, value_head
 
-disable_progress_bar()  # of loading: one bar a rank
-# a table of weights that are missing or too many, on each rank: `_from_pretrained` says in one line what is wrong
+disable_progress_bar()  # transformers would show one loading bar per rank
+# hides the table of missing and unexpected weights that each rank would print; `_from_pretrained` says it in one line
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
@@ -51,8 +51,8 @@ def split_gguf(path: str) -> tuple[str, dict[str, str]]:
 
 
 def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
-    """Raises InputError for a model whose attention heads cannot be split over `size` ranks, or that mixes tokens in
-    other ways than attention, too."""
+    """Raises InputError for a model whose attention heads cannot be split over `size` ranks, or that has layers other
+    than attention that mix tokens."""
     if size == 1:
         return
     config = _packed_config(path, "--sequence-parallel-size", size, flag, trust_remote_code)
@@ -62,8 +62,8 @@ def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trus
 
 
 def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
-    """Raises InputError for a model without a plan that `shard_model` knows, or whose heads cannot be split over `size`
-    ranks."""
+    """Raises InputError for a model whose heads cannot be split over `size` ranks, or whose tensor-parallel plan in
+    transformers is missing or has styles that `shard_model` does not know."""
     if size == 1:
         return
     config = _packed_config(path, "--tensor-parallel-size", size, flag, trust_remote_code)
@@ -81,7 +81,7 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
 
 
 def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """The config of a model whose layers are all attention over packed rows. Raises InputError for any other."""
+    """The config of a model in which only attention mixes tokens, over packed rows. Raises InputError for any other."""
     folder, gguf = split_gguf(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
@@ -129,11 +129,11 @@ def load_model(
     `dtype` is explicit because transformers otherwise takes the checkpoint's, and AdamW on bf16 weights loses small
     updates. The model gets the method `token_log_probs`, which FSDP treats as a forward.
 
-    padding_free, share_prompts: how `response_log_probs` lays out its rows, where the model allows it: the model's
-    attributes of these names. If it has to be padded rows, one line says why.
+    padding_free, share_prompts: how `response_log_probs` lays out its rows. Where the model does not allow it, its
+    attributes of these names are False, and one line says why.
     offload_activations: what autograd keeps of `token_log_probs` waits in CPU memory for the backward pass.
-    on_meta: read no weights yet; `shard_model` reads of the safetensors files what its rank holds, so that no process
-    ever holds the whole model. Where transformers has to convert the weights, they are all read now, as without it.
+    on_meta: read no weights yet. `shard_model` then reads from the safetensors files only what its rank holds, so that
+    no process ever holds the whole model. If transformers has to convert the weights, they are all read now instead.
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     options["trust_remote_code"] = trust_remote_code
@@ -155,17 +155,17 @@ def load_critic(
     trust_remote_code: bool = False,
     on_meta: bool = False,
 ) -> PreTrainedModel:
-    """A token classifier of one label, the value, from what `load_model` takes, or from a critic or a reward model.
+    """A token classifier with one output, the value. `path` is what `load_model` takes, or a critic or reward model.
 
-    Where there is no value head (a causal LM) it starts at zero, so that the first values are 0 on every rank: a random
-    head would differ from rank to rank. The model gets the method `token_values`. Options: as in `load_model`.
+    If `path` has no value head (a causal LM), the head starts at zero and so the first values are 0: a random head
+    would differ from rank to rank. The model gets the method `token_values`. Options: as in `load_model`.
 
     Raises:
         InputError: the architecture has no token classification, or the head has another number of outputs.
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     options["trust_remote_code"] = trust_remote_code
-    # without classifier_dropout, transformers drops 10 % of what the head sees
+    # classifier_dropout must be set: transformers' default drops 10 % of the head's input
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
     model, missing = _from_pretrained(
         AutoModelForTokenClassification, path, "--critic-model", settings, on_meta=on_meta, **options
@@ -187,7 +187,7 @@ def load_reward_model(
     on_meta: as in `load_model`.
 
     Raises:
-        InputError: it has another number of outputs (or no head, being a causal LM), or no chat template.
+        InputError: the model has no head (a causal LM), a head with more than one output, or no chat template.
     """
     flag = "--reward-model"
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "packed_sdpa"}
@@ -212,14 +212,14 @@ def _from_pretrained(
     trust_remote_code: bool,
     on_meta: bool,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model, its config changed by `settings`, and the names of the parameters that `path` did not hold."""
+    """(the model, with its config changed by `settings`; the names of the parameters that `path` did not hold)."""
     check_model_path(path, flag)
-    enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends it
+    enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends this stage
     folder, gguf = split_gguf(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
         attn_implementation, _ = attention_and_packing(config, attn_implementation)
-        for part in (config, config.get_text_config()):  # log-probs of sampling and training must be the same function
+        for part in (config, config.get_text_config()):  # sampling and training must compute the same log-probs
             for name, value in vars(part).items():
                 if ("dropout" in name or "jitter" in name or name.endswith("pdrop")) and isinstance(value, float):
                     setattr(part, name, 0.0)
@@ -242,13 +242,13 @@ def _from_pretrained(
             ignore_mismatched_sizes=True,  # refused below, in one line
             **gguf,
         )
-    except (OSError, ValueError) as error:  # ValueError: an architecture that is unknown, or not for this task
+    except (OSError, ValueError) as error:  # ValueError: the architecture is unknown, or not for this task
         raise InputError(f"{flag} {path}: cannot load it: {str(error).splitlines()[0]}") from error
     for name, theirs, ours in info["mismatched_keys"]:
         raise InputError(f"{flag} {path}: its {name} is of shape {tuple(theirs)}, the model needs {tuple(ours)}")
     for param in model.parameters():  # not buffers: rotary tables stay fp32
         param.data = param.data.to(dtype)
-    if gguf:  # its weights are plain now; vLLM and an export must not take them for quantized
+    if gguf:  # loading has dequantized the weights; vLLM and an export must not take them for quantized
         vars(model.config).pop("quantization_config", None)
         for name in ("hf_quantizer", "quantization_method"):
             vars(model).pop(name, None)
@@ -258,12 +258,12 @@ def _from_pretrained(
 def _meta_model(
     auto_class: Any, path: str, config: PreTrainedConfig, **options: Any
 ) -> tuple[PreTrainedModel | None, set[str]]:
-    """The model with its parameters on the meta device, and the names of those that the files of `path` do not hold; no
-    model where transformers would do more than to read each weight by its name."""
+    """(the model with its parameters on the meta device, the names of those that the files of `path` do not hold). The
+    model is None if transformers would do more than read each weight by its name."""
     folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"])
     if not any(Path(folder).glob("*.safetensors")) or hasattr(config, "quantization_config"):
         return None, set()
-    with init_empty_weights(include_buffers=False):  # buffers, such as rotary tables, are computed and not read
+    with init_empty_weights(include_buffers=False):  # buffers, such as rotary tables, are computed, not read
         model = auto_class.from_config(config, **options)
     model.tie_weights()
     files: dict[str, Any] = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
@@ -274,7 +274,7 @@ def _meta_model(
     if (
         any(name.startswith(f"{model.base_model_prefix}.") for name in missing)
         or any(files[name].size != shapes[name] or len(files[name].chunks) > 1 for name in held)  # or in two files
-        or any(name in files for name in tied)  # which may differ from what they are tied to
+        or any(name in files for name in tied)  # the file may hold another value than the weight it is tied to
         or any(change.rename_source_key(name)[1] for change in changes for name in files)
     ):
         return None, set()
@@ -285,7 +285,7 @@ def _meta_model(
 
 
 def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:
-    """Freezes the parameters whose whole names the regular expression matches, in place. Before `shard_model`."""
+    """Freezes in place all parameters whose whole name the regular expression matches. Call it before `shard_model`."""
     frozen = [p.requires_grad_(False) for name, p in model.named_parameters() if re.fullmatch(pattern, name)]
     if not (frozen and any(p.requires_grad for p in model.parameters())):
         raise InputError(f"--freeze {pattern}: matches {'all' if frozen else 'none'} of the model's parameters")
@@ -300,7 +300,8 @@ def _refuse_missing(names: set[str], model: PreTrainedModel, path: str, flag: st
 def _prepare(
     model: PreTrainedModel, forward, gradient_checkpointing: bool = False, offload_activations: bool = False
 ) -> PreTrainedModel:
-    """In train mode, because gradient checkpointing works there only, with `forward` as a method that FSDP knows."""
+    """Puts the model in train mode, without which there is no gradient checkpointing, and binds `forward` as a method
+    that FSDP treats as a forward."""
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -311,7 +312,7 @@ def _prepare(
 
 
 def _keeping_activations_on_cpu(forward):
-    """torch's save_on_cpu, weights apart: FSDP gathers these again, and has their memory back in between."""
+    """torch's save_on_cpu, but not for weights: FSDP frees these in between and gathers them again."""
     host = save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def pack(tensor: torch.Tensor):
@@ -336,19 +337,19 @@ def add_lora(
     model: PreTrainedModel, *, rank: int, alpha: float, seed: int, target_modules: str = "all-linear"
 ) -> PreTrainedModel:
     """Freezes the model and adds LoRA adapters by peft, in place: W x becomes W x + alpha / rank x B A x
-    (arXiv 2106.09685). Before `shard_model`.
+    (arXiv 2106.09685). Call it before `shard_model`.
 
-    They start at B = 0 and an A that is the same on every rank. They are fp32 at least, though W may be bfloat16. A
-    critic's value head is trained as a whole. Dropout is off, as everywhere.
+    B starts at 0, and A is the same on every rank. Both are at least fp32, even if W is bfloat16. A critic's value head
+    is trained as a whole, without adapters. Dropout is off, as everywhere.
 
     Args:
-        target_modules: "all-linear" (of the decoder, without the head), or a regular expression that names of linear
-            layers match as a whole.
+        target_modules: "all-linear" (of the decoder, without the head), or a regular expression that matches the whole
+            names of linear layers.
 
     Raises:
-        InputError: no layer matches, or one that is not linear (peft counts the experts of a mixture of experts in).
+        InputError: no layer matches, or a layer that is not linear does (peft also adapts a mixture's experts).
     """
-    from peft import LoraConfig  # seconds of import
+    from peft import LoraConfig  # its import takes seconds
     from peft.tuners.lora import LoraLayer
 
     head = None if hasattr(model, "token_log_probs") else value_head(model)
@@ -367,7 +368,7 @@ def add_lora(
                         f"--lora-target-modules {target_modules}: {name} is not a linear layer; name some that are, "
                         "such as '.*[qkvo]_proj'"
                     )
-                layer.lora_A.to_empty(device="cpu")  # from the meta device, where the layer's weight may be
+                layer.lora_A.to_empty(device="cpu")  # it is on the meta device if the layer's weight is
                 layer.lora_B.to_empty(device="cpu")
                 layer.reset_lora_parameters("default", init_lora_weights=True)
     if head is not None:
@@ -380,7 +381,7 @@ def add_lora(
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """In the block the model is what it was before `add_lora`; a model without adapters is what it is."""
+    """Switches the adapters of `add_lora` off in the block. A model without adapters stays as it is."""
     if not getattr(model, "peft_config", None):
         yield
         return
@@ -388,7 +389,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
         module.reshard()
     trained = trainable_parameters(model)
     model.disable_adapters()
-    for param in trained:  # peft has frozen them, and FSDP's first forward settles by that the dtype of gradients
+    for param in trained:  # peft has frozen them; by requires_grad FSDP's first forward sets the dtype of gradients
         param.requires_grad_(True)
     try:
         yield

@@ -1,7 +1,7 @@
 """Log-probs and entropies of responses, at the sampling temperature.
 
-Full fp32 logits never exist: the vocabulary projection is done in chunks of tokens, and its backward recomputes them.
-That is exact.
+The full fp32 logits never exist: the vocabulary projection goes in chunks of tokens, and its backward recomputes the
+chunks. This is exact.
 """
 
 import itertools
@@ -19,15 +19,15 @@ from lib.distributed import RowGroup, all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import of_responses
 
-NEVER = -1e30  # logit of a token that is not sampled: its probability is 0, and 0 x -1e30 is 0, where 0 x -inf is NaN
-CANDIDATES = 1024  # a nucleus is looked for among so many likeliest tokens first: to sort all takes ten times as long
+NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
+CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort all takes ten times as long
 
 
 @torch.no_grad()
 def least_kept(z: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """The least of the logits z (N, V) that sampling keeps, (N, 1): of the top_k likeliest tokens (below 1: of all) the
-    fewest likeliest that have top_p of their probability. Engines choose so, in this order, after the temperature. All
-    tokens that tie with the last one are kept here; an engine may drop some of them."""
+    """(N, 1): the lowest of the logits z (N, V) that sampling keeps. Top-k first keeps the top_k likeliest tokens (all,
+    if it is below 1); then top-p keeps the fewest likeliest of these that have top_p of their probability. Engines use
+    this order, after the temperature. Tokens that tie with the last one are all kept; an engine may drop some."""
     V, least = z.shape[-1], z.new_full((len(z), 1), -torch.inf)
     if 0 < top_k < V:
         least = z.topk(top_k).values[:, -1:]
@@ -42,15 +42,15 @@ def least_kept(z: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Log-prob of y and entropy under p = softmax(h W^T / temperature), a chunk of tokens at a time; sum_v p_v^2 too,
-    without gradient, if asked for.
+    """Log-prob of y and entropy under p = softmax(h W^T / temperature), a chunk of tokens at a time. If asked for, also
+    sum_v p_v^2, without gradient.
 
     Forward keeps log-sum-exp and entropy per token; backward recomputes each chunk's logits. With z = h W^T / T:
     d logp / dz = onehot(y) - p and d H / dz = -p (log p + H).
 
-    With top_p or top_k p is renormalised over the tokens that `least_kept` leaves; the gradient takes them as fixed.
-    The sampler kept y, and so all that is likelier: where y is not among these tokens, by rounding or after an update,
-    all down to y are taken. The last result is 1 there, else 0.
+    With top_p or top_k, p is renormalised over the tokens that `least_kept` keeps; the gradient takes that set as
+    fixed. The sampler kept y, and so all tokens that are likelier than y. After an update, or by rounding, y may be
+    outside the set here: then the set is extended down to y, and the last result is 1 (else 0).
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
-    """False where the head adds a bias or the model caps or scales its logits: these go through its own forward."""
+    """False if the head adds a bias or the model caps or scales its logits. Such a model runs its own forward."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     changes = ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "unpadded_vocab_size"]
     changes += ["logit_scale", "logits_scaling", "logits_mup_width_multiplier", "lm_head_multiplier"]
@@ -118,13 +118,13 @@ def token_log_probs(
     top_p: float = 1.0,
     top_k: int = -1,
 ) -> tuple[torch.Tensor, ...]:
-    """Bound to a model by `load_model`: what `LinearLogProbs` gives for token y[i] after position select[i], each (n,).
+    """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,). A method that `load_model` binds.
 
-    inputs: what the decoder takes, over (b, l) positions; select (n,): places among the b * l, some of them repeatedly.
+    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat.
     """
     if logits_are_a_plain_product(self) and self.get_decoder() is not self:
         h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
-        h = F.embedding(select, h.flatten(0, 1))  # (n, D); its backward is twice as fast on a CPU as that of an index
+        h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
         weight = self.get_output_embeddings().weight
         h = h.to(weight.dtype)  # Mamba-2 keeps it in fp32
         return LinearLogProbs.apply(h, weight, y, 1 / temperature, 256, sum_pi_squared, top_p, top_k)
@@ -157,17 +157,18 @@ def response_log_probs(
 
     Args:
         batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
-        padding_free, share_prompts: as `load_model` says, if also asked for here.
+        padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
         sum_pi_squared: also the sum over the vocabulary of the squared probabilities, without gradient, for the
             optimal token baseline (arXiv 2602.07078).
-        top_p, top_k: what sampling kept, as in `LinearLogProbs`. Not for a reference, whose log-prob of a token that it
-            would not keep is -inf: KL(policy as sampled || whole reference) is finite and has the same gradient.
-        row_group: ranks that run their batches as one (packed_sdpa only): a collective, forward and backward. A rank's
-            batch may be empty, but not all of them.
+        top_p, top_k: those of sampling, as in `LinearLogProbs`. Do not cut the reference's distribution: its log-prob
+            would be -inf at a token outside its set. KL(policy as sampled || whole reference) is finite and has the
+            same gradient.
+        row_group: ranks that run their batches as one (packed_sdpa only). Forward and backward are then collectives. A
+            rank's batch may be empty, but not those of all ranks.
 
     Returns:
-        (log_probs, entropy), then sum_pi_squared if asked for, then, with top_p or top_k, 1 at the tokens that these
-        would not have kept; each (B, T), zero where response_mask is.
+        (log_probs, entropy), then sum_pi_squared if asked for, then, with top_p or top_k, a tensor that is 1 at tokens
+        that top_p and top_k would not have kept. Each is (B, T), and zero where response_mask is.
     """
 
     def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -190,8 +191,8 @@ def batched_log_probs(
     top_k: int = -1,
     row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(log_probs, entropy) or (log_probs, entropy, sum_pi_squared) of `response_log_probs` of a whole batch, without
-    gradients, in micro-batches. A collective."""
+    """(log_probs, entropy) or (log_probs, entropy, sum_pi_squared) as `response_log_probs` gives them. Runs a whole
+    batch in micro-batches, without gradients. A collective."""
     share_prompts = share_prompts and padding_free and model.share_prompts
     padding_free = padding_free and model.padding_free
     options: dict[str, Any] = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
@@ -201,9 +202,11 @@ def batched_log_probs(
     return tuple(restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts))
 
 
-ROW_TOLERANCE = {  # nats, mean over tokens: where the rows beside a row change; and against the row alone
-    torch.float32: (1e-4, 1e-3),  # another order of sums is 1e-7 of them, and a leak 1e-3 to 1 (docs/models.md)
-    torch.bfloat16: (0.02, 0.25),  # shapes are the same, or other ones: 0.04 in SmolLM2-135M; 0.25 is sync_weights' too
+# The greatest mean |log-prob difference| over tokens, in nats: (when only a row's neighbours change, against the row
+# computed alone). The first keeps all shapes; the second changes them.
+ROW_TOLERANCE = {
+    torch.float32: (1e-4, 1e-3),  # another order of sums changes them by 1e-7, a leak by 1e-3 to 1 (docs/models.md)
+    torch.bfloat16: (0.02, 0.25),  # other shapes change them by 0.04 in SmolLM2-135M; sync_weights takes 0.25, too
 }
 
 
@@ -216,13 +219,14 @@ def check_rows(
     compute_dtype: torch.dtype,
     row_group: RowGroup | None = None,
 ) -> None:
-    """Measures on the first micro-batch that the log-probs of a row are its own. A collective, of 6 forwards or so.
+    """Measures on the first micro-batch that a row's log-probs depend on that row alone. A collective, of some 6
+    forwards.
 
-    Every other row gets another response, in tensors of the same shapes, which must not change the rows between; and
-    four rows are computed alone and not packed, by transformers' own attention.
+    First, every second row gets another response of the same shape: the rows between must not change. Second, four rows
+    are computed alone and not packed, by transformers' own attention.
 
     Raises:
-        InputError: they are not, by more than ROW_TOLERANCE on some rank.
+        InputError: on some rank the log-probs differ by more than ROW_TOLERANCE.
     """
     [micro, *_], _ = prepare_dynamic_batch(batch, micro_batch_tokens, **layout(model), row_group=row_group)
     forward = partial(response_log_probs, model, temperature=temperature, row_group=row_group)
@@ -235,11 +239,11 @@ def check_rows(
     trained[1::2] = False
     differences = [beside[trained]]
 
-    counts, own = [len(micro)], 0  # rows of each rank of the group, where a rank may have none of a micro-batch
+    counts, own = [len(micro)], 0  # rows of each rank of the group; a rank may have none of a micro-batch
     if row_group is not None:
         counts, own = all_gather_lists(counts, row_group.ranks), row_group.ranks.rank()
     alone = []
-    for i, owner in itertools.product(range(4), range(len(counts))):  # as many forwards on each rank
+    for i, owner in itertools.product(range(4), range(len(counts))):  # the same number of forwards on each rank
         owner = owner if counts[owner] else counts.index(max(counts))
         rows = [i * len(micro) // 4] if owner == own else []
         row = forward(micro[rows], padding_free=row_group is not None)[0] - together[rows]

@@ -1,31 +1,31 @@
-"""What one GPU needs, part by part and moment by moment, from a model's config alone: no weights, no network.
+"""Estimates the memory that one GPU needs, from a model's config alone: no weights, no network.
 
     python -m lib.model.memory --model benchmarks/shapes/qwen2.5-7b.json --ranks 8 --gradient-checkpointing
 
-A step passes through moments, and what it needs in one is free again in another: the peak is that of the worst moment.
-N ranks, P parameters (P_l of the largest layer, P_r of the root group: head and final norm, or the tied embedding), c
-bytes of the compute dtype (2 for bfloat16):
+A step passes through moments (prefill, forward, backward and so on). Each moment needs its own parts, and the peak is
+the sum of the worst moment. There are N ranks and P parameters: P_l in the largest layer, P_r in FSDP's root group
+(head and final norm, or the tied embedding). The compute dtype has c bytes (2 for bfloat16):
 
     weights           4 P / N: fp32 masters, which FSDP2 splits along each tensor's first dimension, rounded up
     Adam              8 P / N: two fp32 moments of what is trained
-    gradients         4 P / N: fp32, from the backward pass to the optimizer's step. Where only the last micro-batch of
-                      several reduces them (set_gradient_sync) they are whole until then, 4 P
-    gathered weights  forward c (P_r + 3 P_l): the root stays whole; a layer is whole in its parameters, in its
-                      all-gather buffer and in that of the layer before.
+    gradients         4 P / N: fp32, from the backward pass to the optimizer's step. If only the last of several
+                      micro-batches reduces them (set_gradient_sync), they are whole until then: 4 P
+    gathered weights  forward c (P_r + 3 P_l): the root stays whole; a layer is whole in its parameters and in its
+                      all-gather buffer, and the layer before is still whole in its own buffer.
                       backward c (P_r + 3 P_l) + 4 P_l: a layer's parameters and gradients, the next one's all-gather
                       buffer, and the fp32 buffer that reduces the gradients of the one before.
                       rollout (hf engine) c P. One rank needs no buffers
     activations       what autograd keeps of one micro-batch; with gradient checkpointing, the inputs of the layers
-    work              what operators need beside that. log-probs: a layer's forward. loss: chunks of logits, and the
+    work              what operators need besides. log-probs: a layer's forward. loss: chunks of logits, and the
                       head's gradient in fp32. backward: a layer, recomputed if it is checkpointed, and its gradients.
                       rollout: four copies of (rows, vocabulary). optimizer: none, AdamW is fused
     KV cache          rows x (prompt + response) x what a token keeps
     vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
 
-Weights, Adam and gradients are exact. Activations and work are those of a forward and backward pass of this very model
-on the meta device, where tensors have a size and no memory; attention there keeps what a flash kernel keeps. HEADROOM
-is left for what is not counted: the CUDA context, NCCL's buffers, memory that the allocator cannot use again. With LoRA
-only adapters have gradients and Adam. What is offloaded is in the moment "host", the host's memory.
+Weights, Adam and gradients are exact. Activations and work are measured: the model runs forward and backward on the
+meta device, where tensors have a size and no memory. Attention there keeps what a flash kernel keeps. HEADROOM is left
+for what is not counted: the CUDA context, NCCL's buffers, memory that the allocator cannot use again. With LoRA only
+adapters have gradients and Adam. What is offloaded counts in the moment "host", which is the host's memory.
 """
 
 import weakref
@@ -84,20 +84,20 @@ def estimate_memory(
     """Bytes on each of `ranks` ranks in each moment of a step. Models: Hugging Face ids, folders or config.json files.
 
     Args:
-        micro_batch_tokens: of one forward and backward; the estimate takes all of them to be responses'.
+        micro_batch_tokens: tokens of one forward and backward; the estimate takes all of them for response tokens.
         rows: responses that one rank samples at once.
-        accumulation: of the gradients of a mini-batch: "none", it is one micro-batch; "whole", they are reduced after
-            the last micro-batch only; "sharded", after each.
-        frozen_dtype: of weights that are not trained: LoRA's base, reference, reward model.
+        accumulation: how gradients of a mini-batch add up. "none": it is one micro-batch. "whole": they are reduced
+            only after the last micro-batch. "sharded": after each.
+        frozen_dtype: dtype of weights that are not trained: LoRA's base, reference, reward model.
         reference: a frozen copy of the policy; with LoRA the base is the reference and there is no copy.
         cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
-        offload_activations: those of an update wait in the host's memory, but for one layer's.
-        engine_bytes: of a vLLM engine while it is awake; at least its weights and the KV cache of one row. 0: the hf
-            engine.
-        engine_ranks: over which vLLM splits the model (tensor parallel).
+        offload_activations: activations of an update wait in the host's memory, except those of one layer.
+        engine_bytes: memory of a vLLM engine while it is awake. The estimate takes its weights and the KV cache of one
+            row, if that is more. 0: the hf engine.
+        engine_ranks: the number of ranks over which vLLM splits the model (tensor parallel).
 
     Raises:
-        InputError: no such config, or not one of a model of the kind that is wanted.
+        InputError: there is no such config, or it is of another kind of model.
     """
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
     tokens = min(micro_batch_tokens, rows * longest)
@@ -113,7 +113,7 @@ def estimate_memory(
     critic = build(AutoModelForTokenClassification, critic_model, "--critic-model", lora_rank) if critic_model else None
     judge = build(AutoModelForSequenceClassification, reward_model, "--reward-model", 0) if reward_model else None
 
-    # ---- held from the first step to the last
+    # ---- what is held from the first step to the last
     held, gradients, accumulated = {}, {}, {}
     for name, network in {"": actor, "critic ": critic}.items():
         if network is not None:
@@ -137,7 +137,7 @@ def estimate_memory(
         moments["rollout"] = {"vLLM": max(engine_bytes, engine_needs), "weight sync": (4 + c) * largest}
     else:
         vocabulary = actor.config.get_text_config().vocab_size
-        moments["prefill"] = {  # of validation, whose prompts are all different
+        moments["prefill"] = {  # that of validation, whose prompts all differ
             "gathered weights": c * numel,
             "KV cache": rows * max_prompt_length * kv,
             "work": forward_peak(actor, rows * max_prompt_length, with_head=False),
@@ -145,7 +145,7 @@ def estimate_memory(
         moments["rollout"] = {
             "gathered weights": c * numel,
             "KV cache": rows * longest * kv,
-            "work": rows * vocabulary * (c + 12),  # logits, in fp32 by temperature, their CDF and log-softmax
+            "work": rows * vocabulary * (c + 12),  # logits; in fp32: logits / temperature, their CDF and log-softmax
         }
     for name, network in {"log-probs": actor, "reward model": judge}.items():
         if network is not None:
@@ -159,7 +159,7 @@ def estimate_memory(
     if offload_activations:
         host["activations"] = costs.kept
     begun = {"activations": of_a_layer if offload_activations else costs.kept, **accumulated}
-    # the other layers' activations are gone and their gradients are there; those of the root come last
+    # at the last layer: the other layers' activations are gone, and their gradients exist; the root's come last
     of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
     done = {"activations": of_a_layer, **accumulated, "gradients": 4 * shard_numel(of_layers, ranks)}
     moments["loss"] = {"gathered weights": c * groups.root, "work": costs.loss, **begun}
@@ -180,7 +180,7 @@ def estimate_memory(
 
     if cpu_offload:
         del moments["optimizer"]
-        if accumulation != "whole":  # whole gradients add up where they are made
+        if accumulation != "whole":  # whole gradients add up on the device
             for parts in moments.values():
                 for name in gradients:
                     parts.pop(name, None)
@@ -190,16 +190,16 @@ def estimate_memory(
     return moments | {"host": host} if host else moments
 
 
-# ---- exact: what is stored -----------------------------------------------------------------------
+# ---- exact sizes: what is stored -----------------------------------------------------------------
 
 
 def shard_numel(parameters: Sequence[torch.Tensor], ranks: int) -> int:
-    """Numbers on the first rank, which has the most: FSDP2 splits the first dimension into chunks of equal size."""
+    """Elements on the first rank, which has the most: FSDP2 splits the first dimension into chunks of equal size."""
     return sum(-(-p.shape[0] // ranks) * p[0].numel() for p in parameters)
 
 
 class FSDPGroups(NamedTuple):
-    """Parameters of the groups that `shard_model` makes."""
+    """The parameter counts of the FSDP groups that `shard_model` makes."""
 
     layer: int
     trained_layer: int
@@ -233,13 +233,13 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules)]
 
 
-# ---- modelled: passes on the meta device ---------------------------------------------------------
+# ---- measured sizes: passes on the meta device ---------------------------------------------------
 
 
 def attention_on_meta(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """packed_sdpa, of which autograd keeps the inputs, the output and a number a row. query (1, H, N, D)."""
+    """Stands for packed_sdpa. Autograd keeps its inputs, its output and a number per row. query (1, H, N, D)."""
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
-    return torch.cat([out.transpose(1, 2)]), None  # rows are put together again in a copy
+    return torch.cat([out.transpose(1, 2)]), None  # packed_sdpa puts the runs together in a copy
 
 
 ALL_ATTENTION_FUNCTIONS.register("attention_on_meta", attention_on_meta)
@@ -263,12 +263,12 @@ def meta_model(
     except (OSError, ValueError) as error:
         raise InputError(f"{flag} {path}: no model by its config: {str(error).splitlines()[0]}") from error
     if auto_class is AutoModelForCausalLM:
-        model.token_log_probs = None  # what add_lora knows a policy by
+        model.token_log_probs = None  # by this attribute add_lora knows a policy
     return model
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that operators made in the block and that are still referred to: `now`, and their `peak`."""
+    """Counts the bytes of tensors that operators make in the block, while these are referenced: `now` and `peak`."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -294,7 +294,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _forward(model: PreTrainedModel, tokens: int) -> torch.Tensor:
-    """One row of `tokens` through the model, as a micro-batch goes; a number to differentiate."""
+    """Runs one row of `tokens` through the model, as a micro-batch runs. Returns a scalar to differentiate."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
     inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": torch.empty(1, 1, 1, 1)}
     select = torch.arange(tokens)
@@ -306,7 +306,7 @@ def _forward(model: PreTrainedModel, tokens: int) -> torch.Tensor:
 
 @torch.no_grad()
 def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) -> int:
-    """Bytes of a forward pass without gradients, its weights apart."""
+    """Peak bytes of a forward pass without gradients, without the weights."""
     with torch.device("meta"), LiveBytes(model) as live:
         if with_head:
             _forward(model, tokens)
@@ -316,11 +316,11 @@ def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) ->
 
 
 class UpdateCosts(NamedTuple):
-    """Bytes of a forward and backward pass, weights and what is in FSDP's groups apart."""
+    """Bytes of a forward and backward pass, without weights and without FSDP's buffers."""
 
-    kept: int  # activations, from the end of the forward pass
-    loss: int  # beside them, until the gradient has come through the head
-    backward: int  # beside them, from then on
+    kept: int  # activations, at the end of the forward pass
+    loss: int  # besides them, until the gradient has come through the head
+    backward: int  # besides them, from then on
 
 
 def update_costs(model: PreTrainedModel, tokens: int, gradient_checkpointing: bool) -> UpdateCosts:
@@ -338,7 +338,7 @@ def update_costs(model: PreTrainedModel, tokens: int, gradient_checkpointing: bo
         output.last_hidden_state.register_hook(next_moment)
 
     hooks = [model.base_model.register_forward_hook(end_of_decoder)]
-    for layer in decoder_layers(model):  # FSDP takes their gradients away; it counts them among the gathered
+    for layer in decoder_layers(model):  # FSDP takes their gradients away; "gathered weights" counts them
         for p in trainable_parameters(layer):
             hooks.append(p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
     with torch.device("meta"), live:
@@ -362,11 +362,11 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     return sum(t.numel() * t.itemsize for layer in layers for t in (layer.keys, layer.values))
 
 
-# ---- shown ---------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def memory_table(moments: Moments, device_bytes: int) -> str:
-    """Lines of GiB a part and moment, the sum of each moment, and whether the worst one fits the device."""
+    """A table of GiB per part and moment, the sum of each moment, and whether the worst one fits the device."""
     names = list(moments)
     parts = list(dict.fromkeys(part for sizes in moments.values() for part in sizes))
     sums = {name: sum(sizes.values()) for name, sizes in moments.items()}
@@ -406,7 +406,7 @@ def main(
     gpu_memory: float = 0.4,
     engine_ranks: int = 1,
 ) -> None:
-    """Memory of one GPU, estimated from a config.json."""
+    """Estimates the memory of one GPU from a config.json."""
     moments = estimate_memory(
         model,
         ranks=ranks,

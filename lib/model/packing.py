@@ -1,7 +1,7 @@
 """From a batch to a forward over packed rows, and back.
 
-Padding never enters the model: the rows of a micro-batch are laid end to end, and a prompt that rows share stands there
-once. lib/model/attention.py keeps the sequences apart.
+Padding never enters the model. The rows of a micro-batch are laid end to end as one packed row, in which a prompt that
+several rows share stands once. lib/model/attention.py keeps the sequences apart.
 """
 
 import itertools
@@ -20,28 +20,28 @@ from lib.distributed import RowGroup, TakeOwn, all_to_all
 
 
 class PackedRun(NamedTuple):
-    """Sequences that stand end to end in the packed row and are one batched SDPA call."""
+    """Sequences that stand end to end in the packed row and go into one batched SDPA call."""
 
     tokens: int
     count: int  # type: ignore[assignment]  # tuple has a method of this name
     length: int
-    """of each sequence; where `places` is given, of the longest"""
+    """tokens of each sequence; if `places` is given, of the longest"""
     prompt_run: int | None
-    """the number of the run that holds their prompts, where they are responses to shared prompts"""
+    """for responses to shared prompts, the number of the run that holds these prompts"""
     places: torch.Tensor | None
-    """each prompt and response (count, P + length), padded at the end: places in the prompts' run and then this one"""
+    """(count, P + length), each prompt and response, padded at the end: indices into the prompts' run and then this"""
     real: torch.Tensor | None
-    """the tokens (tokens,) among the count * length with padding"""
+    """(tokens,), the indices of real tokens among the count * length with padding"""
 
 
 class SequenceRows(NamedTuple):
-    """The sequences of a packed row as right-padded rows, which causal layers compute as if each were alone."""
+    """How to take a packed row apart into right-padded rows, which causal layers compute as if each were alone."""
 
     places: list[torch.Tensor]
-    """each (count, length), of rows of about equal length: the token's place in the packed row. A response to a shared
-    prompt has that prompt before it. Padding repeats the row's last token"""
+    """one tensor (count, length) for each set of rows of about equal length: the token's index in the packed row. A
+    response to a shared prompt has that prompt before it. Padding repeats the row's last token"""
     back: torch.Tensor
-    """(N,) of each token of the packed row: its place in the rows laid end to end"""
+    """(N,), for each token of the packed row: its index in these rows laid end to end"""
 
 
 def of_responses(
@@ -52,7 +52,7 @@ def of_responses(
     share_prompts: bool,
     row_group: RowGroup | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The results of `forward(inputs, select, y)`, each (n,) for the trained tokens y (n,), as rows (B, T)."""
+    """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T)."""
     responses = batch.batch["responses"]
     if row_group is None:
         inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
@@ -65,10 +65,11 @@ def of_responses(
 def _of_group(
     model: PreTrainedModel, batch: DataProto, forward: Callable, share_prompts: bool, row_group: RowGroup
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """(results, target) for this rank's trained tokens. All rows of the group are one packed row.
+    """(results, target) for this rank's trained tokens. All rows of the group make one packed row.
 
-    Either each rank runs a share of its tokens, and a result then goes from the rank that ran the token to the one that
-    owns the row; or each runs all of them with a share of the weights, and takes the results of its own rows.
+    In sequence parallelism each rank runs a share of the tokens, and then sends a token's results to the rank that owns
+    its row. In tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows'
+    results.
     """
     group, rank = row_group.ranks, row_group.ranks.rank()
     fields = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
@@ -78,13 +79,13 @@ def _of_group(
     inputs, select, target = _response_inputs(model, rows, True, share_prompts)
     y, T = rows.batch["responses"].flatten()[target], rows.batch["responses"].shape[1]
     owner = rows.batch["rank"][target // T]  # (n,)
-    own, before = owner == rank, (rows.batch["rank"] < rank).sum() * T  # before: places of other ranks' rows
+    own, before = owner == rank, (rows.batch["rank"] < rank).sum() * T  # before: tokens in the rows of lower ranks
     if row_group.split == "weights":
         results = torch.stack(forward(inputs, select, y), 1)
         return TakeOwn.apply(results, own.nonzero()[:, 0], group).unbind(1), target[own] - before
 
     inputs, tokens = _share_of_tokens(inputs, group)
-    here = select // tokens == rank  # (n,): this rank runs it
+    here = select // tokens == rank  # (n,): whether this rank runs the token
     results = torch.stack(forward(inputs, select[here] - rank * tokens, y[here]), 1)
     runner = select[own] // tokens
     send, receive = (ranks.bincount(minlength=group.size()).tolist() for ranks in (owner[here], runner))
@@ -93,7 +94,7 @@ def _of_group(
 
 
 def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]:
-    """The inputs of this rank, of equally many tokens on each, and how many; the last rank's end with padding."""
+    """(this rank's share of the inputs, its number of tokens). All shares are equal: the last ends with padding."""
     n, N = group.size(), inputs["input_ids"].shape[1]
     padding = -N % n
     tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
@@ -105,8 +106,8 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
 def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
 ) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """(inputs, select, target): what the decoder takes; for each trained token the place (n,), in the decoder's layout,
-    that predicts it; and its own place (n,) in the flattened response_mask.
+    """(inputs, select, target). inputs: what the decoder takes. select (n,): for each trained token, the index in the
+    decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
 
     A row may hold several sequences end to end (lib/agent): one begins wherever position_ids is 0.
     """
@@ -117,11 +118,11 @@ def _response_inputs(
     L, T = ids.shape[1], trained.shape[1]
     target = trained.flatten().nonzero()[:, 0]  # (n,)
     row, column = target // T, L - T - 1 + target % T  # token t of the response is predicted one place to its left
-    if len(target):  # nothing depends on what stands behind the last token of a row that predicts
+    if len(target):  # no result depends on what comes after the last position of a row that predicts a trained token
         predicts = torch.zeros_like(attention)
         predicts[row, column] = True
         attention = attention & (predicts.flip(1).cumsum(1).flip(1) > 0)
-    owner = own = torch.arange(len(ids), device=ids.device)  # (B,) the row whose prompt stands for this row's
+    owner = own = torch.arange(len(ids), device=ids.device)  # (B,): the row whose prompt stands for this row's
     if share_prompts and padding_free and model.share_prompts:
         owner = _prompt_owners(prompt_groups(batch), attention.any(1) & (positions[:, L - T] > 0))
     shared = owner.bincount(minlength=len(ids))[owner] > 1  # (B,)
@@ -133,7 +134,7 @@ def _response_inputs(
     sequence = first.flatten()[token].cumsum(0) - 1  # (N,)
     lengths = sequence.bincount().tolist()  # (S,)
     prompt = _prompts_of_sequences(first.nonzero().tolist(), owner.tolist(), shared.tolist(), L - T)  # (S,)
-    # in one run: whole sequences of equal length; responses of about equal length to prompts of equal length
+    # a run holds whole sequences of equal length, or responses of about equal length to prompts of equal length
     kinds = [(0, n) if p is None else (lengths[p], -(-n // 16)) for n, p in zip(lengths, prompt)]
     order = sorted(range(len(kinds)), key=lambda i: kinds[i])
     rank = torch.tensor(order, device=ids.device).argsort()
@@ -146,7 +147,7 @@ def _response_inputs(
     if not padding_free:
         [places], back = sequence_rows(order, lengths, prompt, ids.device, one_size=True)
         start = inputs["position_ids"][0, places[:, :1]]
-        positions = start + torch.arange(places.shape[1], device=ids.device)  # go on where there is padding
+        positions = start + torch.arange(places.shape[1], device=ids.device)  # they count on in padding
         return {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}, back[select], target
     if model.takes_rows:
         inputs["sequence_rows"] = sequence_rows(order, lengths, prompt, ids.device)
@@ -156,13 +157,13 @@ def _response_inputs(
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     else:
         inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt, ids.device)
-        # transformers passes a 4-D mask on untouched; without one it would build a dense (N, N) mask
+        # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
     return inputs, select, target
 
 
 def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """(B,): for each row that answers its prompt the first such row of its group; for the others the row itself."""
+    """(B,): for each row that answers its prompt, the first such row of its group; for the others, the row itself."""
     owner = list(range(len(group)))
     first_of: dict[int, int] = {}
     for row, (number, answer) in enumerate(zip(group.tolist(), answers.tolist())):
@@ -174,8 +175,8 @@ def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 def _prompts_of_sequences(
     starts: list[list[int]], owner: list[int], shared: list[bool], column: int
 ) -> list[int | None]:
-    """For each sequence, given as [row, column] of its first token, the number of the shared prompt it answers, if any;
-    `column` is where responses begin."""
+    """For each sequence, the number of the shared prompt that it answers, or None. starts: [row, column] of each
+    sequence's first token. column: where responses begin."""
     prompt_of = {row: i for i, (row, start) in enumerate(starts) if start < column}
     return [prompt_of[owner[row]] if start == column and shared[row] else None for row, start in starts]
 
@@ -187,10 +188,10 @@ def _packed_runs(
     prompt: list[int | None],
     device: torch.device,
 ) -> list[PackedRun]:
-    """The runs of sequences of one kind, which stand in this order; a kind is (tokens of the shared prompt, length)."""
+    """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length)."""
     runs: list[PackedRun] = []
-    run_of: dict[int, int] = {}  # the number of each sequence's run
-    begin: dict[int, int] = {}  # its place in the run
+    run_of: dict[int, int] = {}  # for each sequence, the number of its run
+    begin: dict[int, int] = {}  # for each sequence, where it begins in its run
     for (P, _), group in itertools.groupby(order, key=lambda i: kinds[i]):
         members = list(group)
         sizes = [lengths[i] for i in members]
@@ -208,22 +209,22 @@ def _packed_runs(
 
 
 def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(B, T), shaped as `like`, from the values at the trained tokens (n,); zero elsewhere."""
+    """(B, T), the shape of `like`: the values x (n,) at the trained tokens, zero elsewhere."""
     return x.new_zeros(like.numel()).index_copy(0, target, x).view_as(like)
 
 
 def sequence_rows(
     order: list[int], lengths: list[int], prompt: list[int | None], device: torch.device, *, one_size: bool = False
 ) -> SequenceRows:
-    """The rows of sequences that stand in `order` in the packed row. prompt[i] is the number of the shared prompt that
-    sequence i answers, if any. one_size: all rows have the length of the longest."""
-    begin, N = {}, 0  # of each sequence: its first token's place
+    """SequenceRows of the sequences that stand in `order` in the packed row. prompt[i] is the number of the shared
+    prompt that sequence i answers, or None. one_size: all rows get the length of the longest."""
+    begin, N = {}, 0  # begin: for each sequence, the index of its first token
     for i in order:
         begin[i], N = N, N + lengths[i]
     length = {i: lengths[i] + (0 if prompt[i] is None else lengths[prompt[i]]) for i in order}
     shared = set(prompt)
     rows = sorted((i for i in order if i not in shared), key=lambda i: length[i])
-    sizes = [math.inf if one_size else int(4 * math.log2(length[i])) for i in rows]  # padding: a fifth at most
+    sizes = [math.inf if one_size else int(4 * math.log2(length[i])) for i in rows]  # at most a fifth is padding
     places, back, offset, placed = [], torch.empty(N, dtype=torch.long), 0, set[int | None]()
     for size in sorted(set(sizes)):
         members = [i for i, own in zip(rows, sizes) if own == size]

@@ -1,4 +1,4 @@
-"""A model that trains, with its optimizer and schedule: the policy, and PPO's critic as a second one."""
+"""The models of a run: policy and PPO's critic, each with its optimizer and schedule, and the frozen reference."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Forward:
 
     micro_batch_tokens: int
     temperature: float
-    """of sampling, as are top_p and top_k: the loss is of the distribution that was sampled from"""
+    """temperature, top_p and top_k are those of sampling: the loss takes the distribution that was sampled from"""
     top_p: float
     top_k: int
     row_group: RowGroup | None
@@ -42,7 +42,7 @@ class Forward:
 
 @dataclass
 class Trained:
-    """A model, its optimizer and its schedule. What differs between policy and critic is in the classes below."""
+    """A model, its optimizer and its schedule. Policy and Critic below add what differs between them."""
 
     name: str
     module: PreTrainedModel
@@ -78,7 +78,7 @@ class Trained:
 
 
 class Checked:
-    """A model that is measured at its first batch."""
+    """A model whose first batch shows whether its rows stay apart."""
 
     module: PreTrainedModel
     forward: Forward
@@ -86,7 +86,8 @@ class Checked:
 
     @timed("log_probs")
     def check_rows(self, batch: DataProto) -> None:
-        """The first time: proves on a micro-batch that a row's log-probs are its own. Raises InputError."""
+        """At the first call, measures on a micro-batch that a row's log-probs depend on that row alone. Raises
+        InputError if they do not."""
         f = self.forward
         if not self.checked:
             check_rows(self.module, batch, f.temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
@@ -95,8 +96,8 @@ class Checked:
 
 class Policy(Checked, Trained):
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
-        """(log_probs, entropy) (b, T) of the sampled tokens, with gradients; with top_p or top_k also which tokens
-        these would not have kept."""
+        """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With top_p or top_k also which
+        tokens these would not have kept."""
         f = self.forward
         return response_log_probs(
             self.module, micro, f.temperature, top_p=f.top_p, top_k=f.top_k, row_group=f.row_group
@@ -104,7 +105,7 @@ class Policy(Checked, Trained):
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-        """old_log_probs, entropys and, if it is among the names, sum_pi_squared (B, T), without gradients. A
+        """old_log_probs, entropys and, if `names` has it, sum_pi_squared, each (B, T), without gradients. A
         collective."""
         f = self.forward
         outputs = batched_log_probs(
@@ -122,33 +123,34 @@ class Policy(Checked, Trained):
 
 class Critic(Trained):
     def values(self, micro: DataProto) -> torch.Tensor:
-        """(b, T), with gradients."""
+        """Values (b, T), with gradients."""
         return response_values(self.module, micro, row_group=self.forward.row_group)
 
     @timed("log_probs")
     def batched_values(self, batch: DataProto) -> torch.Tensor:
-        """(B, T), without gradients. A collective."""
+        """Values (B, T), without gradients. A collective."""
         f = self.forward
         return batched_values(self.module, batch, f.micro_batch_tokens, row_group=f.row_group)
 
 
 @dataclass
 class Reference(Checked):
-    """A frozen model, or the policy without its adapters. top_p and top_k do not cut its distribution."""
+    """A frozen model, or the policy without its LoRA adapters. top_p and top_k do not cut its distribution."""
 
     module: PreTrainedModel
     forward: Forward
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto) -> torch.Tensor:
-        """(B, T). A collective."""
+        """Log-probs (B, T), without gradients. A collective."""
         f = self.forward
         with without_adapters(self.module):
             return batched_log_probs(self.module, batch, f.temperature, f.micro_batch_tokens, row_group=f.row_group)[0]
 
 
 def micro_batches(mini_batch: DataProto, *trained: Trained) -> Iterator[DataProto]:
-    """Equally many on every rank. Gradients are added up over them and reduced over ranks after the last."""
+    """The micro-batches of a mini-batch, equally many on every rank. Their gradients add up, and are reduced over ranks
+    after the last one (with reduce_each_micro_batch, after each)."""
     first, modules = trained[0], [model.module for model in trained]
     f = first.forward
     parts, _ = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))

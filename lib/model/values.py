@@ -1,4 +1,4 @@
-"""Values of a critic, and scores of a reward model: classifiers of one output a token."""
+"""Values of a critic and scores of a reward model. Both are classifiers with one output per token."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ def value_head(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
-    """Bound to a model by `load_critic` and `load_reward_model`: the head's output (n,) at the selected positions.
+    """The head's output (n,) at the selected positions. A method that `load_critic` and `load_reward_model` bind.
 
-    inputs: what the decoder takes, over (b, l) positions; select (n,): places among the b * l, some of them repeatedly.
+    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat.
     """
     h = self.base_model(**inputs, use_cache=False).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))  # (n, D)
-    values = value_head(self)(h).sum(1)  # one output; [:, 0] would be a view, which FSDP's hooks warn of
+    values = value_head(self)(h).sum(1)  # there is one output; [:, 0] would be a view, of which FSDP's hooks warn
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -40,7 +40,7 @@ def response_values(
 ) -> torch.Tensor:
     """The critic's values (B, T), zero where response_mask is; batch and options as in `response_log_probs`.
 
-    V_t is read where token t of the response is predicted: it is the value of the state before that token.
+    V_t is read at the position that predicts token t of the response: it is the value of the state before that token.
     """
 
     def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
@@ -75,11 +75,11 @@ def reward_model_scores(
     policy_tokenizer: PreTrainedTokenizerBase,
     micro_batch_tokens: int,
 ) -> torch.Tensor:
-    """The reward model's score (B,) float32 of each conversation: `raw_prompt` and then the response as a message.
+    """The reward model's score (B,) float32 of each conversation: `raw_prompt`, then the response as a message.
 
-    The response is decoded by the policy's tokenizer, and the whole goes through the reward model's own chat template
-    and tokenizer; text that spells one of its special tokens stays text. A row without a trained token scores 0. A
-    collective; all ranks have the same number of rows.
+    The policy's tokenizer decodes the response. The conversation then goes through the reward model's own chat template
+    and tokenizer; text that spells one of its special tokens stays text. A row without a trained token scores 0. This
+    is a collective: all ranks must have the same number of rows.
     """
     responses, trained = batch.batch["responses"], batch.batch["response_mask"].any(1)
     attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
@@ -98,10 +98,10 @@ def reward_model_scores(
 
 
 def _conversation_batch(conversations: list[list[int]], device: torch.device) -> DataProto:
-    """Left-padded rows, each before one response token that is not attended to: its value is that of the whole row.
+    """Left-padded rows, each with one dummy response token behind it. The value at that token is the whole row's score.
 
-    transformers' own pooling is not used: it reads the last token that differs from the pad token, which is the wrong
-    one where the pad token is also the end of a message.
+    transformers' own pooling is not used: it reads the last token that is not the pad token. That is the wrong token if
+    the pad token also ends a message.
     """
     L = max(len(ids) for ids in conversations)
     ids = torch.tensor([[0] * (L - len(row)) + row + [0] for row in conversations], device=device)  # (B, L + 1)

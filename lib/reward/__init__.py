@@ -1,4 +1,4 @@
-"""From responses to scores: scorers, their processes, and sandboxes (sandbox.py) for what a model wrote."""
+"""From responses to scores: scorers, the processes that run them, and sandboxes (sandbox.py) for a model's code."""
 
 from lib.reward.scorers import LARGEST_SCORE, load_scorers
 
@@ -6,7 +6,7 @@ __all__ = ["LARGEST_SCORE", "RewardManager", "load_scorers"]
 
 
 def __getattr__(name: str):
-    """RewardManager is imported late: scorers' processes start from this room, and without torch."""
+    """Imports RewardManager only on use: scorers' processes import this package, and must start without torch."""
     if name == "RewardManager":
         from lib.reward.manager import RewardManager
 

@@ -1,17 +1,18 @@
-"""The far side of lib/reward/sandbox.py, run as a script: programs are run here, behind a kernel's walls. Linux only.
+"""The far side of lib/reward/sandbox.py, run as a script. It runs programs behind walls that the Linux kernel provides.
 
-    scorer -- zygote -- supervisor -- init [-- program]     one supervisor a sample; `|` below is the wall
+    scorer -- zygote -- supervisor -- init [-- program]     one supervisor per sample; `|` below is the wall
                             |          |         |
          waits for the end, kills   runs the tests, holds what is expected | holds no test, no expected value
 
-The zygote, one a scorer's process, forks a supervisor for every socket it is sent. At level "namespaces" the supervisor
-makes namespaces (mount, pid, network, ipc, uts, user) with an empty root that holds the interpreter's libraries, read
-only, and a /tmp of its own; init is their process 1, so that everything dies with it. Levels "landlock" and "rlimits"
-are for machines that refuse namespaces, as most containers do: no process but the program itself, no signals to others,
-and with landlock the same view of the files. At every level seccomp closes the network.
+A zygote is a warmed-up process that is forked instead of starting a new one. Each scorer's process has one; it forks a
+supervisor for every socket it is sent. At level "namespaces" the supervisor makes new namespaces (mount, pid, network,
+ipc, uts, user). Their root holds only the interpreter's libraries, read only, and a /tmp of its own. init is their
+process 1, so that everything dies with it. Levels "landlock" and "rlimits" are for machines that refuse namespaces, as
+most containers do: the program can start no process and send no signals to others, and with landlock it can open the
+same files as in namespaces. At every level seccomp closes the network.
 
-Tests never meet the program's objects: a test sees Remote, which sends plain values (JSON) to the program's process and
-gets plain values back. So no __eq__, no patched builtin, frame or exit code of the program's can touch a verdict.
+Tests never touch the program's objects. A test sees a Remote, which sends plain values (JSON) to the program's process
+and gets plain values back. So the program's __eq__, patched builtins, frames and exit codes cannot change a verdict.
 """
 
 import ast
@@ -40,7 +41,7 @@ import types
 from pathlib import Path
 
 MAX_FRAME = 1 << 26  # bytes of one message
-NUMERIC = re.compile(r"[<>|=][biufc]\d{1,2}")  # numpy's types that come as they are
+NUMERIC = re.compile(r"[<>|=][biufc]\d{1,2}")  # numpy's dtypes of arrays that are sent as arrays
 PRELUDE = """import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *
 from collections import *
@@ -49,13 +50,13 @@ from heapq import *
 from itertools import *
 from math import *
 from typing import *
-"""  # what LeetCode has imported
+"""  # what LeetCode imports for every program
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NOBODY = 65534
 NEW_USER, NEW_OTHERS, NEW_ANY = 0x10000000, 0x6C020000, 0x7E020000  # CLONE_NEW*; mount, pid, net, ipc, uts
 BIND, PRIVATE, DETACH = 0x1000 | 0x4000, 0x40000 | 0x4000, 2  # MS_*, recursive; MNT_DETACH
-# System calls that a program can make; others do not exist (ENOSYS). Not here: network, other processes' memory,
-# limits and schedules, namespaces, mounts, memory that no limit counts.
+# The system calls that a program can make; all others fail as if they did not exist (ENOSYS). Left out: network, other
+# processes' memory, limits and scheduling, namespaces, mounts, memory that no limit counts.
 ALLOWED = """
 access alarm arch_prctl brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat
 dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 exit
@@ -71,19 +72,19 @@ sched_getaffinity sched_getparam sched_getscheduler sched_yield select sendfile 
 set_tid_address setitimer setrlimit setsockopt shutdown sigaltstack signalfd signalfd4 splice stat statfs statx
 symlink symlinkat sysinfo tee time timer_create timer_delete timer_getoverrun timer_gettime timer_settime
 timerfd_create timerfd_gettime timerfd_settime times truncate umask uname unlink unlinkat wait4 waitid write writev"""
-# In namespaces also these, which elsewhere would reach the user's processes and files.
+# In namespaces a program can also make these; elsewhere they would reach the user's processes and files.
 ALLOWED_INSIDE = """
 chmod chown execve execveat fchmod fchmodat fchmodat2 fchown fchownat fork futimesat kill lchown pidfd_open
 pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpgid setsid tgkill tkill utime utimensat utimes vfork"""
 THREAD = 0x10000  # CLONE_THREAD
-# (call, number of its argument, bits, value): where these bits of the argument have this value
+# (call, index of its argument, bits, value): the call is allowed if these bits of the argument have this value
 CONDITIONS = [
-    ("prlimit64", 0, 2**64 - 1, 0),  # of this process
+    ("prlimit64", 0, 2**64 - 1, 0),  # limits of this process only
     ("sched_setaffinity", 0, 2**64 - 1, 0),
     ("socketpair", 1, 0xF, 1),  # SOCK_STREAM: a datagram socket could send to others
     *(("fcntl", 1, 2**32 - 1, n) for n in (*range(8), 9, 36, 37, 38, 1030, 1032)),  # no signals to owners, no leases
-    *(("ioctl", 1, 2**32 - 1, n) for n in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # of terminals only TCGETS
-    *(("prctl", 0, 2**32 - 1, n) for n in (1, 2, 3, 15, 16, 22, 23, 0x53564D41)),  # death signal, names, what there is
+    *(("ioctl", 1, 2**32 - 1, n) for n in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # of terminals, TCGETS
+    *(("prctl", 0, 2**32 - 1, n) for n in (1, 2, 3, 15, 16, 22, 23, 0x53564D41)),  # death signal, names, queries
 ]
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -94,7 +95,7 @@ def check(result: int, what: str) -> int:
     return result
 
 
-# ---- messages: four bytes of length, then JSON ----
+# ---- messages: the length in four bytes, then JSON ----
 
 
 def send(sock, message) -> None:
@@ -103,7 +104,7 @@ def send(sock, message) -> None:
 
 
 def receive(sock, deadline: float | None = None):
-    """The next message. Raises TimeoutError after `deadline` (time.monotonic), EOFError where there is none."""
+    """The next message. Raises TimeoutError after `deadline` (time.monotonic), EOFError if there is none."""
 
     def exactly(size):
         data = bytearray()
@@ -122,12 +123,12 @@ def receive(sock, deadline: float | None = None):
 
 
 def pack(value, ref):
-    """JSON for a value of the builtin types, to any depth; `ref(value)` names an object of another type."""
+    """JSON for a value of the builtin types, nested to any depth. `ref(value)` numbers an object of any other type."""
     if value is None or isinstance(value, bool):
         return value
     for plain, exact in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
         if isinstance(value, plain):
-            return exact(value)  # type: ignore[arg-type]  # of this kind
+            return exact(value)  # type: ignore[arg-type]  # value is of this kind
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes):
@@ -139,7 +140,7 @@ def pack(value, ref):
     for kind in (tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [pack(item, ref) for item in value]}
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # numpy's
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # a numpy value
         if getattr(value, "ndim", 0) and NUMERIC.fullmatch(value.dtype.str):
             return {"array": [value.dtype.str, list(value.shape), [pack(item, ref) for item in value.ravel().tolist()]]}
         return pack(value.tolist(), ref)
@@ -184,7 +185,7 @@ def unpack(value, deref):
 
 
 def load(program: str, name: str, prelude: str = "") -> dict:
-    """Runs the program as module `name`; its namespace."""
+    """Runs the program as module `name` and returns its namespace."""
     module = sys.modules[name] = types.ModuleType(name)
     exec(prelude, module.__dict__)
     exec(compile(program, f"<{name}>", "exec"), module.__dict__)
@@ -192,7 +193,7 @@ def load(program: str, name: str, prelude: str = "") -> dict:
 
 
 class Program:
-    """Answers what a Remote asks. An object without a plain value stays here, and goes by its number."""
+    """Answers what a Remote asks. An object that is no plain value stays here, and only its number is sent."""
 
     def __init__(self, program: str, prelude: str):
         self.objects: list = []
@@ -200,14 +201,14 @@ class Program:
         self.namespace = load(program, "solution", prelude)
 
     def names(self) -> list[list]:
-        """[name, and of a module what it is called itself], of all that the program defines or imports."""
+        """[name, the module's own name if it is a module], for everything that the program defines or imports."""
         modules = {
             name: value.__name__ for name, value in self.namespace.items() if isinstance(value, types.ModuleType)
         }
         return [[name, modules.get(name)] for name in self.namespace if not name.startswith("__")]
 
     def ref(self, value) -> int:
-        """One number for one object, also if it comes twice."""
+        """The object's number; the same object always gets the same number."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
@@ -216,7 +217,7 @@ class Program:
     def find(self, ref):
         if isinstance(ref, int):
             return self.objects[ref]
-        if ref not in self.namespace and "Solution" in self.namespace:  # LeetCode
+        if ref not in self.namespace and "Solution" in self.namespace:  # LeetCode's form
             return getattr(self.namespace["Solution"](), ref)
         return self.namespace[ref]
 
@@ -235,7 +236,7 @@ class Program:
                 value = None
                 setattr(target, args[0], unpack(args[1], self.find))
             return {"value": pack(value, self.ref)}
-        except BaseException as error:  # noqa: BLE001 the program's, whatever it is
+        except BaseException as error:  # noqa: BLE001 the program may raise anything
             return {"error": [type(error).__name__, str(error)[:500]]}
 
 
@@ -247,7 +248,8 @@ def serve(channel, program: str, prelude: str) -> None:
 
 
 def answer_once(program: str, prelude: str) -> None:
-    """The same over standard input and output, for a server that runs scripts (SandboxFusion). One line, the last."""
+    """Answers one request over standard input and output, for a server that runs scripts (SandboxFusion). The answer is
+    the last line of the output."""
     out = os.fdopen(os.dup(1), "w")
     request = json.loads(sys.stdin.readline())
     out.write("\n" + json.dumps(Program(program, prelude).answer(request)) + "\n")
@@ -255,20 +257,20 @@ def answer_once(program: str, prelude: str) -> None:
     os._exit(0)
 
 
-# ---- the judge's side ----
+# ---- the tests' side ----
 
 
 class Died(BaseException):
-    """The program's process is gone or talks nonsense. No Exception: a test's own `except` must not swallow it."""
+    """The program's process is gone or sends nonsense. A BaseException: a test's own `except` must not swallow it."""
 
 
 class Wrong(BaseException):
-    """What the program answered is no answer to any test, whatever this one makes of it."""
+    """The program's answer can pass no test, whatever this test would make of it."""
 
 
 class Remote:
-    """A name or an object of the program's, in the tests. Only plain values come back. It equals itself and nothing
-    that is no object; beside other values it is a wrong answer, as nobody here can say what it equals."""
+    """Stands in the tests for a name or an object of the program. Only plain values come back. It equals itself and
+    differs from None; any other comparison is a wrong answer, since nobody here can say what it equals."""
 
     def __init__(self, ask, ref):
         vars(self).update(_ask=ask, _ref=ref)
@@ -310,20 +312,20 @@ def asker(channel, nan_is_wrong: bool):
                     raise Wrong
                 return unpack(reply["value"], lambda number: Remote(ask, int(number)))
             name, text = map(str, reply["error"])
-        except Exception as error:  # noqa: BLE001 whatever is wrong with what the program sends
+        except Exception as error:  # noqa: BLE001 the program may send anything
             raise Died(str(error)) from None
-        cls = getattr(builtins, name, None)  # for tests of the form: try ... except ValueError
+        cls = getattr(builtins, name, None)  # for tests with `except ValueError`
         known = isinstance(cls, type) and issubclass(cls, Exception)
         ends_loops = known and issubclass(
             cls, StopIteration | StopAsyncIteration
-        )  # all(map(...)) would take it for its end
+        )  # in a test's all(map(...)) it would end the loop as if all had passed
         raise (cls if known and not ends_loops else RuntimeError)(text)
 
     return ask
 
 
 def same(got, expected) -> bool:
-    """Equality of JSON values: tuples and arrays are lists, keys are text, a float is right to 1e-6, True is not 1."""
+    """Equality as JSON values: tuples and arrays are lists, keys are text, floats are equal to 1e-6, True is not 1."""
     got = got.tolist() if hasattr(got, "tolist") else got
     if isinstance(got, list | tuple) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same, got, expected))
@@ -336,13 +338,13 @@ def same(got, expected) -> bool:
 
 
 def right(got, expected) -> bool:
-    """Whether a call gave what the row expects; APPS writes some answers as [answer]."""
+    """Whether a call returned what the row expects. APPS writes some answers as [answer]."""
     wrapped = isinstance(expected, list) and len(expected) == 1
     return same(got, expected) or (wrapped and same(got, expected[0]))
 
 
 def tools(names: list[list], texts: list[str], packages: list[str]) -> dict:
-    """Modules that only the program imports and the tests use: this process's own, by the same name."""
+    """Modules that the tests use but only the program imports: this process's own modules of these names."""
     used = {node.id for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     found = {}
     for name, module in names:
@@ -354,12 +356,13 @@ def tools(names: list[list], texts: list[str], packages: list[str]) -> dict:
 
 
 def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
-    """Runs the tests of the next message against the program behind `channel`: setup's verdict, then each case's."""
+    """Runs the tests of the next message against the program behind `channel`. Sends the setup's verdict, then each
+    case's."""
     tests = receive(conn)
     texts = [tests["setup"], *tests["cases"]]
     # a NaN passes `not (error > 1e-6)` and `!=`
     ask = asker(channel, nan_is_wrong="nan" not in "".join(texts).lower())
-    trusted = vars(builtins).keys() | sys.stdlib_module_names  # a program may not supply the tests' own tools
+    trusted = vars(builtins).keys() | sys.stdlib_module_names  # names that a program may not redefine for the tests
     namespace: dict = {name: Remote(ask, name) for name, _ in names if name not in trusted} | {"__name__": "tests"}
     namespace |= tools(names, texts, packages)
     entries = {name: Remote(ask, name) for name in tests["entries"]}
@@ -372,7 +375,7 @@ def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
             verdict = "wrong"
         except Died:
             verdict = "crash"
-        except Exception:  # noqa: BLE001 the program's, or a test's on what the program returned
+        except Exception:  # noqa: BLE001 from the program, or from a test of what it returned
             verdict = "error"
         send(conn, {"verdict": verdict})
         if verdict == "crash":
@@ -384,21 +387,21 @@ def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
 
 @functools.cache
 def processes_can_be_limited() -> bool:
-    """Not for root, also in the guise of a user whom a user namespace makes of it: RLIMIT_NPROC does not hold then."""
+    """Whether RLIMIT_NPROC holds. It does not hold for root, nor for a user that a user namespace makes of root."""
     pid = os.fork()
     if pid == 0:
         limit(NPROC=0)
         with contextlib.suppress(OSError):
             os.fork()
-            os._exit(1)  # both
+            os._exit(1)  # in both processes
         os._exit(0)
     return os.waitpid(pid, 0)[1] == 0
 
 
 def enter_namespaces(spec: dict) -> bool:
-    """Whether the number of a program's processes is limited there."""
+    """Enters new namespaces. Returns whether the number of a program's processes is limited there."""
     if os.geteuid() == 0 and libc.unshare(NEW_OTHERS) == 0:
-        limited = True  # it becomes nobody
+        limited = True  # the process becomes user nobody
     else:  # a user, or root without CAP_SYS_ADMIN, as in Docker
         limited, user, group = processes_can_be_limited(), os.geteuid(), os.getegid()
         check(libc.unshare(NEW_USER | NEW_OTHERS), "unshare")
@@ -414,7 +417,7 @@ def enter_namespaces(spec: dict) -> bool:
         args = [x.encode() if x else None for x in (source, target, kind)]
         check(libc.mount(*args, ctypes.c_ulong(flags), options and options.encode()), f"mount {target}")
 
-    root = "/sys"  # the new root is put together where no library lies
+    root = "/sys"  # the new root is built here, because no library lies in /sys
     mount(None, "/", None, PRIVATE)
     mount("tmpfs", root, "tmpfs", 0, "size=1m,mode=755")
     Path(f"{root}/dev").mkdir()
@@ -425,9 +428,9 @@ def enter_namespaces(spec: dict) -> bool:
         if link.is_symlink():
             Path(f"{root}{link}").symlink_to(link.readlink())
     Path(f"{root}/tmp").mkdir()
-    # before the libraries, which may lie in it
+    # /tmp comes before the libraries, since some of them may lie in it
     mount("tmpfs", root + "/tmp", "tmpfs", 2 | 4, f"size={spec['folder_mb']}m,nr_inodes=10000,mode=777")
-    for path in [*spec["readable"], *spec["hidden"], *spec["packages"]]:  # in this order
+    for path in [*spec["readable"], *spec["hidden"], *spec["packages"]]:  # the order matters
         Path(root + path).mkdir(parents=True, exist_ok=True)
         if path in spec["hidden"]:
             mount("tmpfs", root + path, "tmpfs", 0, "size=1m,mode=755")
@@ -448,10 +451,10 @@ def drop_privileges(level: str) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        check(libc.unshare(NEW_USER), "unshare user")  # so that RLIMIT_NPROC counts this sandbox alone
+        check(libc.unshare(NEW_USER), "unshare user")  # RLIMIT_NPROC then counts only this sandbox
     check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
     check(libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()), "capset")
-    check(libc.prctl(4, 0, 0, 0, 0), "dumpable")  # nothing may trace init, or read its memory
+    check(libc.prctl(4, 0, 0, 0, 0), "dumpable")  # nobody may trace init or read its memory
 
 
 def limit(**limits: int) -> None:
@@ -463,7 +466,7 @@ def limit(**limits: int) -> None:
 
 
 def landlock(spec: dict, folder: str) -> None:
-    """Files: `folder` is free, the libraries can be read, nothing else; no signals out (where the kernel is 6.12)."""
+    """Leaves only `folder`, the libraries (read only) and a few devices. From Linux 6.12 on also stops signals out."""
     version = check(libc.syscall(444, None, 0, 1), "landlock")
     if version < 3:
         raise OSError("Landlock before Linux 6.2 lets programs empty files")
@@ -500,7 +503,7 @@ def landlock(spec: dict, folder: str) -> None:
 
 @functools.cache
 def seccomp_filter(level: str) -> bytes:
-    """What libseccomp makes of the names above, for the kernel. Raises OSError where the library is not there."""
+    """The filter that libseccomp makes of the names above, for the kernel. Raises OSError without the library."""
     try:
         lib = ctypes.CDLL("libseccomp.so.2")
     except OSError:
@@ -514,7 +517,7 @@ def seccomp_filter(level: str) -> bytes:
     for name, *condition in allowed:
         number = lib.seccomp_syscall_resolve_name(name.encode())
         argument = struct.pack("IiQQ", condition[0], 7, *condition[1:]) if condition else None  # MASKED_EQ
-        if number >= 0:  # this machine has it
+        if number >= 0:  # this machine has the call
             rules = len(condition) // 3, argument
             if lib.seccomp_rule_add_array(context, 0x7FFF0000, number, *rules) < 0:
                 raise OSError(f"libseccomp does not take {name}")
@@ -532,7 +535,7 @@ def seccomp(level: str) -> None:
 
 
 def put_up_walls(spec: dict, folder: str) -> None:
-    """Around this process, for good."""
+    """Puts this process behind the walls, for good."""
     if spec["level"] == "landlock":
         landlock(spec, folder)
     seccomp("alone" if spec["alone"] else "namespaces")
@@ -540,7 +543,8 @@ def put_up_walls(spec: dict, folder: str) -> None:
 
 
 def become_program(spec: dict, folder: str, files: list[int]) -> None:
-    """In a fresh child of init: `files` become descriptors 0, 1, 2 and so on, others are closed, the walls go up."""
+    """Runs in a fresh child of init. `files` become descriptors 0, 1, 2 and so on, all others are closed, the walls go
+    up."""
     for i, fd in enumerate([os.dup(fd) for fd in files]):
         os.dup2(fd, i)
     os.closerange(len(files), 1 << 20)
@@ -556,7 +560,7 @@ def become_program(spec: dict, folder: str, files: list[int]) -> None:
 
 
 def run_program(spec: dict, folder: str, files: list[int], body) -> int:
-    """Forks the program's process, which runs body() and leaves; its id."""
+    """Forks the program's process, which runs body() and exits. Returns its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -570,7 +574,7 @@ def run_program(spec: dict, folder: str, files: list[int], body) -> int:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
         if "threading" in sys.modules:
-            sys.modules["threading"]._shutdown()  # a program may do its work in a thread that it does not join
+            sys.modules["threading"]._shutdown()  # waits for threads that the program has not joined
         sys.stdout.flush()
         os._exit(code & 255)
 
@@ -578,7 +582,7 @@ def run_program(spec: dict, folder: str, files: list[int], body) -> int:
 def end_program(pid: int) -> int:
     """Kills what the program left behind and returns its exit code, negative for a signal."""
     _, status = os.waitpid(pid, 0)
-    if os.getpid() == 1:  # of a pid namespace; elsewhere a program has no children
+    if os.getpid() == 1:  # in a pid namespace; elsewhere a program has no children
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(-1, signal.SIGKILL)
             while True:
@@ -587,7 +591,7 @@ def end_program(pid: int) -> int:
 
 
 def run_scripts(conn, spec: dict, folder: str, null: int) -> None:
-    """Runs the program once for every message (its standard input); answers with exit code and output."""
+    """Runs the program once for every message, which is its standard input. Answers with exit code and output."""
     while True:
         files = [os.memfd_create("stdin"), os.memfd_create("stdout"), null]
         with open(files[0], "wb", closefd=False) as f:
@@ -602,7 +606,7 @@ def run_scripts(conn, spec: dict, folder: str, null: int) -> None:
 
 
 def run_calls(conn, spec: dict, folder: str, null: int) -> None:
-    """Tests against functions. The program's process is forked before the tests are read from `conn`."""
+    """Runs tests that call functions. The program's process is forked before the tests are read from `conn`."""
     channel, theirs = socket.socketpair()
     body = lambda: serve(socket.socket(fileno=3), spec["program"], spec["prelude"])  # noqa: E731
     pid = run_program(spec, folder, [null, null, null, theirs.fileno()], body)
@@ -612,12 +616,12 @@ def run_calls(conn, spec: dict, folder: str, null: int) -> None:
     except (EOFError, OSError, ValueError, TypeError):
         send(conn, {"verdict": "error" if end_program(pid) > 0 else "crash"})
     else:
-        put_up_walls(spec, folder)  # the tests have them, too
+        put_up_walls(spec, folder)  # the tests are behind walls, too
         run_tests(conn, channel, names, spec["importable"])
 
 
 def run_functions(conn, spec: dict, folder: str, null: int) -> None:
-    """Answers every message with [function(message)], or [] where that fails; each in a process of its own."""
+    """Answers every message with [function(message)], or [] if that fails. Each runs in a process of its own."""
     function = getattr(sys.modules[spec["module"]], spec["name"])
     while True:
         argument = receive(conn)
@@ -642,27 +646,27 @@ def init(conn, spec: dict, folder: str) -> None:
     for fd in range(3):
         os.dup2(null, fd)
     send(conn, "ready")
-    with contextlib.suppress(Exception):  # the scorer has hung up, or the program made this process fail: a crash
+    with contextlib.suppress(Exception):  # the scorer hung up, or the program crashed this process
         if spec["form"] == "stdin":
             run_scripts(conn, spec, folder, null)
         elif spec["form"] == "calls":
             run_calls(conn, spec, folder, null)
         elif spec["form"] == "function":
             run_functions(conn, spec, folder, null)
-        else:  # "remote": the program is elsewhere, and the scorer passes the calls on
+        else:  # "remote": a server runs the program; the scorer passes calls on
             put_up_walls(spec, folder)
             run_tests(conn, conn, spec["names"], spec["importable"])
 
 
 def supervise(conn) -> None:
-    """One sample: until init ends or the scorer hangs up. When this process ends, nothing of the sample is left."""
+    """Runs one sample until init ends or the scorer hangs up. When this process ends, nothing of the sample is left."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     spec = receive(conn)
     alone = spec["level"] != "namespaces"
     folder = tempfile.mkdtemp(prefix="plainrl-") if alone else "/tmp"
     try:
         spec["alone"] = alone or not enter_namespaces(spec)
-        check(libc.prctl(36, 1, 0, 0, 0), "subreaper")  # an orphaned program is waited for here
+        check(libc.prctl(36, 1, 0, 0, 0), "subreaper")  # an orphaned program becomes a child of this process
         pid = os.fork()
         if pid == 0:
             try:
@@ -681,23 +685,23 @@ def supervise(conn) -> None:
             os.wait()
     except ChildProcessError:
         pass
-    except Exception as error:  # noqa: BLE001 the scorer raises it
+    except Exception as error:  # noqa: BLE001 it is sent to the scorer, which raises it
         send(conn, f"{type(error).__name__}: {error}")
     if alone:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def zygote(module: str = "", *folders: str) -> None:
-    """Forks a supervisor for each socket that comes over standard input. The module is imported before, and warmed."""
+    """Imports the module and calls its warm(). Then forks a supervisor for each socket that standard input brings."""
     control = socket.socket(fileno=os.dup(0))
     null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 0)  # a supervisor that outlives this process must not keep its socket open: nobody would read it
+    os.dup2(null, 0)  # a supervisor that outlives this process must not keep the socket open
     os.close(null)
     sys.set_int_max_str_digits(0)
-    exec(PRELUDE, {})  # warm
+    exec(PRELUDE, {})  # warms up the imports
     processes_can_be_limited()
     for level in ("namespaces", "alone"):
-        with contextlib.suppress(OSError):  # the sandbox then says it
+        with contextlib.suppress(OSError):  # the sandbox reports the error later
             seccomp_filter(level)
     if module:
         sys.path += folders

@@ -1,7 +1,7 @@
-"""Messages over a socket between processes of which one may write nonsense. Standard library only.
+"""Messages over a socket between two processes, one of which may write nonsense. Standard library only.
 
-A message is its length, a CRC-32 and its bytes. Over a socket that does not block nothing here waits: what has come in
-part stays until the rest comes, what cannot be sent yet stays until flush().
+A message is its length, a CRC-32 and its bytes. On a non-blocking socket nothing here waits: a message that has come in
+part is kept until the rest comes, and what cannot be sent yet is kept until flush().
 """
 
 import socket
@@ -9,7 +9,7 @@ import struct
 from zlib import crc32
 
 HEADER = struct.Struct("!QI")
-PART = 2**18  # bytes of one call
+PART = 2**18  # bytes that one call sends or receives
 
 
 class Frames:
@@ -23,7 +23,7 @@ class Frames:
         return self.socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Raises OSError where the other end is closed, TimeoutError after the socket's own time limit."""
+        """Raises OSError if the other end is closed, TimeoutError after the socket's own time limit."""
         self.unsent += HEADER.pack(len(message), crc32(message))
         self.unsent += message
         self.flush()
@@ -37,7 +37,7 @@ class Frames:
             del self.unsent[:sent]
 
     def receive(self) -> list[bytes]:
-        """The messages that one read makes whole. Raises EOFError, OSError; ValueError where it is no message."""
+        """The messages that one read completes. Raises EOFError, OSError, or ValueError if the bytes are no message."""
         try:
             part = self.socket.recv(PART)
         except BlockingIOError:

@@ -1,9 +1,9 @@
-"""From responses to scores: a response is decoded, scored by plain functions, and the score put on its last token.
+"""From responses to scores: decodes a response, scores it by plain functions, and puts the score on its last token.
 
-A scorer is the user's own code and runs millions of times, so it runs in processes of its own (pool.py), with a time
-and a memory limit. A response whose scorer hangs, crashes, raises or returns no finite number gets failure_score, or
-NaN where that is None; it is counted, the first of each kind is shown, and the run goes on. Without workers scorers run
-in this process, one response after the other, and an exception stops the run: for breakpoint().
+A scorer is the user's own code and runs millions of times. So it runs in other processes (pool.py), with a time and a
+memory limit. If a scorer hangs, crashes, raises or returns no finite number, its response gets failure_score, or NaN if
+that is None. The failure is counted, the first of each kind is shown, and the run goes on. Without workers, scorers run
+in this process, one response after the other, and an exception stops the run: this is for breakpoint().
 
 verl's managers are cases of this one: naive is workers=0, prime is workers of 1 or more, batch is a batched scorer.
 """
@@ -25,17 +25,17 @@ from lib.distributed import Metric, Sum
 from lib.reward.pool import Pool
 from lib.reward.scorers import LARGEST_SCORE, Scorer, call, checked, load_scorer
 
-ALWAYS = 16  # responses: a scorer that has failed on so many and done nothing else stops the run
+ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run
 
 
 class RewardManager:
     """Scores batches by the scorers of load_scorers while the caller does something else.
 
-    workers: processes, started when there is work; 0: in this process. timeout_s: of one response; a batched scorer has
-    it times the number of responses. memory_mb: MiB that a worker may take beyond what the scorers' imports took.
-    failure_score: of a response whose scorer failed; None: NaN.
+    workers: number of processes, started when there is work; 0: scorers run in this process. timeout_s: for one
+    response; a batched scorer has that times the number of responses. memory_mb: MiB that a worker may take beyond what
+    the scorers' imports took. failure_score: the score of a response whose scorer failed; None: NaN.
 
-    A truncated or empty response is scored as it stands. An aborted one (no trained token) is not scored and gets 0.
+    A truncated or empty response is scored as it is. An aborted one (no trained token) is not scored and gets 0.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class RewardManager:
             self._pool = None
             self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in scorers]
         self._scored: set[str] = set()  # names of scorers that have given a score
-        self._failures: Counter = Counter()  # by (name, kind)
+        self._failures: Counter = Counter()  # counts by (name, kind)
         self._numbers: set[str] = set()  # keys that scorers have given numbers for
         self._dropped_keys: set[tuple[str, str]] = set()  # (name, key)
 
     def submit(self, batch: DataProto) -> "PendingScores":
-        """Decodes the responses and hands them to the workers. Without workers it scores them."""
+        """Decodes the responses and hands them to the workers. Without workers, scores them."""
         mask = batch.batch["response_mask"].cpu()
         responses, columns = batch.batch["responses"].cpu(), batch.non_tensor_batch
         rows = mask.any(1).nonzero().flatten().tolist()
-        # what the policy sampled: an answer that a tool or an environment gave is not the policy's
+        # only sampled tokens are scored: the texts of tools and environments are not the policy's
         sampled = [list(compress(responses[i].tolist(), mask[i].tolist())) for i in rows]  # lists decode faster
         texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
         samples = {
@@ -97,12 +97,12 @@ class RewardManager:
         except Exception as error:
             error.add_note(f"in scorer {self.scorers[k].name}, {_describe(samples[0])}")
             raise
-        except SystemExit as error:  # it would end the run without a word
+        except SystemExit as error:  # it would silently end the run
             where = f"scorer {self.scorers[k].name}, {_describe(samples[0])}"
             raise RuntimeError(f"sys.exit({error.code!r}) in {where}") from error
 
     def _failed(self, name: str, kind: str, sample: dict, text: str) -> None:
-        text = struck(text)  # a judge may repeat the key that it refuses
+        text = struck(text)  # removes API keys: a judge's error may repeat the key that it refuses
         if not self._failures[name, kind]:
             print(
                 f"reward: {kind} in scorer {name}, {_describe(sample)}; the next are only counted\n{text}", flush=True
@@ -119,7 +119,7 @@ class RewardManager:
 
 
 def unfit(key: str, value) -> str:
-    """Why what a scorer gave beside its score is not taken; "" where it is."""
+    """Why a value that a scorer gave besides its score is not accepted; "" if it is accepted."""
     shown = f"{key[:40]!r}: {str(value)[:40]}"
     if key == "reward_model":
         return f"{shown} has the name of that model's score"
@@ -138,28 +138,28 @@ def _describe(sample: dict) -> str:
 
 @dataclass
 class PendingScores:
-    """The scores of a batch that was submitted. Not a DataProtoFuture: what comes is no DataProto to be merged with the
-    batch; part of it are metrics, and a scorer's keys may be the batch's own."""
+    """The scores of a batch that was submitted. This is not a DataProtoFuture, because the result cannot be merged with
+    the batch: a part of it is metrics, and a scorer's key may be the name of a key of the batch."""
 
     manager: RewardManager
     mask: torch.Tensor  # (B, T), on the CPU
     device: torch.device
-    samples: dict[int, dict]  # by row; no aborted ones
+    samples: dict[int, dict]  # by row, without aborted ones
     calls: list[tuple[int, list[int]]]  # (scorer, rows)
-    answers: Iterable[tuple[int, list]]  # (call, [kind, value] of each of its rows)
+    answers: Iterable[tuple[int, list]]  # (index of the call, [kind, value] of each of its rows)
 
     def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Metric]]:
-        """Waits for the scores; to be called once.
+        """Waits for the scores. Call it once.
 
         Returns:
-            token_level_scores (B, T), zero but for each row's last trained token; the scorer's other keys, a list of B
-            values each, None where it did not give one; reward/timeout_count, crash_count, error_count and
-            dropped_key_count (of values that are not taken: unfit()). Of several
-            scorers each has its own score as <name>, failed or not, and its keys as <name>/<key>; only "pred" keeps its
-            name and is the first scorer's that has it.
+            token_level_scores (B, T), zero except at each row's last trained token; the scorer's other keys, each a
+            list of B values, None where the scorer gave none; the metrics reward/timeout_count, crash_count,
+            error_count and dropped_key_count (values that unfit() refuses). With several scorers, each gives its own
+            score as <name>, also when it failed, and its keys as <name>/<key>. Only "pred" keeps its name; it comes
+            from the first scorer that gives one.
 
         Raises:
-            InputError: a scorer failed on all of its first 16 responses or more; the traceback follows the line.
+            InputError: a scorer failed on all of its first 16 responses or more; the message ends with the traceback.
             RuntimeError: the pool is gone.
         """
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
@@ -195,7 +195,7 @@ class PendingScores:
                 extras[key][row] = value
                 if isinstance(value, int | float):
                     manager._numbers.add(key)
-        for key in manager._numbers:  # also where nobody gave it this time
+        for key in manager._numbers:  # also keys that no row has this time
             extras.setdefault(key, [None] * len(self.mask))
         counts: dict[str, Metric] = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts

@@ -3,15 +3,15 @@
     trainer --socket--> supervisor --fork, a socket each--> workers
 
 The supervisor is a new interpreter, never a fork of the trainer with its threads and its GPU. It imports the scorers
-and forks the workers, so a lost one is replaced in milliseconds. A worker has one task at a time. At the task's time
-limit it is killed with its process group, and then every orphan of it (a daemon, another session). Scorers that start
-threads or touch a GPU must do so when called, not when imported: a fork keeps neither.
+and forks the workers, so that it replaces a lost worker in milliseconds. A worker has one task at a time. At the task's
+time limit the worker is killed with its process group, and then every orphan that it left (a daemon, another session).
+Scorers that start threads or touch a GPU must do so when called, not when imported: a fork keeps neither.
 
-When the trainer ends, also by kill -9, the supervisor sees it within a second and takes the workers along: it never
-waits for anybody else. Their stdout and stderr go nowhere. Tasks go out as pickles, answers come back as JSON, in
-frames (frames.py). Of the pool's descriptors a scorer can reach one, its own worker's socket; what it writes there
-costs its own sample. Workers are reused: what a scorer changes in its process (folder, environment, globals), later
-samples of that worker see, nobody else.
+When the trainer ends, also by kill -9, the supervisor sees it within a second and ends the workers. It never waits for
+any other process. The workers' stdout and stderr go to /dev/null. Tasks go out as pickles, answers come back as JSON,
+both in frames (frames.py). Of the pool's descriptors a scorer can reach only its own worker's socket; if it writes
+there, it loses its own sample. Workers are reused: if a scorer changes its process (folder, environment, globals), only
+later samples of that worker see the change.
 
 The memory limit, and the killing of processes that left the worker's group, need Linux.
 """
@@ -44,22 +44,22 @@ from lib.reward.scorers import LARGEST_SCORE, LONGEST_RESULT, call, checked, loa
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 0.1  # after the time limit, for faulthandler to say where the scorer hangs
-LONGEST_TRACEBACK = 4000  # characters, of the end
+LONGEST_TRACEBACK = 4000  # characters; its end is kept
 LONGEST_MESSAGE = 2**40  # bytes, between trainer and supervisor
-ALIVE_S, SILENCE_S = 5.0, 120.0  # a supervisor that is waited for says something so often, and is given up so late
-ID = struct.Struct("!Q")  # of a task: what every task and every answer begins with
+ALIVE_S, SILENCE_S = 5.0, 120.0  # how often a supervisor sends a sign of life; silence after which it is given up
+ID = struct.Struct("!Q")  # a task's id; every task and every answer begins with it
 
 # ---- in a worker -----------------------------------------------------------------------------------
 
 
 def _failure(error: BaseException) -> list[str]:
-    traceback.clear_frames(error.__traceback__)  # the memory that the scorer held is needed now
+    traceback.clear_frames(error.__traceback__)  # frees the memory that the scorer held
     text = "".join(traceback.format_exception(error))
     return ["error" if isinstance(error, Exception) else "crash", text[-LONGEST_TRACEBACK:]]
 
 
 def _attempt(function: Callable, batched: bool, samples: list[dict]) -> tuple[list[list], bool]:
-    """([kind, result or traceback] of each sample, whether this worker is to go on)."""
+    """([kind, result or traceback] of each sample, whether this worker should go on)."""
     try:
         results = call(function, batched, samples)
     except BaseException as error:  # noqa: BLE001 also sys.exit(): the worker must answer
@@ -85,7 +85,7 @@ def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memo
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(1, 2)  # the supervisor's stdout is /dev/null
     faulthandler.enable(notes)
-    os.register_at_fork(after_in_child=frames.close)  # a scorer's child must not answer in its place
+    os.register_at_fork(after_in_child=frames.close)  # a scorer's child process must not answer
     while True:
         for task in frames.receive():
             scorer, _, samples = pickle.loads(task[ID.size :])  # noqa: S301 the trainer's
@@ -109,7 +109,7 @@ class _Task:
 class _Worker:
     pid: int
     frames: Frames
-    notes: int  # a pipe's end: where faulthandler wrote
+    notes: int  # the end of a pipe into which faulthandler writes
     task: _Task | None = None
     deadline: float = math.inf
     overdue: bool = False
@@ -120,15 +120,15 @@ class _Supervisor:
         self.trainer, self.scorers, self.max_workers, self.memory_mb = trainer, scorers, workers, memory_mb
         self.workers: list[_Worker] = []
         self.queue: deque[_Task] = deque()
-        self.answers: dict[int, bytes] = {}  # not asked for yet
+        self.answers: dict[int, bytes] = {}  # answers that the trainer has not asked for yet
         self.wanted: set[int] = set()
-        self.spoke = time.monotonic()  # to the trainer
-        self.own_children = _children()  # what the scorers' imports started
+        self.spoke = time.monotonic()  # when it last sent something to the trainer
+        self.own_children = _children()  # processes that the scorers' imports started
 
     def serve(self, trainer_pid: int) -> None:
         self.trainer.send(b"")  # the imports are done
         try:
-            while os.getppid() == trainer_pid:  # its end of the socket may live on in a child of it
+            while os.getppid() == trainer_pid:  # a child of the trainer may keep the socket open
                 self._hand_out()
                 self._exchange()
                 now = time.monotonic()
@@ -147,7 +147,7 @@ class _Supervisor:
             self._kill_orphans()
 
     def _exchange(self) -> None:
-        """Waits up to a second, or to the next deadline, for what can be read or written; then that is done."""
+        """Waits up to a second, or to the next deadline, until a socket can be read or written. Then does that."""
         sources = {worker.frames.fileno(): worker for worker in self.workers} | {self.trainer.fileno(): None}
         poll = select.poll()
         for fd, worker in sources.items():
@@ -166,7 +166,7 @@ class _Supervisor:
         verb, content = pickle.loads(message)  # noqa: S301 the trainer's
         if verb == "score":
             self.queue.extend(_Task(*task) for task in content)
-        else:  # "collect": from here to the last of these answers the trainer does nothing but read
+        else:  # "collect": until it has the last of these answers, the trainer only reads
             self.wanted = set(content)
             for task_id in self.wanted & self.answers.keys():
                 self._answer(task_id, self.answers.pop(task_id))
@@ -194,7 +194,7 @@ class _Supervisor:
             worker.frames.longest = worker.task.samples * (LONGEST_RESULT + 16 * LONGEST_TRACEBACK)
             try:
                 worker.frames.send(ID.pack(worker.task.id) + worker.task.pickled)
-            except OSError:  # it died after its last answer
+            except OSError:  # the worker died after its last answer
                 self._lose(worker)
 
     def _fork(self) -> _Worker:
@@ -221,7 +221,7 @@ class _Supervisor:
         return self.workers[-1]
 
     def _collect(self, worker: _Worker) -> None:
-        """Takes the answer to the worker's task, if it is whole. Whatever else comes ends the worker."""
+        """Takes the answer to the worker's task, if it is whole. Any other message ends the worker."""
         try:
             worker.frames.flush()
             answers = worker.frames.receive()
@@ -244,7 +244,7 @@ class _Supervisor:
                 self._kill(worker)
 
     def _lose(self, worker: _Worker, why: str = "") -> None:
-        """The worker's task, if it has one, is answered with the failure and where Python was."""
+        """Kills the worker. Answers its task, if it has one, with the failure and the place where Python was."""
         code, where = self._kill(worker)
         if worker.task is None:
             return
@@ -278,7 +278,7 @@ class _Supervisor:
 
 
 def _children() -> set[int]:
-    """This process's; without Linux's list of them, none."""
+    """The ids of this process's children; none where Linux does not list them."""
     try:
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     except FileNotFoundError:
@@ -296,7 +296,7 @@ def supervise(fd: int, trainer_pid: int) -> None:
             try:
                 settings = scorer["modules"], scorer["kwargs"], scorer.get("time_limit_s")
                 function = load_scorer(scorer["spec"], *settings)
-            except BaseException as error:  # noqa: BLE001 whatever the user's file raises, each sample then shows it
+            except BaseException as error:  # noqa: BLE001 the user's file may raise anything; each sample then shows it
                 function = functools.partial(_raise, error)
             scorers.append((function, scorer["batched"]))
         if LINUX:
@@ -319,9 +319,9 @@ def _raise(error: BaseException, **_):
 class Pool:
     """Runs scorers in `workers` processes.
 
-    scorers: dicts of spec, modules, kwargs, time_limit_s if there is one (load_scorer), batched. memory_mb: MiB that a
-    worker may take beyond what the imports took. Tasks are (scorer's index, time limit in s, samples); a sample is a
-    dict of compute_score's arguments, and only a batched scorer gets several.
+    scorers: dicts of spec, modules, kwargs, perhaps time_limit_s (see load_scorer), and batched. memory_mb: MiB that a
+    worker may take beyond what the imports took. A task is (scorer's index, time limit in s, samples). A sample is a
+    dict of compute_score's arguments; only a batched scorer gets several.
     """
 
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int):
@@ -333,17 +333,17 @@ class Pool:
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the trainer's
+            start_new_session=True,  # only the trainer gets Ctrl-C
         )
         theirs.close()
         self._frames = Frames(ours, LONGEST_MESSAGE)
         self._received: deque[bytes] = deque()
         self._next_id = 0
-        self._samples: dict[int, int] = {}  # of the tasks that are not answered
+        self._samples: dict[int, int] = {}  # number of samples, by id of each unanswered task
         self._send({"scorers": scorers, "workers": workers, "memory_mb": memory_mb})
 
     def submit(self, tasks: list[tuple[int, float, list[dict]]]) -> range:
-        """Queues tasks and returns at once, with their ids for collect()."""
+        """Queues tasks and returns their ids for collect() at once."""
         ids = range(self._next_id, self._next_id + len(tasks))
         self._next_id += len(tasks)
         self._samples |= {i: len(task[2]) for i, task in zip(ids, tasks)}
@@ -351,9 +351,9 @@ class Pool:
         return ids
 
     def collect(self, ids: range) -> Iterator[tuple[int, list]]:
-        """(number of the task, [kind, value] of each sample) as they come.
+        """Yields (index of the task, [kind, value] of each sample) as answers come.
 
-        kind: ok (value: a dict), error, crash or timeout (a text)."""
+        kind: ok (value is a dict), error, crash or timeout (value is a text)."""
         self._send(("collect", ids))
         for _ in ids:
             message = self._receive()
@@ -369,7 +369,7 @@ class Pool:
             while not self._received:
                 messages = self._frames.receive()
                 self._received += filter(None, messages)
-                if messages:  # it has imported the scorers, which may take any time
+                if messages:  # the supervisor has imported the scorers, which may take any time
                     self._frames.socket.settimeout(SILENCE_S)
         return self._received.popleft()
 
@@ -388,13 +388,14 @@ class Pool:
     def close(self) -> None:
         """Ends all its processes."""
         self._process.terminate()
-        self._process.send_signal(signal.SIGCONT)  # a scorer may have stopped it
+        self._process.send_signal(signal.SIGCONT)  # a scorer may have stopped the supervisor
         self._process.wait()
         self._frames.close()
 
 
 def read_answers(text: bytes, samples: int) -> list:
-    """The [kind, value] of each sample that a worker wrote, if it is that: a model's text has been in its hands."""
+    """The [kind, value] of each sample that a worker wrote. Checks their form, since a model's text may have changed
+    the worker."""
 
     def is_answer(answer) -> bool:
         kind, value = answer

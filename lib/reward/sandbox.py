@@ -1,7 +1,9 @@
-"""Sandboxes: processes without network, files and neighbours, for what a model wrote. The near side of _sandbox.py.
+"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes. _sandbox.py has the
+other side.
 
-A zygote is started once a process; it forks what is asked for, behind walls that the kernel has: sandbox_level() says
-which, docs/rewards.md what each lets through. Memory is limited a process, so at most memory_mb * processes.
+A zygote is a warmed-up process that is forked instead of starting a new one. Each process starts it once, and it forks
+the sandboxes. The kernel provides their walls: sandbox_level() says which, docs/rewards.md says what each level lets
+through. The memory limit is per process, so a sandbox takes at most memory_mb * processes.
 """
 
 import importlib
@@ -19,26 +21,26 @@ from pathlib import Path
 from lib import InputError, is_first_on_node
 from lib.reward import _sandbox
 
-GRACE = 10  # seconds for the sandbox to start, and to end
-ROOT = Path(__file__).parents[2]  # where lib/ and rewards/ are
+GRACE = 10  # seconds that a sandbox may take to start, and to end
+ROOT = Path(__file__).parents[2]  # the folder of lib/ and rewards/
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-ACCEPTED = "PLAINRL_SANDBOX_LEVEL"  # in the environment, so that workers have it, too
-HOLDS = {  # from the strongest
+ACCEPTED = "PLAINRL_SANDBOX_LEVEL"  # an environment variable, so that workers have it, too
+HOLDS = {  # the strongest level first
     "namespaces": "no network, no processes but its own, no files but Python's libraries",
     "landlock": "no network, no signals to others, no files but Python's libraries, but names and sizes of all",
     "rlimits": "no network, no signals to others; but it reads and writes what you can, others' memory with it",
     "none": "programs are not run; mathematics is read in the scorer's own process",
 }
-_zygotes: dict[str, socket.socket] = {}  # by the module that it has imported; a worker's forks share them
-_idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes of evaluate(), by function
+_zygotes: dict[str, socket.socket] = {}  # by the module that the zygote has imported; forks of this process share them
+_idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes that evaluate() can use again, by function
 _lock = threading.Lock()
 
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # a thread may have held it
-    _idle.clear()  # they are the parent's
+    _lock = threading.Lock()  # a thread of the parent may have held the old one
+    _idle.clear()  # these sandboxes are the parent's
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -46,7 +48,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @lru_cache
 def _folders() -> dict:
-    """The libraries that a program can read, and within them what it cannot: installed packages may hold the tests."""
+    """The libraries that a program can read, and folders in them that are hidden: packages there may hold the tests."""
     stdlib = sysconfig.get_path("stdlib")
     shared = [str(Path(sys.base_prefix) / "lib"), stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
     real = sorted({os.path.realpath(path) for path in shared if Path(path).exists()})
@@ -56,7 +58,7 @@ def _folders() -> dict:
 
 
 def make_spec(packages: tuple = ("numpy",), **options) -> dict:
-    """What a sandbox is told first; `options` are level, form, program, and those that differ from these defaults."""
+    """The first message to a sandbox. `options`: level, form, program, and all that should differ from the defaults."""
     site = sysconfig.get_path("purelib")
     folders = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
     paths = {"packages": [path for path in folders if Path(path).is_dir()], "sys_path": [site], **_folders()}
@@ -100,16 +102,16 @@ def _ask_zygote(spec: dict, module: str) -> socket.socket:
 
 
 def connect(spec: dict, module: str = "") -> socket.socket:
-    """A sandbox that is ready for its first message. Starts the zygote where it is not there, or not there any more.
+    """A sandbox that is ready for its first message. Starts the zygote if none is running.
 
-    Raises RuntimeError where it does not start; InputError where there is none.
+    Raises RuntimeError if the sandbox does not start, InputError if the level is "none".
     """
     if spec["level"] == "none":
         raise InputError("--sandbox-level none: what a model wrote is not run without a sandbox")
     try:
         try:
             return _ask_zygote(spec, module)
-        except (EOFError, ConnectionError):  # it is gone: seen when it is asked, or, if it died since, by no answer
+        except (EOFError, ConnectionError):  # the zygote is gone: it cannot be asked, or it does not answer
             _zygotes.pop(module, None)
             return _ask_zygote(spec, module)
     except (EOFError, OSError) as error:
@@ -117,7 +119,7 @@ def connect(spec: dict, module: str = "") -> socket.socket:
 
 
 def hang_up(conn: socket.socket) -> None:
-    """Ends the sandbox, and waits until no process of it is left: then nobody holds the other end."""
+    """Ends the sandbox, and waits until none of its processes is left: then the other end of `conn` is closed."""
     with conn:
         conn.shutdown(socket.SHUT_WR)
         conn.settimeout(GRACE)
@@ -131,13 +133,13 @@ def hang_up(conn: socket.socket) -> None:
 
 
 def accept(weakest: str) -> None:
-    """Takes sandboxes of this level, of this process and of those it starts: --sandbox-level."""
+    """Accepts sandboxes of this level or stronger, for this process and those that it starts (--sandbox-level)."""
     os.environ[ACCEPTED] = weakest
 
 
 @lru_cache
 def sandbox_level() -> str:
-    """The strongest of HOLDS that works here; printed once. Raises InputError where that is weaker than accepted."""
+    """The strongest level of HOLDS that works here; prints it once. Raises InputError if it is weaker than accepted."""
     errors = {}
     for level in HOLDS:
         if level == "none":
@@ -167,10 +169,11 @@ def sandbox_level() -> str:
 
 
 def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
-    """function(argument) in a sandbox; both are JSON. None where the function raises, dies or takes longer.
+    """function(argument), computed in a sandbox. Argument and result are JSON. None if the function raises, dies or
+    takes longer than `seconds`.
 
-    function: "module:name" of this project. The module's warm() is called once, in the zygote; each call then has a
-    process of its own, forked from there, that knows the argument and nothing else of this process.
+    function: "module:name" of this project. The zygote calls the module's warm() once. Each call then runs in a new
+    fork, which knows the argument and nothing else of this process.
     """
     module, _, name = function.partition(":")
     if sandbox_level() == "none":

@@ -1,4 +1,4 @@
-"""Scorers: found and checked before a run, loaded and called in a worker. Standard library only, as a worker is."""
+"""Finds and checks scorers before a run; loads and calls them in a worker. Standard library only, for a fast start."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ from lib.reward.sandbox import sandbox_level
 BY_DATA_SOURCE = "data_source"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SANDBOXED = {"rewards.code", "rewards.math", "rewards.geometry3k"}
-LARGEST_SCORE = 1e12  # beyond it a gradient's norm, a sum of squares in float32, may overflow: no update
+LARGEST_SCORE = 1e12  # with larger scores a gradient's norm may overflow in float32, and there is no update
 LONGEST_RESULT = 2**20  # bytes, as JSON
 
 # ---- the scorers of a run ------------------------------------------------------------------------
@@ -24,13 +24,13 @@ LONGEST_RESULT = 2**20  # bytes, as JSON
 
 @dataclass
 class Scorer:
-    name: str  # in metrics, where there are several
+    name: str  # its name in metrics, if there are several scorers
     spec: str  # path:function, or "data_source"
     modules: list[str]  # of rewards/, for the data sources at hand
     kwargs: dict
     weight: float
     batched: bool
-    takes_truth: bool  # not if its parameter has a default
+    takes_truth: bool  # whether ground_truth(s) is a parameter without a default
 
 
 def load_scorers(
@@ -38,16 +38,17 @@ def load_scorers(
 ) -> list[Scorer]:
     """The scorers of --reward, checked before anything else is loaded.
 
-    A spec is "path/to/file.py:function" or "data_source", which picks from rewards/ by each row's data_source. The
-    function is called for each response as compute_score(data_source=, solution_str=, ground_truth=, extra_info=,
-    **kwargs); one with a parameter solution_strs is batched: called for all as compute_score_batch(data_sources=,
-    solution_strs=, ground_truths=, extra_infos=, **kwargs). Either may be async. It returns a number, or a dict with
-    "score" and whatever is to be logged; batched, a list of them. A row's score is the sum of weight x score; without
-    weights, 1 each. One with a parameter time_limit_s, which has a default, is told the seconds a response has.
+    A spec is "path/to/file.py:function", or "data_source": this picks a scorer from rewards/ by each row's data_source.
+    The function is called for each response as compute_score(data_source=, solution_str=, ground_truth=, extra_info=,
+    **kwargs). A function with a parameter solution_strs is batched: it is called once for many responses, as
+    compute_score_batch(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs). Either may be async. It
+    returns a number, or a dict with "score" and values to log; a batched one returns a list of these. A row's score is
+    the sum of weight x score; without weights, each weight is 1. If a function has a parameter time_limit_s with a
+    default, it gets the seconds that a response has.
 
-    Raises InputError: no such file or function, one that cannot be called so, a data_source that rewards/ lacks, a row
-    without a ground truth for a scorer whose parameter ground_truth (or ground_truths) has no default, a sandbox
-    weaker than --sandbox-level.
+    Raises InputError: there is no such file or function, it cannot be called so, rewards/ has no scorer for a
+    data_source, a row has no ground truth although a scorer's parameter ground_truth (or ground_truths) has no
+    default, or the sandbox is weaker than --sandbox-level.
     """
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
@@ -109,10 +110,10 @@ def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
 
 
 def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
-    """The function of a spec, or with "data_source" that of rewards/, whose `modules` are imported now.
+    """The function of a spec. For "data_source" that is the one of rewards/, whose `modules` are imported now.
 
-    One with a parameter time_limit_s gets the seconds that it has for a response, so that it can end in time itself:
-    a call that has to be stopped has no score. None: as the function has it.
+    time_limit_s: the seconds for a response, given to a function that has this parameter. So it can end in time by
+    itself: a call that has to be stopped has no score. None: the function's default.
     """
     for module in modules:
         importlib.import_module(module)
@@ -125,13 +126,13 @@ def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float
 
 @functools.cache
 def _event_loop():
-    import asyncio  # takes as long as all the imports above, and few scorers need it
+    import asyncio  # imported late: takes as long as all other imports here, and few scorers need it
 
     return asyncio.new_event_loop()
 
 
 def call(function: Callable, batched: bool, samples: list[dict]) -> list:
-    """The scorer's results, one a sample; an async scorer is awaited. A scorer that is not batched takes one sample."""
+    """The scorer's results, one per sample. Awaits an async scorer. A scorer that is not batched takes one sample."""
     if batched:  # data_sources, solution_strs, ground_truths, extra_infos
         results = function(**{f"{key}s": [sample[key] for sample in samples] for key in samples[0]})
     else:

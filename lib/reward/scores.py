@@ -1,4 +1,4 @@
-"""Scores of responses from all who give them: scorers in other processes, a reward model, tools and interactions."""
+"""Adds up the scores of a response from all sources: scorers, a reward model, tools and interactions."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class RewardModel:
 
 @dataclass
 class Rewards:
-    """turn_coef: weight of what tools and interactions gave."""
+    """turn_coef: weight of the rewards that tools and interactions gave."""
 
     manager: RewardManager
     reward_model: RewardModel | None = None
@@ -47,11 +47,12 @@ class PendingRewards:
 
     @timed("reward")
     def add_to(self, batch: DataProto, reward_keys: Sequence[str] = ()) -> tuple[dict[str, list], dict[str, Metric]]:
-        """Waits; adds token_level_scores (B, T), on each row's last token. A row without a score is dead from here on.
+        """Waits for the scores and adds token_level_scores (B, T), which stand on each row's last token. A row without
+        a score becomes dead: none of its tokens is trained on.
 
-        reward_keys: of the scorers' numbers that become reward_components (B, K), rewards of their own.
+        reward_keys: numbers of the scorers that become reward_components (B, K), rewards of their own.
 
-        Returns what else the scorers gave of each row, and how many failed. A collective.
+        Returns the scorers' other values for each row, and metrics of how many failed. A collective.
         """
         scores, extras, failures = self.scores.get()
         unscored = scores.isnan().any(1)
@@ -71,13 +72,13 @@ class PendingRewards:
 
 
 def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
-    """(B, K): the K rewards of each row that a scorer gave beside its score; 0 where it gave none (aborted, failed).
+    """(B, K): the K rewards that a scorer gave each row besides its score; 0 where it gave none (aborted, failed).
 
-    scores (B, T): for B and the device. A collective. Raises InputError, on all ranks, for a key of which none has
-    numbers.
+    scores (B, T): gives B and the device. A collective. Raises InputError on all ranks for a key that has no numbers on
+    any rank.
     """
     columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
-    # where all are None, extras has the key because there were numbers in an earlier step
+    # if all values are None, extras has the key because an earlier step had numbers
     known = {k: k in extras and any(v is None or is_number(v) for v in column) for k, column in columns.items()}
     for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
         if not anywhere:
@@ -87,5 +88,5 @@ def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: t
 
 
 def is_number(value) -> bool:
-    """Not NaN or infinite, nor an integer that no float holds."""
+    """Whether it is a finite number that a float can hold."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max

@@ -1,4 +1,4 @@
-"""Rollout engines behind one small interface (engine.py), and the weight sync that is checked (weight_sync.py)."""
+"""Rollout engines behind one small interface (engine.py), and a weight sync that checks itself (weight_sync.py)."""
 
 from lib.rollout.engine import (
     Generated,

@@ -1,11 +1,11 @@
 """The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
 
-The interface is RolloutEngine. `hf` samples with the live model; `vllm` is an engine in this process;
-`http://host:port` is a vLLM server that runs already.
+The interface is RolloutEngine. `hf` samples with the trainer's own model; `vllm` is an engine in this process;
+`http://host:port` is a vLLM server that already runs.
 
-Tokens in, tokens out: prompts are `raw_prompt_ids`, responses are never decoded on their way to the loss. A response
-has its own seed, so a sample depends on neither its batch nor its rank, and a run repeats itself. rollout_log_probs are
-those of the distribution that was sampled from (temperature, top-p and top-k applied).
+Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. Each
+response has its own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
+rollout_log_probs belong to the distribution that was sampled from (temperature, top-p and top-k applied).
 """
 
 from collections import deque
@@ -43,23 +43,23 @@ class Generated:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop" (the end token is the last), "length" or "abort"
-    weight_versions: list[int | None] = field(default_factory=list)  # of each token, where the engine keeps them
+    weight_versions: list[int | None] = field(default_factory=list)  # one per token, if the engine records them
 
 
 class RolloutEngine(Protocol):
-    """What every engine has. Of a model that is split over ranks, its calls are collectives."""
+    """What every engine has. If the model is split over ranks, all ranks make the calls together (collectives)."""
 
     version: int | None
-    """of the weights that it holds; None before the first load_weights"""
+    """version of the weights that it holds; None before the first load_weights"""
     checksum: int | None
-    """weight_checksum of what load_weights gave it"""
+    """weight_checksum of the weights that load_weights gave it"""
     proved: dict[str, float]
-    """the metrics of its last sync, which sync_weights keeps here"""
+    """the metrics of its last sync; sync_weights keeps them here"""
     pad_token_id: int
     long_steps: bool
-    """whether step() goes to the end of its requests"""
+    """whether one step() runs its requests to their end"""
     shared: bool
-    """whether other ranks have a part of this engine, and so must step with it"""
+    """whether other ranks hold a part of this engine, and so must step together with this one"""
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
@@ -72,14 +72,14 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives its memory to the update; load_weights wakes it."""
+        """Frees the engine's memory for the update. load_weights wakes it."""
         ...
 
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
 
-    # ---- requests that come and go one by one (lib/agent), inside `with engine.session():`
+    # ---- single requests (lib/agent uses them), inside `with engine.session():`
 
     def session(self) -> AbstractContextManager[None]: ...
 
@@ -88,7 +88,7 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self) -> dict[str, Generated]:
-        """Of those that ended, by request_id."""
+        """Returns the requests that ended, by request_id."""
         ...
 
     def abort(self, request_id: str) -> None: ...
@@ -105,9 +105,9 @@ def make_engine(
     gpu_memory: float,
     ranks: int = 1,
 ) -> RolloutEngine:
-    """The engine called `name`: "hf", "vllm" or the URL of a server, or several with commas between. ranks: of a vLLM
-    engine that neighbouring ranks share."""
-    # engines import from here
+    """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
+    neighbouring ranks share one vLLM engine."""
+    # imported here, because engines import this module
     from lib.rollout.hf_engine import HFEngine
     from lib.rollout.served_engine import ServedEngine
     from lib.rollout.vllm_engine import VLLMEngine
@@ -121,7 +121,7 @@ def make_engine(
 
 
 def check_engine_import(name: str) -> None:
-    """Raises InputError where the engine's package cannot be imported, before a model loads."""
+    """Raises InputError if the engine's package cannot be imported. Call it before a model loads."""
     if name == "vllm":
         try:
             import vllm  # noqa: F401
@@ -132,7 +132,7 @@ def check_engine_import(name: str) -> None:
 
 
 def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
-    """A seed for each response from (run seed, step, row of the global batch): the same for any number of ranks."""
+    """A seed for each response, from (run seed, step, row of the global batch): the same for any number of ranks."""
     high, low = divmod(seed, 1 << 15)  # low << 48 still fits in an int64
     mixed = splitmix64(torch.tensor(rows) + (step << 24) + (low << 48))
     if high:
@@ -141,14 +141,14 @@ def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of an episode's turn, counted from 0: the first has the row's own seed, as if it were the only one."""
+    """The seed of an episode's turn, counted from 0. Turn 0 has the row's own seed, as a single turn has."""
     if turn == 0:
         return seed
-    return int(splitmix64(torch.tensor(-seed - (turn << 32)))) & 0x7FFFFFFF  # a sampled token's noise is of > 0
+    return int(splitmix64(torch.tensor(-seed - (turn << 32)))) & 0x7FFFFFFF  # < 0; a token's noise hashes a number > 0
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every end token that the tokenizer or the model's generation config names (chat models often have two)."""
+    """All end tokens that the tokenizer and the model's generation config name (chat models often have two)."""
     eos = model.generation_config.eos_token_id
     ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
     return sorted(i for i in ids if i is not None)
@@ -163,11 +163,11 @@ def add_responses(
 ) -> DataProto:
     """The prompts with their responses: what every engine returns. A collective.
 
-    P and T are the longest prompt and response of all ranks, whatever the prompts' padding and the limits: what comes
-    after it costs as much as there are tokens. Prompts are left-padded, responses right-padded.
+    P and T are the longest prompt and response over all ranks, not the prompts' padding or the limits: so later stages
+    cost what the tokens cost. Prompts are left-padded, responses right-padded.
 
-    A row's finish_reason may also be one of lib/agent; "abort" and "error" leave no trained token. masks: which
-    tokens were sampled, if not all. position_ids: if a response is not simply what follows its prompt.
+    A row's finish_reason may also be one of lib/agent's. Rows with "abort" or "error" have no trained token. masks:
+    which tokens were sampled, if not all. position_ids: those of a response that does not simply follow its prompt.
     """
     B, device = len(rows), prompts.batch["input_ids"].device
     lengths = torch.tensor([len(row.token_ids) for row in rows])
@@ -184,7 +184,7 @@ def add_responses(
             response_mask[i, :n] = 1 if masks is None else torch.tensor(masks[i])
     attended = (torch.arange(T) < lengths[:, None]).long().to(device)
     ids, mask, before = (prompts.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
-    left = (P - ids.shape[1], 0)  # below 0: columns that no rank needs
+    left = (P - ids.shape[1], 0)  # negative: drops columns that no rank needs
     ids, mask, before = F.pad(ids, left, value=pad_token_id), F.pad(mask, left), F.pad(before, left)  # (B, P)
     positions = before[:, -1:] + torch.arange(1, T + 1, device=device)  # (B, T)
     for position, own in zip(positions, position_ids or []):
@@ -209,13 +209,13 @@ def truncated_rows(batch: DataProto) -> torch.Tensor:
 
 
 def concat_rows(batches: list[DataProto]) -> DataProto:
-    """DataProto.concat of rollouts of any widths; empty ones have no keys."""
+    """DataProto.concat of rollouts of any widths. Empty ones have no keys."""
     batches = [batch for batch in batches if len(batch)]
     return DataProto.concat(fit_columns(batches)) if batches else DataProto()
 
 
 def fit_columns(batches: list[DataProto]) -> list[DataProto]:
-    """The same rows, in all batches with P and T columns of the longest prompt and response among them."""
+    """The same rows; all batches get P and T columns, for the longest prompt and response among them."""
     masks = [(batch.batch["attention_mask"], batch.batch["responses"].shape[1]) for batch in batches]
     P = max(int(mask[:, :-width].sum(1).max()) for mask, width in masks)
     T = max(1, *(int(mask[:, -width:].sum(1).max()) for mask, width in masks))
@@ -232,7 +232,7 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
     return fitted
 
 
-# ---- ahead of training ---------------------------------------------------------------------------
+# ---- sampling ahead of training ------------------------------------------------------------------
 
 
 def rollouts_ahead(
@@ -242,10 +242,10 @@ def rollouts_ahead(
     sampling: Sampling,
     level: int,
 ) -> Iterator[tuple[DataProto, dict]]:
-    """The rollout of each of `requests`, (prompts, seeds, what belongs to them), and what belongs to it.
+    """Yields (rollout, info) for each of `requests`, which are (prompts, seeds, info).
 
-    level 0: sampled when it is asked for. Else `level` further ones are sampled meanwhile, by a ServedEngine: tokens of
-    a rollout are then of up to `level` weight versions before that of its own step.
+    level 0: a rollout is sampled when it is asked for. Otherwise a ServedEngine meanwhile samples the next `level`
+    rollouts. Their tokens may then come from weights up to `level` versions older than those of their own step.
     """
     if level == 0:
         for prompts, seeds, state in requests:
@@ -262,7 +262,7 @@ def rollouts_ahead(
 
 
 def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int) -> dict[str, Metric]:
-    """weight_versions (B, T) of collect; version: of the weights at the start of the step."""
+    """weight_versions (B, T): those of ServedEngine.collect. version: that of the weights at the start of the step."""
     stale = version - weight_versions[weight_versions >= 0]
     oldest = int(stale.max()) if len(stale) else 0
     assert oldest <= level, f"a token of {oldest} weight versions ago, at --async-level {level}"

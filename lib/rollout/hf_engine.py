@@ -17,7 +17,7 @@ from lib.model import NEVER, SAMPLED_BY_HF, carries_state, least_kept
 from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
 
-LONG_PROMPT = 128  # tokens; of shorter ones a copy a row costs less than to attend in two parts
+LONG_PROMPT = 128  # tokens; to copy a shorter prompt's cache to each row costs less than GroupCache
 NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa --no-padding-free"
 ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
@@ -25,11 +25,11 @@ ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 class HFEngine(RolloutEngine):
     """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
 
-    Each distinct prompt is prefilled once and its keys and values kept once for its group (LONG_PROMPT, can_group);
-    finished rows leave the batch.
+    Each distinct prompt is prefilled once. The rows of its group share its keys and values (LONG_PROMPT, can_group).
+    Finished rows leave the batch.
     """
 
-    long_steps = True  # a step goes to the end of its requests
+    long_steps = True  # a step runs its requests to their end
     shared = False
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -43,7 +43,7 @@ class HFEngine(RolloutEngine):
         self.proved: dict[str, float] = {}
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """The weights are shared; the checksum says of which ones."""
+        """Copies nothing, since the weights are shared; sets version and checksum."""
         self.version, self.checksum = version, weight_checksum(model, next(model.parameters()).dtype)
 
     def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
@@ -64,7 +64,7 @@ class HFEngine(RolloutEngine):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Between its ends are submit, step and abort, on each rank as many as it likes. A collective."""
+        """Inside it each rank may call submit, step and abort as often as it likes. Start and end are collectives."""
         was_training = self.model.training
         self.model.eval()  # gradient checkpointing switches the KV cache off in train mode
         try:
@@ -81,9 +81,10 @@ class HFEngine(RolloutEngine):
         self._waiting.pop(request_id, None)
 
     def step(self) -> dict[str, Generated]:
-        """Samples what waits, as one batch and to its end (what differs in more than the length, at the next step)."""
+        """Samples the waiting requests as one batch, to their end. Requests whose sampling differs in more than the
+        length wait for the next step."""
         if self.gpu is not None:
-            torch.cuda.set_device(self.gpu)  # which is a thread's own
+            torch.cuda.set_device(self.gpu)  # each thread has its own current device
         settings = [(s.temperature, s.top_p, s.top_k) for _, s, _ in self._waiting.values()]
         ids = [request_id for request_id, own in zip(self._waiting, settings) if own == settings[0]]
         prompt_ids, samplings, seeds = zip(*(self._waiting.pop(request_id) for request_id in ids))
@@ -99,7 +100,7 @@ class HFEngine(RolloutEngine):
 
     @torch.no_grad()
     def _sample(self, prompt_ids, sampling: Sampling, row_seeds, row_limits: list[int]) -> list[Generated]:
-        """Row i has row_limits[i] tokens at most, which stands above sampling.max_response_length."""
+        """Row i gets at most row_limits[i] tokens, whatever sampling.max_response_length says."""
         device = compute_device(self.model)
         stop_ids = self.stop_ids.to(device)
         seeds, limits = torch.tensor(row_seeds, device=device), torch.tensor(row_limits, device=device)
@@ -130,7 +131,7 @@ class HFEngine(RolloutEngine):
 
         tokens, log_probs = [], []  # (R,) at each t
         lengths = torch.zeros_like(limits)
-        rows = torch.arange(len(keys), device=device)  # rows of the batch that still run
+        rows = torch.arange(len(keys), device=device)  # the rows that still run
         for t in range(int(limits.max())):
             token, log_prob = sample_tokens(logits, sampling, seeds[rows], t)
             tokens.append(torch.full_like(lengths, self.pad_token_id).index_copy(0, rows, token))
@@ -147,7 +148,7 @@ class HFEngine(RolloutEngine):
             inputs = cache.inputs if grouped else {"attention_mask": mask}
             inputs = inputs | {self._cache_keyword: cache}
             logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
-        responses, of_sampled = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), of the longest
+        responses, of_sampled = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), t of the longest
         stopped = torch.isin(responses.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
         return [
             Generated(row[:n], lps[:n], "stop" if stop else "length")
@@ -156,8 +157,9 @@ class HFEngine(RolloutEngine):
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
-    """The name by which the model takes a cache. Raises InputError where this engine would sample from another policy:
-    a cache of the model's own kind, or a state that its layers carry over padding, or otherwise than in training."""
+    """The keyword by which the model takes a cache. Raises InputError if this engine would sample from another policy
+    than training computes: the model has its own kind of cache, or its layers carry a state through padding, or
+    compute differently with a cache."""
     text, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
     names = [name for name in ("past_key_values", "cache_params") if name in takes]
     if not names or (carries_state(model) and text.model_type not in SAMPLED_BY_HF):
@@ -167,15 +169,15 @@ def cache_keyword(model: PreTrainedModel) -> str:
 
 
 class GroupCache(Cache):
-    """Keys and values of each prompt once, whatever the number of rows that answer it, and of each row's response.
+    """The keys and values of each prompt, stored once for all rows that answer it, and those of each row's response.
 
-    prompts: what the prefill of the n prompts left; hidden (n, P): their padding; prompt_of_row (R,).
+    prompts: the cache that the prefill of the n prompts left; hidden (n, P): their padding; prompt_of_row (R,).
     """
 
     def __init__(self, prompts: DynamicCache, hidden: torch.Tensor, prompt_of_row: torch.Tensor):
         super().__init__(layers=[GroupLayer(layer) for layer in prompts.layers])
         self.hidden = hidden if hidden.any() else None
-        # transformers passes a 4-D mask on untouched; without one it would build one
+        # transformers passes a 4-D mask on as it is; without a mask it would build one
         self.inputs = {"attention_mask": torch.empty(1, 1, 1, 1, device=hidden.device), "group_cache": self}
         self._group(prompt_of_row)
 
@@ -189,7 +191,7 @@ class GroupCache(Cache):
         self._group(prompt_of_row)
 
     def _group(self, prompt_of_row: torch.Tensor) -> None:
-        """Gives each row a slot among (n, G), where the rows of a prompt are together."""
+        """Gives each row a slot in an (n, G) grid with one line per prompt. G is the size of the largest group."""
         sizes = prompt_of_row.bincount()
         order = prompt_of_row.argsort(stable=True)
         within = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes)[prompt_of_row[order]]
@@ -197,9 +199,9 @@ class GroupCache(Cache):
         self.slot = prompt_of_row * self.largest + torch.empty_like(order).index_copy(0, order, within)  # (R,)
 
     def attend(self, module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None):
-        """Attention of one new token a row to its prompt and to its response; packed_sdpa comes here.
+        """Attention of each row's one new token to its prompt and its response so far. packed_sdpa calls this.
 
-        query (R, H, 1, D); key, value (R, H_kv, t, D): the response's. Returns (R, 1, H, D).
+        query (R, H, 1, D); key, value (R, H_kv, t, D) of the responses. Returns (R, 1, H, D).
         """
         layer = self.layers[module.layer_idx]
         layer.attended = True
@@ -211,7 +213,7 @@ class GroupCache(Cache):
         q = rearrange(query.float(), "r (k g) 1 d -> r k g d", k=H_kv)
         q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         out, lse = _attend(q, key[:, :, -layer.window :], value[:, :, -layer.window :])  # (R, H_kv, H / H_kv, D)
-        seen = min(layer.prompt_keys.shape[2], layer.window - t)  # of a prompt
+        seen = min(layer.prompt_keys.shape[2], layer.window - t)  # tokens of a prompt that are inside the window
         if seen > 0:
             hidden = None if self.hidden is None else self.hidden[:, None, None, -seen:]
             groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy(0, self.slot, q)
@@ -225,8 +227,8 @@ class GroupCache(Cache):
 
 
 class GroupLayer(DynamicLayer):
-    """A layer of GroupCache. The responses' keys and values (R, H_kv, t, D) are the filled part of buffers that grow by
-    ROOM tokens, so that a token does not copy them all."""
+    """A layer of GroupCache. The responses' keys and values (R, H_kv, t, D) are the filled part of buffers. These grow
+    by ROOM tokens at a time, so that not every new token copies them all."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -267,13 +269,13 @@ def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
 
 
 def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Whether GroupCache can stand for `cache`: packed_sdpa, and all layers with full or sliding attention."""
+    """Whether GroupCache can replace `cache`: packed_sdpa, and every layer is full or sliding-window attention."""
     config = model.config.get_text_config()
     plain = config.model_type not in (
         "diffllama",
         "hrm_text",
         "jetmoe",
-    )  # whose attention takes no cached keys as they are
+    )  # their attention does not take cached keys as they are
     plain &= all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
     special = ("attention_chunk_size", "num_kv_shared_layers", "attn_logit_softcapping", "kv_lora_rank")
     unknown = any(getattr(config, name, None) for name in special)
@@ -281,7 +283,7 @@ def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
 
 
 def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention (..., m, D) and the log-sum-exp (..., m, 1) of its scores, in fp32, without what is hidden."""
+    """Attention (..., m, D) and the log-sum-exp (..., m, 1) of its scores, in fp32. Leaves out the hidden keys."""
     scores = q @ k.mT.float()
     if hidden is not None:
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
@@ -292,9 +294,9 @@ def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:
 def sample_tokens(
     logits: torch.Tensor, sampling: Sampling, seeds: torch.Tensor, t: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse-CDF sampling of one token a row. logits (B, V), seeds (B,); returns (token, log_prob), both (B,).
+    """Inverse-CDF sampling of one token per row. logits (B, V), seeds (B,); returns (token, log_prob), both (B,).
 
-    The noise of a row depends on its seed and on the position t only.
+    The noise of a row depends only on its seed and on the position t.
     """
     logits = logits.float()
     if sampling.temperature == 0:

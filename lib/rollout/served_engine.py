@@ -1,4 +1,4 @@
-"""The engine of a URL: vLLM servers that run already."""
+"""The engine of a URL: vLLM servers that already run."""
 
 import asyncio
 import shutil
@@ -27,11 +27,11 @@ from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
-STEP_S = 0.005  # how long a step waits for a response: the event loop of lib/agent stands still meanwhile
-BUCKET_BYTES = 256 << 20  # of one broadcast, or one tensor; three buckets are in memory at a time
-SYNC_TIMEOUT_S = 300.0  # for all servers to join the group, or to take a bucket
-HEALTH_S = 2.0  # between two questions whether they are alive
-NEUTRAL = {  # vLLM's server takes what a request leaves out from the model's generation_config.json, or from its flags
+STEP_S = 0.005  # how long a step waits for a response; meanwhile lib/agent's event loop stands still
+BUCKET_BYTES = 256 << 20  # of one broadcast; a larger tensor goes alone. Three buckets are in memory at a time
+SYNC_TIMEOUT_S = 300.0  # how long all servers may take to join the group, or to take a bucket
+HEALTH_S = 2.0  # time between two checks that the servers are alive
+NEUTRAL = {  # what a request leaves out, vLLM's server takes from the model's generation_config.json or from its flags
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -41,25 +41,28 @@ NEUTRAL = {  # vLLM's server takes what a request leaves out from the model's ge
     "min_p": 0.0,
     "watermarking": False,
 }
-STOP_S = 0.5  # between the answers of requests that a pause has stopped; what does not come is sampled again
+STOP_S = 0.5  # longest gap between the answers of requests that a pause has stopped; later ones are sampled again
 
 
 class ServedEngine(RolloutEngine):
-    """vLLM servers that the user started, over their OpenAI-compatible API; rank r uses URL r modulo their number.
+    """vLLM servers that the user started, over their OpenAI-compatible API. Rank r uses URL r modulo their number.
 
-    Weights are broadcast from the first rank to all workers of all servers, bucket by bucket, if the servers were
-    started with vllm_weights.py's backend "broadcast"; else they go by way of a file in `folder`, which the first
-    rank writes and the servers read: on another machine, from a shared disk. The folder that a server was started with
-    is not touched. A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then takes orders from whoever
-    reaches it) and with --logprobs-mode processed_logprobs; beside the requests of this run it must have none.
+    If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
+    workers of all servers, bucket by bucket. Otherwise the first rank writes them to a file in `folder`, and the
+    servers read it; servers on other machines need a shared disk. The folder that a server was started with stays as it
+    is.
 
-    What is being sampled when weights come goes on under them, from the tokens that there are: see start and collect.
+    A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and with
+    --logprobs-mode processed_logprobs. It must serve this run only.
+
+    A response that is being sampled when new weights come keeps its tokens and goes on with the new weights: see start
+    and collect.
 
     Raises:
-        InputError: a server cannot be reached, was started otherwise, or refuses a request or the weights.
+        InputError: a server cannot be reached, was started differently, or refuses a request or the weights.
     """
 
-    long_steps = False  # requests come and go at each
+    long_steps = False  # requests come and go at each step
     shared = False
 
     def __init__(self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype):
@@ -70,10 +73,10 @@ class ServedEngine(RolloutEngine):
         self.stop_ids = stop_token_ids(model, tokenizer)
         self._running: dict[str, Future[Generated]] = {}
         self._posted: set[asyncio.Task] = set()
-        self._open = asyncio.Event()  # not while weights come
+        self._open = asyncio.Event()  # set, except while weights come
         self._open.set()
-        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(keepalive_expiry=1.0))  # vLLM: 5 s
-        self._loop = asyncio.new_event_loop()  # lib/agent's stands still during a step
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(keepalive_expiry=1.0))  # below vLLM's 5 s
+        self._loop = asyncio.new_event_loop()  # its own, since lib/agent's stands still during a step
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.version: int | None = None
         self.checksum: int | None = None
@@ -85,8 +88,8 @@ class ServedEngine(RolloutEngine):
                 f"--rollout-engine {self.url}: the server's max_model_len is {self.max_length}, prompt and response "
                 f"need {max_length}: start it with --max-model-len {max_length}"
             )
-        self._reset_prefix_cache()  # asks for the dev mode before anything is trained
-        self._ask("POST", "/resume")  # a run before may have ended while it was paused
+        self._reset_prefix_cache()  # fails without the dev mode, before anything is trained
+        self._ask("POST", "/resume")  # an earlier run may have ended while the server was paused
         only_choice = self._wait(self._sample([0], Sampling(1, top_k=1), seed=0))
         if only_choice.log_probs[0] < -1e-3:
             raise InputError(
@@ -94,26 +97,26 @@ class ServedEngine(RolloutEngine):
                 "samples from: start it with --logprobs-mode processed_logprobs"
             )
         self.weights_by = broadcast(self._weights_by() if dist.get_rank() == 0 else None)
-        self._group: Any = None  # of join_group
+        self._group: Any = None  # what join_group returns
 
     def _weights_by(self) -> str:
-        """What all servers can do: "broadcast", "reload_from" (the worker extension only) or "reload_weights"."""
+        """What all servers can do: "broadcast", "reload_from" (only the worker extension) or "reload_weights"."""
         backends = set()
         for url in self.servers:
             try:
                 backends |= set(self._on_workers(url, "weight_transfer_backend")["results"])
-            except InputError:  # no such method
+            except InputError:  # the server has no such method
                 return "reload_weights"
         return "broadcast" if backends == {"broadcast"} else "reload_from"
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Gives the servers the trainer's weights. What is sampled meanwhile goes on with them. A collective."""
+        """Gives the servers the trainer's weights. Responses in progress go on with them. A collective."""
         stream = CheckedStream(model, self.dtype)
         self._loop.call_soon_threadsafe(self._open.clear)
-        self.version = None  # until all has gone well
+        self.version = None  # until the sync has succeeded
         dist.barrier()
         if self.first_of_server:
-            self._ask("POST", "/pause", params={"mode": "abort"})  # which answers with the tokens that there are
+            self._ask("POST", "/pause", params={"mode": "abort"})  # ends each request with the tokens that it has
         dist.barrier()
         self._wait(self._drain())
         try:
@@ -121,7 +124,7 @@ class ServedEngine(RolloutEngine):
                 self._broadcast(stream)
             else:
                 self._write_and_reload(stream, self.folder / f"version_{version}")
-        except InputError as error:  # and what a server holds now is neither the old nor the new
+        except InputError as error:  # a server may now hold some old and some new weights
             needs = "" if self.weights_by == "broadcast" else f" and see {self.folder}"
             raise InputError(f"{error}; it must serve the model that is trained{needs}: start it again") from error
         dist.barrier()
@@ -133,7 +136,7 @@ class ServedEngine(RolloutEngine):
         self._loop.call_soon_threadsafe(self._open.set)
 
     async def _drain(self) -> None:
-        """After it no request is at the server: one that came behind the pause would wait there for the new weights."""
+        """Waits until no request is at the server: one that arrived after the pause would wait for the new weights."""
         running = set(self._posted)
         while running:
             done, running = await asyncio.wait(running, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +145,7 @@ class ServedEngine(RolloutEngine):
                     request.cancel()
 
     def _broadcast(self, stream: CheckedStream) -> None:
-        """Gathers the next bucket while one is sent. Only the first rank sends; all gather."""
+        """Gathers the next bucket while one is sent. All ranks gather; only the first rank sends."""
         if dist.get_rank() > 0:
             for _ in stream:
                 pass
@@ -162,7 +165,7 @@ class ServedEngine(RolloutEngine):
         self._finish(self._order("/finish_weight_update"))
 
     def _connect(self, device: torch.device) -> Any:
-        """The group of the first rank, 0 there, and of all workers, server after server."""
+        """The process group of the trainer's first rank (its rank 0) and all workers, server after server."""
         sizes = [self._ask("GET", "/get_world_size", url=url)["world_size"] for url in self.servers]
         host = _address_towards(self.servers)
         store = listening_store(host, 0, timedelta(seconds=SYNC_TIMEOUT_S))
@@ -180,7 +183,7 @@ class ServedEngine(RolloutEngine):
             except RuntimeError as error:
                 joined.set_exception(error)
 
-        threading.Thread(target=join, daemon=True).start()  # NCCL may wait in there for a worker that is gone
+        threading.Thread(target=join, daemon=True).start()  # NCCL may wait for ever for a worker that is gone
         self._finish([*replies, joined])
         return joined.result()
 
@@ -188,7 +191,7 @@ class ServedEngine(RolloutEngine):
         return [self._begin("POST", path, url=url, **kwargs) for url in self.servers]
 
     def _finish(self, replies: list[Future], work: dist.Work | None = None) -> None:
-        """Waits for both. Either may hang where the other failed, and both where a server lost its worker."""
+        """Waits for the replies and the work. One may hang if the other failed; both, if a server lost its worker."""
         start = asked = time.monotonic()
         while True:
             try:
@@ -215,7 +218,7 @@ class ServedEngine(RolloutEngine):
         return InputError(f"--rollout-engine {','.join(self.servers)}: the broadcast of weights broke off ({reason})")
 
     def _write_and_reload(self, stream: CheckedStream, folder: Path) -> None:
-        """folder: a new one, since a network disk may show the old file of a known path."""
+        """folder: a new one at each sync, since a network disk may show the old file of a known path."""
         first = dist.get_rank() == 0
         weights = {name: tensor.cpu().contiguous() for name, tensor in stream if first}
         if first:
@@ -245,7 +248,7 @@ class ServedEngine(RolloutEngine):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Between its ends are submit, step and abort."""
+        """Inside it submit, step and abort may be called."""
         if self.version is None:
             raise WeightSyncError("the vLLM server has no weights of this run: call sync_weights before generate")
         try:
@@ -263,11 +266,11 @@ class ServedEngine(RolloutEngine):
         )
 
     def abort(self, request_id: str) -> None:
-        """Closes the connection, at which the server ends the request."""
+        """Closes the connection; the server then ends the request."""
         self._running.pop(request_id).cancel()
 
     def step(self) -> dict[str, Generated]:
-        """Those that ended, after a short wait; possibly none."""
+        """Returns the requests that ended, after a short wait; possibly none."""
         done = wait(self._running.values(), STEP_S, FIRST_COMPLETED).done
         ended = [request_id for request_id, future in self._running.items() if future in done]
         return {request_id: self._running.pop(request_id).result() for request_id in ended}
@@ -277,7 +280,7 @@ class ServedEngine(RolloutEngine):
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
     def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> list[Future]:
-        """generate, of which collect is the end: between the two may be syncs of weights."""
+        """The first half of generate; collect is the second. Weights may be synced between the two."""
         prompt_ids = prompts.non_tensor_batch["raw_prompt_ids"]
         with self.session():
             return [
@@ -286,7 +289,7 @@ class ServedEngine(RolloutEngine):
             ]
 
     def collect(self, prompts: DataProto, sampling: Sampling, started: list[Future]) -> DataProto:
-        """As generate, and weight_versions (B, T): of each token, -1 where none was sampled."""
+        """What generate returns, and weight_versions (B, T): each token's, -1 where none was sampled."""
         rows: list[Generated] = [row.result() for row in started]
         batch = add_responses(prompts, rows, self.pad_token_id)
         versions = torch.full_like(batch.batch["responses"], -1)
@@ -296,7 +299,7 @@ class ServedEngine(RolloutEngine):
         return batch
 
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, seed: int) -> Generated:
-        """A sync of weights in its midst stops it; it goes on from the tokens that it has."""
+        """If a sync of weights stops the request, another one goes on from the tokens sampled so far."""
         row, stops = Generated([], [], "abort"), 0
         while True:
             await self._open.wait()
@@ -365,18 +368,18 @@ class ServedEngine(RolloutEngine):
         return self._begin(method, path, **kwargs).result()
 
     def _on_workers(self, url: str, method: str, **kwargs) -> dict:
-        """On a connection of its own: where it fails, the server closes that without a word."""
+        """Uses a connection of its own: if the method fails, the server silently closes the connection."""
         order = {"method": method, "kwargs": kwargs}
         return self._ask("POST", "/collective_rpc", url=url, json=order, headers={"Connection": "close"})
 
     def _reset_prefix_cache(self) -> None:
-        """Also of requests that are being aborted still."""
+        """Clears the cache, also for requests that are still being aborted."""
         if not self._ask("POST", "/reset_prefix_cache", params={"reset_running_requests": True})["success"]:
             raise WeightSyncError(f"the vLLM server {self.url} kept its prefix cache")
 
 
 def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """Runs of tensors of BUCKET_BYTES at most together; a larger one is alone."""
+    """Successive tensors, in buckets of at most BUCKET_BYTES; a larger tensor is alone in its bucket."""
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     size = 0
@@ -391,7 +394,7 @@ def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[
 
 
 def _address_towards(urls: list[str]) -> str:
-    """This machine's, on the network by which it reaches the servers; loopback if all of them are on it."""
+    """This machine's address on the network that leads to the servers; loopback if all of them are on this machine."""
     addresses = []
     for url in map(httpx.URL, urls):
         addresses.append(address_towards(url.host, url.port or {"http": 80, "https": 443}[url.scheme]))

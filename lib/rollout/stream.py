@@ -1,4 +1,4 @@
-"""The rollouts of a run, step after step: prompts from the loader, responses from the engine, rows over the ranks."""
+"""The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,10 +15,10 @@ from lib.rollout.weight_sync import sync_weights
 
 
 class Rollouts:
-    """Samples with `generate(prompts, sampling, seeds)`, the engine's or that of episodes. Seeds and uids are numbered
-    over all ranks, so that a run samples the same on any number of them.
+    """Samples with `generate(prompts, sampling, seeds)`: the engine's, or generate_multi_turn. Seeds and uids count
+    prompts over all ranks, so that a run samples the same on any number of ranks.
 
-    steps: those that are still to come. sync_tolerance: nats, see sync_weights.
+    steps: those still to come. sync_tolerance: in nats, see sync_weights.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Rollouts:
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
-        """Gives the engine the policy's weights, those after `version` steps, and proves that it has them."""
+        """Gives the engine the policy's weights after `version` steps, and checks that it has them."""
         return sync_weights(self.engine, actor.module, version, tolerance=self.sync_tolerance)
 
     @timed("rollout")
     def next(self) -> tuple[DataProto, DataProto]:
-        """(responses of the next step (B,), group_size to a prompt; its prompts). Both are this rank's."""
+        """(responses of the next step (B,), group_size for each prompt; its prompts). Both are this rank's."""
         batch, (prompts, self._state) = next(self._ahead)
         return batch, prompts
 
@@ -63,14 +63,14 @@ class Rollouts:
     def generate(
         self, prompts: DataProto, sampling: Sampling, step: int, numbers: list[int] | None = None
     ) -> DataProto:
-        """A response to each prompt. step: -1 for validation. numbers: of the prompts over all ranks; None: those that
-        the prompts of a step have."""
+        """One response to each prompt. step: -1 for validation. numbers: the prompts' numbers, counted over all ranks;
+        None: those of a training step."""
         return self._generate(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
 
     @timed("rollout")
     def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
-        """(batch, *others, metrics) with groups exchanged, so that all ranks have about as much to compute. The
-        engine's memory is free from here on. others: with a row for each group, or group_size."""
+        """(batch, *others, metrics), after ranks have exchanged groups so that all have about as much to compute. Frees
+        the engine's memory. others: batches with one row per group, or group_size rows."""
         self.engine.sleep()
         plan, metrics = balance_groups(
             batch,
@@ -82,18 +82,18 @@ class Rollouts:
         return *(exchange_groups(part, plan) for part in (batch, *others)), metrics
 
     def all_gather(self, batch: DataProto) -> DataProto:
-        """The rows of all ranks, in the order of their numbers, which is the same on any number of ranks."""
+        """The rows of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
         size, group_size = self.world.size, self.sizes.group_size
         by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
         return batch.all_gather()[by_number]
 
     def own_rows(self, whole: DataProto) -> DataProto:
-        """This rank's groups of the rows of all ranks."""
+        """This rank's groups, out of the rows of all ranks."""
         groups = np.arange(len(whole)).reshape(-1, self.sizes.group_size)
         return whole[groups[self.world.rank :: self.world.size].ravel()]
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Passes over the data, and of rollouts that run ahead how many weight versions ago tokens were sampled."""
+        """Epochs done and, for rollouts sampled ahead, how many weight versions old the tokens are."""
         metrics: dict[str, Metric] = {"training/epoch": self._state["position"] / len(self.loader.dataset)}
         if self.async_level:
             metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1, self.async_level)
@@ -106,7 +106,7 @@ class Rollouts:
         return self._state
 
     def load_state_dict(self, state: dict) -> None:
-        if self.loader is not None:  # not where validation is all
+        if self.loader is not None:  # there is none with --val-only
             self.loader.load_state_dict(state)
             self._state = self.loader.state_dict()
 
@@ -116,7 +116,7 @@ class Rollouts:
             yield batch, seeds, (prompts, self.loader.state_dict())
 
     def _batch_of(self, step: int, first: int) -> tuple[DataProto, DataProto, list[int]]:
-        """(prompts, each of them group_size times, seeds of these); first: number of the batch's first prompt."""
+        """(prompts, the prompts repeated group_size times, seeds). first: the number of the batch's first prompt."""
         self._prompts = self._prompts or iter(self.loader)
         prompts = DataProto.from_single_dict(next(self._prompts)).to(self.world.device)
         numbers = self._numbers(first)

@@ -19,20 +19,20 @@ from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
 
 class VLLMEngine(RolloutEngine):
-    """A vLLM engine inside this process, on CPU or GPU; weights go over in memory.
+    """A vLLM engine inside this process, on CPU or GPU. It takes weights in memory.
 
-    The engine starts with dummy weights from a folder that holds only config and tokenizer: the trainer is the one
-    source of weights, and a generate before the first load_weights is refused.
+    The engine starts with dummy weights, from a folder that holds only config and tokenizer. All weights come from the
+    trainer, so a generate before the first load_weights is refused.
 
-    `ranks` that follow each other are one engine, split by tensor parallelism. Each has its own requests; generate,
-    step and the end of a session are then collectives of these ranks, for vLLM wants of each the same requests in the
-    same order.
+    `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
+    the same requests in the same order on all of them. So generate, step and the end of a session are collectives of
+    these ranks.
 
     Raises:
         InputError: the model's attention heads cannot be split over the ranks.
     """
 
-    long_steps = False  # a step is a token; requests come and go at each
+    long_steps = False  # a step is one token; requests come and go at each step
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class VLLMEngine(RolloutEngine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         import vllm
 
-        from lib.rollout import vllm_weights  # noqa: F401  its import makes the backend known
+        from lib.rollout import vllm_weights  # noqa: F401  the import registers the backend
 
-        if not on_gpu:  # spares a C++ compilation of many seconds at the first generate, for the rank of a token
+        if not on_gpu:  # uncompiled: this saves a C++ compilation of many seconds at the first generate
             import vllm.v1.sample.sampler as sampler
 
             counter = sampler.batched_count_greater_than
             sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
-            # vLLM looks for its kernels in vars() of all that is imported; the library under numba (and so under bm25s)
-            # makes a C function of every name that it is asked for, of __dict__ too, and vLLM dies of it
+            # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s
+            # import, makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
             if llvm := sys.modules.get("llvmlite.binding.ffi"):
                 llvm.lib._fntab["__dict__"] = {}
         if is_first_on_node():  # nodes may not share the disk
@@ -76,7 +76,7 @@ class VLLMEngine(RolloutEngine):
         settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
         if not on_gpu:  # seeded requests and chunked prefill crash on a CPU
             settings = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
-            # instead of 256: a step of a tiny model costs what the scheduler takes, not what its rows do
+            # instead of 256: a step of a tiny model costs the scheduler's time, not that of its rows
             settings["max_num_seqs"] = 512
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
@@ -85,9 +85,9 @@ class VLLMEngine(RolloutEngine):
                 str(folder),
                 load_format="dummy",
                 dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max(max_length, 33),  # the probe of sync_weights is 32 tokens, and samples one
+                max_model_len=max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
                 seed=0,
-                generation_config="vllm",  # the model's own would add to what a request says
+                generation_config="vllm",  # the model's own would change requests
                 logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
                 weight_transfer_config={"backend": "direct"},
                 tensor_parallel_size=ranks,
@@ -99,7 +99,7 @@ class VLLMEngine(RolloutEngine):
         self.shared = ranks > 1
         self._ranks = new_cpu_subgroup(ranks) if self.shared else None
         self._place = dist.get_rank() % ranks
-        self._submitted: dict[str, tuple] = {}  # (prompt_ids, sampling, seed) of what begins with the next step
+        self._submitted: dict[str, tuple] = {}  # (prompt_ids, sampling, seed) of requests that begin at the next step
         self._aborted: list[str] = []
         self._running: set[str] = set()
         self.version: int | None = None
@@ -110,7 +110,7 @@ class VLLMEngine(RolloutEngine):
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Streams the trainer's weights into the engine, one whole tensor at a time. A collective."""
         if self.can_sleep:
-            self.llm.wake_up(["weights"])  # weights first, KV cache after: the two and the update never add up
+            self.llm.wake_up(["weights"])  # the KV cache wakes later: it and the update's memory never add up
         stream = CheckedStream(model, self.dtype)
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"weights": stream}})
@@ -125,7 +125,7 @@ class VLLMEngine(RolloutEngine):
         return torch.tensor([lp[token].logprob for token, lp in zip(ids[1:], out.prompt_logprobs[1:])])
 
     def sleep(self) -> None:
-        """On a GPU, frees weights and KV cache; the weights must be loaded again before the next generate."""
+        """On a GPU, frees weights and KV cache. The next generate needs a load_weights first."""
         if self.can_sleep:
             self.llm.sleep(level=2)
             self.version = self.checksum = None
@@ -139,7 +139,7 @@ class VLLMEngine(RolloutEngine):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Between its ends are submit, step and abort."""
+        """Inside it submit, step and abort may be called."""
         self._check_weights()
         with torch.random.fork_rng():  # vLLM advances torch's global generator
             try:
@@ -147,7 +147,7 @@ class VLLMEngine(RolloutEngine):
             finally:
                 self._submitted.clear()
                 self._aborted += self._running
-                while not self._step(leaving=True)[1]:  # the others of this engine may not be done
+                while not self._step(leaving=True)[1]:  # other ranks of this engine may still have requests
                     pass
 
     def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
@@ -161,11 +161,11 @@ class VLLMEngine(RolloutEngine):
             self._aborted.append(request_id)
 
     def step(self) -> dict[str, Generated]:
-        """One token, or the prefill, of what runs; those that ended."""
+        """Runs one token, or the prefill, of the running requests. Returns those that ended."""
         return self._step(leaving=False)[0]
 
     def _step(self, leaving: bool) -> tuple[dict[str, Generated], bool]:
-        """(what ended of this rank's requests, whether every rank of the engine leaves its session)."""
+        """(this rank's requests that ended, whether every rank of the engine is leaving its session)."""
         engine = self.llm.llm_engine
         everyones = self._exchange((self._submitted, self._aborted, leaving))
         self._running = (self._running | self._submitted.keys()) - set(self._aborted)
@@ -181,7 +181,7 @@ class VLLMEngine(RolloutEngine):
         return done, all(leaves for *_, leaves in everyones)
 
     def _exchange(self, mine) -> list:
-        """What each rank of this engine gives, in their order."""
+        """Gathers `mine` from the ranks of this engine, in their order."""
         if not self.shared:
             return [mine]
         everyones = [None] * dist.get_world_size(self._ranks)
@@ -206,12 +206,12 @@ class VLLMEngine(RolloutEngine):
             stop_token_ids=self.stop_ids,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # one request's own
+            skip_clone=True,  # no other request uses this object
             **kwargs,
         )
 
     def _check_weights(self) -> None:
-        if self.version is None:  # vLLM would spin for ever while asleep
+        if self.version is None:  # asleep, vLLM would spin for ever
             raise WeightSyncError("the vLLM engine has no weights: call sync_weights before generate")
 
     def _run(self, prompt_ids, params: list) -> list:
@@ -222,7 +222,7 @@ class VLLMEngine(RolloutEngine):
 
 @contextmanager
 def _groups_of_one() -> Iterator[None]:
-    """Of a single process vLLM makes a dozen gloo groups, each with a port: here they are as the default group."""
+    """For a single process vLLM makes a dozen gloo groups, each with a port. Here it gets the default group instead."""
     new_group = dist.new_group
     if dist.get_world_size() == 1:
         dist.new_group = lambda ranks=None, **kwargs: new_group(ranks, **kwargs | {"backend": dist.get_backend()})
@@ -239,7 +239,7 @@ def _generated(output) -> Generated:
 
 
 def vllm_settings(sampling: Sampling, seed: int) -> dict:
-    """A request's, as SamplingParams and a server's API name them."""
+    """The settings of a request, by the names of SamplingParams and of a server's API."""
     return {
         "max_tokens": sampling.max_response_length,
         "temperature": sampling.temperature,

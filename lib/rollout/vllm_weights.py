@@ -1,12 +1,13 @@
-"""How weights come into vLLM's workers: backends of its weight transfer, and an extension of the workers of a server.
+"""How weights get into vLLM's workers: two backends of its weight transfer, and an extension for a server's workers.
 
-"direct": the engine takes the trainer's tensors by reference, in one process. "broadcast": the workers of a server
-join a process group with the trainer's first rank and receive buckets of tensors. vLLM's own backends need CUDA.
+"direct": engine and trainer are one process, and the engine takes the trainer's tensors by reference. "broadcast": the
+workers of a server join a process group with the trainer's first rank and receive buckets of tensors. Both also work on
+a CPU; vLLM's own backends need CUDA.
     python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 \\
         --worker-extension-cls lib.rollout.vllm_weights.WorkerExtension \\
         --weight-transfer-config '{"backend": "broadcast"}' ...
-On a CPU two of vLLM's caches outlive a reload, silently: the packed copy of a tied output head, and the packed experts
-of a mixture of experts; both are made again here.
+On a CPU two of vLLM's caches silently survive a reload: the packed copy of a tied output head, and the packed experts
+of a mixture of experts. Both are rebuilt here.
 """
 
 from collections.abc import Callable
@@ -23,14 +24,14 @@ from lib.distributed import address_towards, join_group
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Before a reload."""
+    """Call it before a reload."""
     for layer in model.modules():
         if getattr(layer, "moe_kernel", None) is not None:
             layer.moe_kernel = None  # experts are packed only where there is no kernel yet
 
 
 def pack_linear_layers(model: torch.nn.Module) -> None:
-    """After a reload."""
+    """Call it after a reload."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if hasattr(layer, "cpu_linear") and weight is not None and weight.dim() == 2 and weight.numel():
@@ -45,7 +46,7 @@ class DirectInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class DirectUpdateInfo(WeightTransferUpdateInfo):
-    weights: Any = None  # a re-iterable of (checkpoint name, tensor)
+    weights: Any = None  # yields (checkpoint name, tensor), and can be iterated again
 
 
 class DirectEngine(WeightTransferEngine):
@@ -73,10 +74,10 @@ class DirectEngine(WeightTransferEngine):
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):
-    host: str  # of the trainer's first rank, as the server sees it
+    host: str  # address of the trainer's first rank, as the server sees it
     port: int
-    device: str  # cpu or cuda: of the trainer, and so of the server
-    first_rank: int  # of this server's workers
+    device: str  # cpu or cuda; trainer and server must have the same
+    first_rank: int  # the rank of this server's first worker in the group
     size: int
     timeout_s: float
 
@@ -91,12 +92,12 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
 class BroadcastEngine(DirectEngine):
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
-    group: Any = None  # of join_group
+    group: Any = None  # what join_group returns
 
     def init_transfer_engine(self, init_info):
         if init_info.device != self.device.type:
             raise ValueError(f"the trainer is on {init_info.device}, the server on {self.device.type}")
-        self.shutdown()  # the group of a run before
+        self.shutdown()  # leaves the group of an earlier run
         parallel = self.parallel_config
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         store = dist.TCPStore(init_info.host, init_info.port, is_master=False)
@@ -104,7 +105,7 @@ class BroadcastEngine(DirectEngine):
         self.group = join_group(store, rank, init_info.size, self.device, init_info.timeout_s, address)
 
     def receive_weights(self, update_info):
-        """One bucket: tensors of one dtype, end to end."""
+        """Receives one bucket: tensors of one dtype, end to end."""
         numels = [torch.Size(shape).numel() for shape in update_info.shapes]
         bucket = torch.empty(sum(numels), dtype=getattr(torch, update_info.dtype), device=self.device)
         self.group.broadcast(bucket, 0).wait()
@@ -118,9 +119,10 @@ class BroadcastEngine(DirectEngine):
 
 
 class WorkerExtension:
-    """Methods of every worker of a server. Naming it imports this module there, which makes the backends known."""
+    """Methods for every worker of a server. The server's flag that names it imports this module, which registers the
+    backends."""
 
-    # of the worker, whose base class vLLM makes this
+    # attributes of the worker; vLLM makes this class a base of the worker's
     vllm_config: Any
     device: torch.device
     model_runner: Any
@@ -131,7 +133,7 @@ class WorkerExtension:
         return config and config.backend
 
     def reload_from(self, weights_path: str) -> None:
-        """reload_weights, that is right on a CPU, too."""
+        """vLLM's reload_weights, which would leave stale caches on a CPU; this does not."""
         if self.device.type == "cpu":
             forget_packed_experts(self.model_runner.get_model())
         self.reload_weights(weights_path=weights_path)

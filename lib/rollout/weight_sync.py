@@ -1,4 +1,4 @@
-"""Weights from the trainer to the engine, checked: by a checksum over all bits, and by the log-probs of a probe."""
+"""Syncs the trainer's weights to the engine. A checksum over all bits and the log-probs of a probe check the sync."""
 
 import math
 import zlib
@@ -21,17 +21,17 @@ class WeightSyncError(RuntimeError):
 
 
 def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *, tolerance: float) -> dict[str, float]:
-    """Gives the engine the trainer's weights as `version`, unless it has them, and proves that it has. A collective.
+    """Gives the engine the trainer's weights as `version`, unless it already has it, and checks them. A collective.
 
-    Two canaries: a checksum over the bits of all weights, which a skipped or cut-short sync cannot match, and the
-    log-probs of a fixed probe, which weights that arrived and are not used (a stale tied head) do not match.
+    There are two checks. A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a
+    fixed probe text find weights that arrived but are not used (a stale tied head).
 
     Raises:
         InputError: a weight of the trainer is not finite.
-        WeightSyncError: a canary failed. Mean |log-prob difference| on the probe may be `tolerance` at most.
+        WeightSyncError: a check failed. The mean |log-prob difference| on the probe may be at most `tolerance`.
     """
     if engine.version == version:
-        return engine.proved  # again, so that a step's metrics do not depend on who synced first: a resume has no one
+        return engine.proved  # a resumed run syncs again and has these metrics, so this step must have them, too
     _check_finite(model, version)
     engine.load_weights(model, version)
     expected = weight_checksum(model, getattr(engine, "dtype", next(model.parameters()).dtype))
@@ -63,7 +63,7 @@ def _check_finite(model: PreTrainedModel, version: int) -> None:
 
 
 class CheckedStream:
-    """Iterates (name, whole tensor) of the trainer's model and keeps the checksum of what the engine took."""
+    """Iterates over (name, whole tensor) of the trainer's model, and keeps the checksum of what the engine took."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
         self.model, self.dtype, self.checksum = model, dtype, 0
@@ -76,10 +76,11 @@ class CheckedStream:
 
 
 def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
-    """An exact, order-independent checksum of all weights as `dtype`, from each rank's own shards. A collective."""
+    """An exact checksum of all weights as `dtype`, independent of their order. Each rank reads only its own shards. A
+    collective."""
     total, ranks = 0, dist.get_world_size()
     for name, shard in merged_shards(model):
-        pieces = 1  # of which each is on ranks / pieces ranks
+        pieces = 1  # each piece is on ranks / pieces ranks
         if isinstance(shard, DTensor):
             sizes = zip(shard.device_mesh.shape, shard.placements)
             pieces = math.prod(size for size, placement in sizes if not placement.is_replicate())
@@ -91,14 +92,14 @@ def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
 
 
 def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:
-    """Sum of the elements' bits, weighted by the name: sums over shards add up to that of the whole tensor."""
+    """The sum of the elements' bits, weighted by the name. The sums of shards add up to that of the whole tensor."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return zlib.crc32(name.encode()) * int(tensor.contiguous().view(integer).sum(dtype=torch.int64)) % (1 << 64)
 
 
 @torch.no_grad()
 def _trainer_probe(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """Log-probs of ids[1:] by the trainer's own forward."""
+    """The log-probs of ids[1:] by the trainer's own forward."""
     row = torch.tensor([ids], device=compute_device(model))
     tensors = {
         "input_ids": row,

@@ -1,15 +1,19 @@
 """Save, resume, export. N steps equal k steps, a save, a fresh process, a load and N - k steps: bit for bit.
 
 A save copies the state to CPU memory and writes it while training goes on. Weights and optimizer states go through
-torch.distributed.checkpoint (DCP), so another number of ranks can load them. Traps it avoids: DCP over an existing
-folder, killed midway, loads as a mix of old and new (every save has its own folder, written aside, sealed by a manifest
-and renamed); a DCP key holds one value, not one per rank (random states are a file per rank); asking DCP for the state
-of an optimizer that has not stepped makes it step (undone); after a forward without backward FSDP's root parameters are
-whole, and the optimizer's state dict misses them (the model's comes first, which reshards); collectives of a save that
-meet those of training (it has a group of its own). Every rank makes the same calls.
+torch.distributed.checkpoint (DCP), so another number of ranks can load them. Every rank makes the same calls. Traps
+that this file avoids:
 
-A checkpoint is loaded only if each of its files has the hash that the manifest holds. None of them can run code: DCP's
-`.metadata` is a pickle, of which only DCP's own classes are taken.
+- If DCP writes into an existing folder and is killed midway, the folder loads as a mix of old and new. So every save
+  writes a new folder with a temporary name, adds a manifest and renames it.
+- A DCP key holds one value, not one per rank. So random states are a file per rank.
+- Asking DCP for the state of an optimizer that has not stepped makes it step. That step is undone.
+- After a forward without backward FSDP's root parameters are whole, and the optimizer's state dict misses them. The
+  model's state dict reshards them, so it is taken first.
+- Collectives of a save could mix with those of training. So a save has a process group of its own.
+
+A checkpoint is loaded only if each file has the hash in the manifest. No file can run code: DCP's `.metadata` is a
+pickle, but only DCP's own classes are unpickled.
 """
 
 import json
@@ -56,25 +60,25 @@ def save_checkpoint(
     batches: dict[str, DataProto] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Future[Path]:
-    """Writes `checkpoint_dir/step_000020/` and then deletes older ones but for the `keep` newest complete (0 = all).
+    """Writes `checkpoint_dir/step_000020/`. Then keeps the `keep` newest complete checkpoints (0: all), deletes others.
 
-    Returns when the state is copied to CPU memory, and writes it from there; the future's result is the folder once it
-    is complete. Wait for it before the next save and at the end of the run.
+    Returns as soon as the state is copied to CPU memory, and writes it in the background. The future's result is the
+    folder, once it is complete. Wait for it before the next save and at the end of the run.
 
-    A kill at any moment leaves the previous checkpoints as they were and at most a `.tmp` folder, which the next save
+    A kill at any moment leaves the previous checkpoints as they were, and at most a `.tmp` folder, which the next save
     removes. Folders of later steps are left alone.
 
     Args:
         models: by name ("actor", "critic"), each with its optimizer or None. Save between optimizer steps.
         schedulers: by name.
-        trainer_state: what JSON can hold exactly (the loader's position, the KL controller); rank 0's is written.
+        trainer_state: values that JSON holds exactly (the loader's position, the KL controller); rank 0's is written.
         batches: by name, rows that the next step needs, the same on all ranks; rank 0's are written.
-        config: what a resume compares its own with (lib/run/run.py); rank 0's is written.
+        config: a resume compares its own config with this one (lib/run/run.py); rank 0's is written.
 
     Raises:
         TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.
-        InputError (the future, on every rank): a rank could not write (the disk is full), the ranks do not see the same
-            folder, or a batch holds what DataProto.save_to_disk cannot write. The unfinished folder is removed.
+        InputError (from the future, on every rank): a rank could not write (the disk is full), the ranks do not see the
+            same folder, or DataProto.save_to_disk cannot write a batch. The unfinished folder is removed.
     """
     enter_stage(f"step {step} save")
     final = Path(checkpoint_dir) / f"step_{step:06d}"
@@ -91,7 +95,7 @@ def save_checkpoint(
     group = _background_group(dist.group.WORLD)
     state = DefaultStager(StagingOptions(False, False, False, False)).stage(_state_to_save(models))  # a copy
     rng_state = _rng_state()
-    hashes: dict[str, str] = {}  # of the shards' files
+    hashes: dict[str, str] = {}  # hashes of the shards' files
     batches = {name: batch[np.arange(len(batch))] for name, batch in (batches or {}).items() if rank == 0}
 
     def make_folder() -> None:
@@ -102,7 +106,7 @@ def save_checkpoint(
             tmp.mkdir()
 
     def write_own() -> None:
-        tmp.mkdir(parents=True, exist_ok=True)  # where the disk is not shared, which `seal` says
+        tmp.mkdir(parents=True, exist_ok=True)  # if the disk is not shared; `seal` then reports that
         torch.save(rng_state, tmp / f"rng_{rank:05d}.pt")
         _fsync(tmp / f"rng_{rank:05d}.pt")
 
@@ -140,7 +144,7 @@ def save_checkpoint(
                 raise InputError(
                     f"{final}: not saved, earlier checkpoints are as they were: {failure} ({free:.1f} GiB were free)"
                 )
-            if stage is hash_shards:  # each rank has read its own
+            if stage is hash_shards:  # each rank has hashed its own files
                 parts: list = [None] * world_size
                 dist.all_gather_object(parts, hashes, group=group)
                 hashes.update({name: digest for part in parts for name, digest in part.items()})
@@ -153,9 +157,9 @@ def save_checkpoint(
 
 
 def newest_complete(checkpoint_dir: Path) -> Path | None:
-    """The complete checkpoint of the highest step; None without one.
+    """The complete checkpoint of the highest step; None if there is none.
 
-    A torn or altered one (see `why_torn`) is passed over with one printed line that says why.
+    Passes over torn or altered ones (see `why_torn`), and prints one line for each that says why.
     """
     for folder in reversed(step_folders(checkpoint_dir)):
         torn = why_torn(folder)
@@ -168,13 +172,14 @@ def newest_complete(checkpoint_dir: Path) -> Path | None:
 def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers) -> dict[str, Any]:
     """Loads weights, optimizers and schedules in place, restores this rank's random states, returns `trainer_state`.
 
-    What the caller has set stays: rates, betas and weight decays of the optimizers, base rates of the schedules.
+    What the caller has set stays: learning rates, betas and weight decays of the optimizers, base rates of the
+    schedules.
 
-    With another number of ranks than at the save, weights and optimizer states are resharded and random states stay as
-    they are, which rank 0 prints.
+    If the number of ranks has changed since the save, weights and optimizer states are resharded, random states are not
+    restored, and rank 0 says so.
 
     Raises:
-        InputError: the checkpoint is torn or altered, or holds other models or schedules than the caller's.
+        InputError: the checkpoint is torn or altered, or its models or schedules are not the caller's.
     """
     path, rank = Path(path), dist.get_rank()
     torn = broadcast(why_torn(path) if rank == 0 else None)
@@ -192,16 +197,16 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
         state[name] = {"model": _model_state(module)}
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
-            optimizer.state.clear()  # with neither gradient nor state, DCP makes the full state: what to load into
+            optimizer.state.clear()  # without gradients and state, DCP makes the full state to load into
             template: dict[str, Any] = dcp_state.get_optimizer_state_dict(module, optimizer)
-            template["state"] = {  # less the parameters that had no gradient before the save
+            template["state"] = {  # without the parameters that had no gradient before the save
                 param: values
                 for param, values in template["state"].items()
                 if any(f"{name}.optim.state.{param}.{key}" in saved_keys for key in values)
             }
             state[name]["optim"] = template
     dcp.load(state, storage_reader=reader)
-    may_lack = dcp_state.StateDictOptions(strict=False)  # frozen weights; states of parameters without gradient
+    may_lack = dcp_state.StateDictOptions(strict=False)  # lacks frozen weights, states without gradient
     for name, (module, optimizer) in models.items():
         dcp_state.set_model_state_dict(module, state[name]["model"], options=may_lack)
         if optimizer is not None:
@@ -237,8 +242,8 @@ def export_hf(
 ) -> None:
     """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer.
 
-    Of a model with LoRA adapters these are the merged weights, and `out_dir`/adapter is a folder for peft. Every rank
-    calls it; rank 0 gathers into CPU memory and writes, aside and then renamed.
+    For a model with LoRA adapters it writes the merged weights, and the adapters to `out_dir`/adapter, a folder for
+    peft. Every rank calls it. Rank 0 gathers the weights in CPU memory, writes a temporary folder and renames it.
     """
     first = dist.get_rank() == 0
     weights = {name: weight.cpu() for name, weight in iter_full_params(model, dtype) if first}
@@ -249,10 +254,10 @@ def export_hf(
         shutil.rmtree(tmp, ignore_errors=True)
         buffers = dict(model.named_buffers())
         weights |= {name: value.cpu() for name, value in model.state_dict().items() if name in buffers}
-        with torch.device("meta"):  # a model without adapters, whose save_pretrained writes the whole
+        with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
             whole = type(model)(model.config)
         whole.to(next(iter(weights.values())).dtype).save_pretrained(tmp, state_dict=weights)
-        own = getattr(model, "generation_config", None)  # which save_pretrained may refuse: temperature, no do_sample
+        own = getattr(model, "generation_config", None)  # save_pretrained may refuse it (temperature, no do_sample)
         if adapter:
             model.generation_config = getattr(whole, "generation_config", None)
             model.save_pretrained(tmp / "adapter", state_dict=adapter)
@@ -269,19 +274,19 @@ def export_hf(
 
 @cache
 def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """One for each default group, by which training's collectives run."""
+    """A process group for saves, made once for each default group. Training's collectives use the default group."""
     return new_cpu_group()
 
 
 def _first_failure(stage: Callable[[], None], group: dist.ProcessGroup) -> str | None:
-    """Why `stage` failed on the first rank where it did, the same on all ranks; None where it did not. A collective."""
+    """Runs `stage`. Returns on all ranks why it failed on the first rank where it did, or None. A collective."""
     own = None
     try:
         stage()
-    except dcp.api.CheckpointException as error:  # a BaseException; of all ranks, raised on all
+    except dcp.api.CheckpointException as error:  # a BaseException; raised on all ranks, about all
         rank, (cause, _) = min(error.failures.items())
         own = f"rank {rank}: {str(cause).splitlines()[0]}"
-    except (OSError, RuntimeError, SafetensorError, InputError) as error:  # RuntimeError: torch.save's, for a full disk
+    except (OSError, RuntimeError, SafetensorError, InputError) as error:  # RuntimeError: torch.save, disk full
         own = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
     failures = [None] * dist.get_world_size()
     dist.all_gather_object(failures, own, group=group)
@@ -297,9 +302,9 @@ def _names(models: Models, schedulers: Schedulers) -> dict[str, list[str]]:
 
 
 def _model_state(module: Module) -> dict[str, Any]:
-    """Weights without the frozen ones, which a run reads again from where it started (LoRA)."""
+    """The weights without frozen ones (LoRA): a resumed run reads those again from the start model."""
     state = dcp_state.get_model_state_dict(module)
-    named = module.named_parameters(remove_duplicate=False)  # tied weights by both names
+    named = module.named_parameters(remove_duplicate=False)  # tied weights under both names
     frozen = {name for name, param in named if not param.requires_grad}
     return {name: value for name, value in state.items() if name not in frozen}
 
@@ -311,14 +316,14 @@ def _state_to_save(models: Models) -> dict[str, Any]:
         if optimizer is not None:
             stepped = bool(optimizer.state)
             state[name]["optim"] = dcp_state.get_optimizer_state_dict(module, optimizer)
-            if not stepped:  # DCP has just made a step of learning rate 0, and Adam's counter would stay 1 ahead
+            if not stepped:  # DCP has just stepped with learning rate 0, and Adam's step count would stay 1 too high
                 optimizer.state.clear()
                 state[name]["optim"]["state"] = {}
     return state
 
 
 def _rng_state() -> dict[str, Any]:
-    """This rank's random states as tensors and numbers: a file of them loads with weights_only=True."""
+    """This rank's random states, as tensors and numbers: such a file loads with weights_only=True."""
     version, words, gauss = random.getstate()
     _, keys, *position = np.random.get_state()
     return {
@@ -350,7 +355,7 @@ def _exact_json(trainer: dict[str, Any]) -> str:
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's own, but for the metadata, of which it would unpickle anything."""
+    """DCP's own reader, except for the metadata, from which that would unpickle anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.metadata.Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -381,21 +386,21 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def step_folders(checkpoint_dir: Path) -> list[Path]:
-    """step_000010, step_000020, ... in the order of steps, without .tmp folders."""
+    """step_000010, step_000020, ..., in the order of steps, without .tmp folders."""
     steps = {p: p.name.removeprefix("step_") for p in checkpoint_dir.glob("step_*")}
     return sorted((p for p in steps if steps[p].isdecimal()), key=lambda p: int(steps[p]))
 
 
 def why_torn(folder: Path) -> str | None:
-    """Why the checkpoint is not what was saved: no manifest, a file that is missing or has another size or hash.
+    """Why the checkpoint is not what was saved: no manifest, or a file is missing or has another size or hash.
 
-    All its files are read, once in the life of the process.
+    Reads all its files, but only once in a process.
     """
     return _unlike_the_manifest(folder) or _altered(folder, (folder / "manifest.json").stat().st_mtime_ns)
 
 
 def _unlike_the_manifest(folder: Path) -> str | None:
-    """What of why_torn can be seen without reading the files."""
+    """The part of why_torn that does not read the files."""
     try:
         sizes = {name: file["bytes"] for name, file in _manifest(folder).items()}
     except OSError:
@@ -423,12 +428,12 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def file_hash(file: Path) -> str:
-    threads = os.cpu_count() or 1  # of its own: AUTO's are global, and a forked child waits for ever for its parent's
+    threads = os.cpu_count() or 1  # AUTO's threads are global; a forked child would wait for them for ever
     return blake3(max_threads=threads).update_mmap(file).hexdigest()
 
 
 def _publish(tmp: Path, final: Path) -> None:
-    """Puts the finished folder `tmp` in the place of `final` by a rename, when its bytes are on the disk."""
+    """Waits until the bytes of the finished folder `tmp` are on the disk, then renames it to `final`."""
     for file in [*tmp.rglob("*"), tmp]:
         _fsync(file)
     replaced = final.with_name(final.name + ".replaced.tmp")
@@ -441,14 +446,14 @@ def _publish(tmp: Path, final: Path) -> None:
 
 
 def _rotate(newest: Path, keep: int) -> None:
-    """Deletes what is older than the `keep` newest complete checkpoints up to `newest`, torn ones included."""
+    """Deletes all checkpoints, torn ones too, that are older than the `keep` newest complete ones up to `newest`."""
     if keep <= 0:
         return
     folders = step_folders(newest.parent)
     older = folders[: folders.index(newest)]
     kept = [folder for folder in reversed(older) if _unlike_the_manifest(folder) is None][: keep - 1]
     for folder in older:
-        if folder not in kept:  # renamed first: a kill in the middle of rmtree must not leave half a folder
+        if folder not in kept:  # renamed first, since a kill during rmtree must not leave half a checkpoint
             shutil.rmtree(folder.rename(folder.with_name(folder.name + ".tmp")))
 
 

@@ -1,7 +1,7 @@
-"""Numbers about a step: what a batch looks like, what went wrong, times. Pure functions, but for one gather.
+"""Numbers about a step: what a batch looks like, what went wrong, times. Pure functions, except for one gather.
 
-Traps it avoids: a mean of per-rank means is wrong when ranks hold different counts, so a rank reports totals and counts
-(`Mean`, `Sum`, `Max`, `Min`) and `reduce_metrics` finishes them; rows without a trained token (padding, failed
+Traps that it avoids: a mean of per-rank means is wrong if ranks hold different counts. So a rank reports totals and
+counts (`Mean`, `Sum`, `Max`, `Min`), and `reduce_metrics` finishes them. Rows without a trained token (padding, failed
 rollouts) are counted and stay out of every other number. A metric without any data in this step is left out, not
 reported as 0.
 """
@@ -33,14 +33,14 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
 
 
 def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metric]:
-    """Local metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
+    """This rank's metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
 
-    Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and if they are there
-    advantages and live_mask (B, T), and finish_reason ("length" = clipped).
+    Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and, if the batch has
+    them, advantages and live_mask (B, T), and finish_reason ("length" = clipped).
 
     - reward/{mean,max,min}: the sum of a row's token_level_scores
     - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores,
-      with all scores above `correct_above`, with none above
+      with all scores above `correct_above`, with no score above it
     - response_length/{mean,max,min}: tokens after the prompt, tool outputs included; response_length/clip_ratio
     - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over the tokens of live_mask), rollout/dead_rows
     """
@@ -72,7 +72,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
 
 
 def row_metrics(batch: DataProto) -> dict[str, Metric]:
-    """Local numbers of rows and tokens that came in, and that trained: those of loss_mask (B, T)."""
+    """This rank's numbers of rows and tokens that came in, and of those that were trained on: loss_mask (B, T)."""
     tensors = batch.batch
     trained, sampled = tensors["loss_mask"], tensors["response_mask"]
     return {
@@ -84,9 +84,10 @@ def row_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """training/rows_dropped/<stage>: rows that lost their last token there. stages: masks (B, T), each in the former.
+    """training/rows_dropped/<stage>: rows that lost their last token there. stages: masks (B, T), each a subset of the
+    one before.
 
-    The masks are those of the batch of all ranks, so these are plain numbers.
+    The masks are those of all ranks' batch, so the results need no reduction.
     """
     metrics: dict[str, float] = {}
     alive: torch.Tensor | None = None
@@ -97,9 +98,9 @@ def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
-    """reward/<key>/mean: of the numbers that a scorer gave beside its score; not of text and None, nor of "pred".
+    """reward/<key>/mean of each number that a scorer gave besides its score. Text, None and "pred" have no mean.
 
-    A level of their own, and so in validation: whatever a scorer calls its numbers, they are not taken for others.
+    The extra level /<key>/ (validation has it, too) keeps a scorer's names apart from other metrics.
     """
     metrics: dict[str, Metric] = {}
     for name, values in extras.items():
@@ -116,12 +117,13 @@ def mismatch_metrics(
     mask: torch.Tensor,
     outside: torch.Tensor | None = None,
 ) -> dict[str, Metric]:
-    """How far the trainer's policy is from the one that sampled, with the same weights. All (B, T).
+    """How far the trainer's log-probs are from the engine's, with the same weights. All (B, T).
 
     r = π_train / π_rollout, the log ratio clamped to ±20. rollout/logp_diff and prob_diff: mean and max |difference|;
-    k1, k3: estimates of KL(π_rollout ‖ π_train), the tokens being π_rollout's; ratio_mean, ratio_max, ratio_min of r;
-    chi2 = mean r² − 1, the χ² divergence: importance weights r leave about 1 / (1 + chi2) of the sample. outside: share
-    of tokens that the trainer's top-p or top-k would not have kept (`response_log_probs`).
+    k1, k3: estimates of KL(π_rollout ‖ π_train) on tokens sampled from π_rollout; ratio_mean, ratio_max, ratio_min of
+    r; chi2 = mean r² − 1, the χ² divergence: with importance weights r the effective sample size is about 1 / (1 +
+    chi2) of the sample. outside: share of tokens that the trainer's top-p or top-k would not have kept
+    (`response_log_probs`).
     """
     mask = mask.bool()
     train, rollout = log_probs[mask].double(), rollout_log_probs[mask].double()  # (N,)
@@ -151,14 +153,14 @@ def mismatch_metrics(
 
 # ---- trouble -------------------------------------------------------------------------------------
 
-STATES = {  # what is said where a metric has this value
+STATES = {  # the message if a metric has this value
     "gradient 0": ("actor/grad_norm", 0),
     "the critic's gradient 0": ("critic/grad_norm", 0),
     "equal scores in every group": ("reward/zero_variance", 1),
     "every response cut off": ("response_length/clip_ratio", 1),
     "no row trained": ("training/rows_trained", 0),
 }
-COUNTS = {  # what is said, with the number, where a metric is above 0
+COUNTS = {  # the message, with the number, if a metric is above 0
     "skipped updates (gradient not finite)": "training/skipped_updates",
     "scorer errors": "reward/error_count",
     "scorer timeouts": "reward/timeout_count",
@@ -173,13 +175,13 @@ DROPPED = "training/rows_dropped/"
 
 
 def troubles(metrics: Mapping[str, float]) -> list[str]:
-    """What a reader of the console should hear of a step, in a few words each; mostly nothing."""
+    """Short warnings about a step for the console; mostly none."""
     states = [text for text, (key, bad) in STATES.items() if metrics.get(key) == bad]
     return states + [f"{text}: {metrics[key]:,.0f}" for text, key in COUNTS.items() if metrics.get(key)]
 
 
 def trouble_of_run(rows: Sequence[Mapping]) -> list[str]:
-    """The same of all rows of metrics.jsonl, and by what stage rows were dropped, and what was not finite."""
+    """The same for all rows of metrics.jsonl; also the stages that dropped rows, and metrics that were not finite."""
 
     def column(key: str) -> list[float]:
         return [row[key] for row in rows if row.get(key) is not None]
@@ -205,7 +207,7 @@ def trouble_of_run(rows: Sequence[Mapping]) -> list[str]:
 
 
 def throughput_metrics(timing: Mapping[str, float], tokens: float, n_devices: int) -> dict[str, float]:
-    """From a timer's metrics with a stage "step" around all others, and the step's tokens over all ranks."""
+    """Throughput, from a timer's metrics (stage "step" contains all others) and the step's tokens over all ranks."""
     seconds = timing["timing_s/step"]
     return {
         "perf/time_per_step": seconds,

@@ -1,4 +1,4 @@
-"""What ran: each start of a run keeps the script, the git commit and what differs from it, packages and command."""
+"""Records what ran: at each start of a run the script, the git commit and its diff, the packages and the command."""
 
 import json
 import os
@@ -15,7 +15,7 @@ LONGEST_DIFF = 10 * 2**20  # bytes
 
 
 def write_start(folder: Path, script: Path, command: str) -> None:
-    """Makes the folder with the script, start.json and, of a git checkout that differs from its commit, diff.patch."""
+    """Makes the folder with the script, start.json and, if the git checkout differs from its commit, diff.patch."""
     folder.mkdir(parents=True)
     shutil.copy(script, folder)
     commit = _git(script.parent, "rev-parse", "HEAD").strip()
@@ -23,7 +23,7 @@ def write_start(folder: Path, script: Path, command: str) -> None:
     untracked = _git(script.parent, "ls-files", "--others", "--exclude-standard", ":/").splitlines() if commit else []
     start = {
         "command": struck(command),
-        "commit": commit or None,  # None: no git, or no checkout
+        "commit": commit or None,  # None: no git, or not a checkout
         "untracked": untracked,
         "python": platform.python_version(),
         "packages": {
@@ -38,7 +38,7 @@ def write_start(folder: Path, script: Path, command: str) -> None:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """What git says; "" where it fails."""
+    """What git prints; "" if it fails."""
     command = ["git", "-C", str(folder), "-c", "core.quotePath=false", *words]
     env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:

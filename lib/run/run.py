@@ -1,14 +1,14 @@
-"""What a run is: one folder with one writer, one script and one set of flags, and where it goes on.
+"""A run: one folder with one writer, one script and one set of flags. Finds the checkpoint from which it goes on.
 
-    config.json    script, flags, what their paths held, and a history: each start, the checkpoint, what had changed
+    config.json    script, flags, digests of their files, and a history: each start, its checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
-    starts/1/      of each start the script, the git commit and what differs from it, the packages, the command line
-    checkpoints/   step_000020, ...: the run as far as it came. Each holds the config.json of its time
+    starts/1/      for each start, the script, the git commit and its diff, the packages, the command line
+    checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows of later steps
     val_only/1/    what --val-only writes
 
-A kill at any moment leaves the run at one of its checkpoints: later ones are taken out first, from the highest down,
-and rows after the checkpoint are cut off at every start.
+A kill at any moment leaves the run at one of its checkpoints. For this, a rewind takes out later checkpoints first,
+from the highest down, and every start cuts off rows after the checkpoint.
 """
 
 import fcntl
@@ -60,13 +60,13 @@ from lib.run.provenance import write_start
 from lib.run.run_config import checked_overrides, compare, describe_run, read_json
 from lib.run.tracking import Tracker
 
-PATIENCE_S = 5  # for a process on this host that is about to end
-LEASE_S = 120  # for one on another host: a file server gives up a dead client's locks after 90 s
+PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
+LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
 
 
 @dataclass
 class Run:
-    """A run that this process has opened, see open_run."""
+    """A run that this process has opened (see open_run)."""
 
     name: str
     folder: Path
@@ -75,21 +75,21 @@ class Run:
     world: World
     tracker: Tracker
     checkpoint: Path | None = None
-    """where it goes on; None: from the start"""
+    """where the run goes on; None: at the start"""
     step: int = 0
-    """of the checkpoint"""
+    """the step of the checkpoint"""
     new_data: bool = False
-    """the training data are not those of the checkpoint, by consent"""
+    """whether --resume-override allowed other training data than the checkpoint's"""
     config: dict[str, Any] = field(default_factory=dict)
-    """what config.json holds, on rank 0"""
+    """what config.json holds (only on rank 0)"""
     lock: TextIO | None = None
-    """rank 0's"""
+    """the open lock file (only on rank 0)"""
     _saving: Future | None = None
 
     def load(self, models: Mapping[str, Trained], parts: Mapping[str, Any]) -> dict[str, DataProto]:
-        """Takes models and parts to the checkpoint, if there is one; returns its `batches`. A collective.
+        """Loads the checkpoint, if there is one, into models and parts. Returns its `batches`. A collective.
 
-        parts: what else has state_dict() and load_state_dict().
+        parts: other objects with state_dict() and load_state_dict().
         """
         if self.checkpoint is None:
             return {}
@@ -107,7 +107,7 @@ class Run:
             yield step
 
     def log(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
-        """Writes the metrics of a step, reduced over the ranks, with its times; returns them. A collective."""
+        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective."""
         reduced = reduce_metrics(metrics | step_timing())
         ways = ("training/rows_trained", "training/rows_left_over")
         gone = sum(rows for name, rows in reduced.items() if name in ways or name.startswith(DROPPED))
@@ -129,8 +129,8 @@ class Run:
         parts: Mapping[str, Any],
         batches: dict[str, DataProto] | None = None,
     ) -> None:
-        """Saves a checkpoint where one is due; it is written while training goes on. Raises what went wrong in the save
-        before. batches: rows that the next step needs, the same on all ranks. A collective."""
+        """Saves a checkpoint if one is due. Training goes on while it is written; the next save raises what went wrong.
+        batches: rows that the next step needs, the same on all ranks. A collective."""
         if not self._is_due(self.args.save_every, step):
             return
         if self._saving is not None:
@@ -146,12 +146,12 @@ class Run:
         )
 
     def export(self, actor: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes the policy in Hugging Face form to the run's folder, if --export-model. A collective."""
+        """With --export-model, writes the policy in Hugging Face form to the run's folder. A collective."""
         if self.args.export_model and not self.validation.val_only:
             export_hf(actor.module, tokenizer, self.folder / "model")
 
     def close(self) -> None:
-        """The end of a run: waits for the last checkpoint, ends the logs, gives the folder back."""
+        """Ends the run: waits for the last checkpoint, closes the logs, unlocks the folder."""
         if self._saving is not None:
             self._saving.result()
         if not self.validation.val_only:
@@ -166,7 +166,7 @@ class Run:
         return every > 0 and (step == self.args.total_steps or step % every == 0)
 
     def _end_early(self, interrupted: bool) -> None:
-        with suppress(OSError):  # a full disk may be what ended the run
+        with suppress(OSError):  # a full disk may have ended the run
             self.tracker.notes()
             self.tracker.close()
         if not interrupted:
@@ -187,13 +187,13 @@ def _of_checkpoint(models: Mapping[str, Trained]) -> dict[str, Any]:
 
 
 def open_run(args: Any, world: World, script: str) -> Run:
-    """Takes the run's folder, finds where the run goes on and opens its logs, all before a model loads. A collective.
+    """Locks the run's folder, finds where the run goes on and opens its logs, all before a model loads. A collective.
 
-    `args` are the script's flags; `script` is its `__file__`. With val_only the run itself stays as it is.
+    `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
 
     Raises:
-        InputError (on every rank): another process has the folder, it holds steps that would be overwritten, there is
-            no such checkpoint, the checkpoint's flags were others, a tracker is missing or not logged in.
+        InputError (on every rank): another process has the folder, the folder holds steps that would be overwritten,
+            there is no such checkpoint, the checkpoint had other flags, a tracker is missing or not logged in.
     """
     name = broadcast(args.run.run_name or f"{Path(script).stem}-s{args.run.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = Path(args.run.output_dir) / name
@@ -206,7 +206,7 @@ def open_run(args: Any, world: World, script: str) -> Run:
 
 
 def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
-    """Rank 0's part of open_run: (checkpoint, its step, whether the training data are others)."""
+    """Rank 0's part of open_run: (checkpoint, its step, whether the training data have changed)."""
     is_new = not run.folder.exists()
     if not is_new:
         run.lock = take_lock(run.folder)
@@ -214,7 +214,7 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     overrides = checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
     changed = {} if checkpoint is None else compare(checkpoint, run.config, args, overrides)
-    if is_new:  # only now: a mistake leaves nothing behind
+    if is_new:  # only now, so that a refused start leaves nothing behind
         run.lock = take_lock(run.folder)
 
     own = checkpoint is not None and _is_own(checkpoint, run.folder)
@@ -246,7 +246,7 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
         resume_step=step,
     )
     if not run.validation.val_only:
-        set_aside(run.folder, step if own else 0)  # when nothing can be refused any more
+        set_aside(run.folder, step if own else 0)  # only now, when nothing can be refused any more
     write_start(_next_number(logs / "starts"), script, typed_command()[0])
     _write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data
@@ -256,10 +256,10 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
 
 
 def take_lock(folder: Path) -> TextIO:
-    """Makes the folder if it is missing and locks it; the open lock file is the lock.
+    """Makes the folder if it is missing and locks it. The lock is the open file that it returns.
 
-    fcntl's lock, since the kernel frees it when the process ends, however it ends, children do not inherit it, and file
-    servers (NFS, Lustre, GPFS) pass it on to other hosts. Raises InputError with who has it.
+    It is an fcntl lock: the kernel frees it however the process ends, children do not inherit it, and file servers
+    (NFS, Lustre, GPFS) show it to other hosts. If another process has it, raises InputError and says who.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -270,7 +270,7 @@ def take_lock(folder: Path) -> TextIO:
     while True:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:  # somebody has it
+        except (BlockingIOError, PermissionError) as error:  # another process has the lock
             holder = _holder(lock)
             elsewhere = holder.get("host", host) != host
             if elsewhere and not said:
@@ -297,9 +297,9 @@ def take_lock(folder: Path) -> TextIO:
 
 
 def _holder(lock: TextIO) -> dict[str, Any]:
-    """Who has, or had, the lock; {} when it was given back."""
+    """Who has the lock, or had it; {} after it was given back."""
     lock.seek(0)
-    with suppress(ValueError):  # it is being written
+    with suppress(ValueError):  # the file is being written
         return json.load(lock)
     return {}
 
@@ -314,9 +314,9 @@ def _who(holder: dict[str, Any]) -> str:
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
     """What `--resume` asks for: None ("never"), the newest complete checkpoint ("auto"), or a folder.
 
-    A run that went on from another run's checkpoint and has none of its own yet goes on from there again.
+    If a run started from another run's checkpoint and has no checkpoint of its own yet, that is the other run's again.
 
-    Raises InputError where there is no such checkpoint, or where the folder holds steps of another origin.
+    Raises InputError if there is no such checkpoint, or if the folder has steps and the checkpoint is not its own.
     """
     if resume == "auto":
         newest = newest_complete(folder / "checkpoints")
@@ -343,10 +343,10 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Takes what is later than `step` out of the run, to abandoned/1, abandoned/2, ...; with 0 all of it.
+    """Moves everything later than `step` to abandoned/1, abandoned/2, ...; with step 0, everything.
 
-    In an order that leaves, killed at any moment, a run that goes on from one of its checkpoints: the later ones first,
-    from the highest down. Rows after the checkpoint do no harm, since every start cuts them off.
+    Later checkpoints go first, from the highest down. So a kill at any moment leaves a run that goes on from one of its
+    checkpoints. Rows after the checkpoint do no harm, since every start cuts them off.
     """
     checkpoints = [path for path in step_folders(folder / "checkpoints") if int(path.name.removeprefix("step_")) > step]
     logs = {name: _late_rows(folder / name, step) for name in ("metrics.jsonl", "samples.jsonl")}
@@ -369,12 +369,12 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def _late_rows(file: Path, step: int) -> list[bool]:
-    """Of each row, whether it is of a step after `step` (0: all rows are), or a torn last line."""
+    """For each row, whether it belongs to a step after `step` (0: all rows do), or is a torn last line."""
     return [not step or of is None or of > step for of in _steps(file)]
 
 
 def _steps(file: Path) -> list[int | None]:
-    """The step of each row; None of a last line that is torn. Raises InputError for a row that is none of ours."""
+    """The step of each row; None for a torn last line. Raises InputError for a row that no run has written."""
     steps: list[int | None] = []
     with file.open("rb") if file.exists() else nullcontext(()) as rows:
         for row in rows:
@@ -386,7 +386,7 @@ def _steps(file: Path) -> list[int | None]:
 
 
 def _cut(file: Path, late: list[bool], aside: Path) -> None:
-    """Moves the rows that are late to `aside`; the file is replaced by a rename when they are there."""
+    """Moves the late rows to `aside`. Only after they are there, a rename replaces the file."""
     kept = file.with_suffix(".tmp")
     with file.open("rb") as rows, kept.open("wb") as stays, aside.open("wb") as goes:
         shutil.copymode(file, kept)
@@ -397,7 +397,7 @@ def _cut(file: Path, late: list[bool], aside: Path) -> None:
 
 
 def _origin(folder: Path) -> Path | None:
-    """The other run's checkpoint that this run went on from."""
+    """The other run's checkpoint from which this run started, if any."""
     history = (read_json(folder / "config.json") or {}).get("history", [])
     origin = next((Path(start["from"]) for start in reversed(history) if start["from"] and "/" in start["from"]), None)
     if origin is not None and (why := why_torn(origin)):
@@ -426,12 +426,12 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     aside.replace(file)
 
 
-# ---- the command that goes on --------------------------------------------------------------------
+# ---- the command that resumes a run --------------------------------------------------------------
 
 
 def typed_command(resume: str | None = None) -> tuple[str, int | None]:
-    """(what was typed to start this process, also by torchrun or accelerate; that launcher's pid). With `resume`, a
-    run's name, the command that goes on with it."""
+    """(the command that was typed to start this process, perhaps with torchrun or accelerate; that launcher's pid).
+    resume: a run's name; the command then resumes that run."""
     launcher = os.getppid()
     try:
         line = psutil.Process(launcher).cmdline()
@@ -440,11 +440,11 @@ def typed_command(resume: str | None = None) -> tuple[str, int | None]:
     if line[-len(sys.argv) :] != sys.argv:
         line, launcher = sys.orig_argv, None
     start, script, flags = line[: -len(sys.argv)], sys.argv[:1], sys.argv[1:]
-    if len(start) > 1 and Path(start[1]).name in ("torchrun", "accelerate"):  # after the interpreter of its first line
+    if len(start) > 1 and Path(start[1]).name in ("torchrun", "accelerate"):  # [0] is the interpreter of its first line
         start = [Path(start[1]).name, *start[2:]]
     if resume is not None:
         flags = [*_without(flags, {"--run-name", "--resume"}), "--run-name", resume, "--resume", "auto"]
-    typed = os.environ.get("PLAINRL_LAUNCHER", shlex.join(start))  # launch/one_node.sh becomes torchrun
+    typed = os.environ.get("PLAINRL_LAUNCHER", shlex.join(start))  # launch/one_node.sh executes torchrun
     return f"{typed} {shlex.join([*script, *flags])}", launcher
 
 

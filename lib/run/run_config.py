@@ -1,6 +1,6 @@
-"""What a run is started with, as config.json holds it: the script's name, its flags, digests of what their paths hold.
+"""How a run was started, as config.json holds it: the script's name, its flags, digests of the files that flags name.
 
-A resume compares it with that of the checkpoint: what changes results needs --resume-override, and is recorded.
+A resume compares this with the checkpoint's. A change that alters results needs --resume-override, and is recorded.
 """
 
 import hashlib
@@ -13,19 +13,19 @@ from lib import InputError
 from lib.cli.flags import Names, OnResume, as_flag, flag_values, marked
 from lib.cli.secrets import struck
 
-NO_FLAGS = {"contents", "history"}  # of config.json's keys; "script" is compared like a flag
+NO_FLAGS = {"contents", "history"}  # keys of config.json that are not flags; "script" is compared like a flag
 
 
 def describe_run(args: Any, script: str) -> dict[str, Any]:
     """The run as config.json holds it, without its history."""
     flags = json.loads(struck(json.dumps(flag_values(args), default=str)))
-    of_files = marked(args, Names.FILES) - ({"train_files"} if flags["val_only"] else set())  # which are not read then
+    of_files = marked(args, Names.FILES) - ({"train_files"} if flags["val_only"] else set())  # val_only reads none
     contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
     return {"script": script, **flags, "contents": contents}
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in the file; None without one. Raises InputError where it holds none."""
+    """The object in the file; None if there is no file. Raises InputError if the file holds no object."""
     if not file.exists():
         return None
     try:
@@ -35,11 +35,12 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def compare(checkpoint: Path, now: dict[str, Any], args: Any, overrides: set[str]) -> dict[str, list]:
-    """{flag: [was, is]} of what has changed since the checkpoint. Prints that, and flags that are new or gone.
+    """{flag: [was, is]} for each flag that has changed since the checkpoint. Prints these, and flags that are new or
+    gone.
 
-    now: describe_run of `args`, whose marks say what a resume may change.
+    now: describe_run of `args`. The marks on the fields of `args` say what a resume may change.
 
-    Raises InputError for what changes results and is not in `overrides`, or cannot be overridden.
+    Raises InputError for a change that alters results and is not in `overrides`, or cannot be overridden.
     """
     files = (checkpoint / "config.json", checkpoint.parent.parent / "config.json")
     before = next(filter(None, map(read_json, files)), None)
@@ -50,7 +51,7 @@ def compare(checkpoint: Path, now: dict[str, Any], args: Any, overrides: set[str
     ours, theirs = (config.keys() - not_compared for config in (now, before))
     changed = {flag: [before[flag], now[flag]] for flag in now if flag in ours & theirs and _differs(flag, before, now)}
     may_change = marked(args, OnResume.MAY_CHANGE) | overrides
-    if now["lr_schedule"] != "constant":  # which ends with the last step
+    if now["lr_schedule"] != "constant":  # the schedule ends with the last step
         may_change -= {"total_steps"} - overrides
     refused = [flag for flag in changed if flag not in may_change]
     if refused:
@@ -81,7 +82,7 @@ def checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]
 
 
 def _never(flag: str, now: dict[str, Any]) -> str | None:
-    """Why nobody can consent to a change of the flag."""
+    """Why --resume-override cannot allow a change of the flag; None if it can."""
     if flag in ("lora_rank", "lora_target_modules", "freeze"):
         return "the checkpoint holds other weights"
     if flag in ("num_mini_batches", "update_epochs") and (now["lr_schedule"] != "constant" or now["warmup_steps"]):
@@ -108,7 +109,7 @@ def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
 
 
 def _leaves(flags: Iterable[str], changed: dict[str, list]) -> Iterator[tuple[str, Any, Any]]:
-    """(flag, was, is now); of settings those that differ."""
+    """Yields (flag, was, is now). Of a flag with several settings only those that differ."""
     for flag in flags:
         was, is_now = changed[flag]
         if isinstance(was, dict) and isinstance(is_now, dict):
@@ -124,7 +125,7 @@ def _flag(name: str) -> str:
 
 
 def _digest(value: str | list[str]) -> str:
-    """Of what the paths in a flag's value hold, wherever they lie; of the value itself where it is no path."""
+    """A digest of what the paths in a flag's value hold, wherever they lie. If it is no path, of the value itself."""
     digest = hashlib.sha256()
     for text in [value] if isinstance(value, str) else value:
         path, function = text.rsplit(":", 1) if ".py:" in text else (text, "")
@@ -138,7 +139,7 @@ def _digest(value: str | list[str]) -> str:
 
 
 def _files_of(name: str) -> list[Path]:
-    """The file; of a folder the files of a model; [] for what is no path."""
+    """The file itself; for a folder, the files of a model; [] if it is no path."""
     path = Path(name).expanduser()
     if name and path.is_dir():
         suffixes = {".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt", ".py"}
@@ -147,7 +148,7 @@ def _files_of(name: str) -> list[Path]:
 
 
 def _add_file(digest: Any, file: Path) -> None:
-    """Its size and all of it, or of more than 64 MiB 64 blocks: other weights differ everywhere."""
+    """Adds the file's size and content. Above 64 MiB it adds only 64 blocks: other weights differ everywhere."""
     size, block = file.stat().st_size, 2**16
     digest.update(str(size).encode())
     with file.open("rb") as data:

@@ -1,9 +1,10 @@
-"""What a run writes about itself, on rank 0: metrics.jsonl and samples.jsonl always, wandb and tensorboard on request,
-a console line a step, and curve.png.
+"""The logs of a run, which rank 0 writes: always metrics.jsonl, samples.jsonl, a console line per step and curve.png;
+on request wandb and tensorboard.
 
-metrics.jsonl is the record: floats exactly, each line at once; run.py cuts off what a resumed run does again. Traps
-it avoids: NaN is no JSON (it becomes null, its key and value stand under "nonfinite"); wandb drops rows that go back in
-step (there the step is a logged value); a response can hold terminal control characters (stored as is, shown as �).
+metrics.jsonl is the record: floats are exact, and each line is written at once. run.py cuts off the steps that a
+resumed run does again. Traps that this file avoids: NaN is not valid JSON (it becomes null; its key and value stand
+under "nonfinite"); wandb drops rows whose step goes back (so the step is a logged value there); a response can hold
+terminal control characters (they are stored as they are and shown as �).
 """
 
 import atexit
@@ -40,17 +41,18 @@ NUMBERS = {
 class Tracker:
     """The run's logs. With enabled=False (all ranks but the first) every method does nothing.
 
-    The curve is drawn at each validation and at the end, also where an exception or Ctrl-C is the end.
+    The curve is drawn at each validation and at the end, also if an exception or Ctrl-C ends the run.
 
     Args:
-        run_dir: made if missing; lines are added to its metrics.jsonl and samples.jsonl, and it gets curve.png.
-        config: what wandb shows of the run.
-        name: of the run, in wandb and over the curve; None: run_dir's.
+        run_dir: made if missing. Lines are added to its metrics.jsonl and samples.jsonl, and it gets curve.png.
+        config: what wandb shows as the run's config.
+        name: the run's name in wandb and over the curve; None: run_dir's name.
         trackers: any of "wandb", "tensorboard". wandb reads its usual environment (WANDB_PROJECT, WANDB_MODE).
-        resume_step: the step of the loaded checkpoint, after which wandb goes on with the same run; 0: another one.
+        resume_step: the step of the loaded checkpoint. wandb then goes on with the same run; with 0, it starts a new
+            one.
 
     Raises:
-        InputError: an unknown tracker, one that is not installed, or wandb without a login or a network.
+        InputError: a tracker is unknown or not installed, or wandb has no login or no network.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Tracker:
         self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
         (self.run_dir / "metrics.jsonl").touch()
-        private(self.run_dir / "samples.jsonl")  # tools may have told secrets
+        private(self.run_dir / "samples.jsonl")  # tools may have shown secrets
         self.started = time.monotonic()
         on_terminal = sys.stdout.isatty()
         self.console = Console(force_terminal=on_terminal, width=None if on_terminal else 120, highlight=False)
@@ -86,7 +88,7 @@ class Tracker:
             self.progress = Progress(
                 *(MofNCompleteColumn(), BarColumn(20), text),
                 console=self.console,
-                auto_refresh=False,  # a refresh thread would write into a debugger's prompt
+                auto_refresh=False,  # a refresh thread would disturb a debugger's prompt
                 redirect_stderr=sys.stderr.isatty(),
             )
             self.task = self.progress.add_task("", total=total_steps, completed=resume_step, numbers="")
@@ -94,7 +96,7 @@ class Tracker:
         atexit.register(self.close)  # an exception must not leave the terminal without a cursor
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One line of metrics.jsonl. A step may have several (training, then validation)."""
+        """Writes one line of metrics.jsonl. A step may have several (training, then validation)."""
         if not self.enabled:
             return
         values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
@@ -146,7 +148,7 @@ class Tracker:
                 self.console.print(f"note: {note}", markup=False, soft_wrap=True)
 
     def report(self) -> None:
-        """Prints what went wrong in how many steps, the number of the start model and of the last validation, and where
+        """Prints what went wrong in how many steps, the validation score of the start model and the last one, and where
         the files are."""
         if not self.enabled:
             return
@@ -185,7 +187,7 @@ class Tracker:
             line = [f"step {step}/{self.total_steps}", *parts, *validation, *alarms, *trouble]
             print(" | ".join(line), flush=True)
             return
-        if validation or alarms or (trouble and not parts):  # these stay on the screen, above the bar
+        if validation or alarms or (trouble and not parts):  # these lines stay on the screen, above the bar
             self.console.print(
                 Text(" | ".join([f"step {step}", *validation, *alarms, *trouble]), style="red" if alarms else "bold")
             )
@@ -194,7 +196,7 @@ class Tracker:
         self.progress.refresh()
 
     def _one_line(self, text: str, width: int) -> str:
-        """Head and tail of `text` without line breaks and control characters, in the console's encoding."""
+        """The head and tail of `text`, without line breaks and control characters, in the console's encoding."""
         text = "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
         if len(text) > width:
             text = f"{text[: width // 2 - 2]} … {text[-(width // 2 - 1) :]}"
@@ -208,7 +210,7 @@ class Tracker:
         id_file = self.run_dir / "wandb_id.txt"
         if not (self.resume_step and id_file.exists()):
             id_file.write_text(secrets.token_hex(4))
-        folder = self.run_dir / "wandb"  # also holds what was printed
+        folder = self.run_dir / "wandb"  # wandb also stores there what was printed
         folder.mkdir(exist_ok=True)
         folder.chmod(0o700)
         try:
@@ -229,9 +231,9 @@ class Tracker:
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Of a scored batch what a reader wants to see, for `Tracker.samples`: the question without the chat template, the
-    whole response with its special tokens. An episode of several turns also has how it ended, and its turns: who wrote
-    the text ("policy" has response_mask 1), how many tokens it is, and the reward that it got besides the score."""
+    """The rows of a scored batch for `Tracker.samples`: the question without the chat template, and the whole response
+    with its special tokens. A multi-turn episode also has how it ended, and its turns. For each turn: who wrote the
+    text ("policy" has response_mask 1), its number of tokens, and the reward that it got besides the score."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
     scored = tensors["response_mask"].any(1).tolist()
@@ -255,7 +257,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
 
 
 def _turns(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """The runs of one response that the policy wrote and those that it was given; all of one row, without padding."""
+    """Splits one row's response, without padding, into the parts that the policy wrote and those that it was given."""
     lengths = sampled.unique_consecutive(return_counts=True)[1].tolist()
     return [
         {
@@ -269,19 +271,20 @@ def _turns(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def _validated(metrics: Mapping[str, Any]) -> list[str]:
-    """Of each data source the accuracy, or the mean score where the scorer gives none: what has an interval."""
+    """For each data source the key of its accuracy or, if the scorer gives none, of its mean score: the metric that has
+    a confidence interval."""
     return [key for key in metrics if key.startswith("val/") and f"{key}/ci_low" in metrics]
 
 
 def _rows(metrics_file: str | Path) -> list[dict[str, Any]]:
-    """Without a line that is being written, or was when the run was killed."""
+    """The rows of the file, without a last line that is being written, or was cut off when the run was killed."""
     lines = Path(metrics_file).read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
-    """Over steps: train reward (raw, smoothed) and validation with its interval; the mean response length."""
-    from matplotlib.figure import Figure  # a second of import that the start of a run can do without
+    """Plots over steps the train reward (raw and smoothed), validation with its interval, and mean response length."""
+    from matplotlib.figure import Figure  # its import takes a second, which the start of a run can do without
 
     rows = _rows(metrics_file)
 
@@ -320,6 +323,6 @@ def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a centred window of a tenth of the run: it does not lag behind a trend."""
+    """The mean over a centred window of a tenth of the run, which does not lag behind a trend."""
     window = np.ones(len(values) // 20 * 2 + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")

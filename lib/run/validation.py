@@ -1,4 +1,4 @@
-"""Validation scores of n samples to a prompt. pass@k as 1 - (1 - c/n)^k is biased; what stands here is not."""
+"""Validation scores from n samples per prompt. pass@k as 1 - (1 - c/n)^k is biased; the estimators here are not."""
 
 import math
 from collections import defaultdict
@@ -22,7 +22,8 @@ from lib.run.tracking import Tracker, sample_rows
 
 
 def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
-    """Chance that k of n samples, drawn without replacement, hold one of the c right ones: 1 - C(n-c, k) / C(n, k).
+    """The chance that k of n samples, drawn without replacement, contain one of the c right ones: 1 - C(n-c, k) /
+    C(n, k).
 
     The unbiased estimator of arXiv:2107.03374, eq. 1, as a product without large numbers; n and c broadcast.
     """
@@ -38,10 +39,10 @@ def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
 def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
     """Expected score of the most frequent answer among k of one prompt's n samples, drawn without replacement.
 
-    Exact over all C(n, k) subsets when these are at most `max_subsets`, else the mean of that many seeded draws. An
-    answer's score is the mean of its samples in the subset; a tie gives the mean score of the tied answers. A sample
-    without an answer (None, or "" as verl's scorers write it) has no vote; a subset without any vote gives the mean of
-    its scores.
+    It is exact, over all C(n, k) subsets, if these are at most `max_subsets`; else it is the mean of that many seeded
+    draws. An answer's score is the mean of its samples in the subset. A tie gives the mean score of the tied answers. A
+    sample without an answer (None, or "" as verl's scorers write it) has no vote. A subset without any vote gives the
+    mean of its scores.
     """
     n = len(preds)
     if not 1 <= k <= n or len(scores) != n:
@@ -85,9 +86,9 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 class Validated(NamedTuple):
     """One response to a validation prompt."""
 
-    prompt: int  # its number in the data set
+    prompt: int  # the prompt's number in the data set
     data_source: str
-    numbers: dict[str, float]  # "score" and those that the scorer gave beside it; none if it was aborted or not scored
+    numbers: dict[str, float]  # "score" and the scorer's other numbers; empty if it was aborted or not scored
     answer: Any  # the scorer's "pred"; None or "": no answer
     truncated: bool
 
@@ -107,16 +108,16 @@ def validated_rows(batch: DataProto, extras: Mapping[str, list], prompts: Sequen
 
 
 def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) -> dict[str, float]:
-    """val/<data_source>/... from the responses of all ranks, n to every prompt; k = 1, 2, 4, ... n.
+    """val/<data_source>/... from the responses of all ranks, n for every prompt; k = 1, 2, 4, ... n.
 
     - mean@n, best@k, maj@k of the score, and under <key>/ of each number that the scorer gave: the mean of the samples,
       the expected maximum of k, the value of the most frequent answer among k
-    - pass@k: the chance that one of k is right, which is above `correct_above`: the scorer's "acc" where it gives one
-      (of several scorers the first that does), else the score
-    - mean@n/ci_low, ci_high of what is read as right: its 95 % bootstrap interval over prompts (1000 seeded draws)
+    - pass@k: the chance that one of k is right. Right means above `correct_above`, for the scorer's "acc" if it gives
+      one (with several scorers, the first that does), else for the score
+    - mean@n/ci_low, ci_high of that "acc" or score: its 95 % bootstrap interval over prompts (1000 seeded draws)
     - clip_ratio: the share of truncated responses
-    - unscored, and val/unscored of all sources: responses that are in no other number. Their prompts have fewer than n
-      samples, and are not in the numbers at k where they have fewer than k
+    - unscored, and val/unscored over all sources: responses that are in no other number. Their prompts have fewer than
+      n samples; a prompt with fewer than k samples is not in the numbers at k
 
     Raises:
         ValueError: prompts of one data source have different numbers of responses.
@@ -190,7 +191,7 @@ class Validation:
         results, shown = [], []
         for start in range(0, per_rank, per_call):
             enter_stage(f"validation at step {step}")
-            # the same number on every rank: what is beyond the data set's end keeps the others company
+            # every rank takes the same number of rows; those beyond the data set's end only fill up
             rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
             items = [self.dataset[min(i, len(self.dataset) - 1)] for i in rows]
             prompts = DataProto.from_single_dict(collate_fn(items)).to(world.device)
@@ -201,7 +202,7 @@ class Validation:
             batch = batch[: sum(row < len(self.dataset) for row in rows) * args.val_samples]
             results += validated_rows(batch, extras, [n // args.val_samples for n in numbers])
             shown += sample_rows(batch, self.rewards.manager.tokenizer)
-        results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # in one order, for any number of ranks
+        results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # the same order on any number of ranks
         self.tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
         return metrics | validation_metrics(results)
 
