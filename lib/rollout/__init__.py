@@ -5,10 +5,8 @@ from lib.rollout.engine import (
     RolloutEngine,
     Sampling,
     add_responses,
-    check_engine_import,
     concat_rows,
     fit_columns,
-    make_engine,
     request_seeds,
     rollouts_ahead,
     staleness_metrics,
@@ -17,7 +15,7 @@ from lib.rollout.engine import (
     turn_seed,
 )
 from lib.rollout.hf_engine import HFEngine
-from lib.rollout.stream import Rollouts
+from lib.rollout.stream import Rollouts, check_engine_import, make_engine
 from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
 
 __all__ = [

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lib import InputError
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, all_reduce_max
@@ -92,43 +90,6 @@ class RolloutEngine(Protocol):
         ...
 
     def abort(self, request_id: str) -> None: ...
-
-
-def make_engine(
-    name: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    folder: Path,
-    max_length: int,
-    dtype: torch.dtype,
-    gpu_memory: float,
-    ranks: int = 1,
-) -> RolloutEngine:
-    """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
-    neighbouring ranks share one vLLM engine."""
-    # imported here, because engines import this module
-    from lib.rollout.hf_engine import HFEngine
-    from lib.rollout.served_engine import ServedEngine
-    from lib.rollout.vllm_engine import VLLMEngine
-
-    if name == "hf":
-        return HFEngine(model, tokenizer)
-    settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
-    if name != "vllm":
-        return ServedEngine(name, model, tokenizer, **settings)
-    return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks)
-
-
-def check_engine_import(name: str) -> None:
-    """Raises InputError if the engine's package cannot be imported. Call it before a model loads."""
-    if name == "vllm":
-        try:
-            import vllm  # noqa: F401
-        except ImportError as error:
-            raise InputError(
-                f"--rollout-engine vllm: vLLM cannot be imported ({error}); use --rollout-engine hf"
-            ) from error
 
 
 def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:

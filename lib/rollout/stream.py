@@ -1,17 +1,56 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lib import InputError
 from lib.args import Sizes
 from lib.data import PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
 from lib.rollout.engine import RolloutEngine, Sampling, request_seeds, rollouts_ahead, staleness_metrics
+from lib.rollout.hf_engine import HFEngine
+from lib.rollout.served_engine import ServedEngine
+from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.weight_sync import sync_weights
+
+
+def make_engine(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    folder: Path,
+    max_length: int,
+    dtype: torch.dtype,
+    gpu_memory: float,
+    ranks: int = 1,
+) -> RolloutEngine:
+    """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
+    neighbouring ranks share one vLLM engine."""
+    if name == "hf":
+        return HFEngine(model, tokenizer)
+    settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
+    if name != "vllm":
+        return ServedEngine(name, model, tokenizer, **settings)
+    return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks)
+
+
+def check_engine_import(name: str) -> None:
+    """Raises InputError if the engine's package cannot be imported. Call it before a model loads."""
+    if name == "vllm":
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise InputError(
+                f"--rollout-engine vllm: vLLM cannot be imported ({error}); use --rollout-engine hf"
+            ) from error
 
 
 class Rollouts:
