@@ -24,7 +24,7 @@ from lib.core_algos import (
     get_rollout_correction_fn,
 )
 from lib.data import PromptDataset, RLHFDataset, load_dataset_class, make_loader
-from lib.distributed import RowGroup, World, make_mesh, make_row_group, shard_model
+from lib.distributed import RowGroup, World, make_mesh, make_row_group, shard_model, trainable_parameters
 from lib.model import (
     Critic,
     Forward,
@@ -306,8 +306,8 @@ def load_frozen(sharding: Sharding, path: str, flag: str) -> Reference:
 def _training(
     sharding: Sharding, module: PreTrainedModel, args: OptimizerArgs, lr: float, updates_per_step: int, steps: int
 ) -> dict[str, Any]:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True)
+    parameters = trainable_parameters(module)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True)
     factor = partial(lr_factor, args, updates_per_step, steps)
     return {
         "optimizer": optimizer,

@@ -98,7 +98,7 @@ def _algorithm_last(help_text: str) -> str:
 
 def _words(args_class: type, given: list[str], renamed: dict[str, str]) -> list[str]:
     """The flags of --config, then those that were typed, because the last one counts."""
-    settings = {f"--{field.name.replace('_', '-')}" for field in fields(args_class) if _is_settings(args_class, field)}
+    settings = {as_flag(field.name) for field in fields(args_class) if _is_settings(field)}
     configs, words = [], []
     for i, word in enumerate(given):
         name, equals, value = word.partition("=")
@@ -158,7 +158,7 @@ def as_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _is_settings(args_class: type, field: Field) -> bool:
+def _is_settings(field: Field) -> bool:
     return is_dataclass(default := _default(field)) and not isinstance(default, Group)
 
 
