@@ -60,9 +60,10 @@ def test_disabled_writes_nothing(tmp_path, capsys):
 def test_unknown_or_missing_tracker(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--track mlflow: unknown"):
         Tracker(tmp_path, {}, trackers=("mlflow",), total_steps=1)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="--track wandb: not installed"):
-        Tracker(tmp_path, {}, trackers=("wandb",), total_steps=1)
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(InputError, match=f"--track {name}: not installed; run `pip install {name}`"):
+            Tracker(tmp_path, {}, trackers=(name,), total_steps=1)
 
 
 # ---- console -------------------------------------------------------------------------------------
