@@ -107,19 +107,8 @@ def test_a_run_repeats_itself(default_run, tmp_path):
 
 def test_vllm_trains_as_hf_does(tmp_path):
     pytest.importorskip("vllm")
-    done = ran(
-        launch(
-            "grpo",
-            tmp_path,
-            "--run-name",
-            "run",
-            "--rollout-engine",
-            "vllm",
-            "--total-steps",
-            "10",
-            "--no-export-model",
-        )
-    )
+    args = ["--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "6", "--no-export-model"]
+    done = ran(launch("grpo", tmp_path, *args))
     rows = metrics(tmp_path / "run")
     accuracy = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
     assert accuracy[0] <= 0.4 and accuracy[-1] >= 0.6, done.stdout
