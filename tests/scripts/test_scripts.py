@@ -33,6 +33,7 @@ from tests.common import (
     off_policy,
     ran,
     rollouts,
+    skip_without_vllm,
     unexplained_metrics,
 )
 
@@ -454,7 +455,7 @@ def test_dapo_overlong_buffer_takes_reward_from_long_responses(tmp_path):
 
 def test_dapo_with_vllm(tmp_path):
     """Several generations between two weight syncs."""
-    pytest.importorskip("vllm")
+    skip_without_vllm()
     ran(fork("dapo", tmp_path, *SMALL, "--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "2"))
     for row in metrics(tmp_path / "run"):
         assert row["training/rows_trained"] == 32 and row["rollout/canary_logp_diff"] < 1e-4
