@@ -1,4 +1,4 @@
-"""Numbers about a step: what a batch looks like, what went wrong, times. Pure functions, except for one gather.
+"""Numbers about a step: what a batch looks like, what went wrong. Pure functions, except for one gather.
 
 Traps that it avoids: a mean of per-rank means is wrong if ranks hold different counts. So a rank reports totals and
 counts (`Mean`, `Sum`, `Max`, `Min`), and `reduce_metrics` finishes them. Rows without a trained token (padding, failed
@@ -270,25 +270,3 @@ def trouble_of_run(rows: Sequence[Mapping]) -> list[Trouble]:
         text = f"{key} not finite in {len(steps)} of {len(rows)} rows of metrics.jsonl"
         found.append(Trouble(text, "a-number-is-not-finite", steps))
     return found
-
-
-# ---- time ----------------------------------------------------------------------------------------
-
-
-def throughput_metrics(timing: Mapping[str, float], tokens: float, n_devices: int) -> dict[str, float]:
-    """Throughput, from a timer's metrics (stage "step" contains all others) and the step's tokens over all ranks.
-
-    perf/idle is the share of the step in which ranks wait: for scores, for rollouts that are sampled ahead elsewhere
-    (--async-level), and in the update for the rank that has most to compute (perf/imbalance).
-    """
-    seconds = timing["timing_s/step"]
-    waits = timing.get("timing_s/reward", 0.0)
-    if "async/staleness_mean" in timing:
-        waits += timing.get("timing_s/rollout", 0.0)
-    waits += timing.get("timing_s/update", 0.0) * (1 - 1 / timing.get("perf/imbalance", 1.0))
-    return {
-        "perf/idle": waits / seconds,
-        "perf/time_per_step": seconds,
-        "perf/tokens_per_s": tokens / seconds,
-        "perf/tokens_per_s_per_device": tokens / seconds / n_devices,
-    }

@@ -31,11 +31,9 @@ from lib.data_proto import DataProto
 from lib.run.metrics import trouble_of_run, troubles
 
 # what a step's console line shows
-NUMBERS = {
-    "reward/mean": "reward {:.3f}",
-    "response_length/mean": "length {:.0f}",
-    "perf/tokens_per_s": "{:,.0f} tok/s",
-}
+NUMBERS = {"reward/mean": "reward {:.3f}", "response_length/mean": "length {:.0f}"}
+SPEED = {"perf/tokens_per_s": "{:,.0f} tok/s"}
+SPEED_OF_GPUS = {"perf/tokens_per_s_per_device": "{:,.0f} tok/s/GPU", "perf/mfu": "MFU {:.0%}"}
 
 
 class Tracker:
@@ -50,6 +48,7 @@ class Tracker:
         trackers: any of "wandb", "tensorboard". wandb reads its usual environment (WANDB_PROJECT, WANDB_MODE).
         resume_step: the step of the loaded checkpoint. wandb then goes on with the same run; with 0, it starts a new
             one.
+        on_gpu: the console shows the speed of a GPU and its MFU, not the speed of all ranks.
 
     Raises:
         InputError: a tracker is unknown or not installed, or wandb has no login or no network.
@@ -64,6 +63,7 @@ class Tracker:
         trackers: Sequence[str] = (),
         total_steps: int,
         resume_step: int = 0,
+        on_gpu: bool = False,
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
@@ -74,6 +74,7 @@ class Tracker:
         self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
         self.name = name or self.run_dir.resolve().name
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.numbers = NUMBERS | (SPEED_OF_GPUS if on_gpu else SPEED)
         self.undrawn = False
         self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
@@ -176,7 +177,7 @@ class Tracker:
             self.wandb.finish()
 
     def _show(self, values: Mapping[str, float], nonfinite: Mapping[str, str], step: int) -> None:
-        parts = [shape.format(values[key]) for key, shape in NUMBERS.items() if key in values]
+        parts = [shape.format(values[key]) for key, shape in self.numbers.items() if key in values]
         done = step - self.resume_step
         if parts and done > 0:
             seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)

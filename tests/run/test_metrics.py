@@ -21,7 +21,8 @@ from lib.distributed import (
     token_means,
 )
 from lib.run import data_metrics, extra_metrics, mismatch_metrics
-from lib.run.metrics import throughput_metrics, trouble_of_run, troubles
+from lib.run.metrics import trouble_of_run, troubles
+from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.validation import Validated, best_at_k, maj_at_k, pass_at_k, validated_rows, validation_metrics
 from tests.common import run_ranks
 
@@ -328,7 +329,8 @@ def test_the_clock_adds_up_and_survives_an_exception(monkeypatch):
 
 
 def test_throughput():
-    assert throughput_metrics({"timing_s/step": 4.0, "timing_s/rollout": 1.0}, tokens=800, n_devices=2) == {
+    step = {"timing_s/step": 4.0, "timing_s/rollout": 1.0, "training/tokens": 800}
+    assert throughput_metrics(step, n_devices=2) == {
         "perf/time_per_step": 4.0,
         "perf/tokens_per_s": 200.0,
         "perf/tokens_per_s_per_device": 100.0,
@@ -347,7 +349,33 @@ def test_throughput():
 def test_idle_is_what_ranks_wait_for(more, idle):
     seconds = {"step": 10.0, "reward": 1.0, "rollout": 3.0, "update": 5.0}
     timing = {f"timing_s/{stage}": s for stage, s in seconds.items()}
-    assert throughput_metrics(timing | more, tokens=1, n_devices=1)["perf/idle"] == pytest.approx(idle)
+    speed = throughput_metrics(timing | {"training/tokens": 1} | more, n_devices=1)
+    assert speed["perf/idle"] == pytest.approx(idle)
+
+
+def test_mfu_is_the_share_of_the_peak_that_an_update_takes():
+    step = {"timing_s/step": 10.0, "timing_s/update": 5.0, "training/tokens": 1, "perf/update_tflops": 1000.0}
+    assert throughput_metrics(step, n_devices=2, peak=250.0)["perf/mfu"] == pytest.approx(1000 / (5 * 2 * 250))
+    assert "perf/mfu" not in throughput_metrics(step, n_devices=2)
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A10G", None),  # slower than an A10
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(torch.device("cuda")) == peak and peak_tflops(torch.device("cpu")) is None
 
 
 # ---- trouble -------------------------------------------------------------------------------------
