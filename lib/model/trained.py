@@ -61,7 +61,7 @@ class Trained:
         self._computed: torch.Tensor | float = 0.0  # FLOPs since the last step
 
     def _count(self, micro: DataProto) -> None:
-        self._computed = self._computed + update_flops(self._flops, micro, layout(self.module)["share_prompts"])
+        self._computed = self._computed + update_flops(self._flops, micro, self.module.share_prompts)
 
     def backward(self, loss: torch.Tensor) -> None:
         """loss: this rank's share of the sum over ranks, whose gradients FSDP averages: hence the factor."""

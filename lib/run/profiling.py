@@ -37,7 +37,7 @@ class Profiler:
             return
         self._name = f"step_{step:06d}-rank_{self.world.rank}"
         if self._on_gpu and self.memory:
-            torch.cuda.memory._record_memory_history()
+            torch.cuda.memory._record_memory_history(stacks="python")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._running = profile(activities=activities, profile_memory=self.memory)
         self._running.start()
