@@ -144,8 +144,8 @@ class Tracker:
     def notes(self) -> None:
         """Prints what went wrong in how many steps."""
         if self.enabled:
-            for note in trouble_of_run(_rows(self.run_dir / "metrics.jsonl")):
-                self.console.print(f"note: {note}", markup=False, soft_wrap=True)
+            for trouble in trouble_of_run(_rows(self.run_dir / "metrics.jsonl")):
+                self.console.print(f"note: {trouble.text}", markup=False, soft_wrap=True)
 
     def report(self) -> None:
         """Prints what went wrong in how many steps, the validation score of the start model and the last one, and where

@@ -455,7 +455,7 @@ def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path,
     done = start("grpo", tmp_path, *source[1], *breaks(tmp_path, rows=24 // ranks, rank=ranks - 1), *scorer)
     assert done.returncode == 1 and "the data break off" in done.stderr
     assert (tmp_path / "run/curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "note: equal scores in every group in " in done.stdout
+    assert "note: equal scores in more than 90 % of the groups in " in done.stdout
 
 
 @pytest.mark.parametrize("launcher", [PYTHON, ONE_NODE, ACCELERATE], ids=["python", "one_node", "accelerate"])
