@@ -2,7 +2,7 @@
 
     config.json    script, flags, digests of their files, and a history: each start, its checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
-    starts/1/      for each start, the script, the git commit and its diff, the packages, the command line
+    starts/1/      for each start, the script, the git commit and its diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows of later steps
     val_only/1/    what --val-only writes
@@ -55,10 +55,11 @@ from lib.run.checkpoint import (
     step_folders,
     why_torn,
 )
-from lib.run.metrics import DROPPED, throughput_metrics
+from lib.run.metrics import throughput_metrics
 from lib.run.provenance import write_start
-from lib.run.run_config import checked_overrides, compare, describe_run, read_json
+from lib.run.run_config import checked_overrides, compare, describe_run, not_default, read_json
 from lib.run.tracking import Tracker
+from lib.run.trouble import DROPPED
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
@@ -247,7 +248,7 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     )
     if not run.validation.val_only:
         set_aside(run.folder, step if own else 0)  # only now, when nothing can be refused any more
-    write_start(_next_number(logs / "starts"), script, typed_command()[0])
+    write_start(_next_number(logs / "starts"), script, typed_command()[0], not_default(args))
     _write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
-from lib.run.metrics import trouble_of_run, troubles
+from lib.run.trouble import trouble_of_run, troubles
 
 # what a step's console line shows
 NUMBERS = {

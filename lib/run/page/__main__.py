@@ -17,7 +17,7 @@ import tyro
 
 from lib import InputError, report_mistake
 from lib.cli.secrets import private
-from lib.run.page.read import read_run
+from lib.run.page.read import read_run, state
 from lib.run.page.samples import pack_samples
 from lib.run.page.write import as_script, render
 
@@ -80,7 +80,7 @@ class Pages:
         files = [folder / name for folder in self.folders for name in ("metrics.jsonl", "samples.jsonl", "config.json")]
         files += [file for folder in self.folders for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
         sizes = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
-        states = [read_run(folder)["state"] for folder in self.folders]
+        states = [state(folder) for folder in self.folders]
         return hashlib.sha256(json.dumps([sizes, states]).encode()).hexdigest()[:16]
 
 
@@ -118,7 +118,11 @@ def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
         def answer(self, status: int, body: bytes, kind: str, stamp: str = "") -> None:
             self.send_response(status)
             headers = {"Content-Type": kind, "Content-Length": str(len(body)), "ETag": stamp}
-            headers |= {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+            headers |= {
+                "Cache-Control": "no-store",
+                "X-Content-Type-Options": "nosniff",
+                "Referrer-Policy": "no-referrer",
+            }
             for name, value in headers.items():
                 if value:
                     self.send_header(name, value)

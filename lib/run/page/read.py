@@ -34,7 +34,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "script": config.get("script"),
         "seed": config.get("seed"),
         "family": _family(config),
-        "state": _state(folder / ".lock", step, config.get("total_steps")),
+        "state": state(folder),
         "step": step,
         "total_steps": config.get("total_steps"),
         "facts": _facts(folder, config, starts),
@@ -92,19 +92,16 @@ def _family(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(flags, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _state(lock: Path, step: int, total: int | None) -> str:
+def state(folder: Path) -> str:
     """running: a process holds the lock. A run that ends empties it; one that is killed or fails does not."""
     try:
-        with lock.open() as file:
+        with (folder / ".lock").open() as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            left = file.read()
+            return "stopped" if file.read() else "ended"
     except FileNotFoundError:
         return "state unknown"  # a copy of a run, or an old one
     except OSError:
         return "running"
-    if left or (total and step < total):
-        return "stopped"
-    return "ended"
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
@@ -124,7 +121,9 @@ def _facts(folder: Path, config: dict[str, Any], starts: list[dict[str, Any]]) -
     history = config.get("history") or []
     packages = last.get("packages", {})
     versions = [f"{name} {packages[name]}" for name in MAIN_PACKAGES if name in packages]
-    changes = [f"{name} {was} → {now}" for start in history for name, (was, now) in (start.get("changed") or {}).items()]
+    changes = [
+        f"{name} {was} → {now}" for start in history for name, (was, now) in (start.get("changed") or {}).items()
+    ]
     facts = {
         "command": last.get("command"),
         "commit": (last.get("commit") or "")[:12] + (" and changes" if last.get("commit") and last["dirty"] else ""),

@@ -96,14 +96,17 @@ def _is_whole(file: str) -> bool:
 def _joined(chunks: list[tuple[str, Chunk]]) -> dict[str, Any]:
     """One list a column for all rows. Texts stand once, in "texts", and the columns hold their numbers."""
     rows = [
-        {"kind": kind, "chunk": chunk.key, "at": at, **row} for kind, chunk in chunks for at, row in enumerate(chunk.index)
+        {"kind": kind, "chunk": chunk.key, "at": at, **row}
+        for kind, chunk in chunks
+        for at, row in enumerate(chunk.index)
     ]
     rows.sort(key=lambda row: (row["step"], row["kind"], row["chunk"], row["at"]))
     texts: dict[str | None, int] = {}
     names = ("kind", "chunk", "at", "step", "group", "sample", "source", "finish", "prompt", "score", "length")
     coded = {"kind", "chunk", "group", "source", "finish", "prompt"}
     columns = {
-        name: [texts.setdefault(row[name], len(texts)) if name in coded else row[name] for row in rows] for name in names
+        name: [texts.setdefault(row[name], len(texts)) if name in coded else row[name] for row in rows]
+        for name in names
     }
     scales = {
         field: max(found) for field in FIELDS if (found := [c.scales[field] for _, c in chunks if field in c.scales])
@@ -120,7 +123,9 @@ def _of_file(file: str, *stamp: int) -> Chunk:
     table = pq.read_table(file)
     kept = len(table)
     table = table.slice(0, _whole_groups(table["group"].to_pylist()))
-    lists = {name: _arrays(table, name) for name in table.column_names if pa.types.is_list(table.schema.field(name).type)}
+    lists = {
+        name: _arrays(table, name) for name in table.column_names if pa.types.is_list(table.schema.field(name).type)
+    }
     plain = table.drop_columns([name for name in lists if name not in ("tokens", "turns")]).to_pylist()
     index, rows, numbers = [], [], []
     for i, row in enumerate(plain):
@@ -142,9 +147,7 @@ def _of_file(file: str, *stamp: int) -> Chunk:
 
 
 def _arrays(table: pa.Table, name: str) -> list[np.ndarray | None]:
-    return [
-        row.values.to_numpy(zero_copy_only=False) if row.is_valid else None for row in table[name].combine_chunks()
-    ]
+    return [row.values.to_numpy(zero_copy_only=False) if row.is_valid else None for row in table[name].combine_chunks()]
 
 
 def _fields(row: dict[str, np.ndarray | None]) -> dict[str, np.ndarray]:
