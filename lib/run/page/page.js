@@ -422,11 +422,16 @@ async function matching(mine) {
     && (onlyPrompt === null || row.prompt === onlyPrompt));
   const text = $("f-text").value.toLowerCase();
   if (!text) return found;
-  for (const key of new Set(found.filter((row) => row.text === undefined).map((row) => row.chunk))) {
+  const unread = new Map(); // chunk: its rows
+  for (const row of found) if (row.text === undefined) unread.set(row.chunk, [...(unread.get(row.chunk) ?? []), row]);
+  const keys = [...unread.keys()];
+  for (let i = 0; i < keys.length; i += 8) { // unpacking has threads of its own
     if (asked !== mine) return null; // the form has changed meanwhile
-    $("count").textContent = "looking through the texts …";
-    const texts = await chunk(key);
-    for (const row of found) if (row.chunk === key) row.text = `${texts[row.at].prompt}\n${texts[row.at].response}`.toLowerCase();
+    $("count").textContent = `looking through the texts, ${i} of ${keys.length} …`;
+    await Promise.all(keys.slice(i, i + 8).map(async (key) => {
+      const texts = await chunk(key);
+      for (const row of unread.get(key)) row.text = `${texts[row.at].prompt}\n${texts[row.at].response}`.toLowerCase();
+    }));
   }
   return found.filter((row) => row.text.includes(text));
 }

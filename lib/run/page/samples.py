@@ -1,8 +1,8 @@
 """Packs a run's samples for the page: a small index of all responses, and their texts and numbers in chunks, one a file
 of training samples and one a validation, which the browser unpacks when it shows them.
 
-A chunk is gzip of: the length of its JSON (4 bytes, little-endian), the JSON, then all numbers of its tokens in bfloat16
-(two to three digits: enough for a colour and a look), the high bytes first, then the low ones, which gzip likes better.
+A chunk is gzip of: the length of its JSON (4 bytes, little-endian), the JSON, then the numbers of its tokens in
+bfloat16, the high bytes first, then the low ones, which gzip likes better.
 """
 
 import gzip
@@ -10,9 +10,9 @@ import hashlib
 import json
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,23 +45,24 @@ def pack_samples(folder: Path, most_bytes: float) -> tuple[dict[str, Any], dict[
     """(index, {key: chunk}, notes) of a run. Where the chunks would be larger than `most_bytes`, steps are left out
     evenly, and index["kept"] is larger than index["shown"]."""
     files = [str(file) for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
-    notes, trained, chunks, size = [], [], {}, 0
     rows, broken = read_lines(folder / "samples.jsonl")
     rows.sort(key=lambda row: row["step"])
-    validated = [[*of_step] for _, of_step in groupby(rows, lambda row: row["step"])]
-    for kind, sources in (("train", files), ("val", validated)):
-        for source in spread_out(sources):
-            if size > most_bytes * (0.75 if kind == "train" and validated else 1):
-                break
-            try:
-                chunk = _of_file(source, *_stamp(source)) if kind == "train" else _of_rows(source)
-            except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-                notes.append(f"rollouts/{Path(source).name}: left out ({str(error).splitlines()[0]})")
-                continue
-            trained.append((kind, chunk))
-            chunks[chunk.key] = chunk.packed
-            size += len(chunk.packed)
-    index = _joined(trained)
+    validations = [[*of_step] for _, of_step in groupby(rows, lambda row: row["step"])]
+    notes, found, chunks, size = [], [], {}, 0
+    for kind, source in in_turn(
+        [("train", file) for file in spread_out(files)], [("val", of_step) for of_step in spread_out(validations)]
+    ):
+        if size > most_bytes:
+            break
+        try:
+            chunk = _of_file(source, *_stamp(source)) if kind == "train" else _of_rows(source)
+        except (pa.ArrowException, OSError, KeyError) as error:
+            notes.append(f"rollouts/{Path(source).name}: left out ({str(error).splitlines()[0]})")
+            continue
+        found.append((kind, chunk))
+        chunks[chunk.key] = chunk.packed
+        size += len(chunk.packed)
+    index = _joined(found)
     index["kept"] = sum(pq.read_metadata(file).num_rows for file in files if _is_whole(file)) + len(rows)
     index["shown"] = len(index["step"])
     index["has_training"] = bool(files)
@@ -78,6 +79,12 @@ def spread_out(items: Sequence[T]) -> Iterator[T]:
             middle = (low + high) // 2
             yield items[middle]
             gaps += [(low, middle), (middle, high)]
+
+
+def in_turn(one: Iterable[T], other: Iterable[T]) -> Iterator[T]:
+    """Items of both by turns; the rest of the longer one at the end."""
+    for pair in zip_longest(one, other):
+        yield from (item for item in pair if item is not None)
 
 
 def _stamp(file: str) -> tuple[int, int]:
@@ -231,9 +238,10 @@ def _chunk(index: list[dict], rows: list[dict], numbers: list[tuple[str, np.ndar
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of the float32s, rounded to nearest; what is not finite stays what it is."""
+    """The upper halves of float32s, rounded to 5 bits after the point, within 1.6 %: two digits, enough for a colour
+    and a look, and a fifth smaller than all 7 bits. What is not finite stays what it is."""
     bits = np.ascontiguousarray(values, "<f4").view("<u4")
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = (bits + (1 << 17)) >> 18 << 2
     whole = (bits >> 16) | np.where(np.isnan(values), 0x40, 0).astype("<u4")
     return np.where(np.isfinite(values), rounded, whole).astype("<u2")
 
