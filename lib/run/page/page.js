@@ -86,7 +86,7 @@ function drawRuns() {
   document.querySelectorAll("#runs details").forEach((details, i) => { details.open = open[i] ?? false; });
 }
 
-function runCard(run, i) {
+function runCard(run) {
   const of = run.total_steps ? ` of ${run.total_steps}` : "";
   const flags = Object.entries(run.flags ?? {}).map(([name, [value, usual]]) => {
     const item = put(h("li"), `--${name.replaceAll("_", "-")} ${value}`);
@@ -95,10 +95,11 @@ function runCard(run, i) {
   });
   const all = Object.fromEntries(Object.entries(run.all_flags).map(([name, value]) => [`--${name.replaceAll("_", "-")}`, value]));
   return h("article", {class: "card run", "aria-label": `run ${run.name}`},
-    h("header", {}, h("span", {class: "dot", style: null, "data-c": colourOf(run)}), h("h3", {}, h("bdi", {}, run.name)),
+    h("header", {}, runs.length > 1 ? h("span", {class: "dot", "data-c": colourOf(run)}) : null,
+      h("h2", {}, h("bdi", {}, runs.length > 1 ? run.name : run.script ?? "unknown script")),
       h("span", {class: `pill ${run.state.split(" ")[0]}`}, run.state)),
     h("progress", {max: run.total_steps || 1, value: run.step, "aria-label": "steps done"}),
-    h("div", {class: "muted"}, `${run.script ?? "unknown script"}, step ${run.step}${of}` + (run.seed === null ? "" : `, seed ${run.seed}`)),
+    h("div", {class: "muted"}, (runs.length > 1 ? `${run.script ?? "unknown script"}, ` : "") + `step ${run.step}${of}` + (run.seed === null ? "" : `, seed ${run.seed}`)),
     run.flags === null ? h("p", {class: "muted"}, "Which flags differ from the defaults was not recorded.")
       : flags.length ? h("ul", {class: "flags", "aria-label": "flags that are not at their default"}, ...flags)
       : h("p", {class: "muted"}, "All flags have their default."),
@@ -195,7 +196,7 @@ function smooth(values) {
 
 function axes(formatX, formatY) {
   const axis = {stroke: () => colour("muted"), grid: {stroke: () => colour("line"), width: 1}, ticks: {show: false}, font: "11px system-ui, sans-serif"};
-  return [{...axis, grid: {show: false}, size: 26, gap: 4, values: (_, all) => all.map(formatX)},
+  return [{...axis, grid: {show: false}, size: 20, gap: 3, values: (_, all) => all.map(formatX)},
     {...axis, size: 50, gap: 4, values: (_, all) => all.map(formatY)}];
 }
 function options(place, more) {
@@ -329,8 +330,8 @@ function drawTime(name, place, read) {
   const {steps, stages} = stagesOf(runs.find((run) => run.name === name)), tops = [];
   stages.forEach(([, seconds], i) => tops.push(seconds.map((s, k) => s + (i ? tops[i - 1][k] : 0))));
   const tint = (i, alpha) => () => colour(`c${i % COLOURS}`, i < COLOURS ? alpha : alpha / 2);
-  const series = [{}, ...stages.map((_, i) => ({stroke: tint(i, 1), width: 1, points: {show: false}, ...(i ? {} : {fill: tint(0, .65)})}))];
-  const bands = stages.slice(1).map((_, i) => ({series: [i + 2, i + 1], fill: tint(i + 1, .65)}));
+  const series = [{}, ...stages.map((_, i) => ({stroke: tint(i, 1), width: 1, points: {show: false}, ...(i ? {} : {fill: tint(0, .5)})}))];
+  const bands = stages.slice(1).map((_, i) => ({series: [i + 2, i + 1], fill: tint(i + 1, .5)}));
   const total = mean(tops.at(-1)) || 1;
   place.parentElement.querySelector(".stages").replaceChildren(...stages.map(([stage, seconds], i) => h("li", {},
     h("span", {class: "dot", "data-c": `c${i % COLOURS}`}), `${stage} ${fmt(mean(seconds))} s, ${Math.round((100 * mean(seconds)) / total)} %`)));
