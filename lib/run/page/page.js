@@ -553,7 +553,7 @@ function response(row, sample) {
     if (turn.by) box.append(place);
   }
   paint(box);
-  const rewards = sample.rewards ? JSON.parse(sample.rewards) : {};
+  const rewards = sample.rewards ?? {};
   return h("section", {class: "response", "aria-label": `response ${row.sample + 1}`},
     h("header", {}, h("b", {}, `score ${fmt(row.score)}`), advantages?.length ? h("b", {}, `advantage ${fmt(mean([...advantages]))}`) : null,
       h("span", {}, plural(row.length, sample.tokens ? "token" : "character")), row.finish ? h("bdi", {}, row.finish) : null), box,

@@ -145,7 +145,8 @@ def _of_file(file: str, *stamp: int) -> Chunk:
             | {"score": _finite(row["score"]), "length": length}
         )
         rows.append(
-            {name: row.get(name) for name in ("prompt", "ground_truth", "rewards", "turns", "tokens")}
+            {name: row.get(name) for name in ("prompt", "ground_truth", "turns", "tokens")}
+            | {"rewards": json.loads(row["rewards"] or "{}")}
             | {name: _runs(arrays.get(name)) for name in ("response_mask", "loss_mask", "weight_versions")}
             | {"fields": [*fields], "length": length}
         )
@@ -225,7 +226,7 @@ def _chunk(index: list[dict], rows: list[dict], numbers: list[tuple[str, np.ndar
     prompts: dict[str, int] = {}
     for row in rows:
         row["prompt"] = prompts.setdefault(row["prompt"], len(prompts))  # gzip does not look back as far as a response
-    text = json.dumps({"prompts": [*prompts], "rows": rows}, separators=(",", ":")).encode()
+    text = json.dumps({"prompts": [*prompts], "rows": _finite_or_text(rows)}, separators=(",", ":")).encode()
     halves = bfloat16(np.concatenate([values for _, values in numbers])) if numbers else np.zeros(0, "<u2")
     planes = (halves >> 8).astype(np.uint8).tobytes() + (halves & 255).astype(np.uint8).tobytes()
     packed = gzip.compress(struct.pack("<I", len(text)) + text + planes, compresslevel=6, mtime=0)
@@ -248,6 +249,15 @@ def bfloat16(values: np.ndarray) -> np.ndarray:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def _finite_or_text(value: Any) -> Any:
+    """The same, with numbers that JSON does not have as text."""
+    if isinstance(value, dict):
+        return {name: _finite_or_text(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite_or_text(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def _finite(value: float | None) -> float | None:
