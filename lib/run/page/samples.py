@@ -37,8 +37,6 @@ class Chunk(NamedTuple):
     """for each row, in the chunk's order: step, group, sample, source, finish, prompt (a digest), score, length"""
     scales: dict[str, float]
     """for each field what 99 % of the absolute values are below"""
-    kept: int
-    """rows of the step that the run has kept; the chunk may hold fewer"""
 
 
 def pack_samples(folder: Path, most_bytes: float) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
@@ -56,7 +54,7 @@ def pack_samples(folder: Path, most_bytes: float) -> tuple[dict[str, Any], dict[
             break
         try:
             chunk = _of_file(source, *_stamp(source)) if kind == "train" else _of_rows(source)
-        except (pa.ArrowException, OSError, KeyError) as error:
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             notes.append(f"rollouts/{Path(source).name}: left out ({str(error).splitlines()[0]})")
             continue
         found.append((kind, chunk))
@@ -128,7 +126,6 @@ def _joined(chunks: list[tuple[str, Chunk]]) -> dict[str, Any]:
 def _of_file(file: str, *stamp: int) -> Chunk:
     """stamp: changes with the file."""
     table = pq.read_table(file)
-    kept = len(table)
     table = table.slice(0, _whole_groups(table["group"].to_pylist()))
     lists = {
         name: _arrays(table, name) for name in table.column_names if pa.types.is_list(table.schema.field(name).type)
@@ -151,7 +148,7 @@ def _of_file(file: str, *stamp: int) -> Chunk:
             | {"fields": [*fields], "length": length}
         )
         numbers += fields.items()
-    return _chunk(index, rows, numbers, kept)
+    return _chunk(index, rows, numbers)
 
 
 def _arrays(table: pa.Table, name: str) -> list[np.ndarray | None]:
@@ -215,13 +212,13 @@ def _of_rows(rows: list[dict[str, Any]]) -> Chunk:
             {"prompt": prompt, "response": response, "turns": row.get("turns"), "fields": []}
             | {"ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth)}
         )
-    return _chunk(index, shown, [], len(rows))
+    return _chunk(index, shown, [])
 
 
 # ---- packing -------------------------------------------------------------------------------------
 
 
-def _chunk(index: list[dict], rows: list[dict], numbers: list[tuple[str, np.ndarray]], kept: int) -> Chunk:
+def _chunk(index: list[dict], rows: list[dict], numbers: list[tuple[str, np.ndarray]]) -> Chunk:
     """rows: what the browser gets of each; numbers: their fields one after the other, in the order of row["fields"]."""
     prompts: dict[str, int] = {}
     for row in rows:
@@ -235,7 +232,7 @@ def _chunk(index: list[dict], rows: list[dict], numbers: list[tuple[str, np.ndar
         of_field = [values[np.isfinite(values)] for name, values in numbers if name == field]
         if sum(map(len, of_field)):
             scales[field] = float(f"{np.percentile(np.abs(np.concatenate(of_field)), 99):.3g}")
-    return Chunk(hashlib.sha256(packed).hexdigest()[:16], packed, index, scales, kept)
+    return Chunk(hashlib.sha256(packed).hexdigest()[:16], packed, index, scales)
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
