@@ -272,7 +272,7 @@ let groupsShown = "";
 function drawCurves() {
   $("apart-label").hidden = new Set(runs.map((run) => run.family)).size === runs.length;
   const all = families();
-  $("legend").replaceChildren(...(all.length < 2 ? [] : all.map((family) => h("button", {type: "button", "aria-pressed": String(!off.has(family.key)),
+  $("legend").replaceChildren(...(runs.length < 2 ? [] : all.map((family) => h("button", {type: "button", "aria-pressed": String(!off.has(family.key)),
     onclick: () => { if (!off.delete(family.key)) off.add(family.key); drawCurves(); }}, h("span", {class: "dot", "data-c": family.colour}), h("bdi", {}, family.label)))));
   paintDots();
   const words = $("find").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -402,9 +402,9 @@ function readIndex() {
   fill("f-source", values("source"), "all");
   fill("f-finish", values("finish"), "any");
   const kept = $("colour").value;
-  const there = COLOURINGS.filter(([field]) => field === "" || runs.some((run) => field in run.samples.scales));
+  const there = COLOURINGS.filter(([field]) => field === "none" || runs.some((run) => field in run.samples.scales));
   $("colour").replaceChildren(...there.map(([field, name]) => h("option", {value: field}, name)));
-  $("colour").value = there.some(([field]) => field === kept) ? kept : "";
+  $("colour").value = there.some(([field]) => field === kept) ? kept : (there[1] ?? there[0])[0];
   document.querySelector(".paint").hidden = there.length < 2;
 }
 
@@ -445,7 +445,8 @@ const ORDERS = {
 };
 
 let cards = new Map(); // what is shown: {key: element}, kept over a refresh so that nothing moves
-async function drawSamples() {
+/** fresh: the runs' files have changed. Then what is being read stays until the reader asks for what is new. */
+async function drawSamples(fresh = false) {
   const mine = ++asked, found = await matching(mine);
   if (asked !== mine || found === null) return;
   const groups = new Map();
@@ -457,11 +458,11 @@ async function drawSamples() {
     : `${plural(found.length, "response")} in ${plural(sorted.length, "group")}` + (found.length < rows.length ? `, of ${plural(rows.length, "response")}` : "")
     + "." + (rows.length < kept ? ` The page holds ${rows.length.toLocaleString("en")} of ${kept.toLocaleString("en")} that the runs kept (--max-mb).` : "") + untrained;
   $("one-prompt").hidden = onlyPrompt === null;
-  const before = cards;
-  cards = new Map(shown.map((group) => {
-    const key = group[0].card + group.map((row) => row.at);
-    return [key, before.get(key) ?? groupCard(group)];
-  }));
+  const before = cards, keyOf = (group) => group[0].card + group.map((row) => row.at);
+  const reading = fresh && before.size && $("cards").getBoundingClientRect().top < innerHeight;
+  $("new").hidden = !(reading && shown.some((group) => !before.has(keyOf(group))));
+  if (reading) return;
+  cards = new Map(shown.map((group) => [keyOf(group), before.get(keyOf(group)) ?? groupCard(group)]));
   const wanted = [...cards.values()];
   for (const element of [...$("cards").children]) if (!wanted.includes(element)) element.remove();
   wanted.forEach((element, i) => { if ($("cards").children[i] !== element) $("cards").insertBefore(element, $("cards").children[i] ?? null); });
@@ -515,7 +516,7 @@ function showStep(run, step) {
 // ---- samples: one response and its tokens ----------------------------------------------------------
 
 // field, its name, whether both signs mean something, the least value at which the colour is full
-const COLOURINGS = [["", "nothing"], ["logp", "log-prob", false, 1], ["log_ratio", "ratio new / old", true, .05], ["advantage", "advantage", true, .1],
+const COLOURINGS = [["none", "nothing"], ["logp", "log-prob", false, 1], ["log_ratio", "ratio new / old", true, .05], ["advantage", "advantage", true, .1],
   ["mismatch", "mismatch with the engine", true, .01], ["entropy", "entropy", false, .5], ["ref", "log-prob minus the reference's", true, .1], ["value", "value", true, .1]];
 const CALL = /<tool_call>[^]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][^]*|<function=[^]*?(?:<\/function>|$)|<\|python_tag\|>[^]*/g;
 
@@ -562,7 +563,7 @@ function response(row, sample) {
 function expand(parts) { return parts && parts.flatMap(([value, times]) => Array(times).fill(value)); }
 
 function paint(box) {
-  const field = $("colour").value, {numbers, spans, mask} = box.sample, values = numbers?.[field], full = field && fullScale(field);
+  const field = $("colour").value, {numbers, spans, mask} = box.sample, values = numbers?.[field], full = field !== "none" && fullScale(field);
   spans.forEach((span, i) => {
     const given = mask && !mask[i];
     span.className = ["t", given ? "off" : "", span.classList.contains("call") ? "call" : "", values && !given ? shade(field, values[i], full) : ""].filter(Boolean).join(" ");
@@ -570,7 +571,7 @@ function paint(box) {
 }
 function drawScale() {
   const field = $("colour").value;
-  if (!field) { $("scale").replaceChildren(); return; }
+  if (field === "none") { $("scale").replaceChildren(); return; }
   const [, , both] = COLOURINGS.find(([name]) => name === field), full = fullScale(field);
   const ends = {log_ratio: [Math.exp(-full), Math.exp(full)], logp: [-full, 0], entropy: [0, full]}[field] ?? [-full, full];
   const levels = [...(both || field === "logp" ? [8, 7, 6, 5, 4, 3, 2, 1].map((i) => `n${i}`) : []), "zero", ...(both || field === "entropy" ? [1, 2, 3, 4, 5, 6, 7, 8].map((i) => `p${i}`) : [])];
@@ -617,13 +618,13 @@ $("cards").addEventListener("keydown", (event) => {
 
 // ---- start, theme, refresh -------------------------------------------------------------------------
 
-function drawAll() {
+function drawAll(fresh) {
   readIndex();
   drawRuns();
   drawCurves();
   drawTimes();
   drawScale();
-  drawSamples();
+  drawSamples(fresh);
 }
 
 const THEMES = {"": ["◐", "as the system has them"], light: ["☀", "light"], dark: ["☾", "dark"]};
@@ -652,6 +653,7 @@ const filter = later(150, () => { pages = 1; drawSamples(); });
 $("sample-bar").addEventListener("input", filter);
 $("sample-bar").addEventListener("reset", () => { onlyPrompt = null; filter(); });
 $("colour").addEventListener("change", () => { for (const box of document.querySelectorAll(".tokens")) paint(box); drawScale(); });
+$("new").addEventListener("click", () => { drawSamples(); $("samples").scrollIntoView(); });
 $("more").addEventListener("click", () => { pages += 1; drawSamples(); });
 
 let stamp = null;
@@ -661,7 +663,7 @@ async function refresh() {
     if (answer.status === 200) {
       stamp = answer.headers.get("ETag");
       runs = (await answer.json()).runs;
-      drawAll();
+      drawAll(true);
     }
     $("live").textContent = answer.ok || answer.status === 304 ? `live, ${new Date().toLocaleTimeString()}` : "the run cannot be read any more";
   } catch (error) {
