@@ -1,6 +1,10 @@
-"""The browser of the tests of pages: Debian's Chromium, or the one that `playwright install chromium` has brought."""
+"""The browser of the tests of pages: Debian's Chromium, or the one that `playwright install chromium` has brought.
+
+`python -m tests.run.browser` fails and says why if there is none.
+"""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +27,7 @@ def why_no_browser() -> str | None:
         if Path(playwright.chromium.executable_path).exists():
             return None
     return "no Chromium: apt-get install chromium, or playwright install chromium"
+
+
+if __name__ == "__main__":
+    sys.exit(why_no_browser())

@@ -224,13 +224,15 @@ function drawMetric(name, place, read) {
   if (!tables.length) { read.textContent = "no values"; return null; }
   const data = uPlot.join(tables), last = data[0].length - 1;
   const show = (plot) => {
-    const at = plot.cursor.idx ?? last;
+    const at = plot.cursor.idx ?? last, said = [];
     read.replaceChildren(plot.cursor.idx === null || plot.cursor.idx === undefined ? "last " : `${$("x-axis").value} ${formatX()(data[0][at])} `);
     for (const {family, at: line} of lines) {
       let near = at; // of another run's x axis there may be no value here
       while (near > 0 && data[line][near] === undefined) near--;
-      read.append(lines.length > 1 ? h("span", {class: "dot", "data-c": family.colour}) : "", fmt(data[line][near]));
+      read.append(lines.length > 1 ? h("span", {class: "dot", "data-c": family.colour, title: family.label}) : "", `${fmt(data[line][near])} `);
+      said.push(lines.length > 1 ? `${family.label}: ${fmt(data[line][near])}` : fmt(data[line][near]));
     }
+    read.dataset.say = `${read.firstChild.textContent} ${said.join(", ")}`;
     paintDots();
   };
   const wrong = runs.flatMap((run) => Object.entries(run.nonfinite[name] ?? {}).map(([value, times]) => `${value} × ${times}`));
@@ -264,7 +266,8 @@ function alongChart(event) {
   event.preventDefault();
   const last = plot.data[0].length - 1, at = Math.max(0, Math.min(last, (plot.cursor.idx ?? last + (move < 0 ? 1 : 0)) + move));
   plot.setCursor({left: plot.valToPos(plot.data[0][at], "x"), top: 10});
-  $("say").textContent = event.currentTarget.parentElement.querySelector(".read").textContent;
+  const read = event.currentTarget.parentElement.querySelector(".read");
+  $("say").textContent = read.dataset.say ?? read.textContent;
 }
 
 let groupsShown = "";
