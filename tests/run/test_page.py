@@ -304,7 +304,7 @@ def test_runs_lie_over_each_other_and_seeds_are_a_range(made, visit):
     plot.hover()
     assert read.inner_text().startswith("tokens ")
     page.fill("#find", "metric_1 actor")
-    page.locator("#groups figure").nth(10).wait_for(state="attached")
+    page.locator("#groups summary", has_text="at a glance").wait_for(state="detached")
     assert page.locator("#groups figure").count() == 1 + 10  # metric_1 and metric_10 to 19
     page.evaluate("document.querySelector('#smooth').value = 20")
     page.dispatch_event("#smooth", "input")

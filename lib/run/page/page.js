@@ -45,6 +45,12 @@ function fmt(x) {
   return size >= 1e4 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(4)));
 }
 
+/** Of what is only known to two or three digits. */
+function fmt3(x) {
+  if (!Number.isFinite(x)) return String(x);
+  return x !== 0 && Math.abs(x) < 1e-3 ? x.toExponential(1) : String(Number(x.toPrecision(3)));
+}
+
 function fmtAxis(x) {
   const size = Math.abs(x);
   for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit) return Number((x / unit).toPrecision(4)) + letter;
@@ -90,7 +96,7 @@ function runCard(run) {
   const of = run.total_steps ? ` of ${run.total_steps}` : "";
   const flags = Object.entries(run.flags ?? {}).map(([name, [value, usual]]) => {
     const item = put(h("li"), `--${name.replaceAll("_", "-")} ${value}`);
-    item.append(put(h("span", {class: "muted"}), ` not ${usual === "" ? "empty" : usual}`));
+    item.append(put(h("span", {class: "muted"}), ` not ${usual || "empty"}`));
     return item;
   });
   const all = Object.fromEntries(Object.entries(run.all_flags).map(([name, value]) => [`--${name.replaceAll("_", "-")}`, value]));
@@ -265,7 +271,7 @@ function alongChart(event) {
   if (!plot || !move) return;
   event.preventDefault();
   const last = plot.data[0].length - 1, at = Math.max(0, Math.min(last, (plot.cursor.idx ?? last + (move < 0 ? 1 : 0)) + move));
-  plot.setCursor({left: plot.valToPos(plot.data[0][at], "x"), top: 10});
+  plot.setCursor({left: plot.valToPos(plot.data[0][at], "x"), top: 10}, true, true); // of the other charts too
   const read = event.currentTarget.parentElement.querySelector(".read");
   $("say").textContent = read.dataset.say ?? read.textContent;
 }
@@ -337,14 +343,14 @@ function drawTime(name, place, read) {
   const bands = stages.slice(1).map((_, i) => ({series: [i + 2, i + 1], fill: tint(i + 1, .5)}));
   const total = mean(tops.at(-1)) || 1;
   place.parentElement.querySelector(".stages").replaceChildren(...stages.map(([stage, seconds], i) => h("li", {},
-    h("span", {class: "dot", "data-c": `c${i % COLOURS}`}), `${stage} ${fmt(mean(seconds))} s, ${Math.round((100 * mean(seconds)) / total)} %`)));
+    h("span", {class: "dot", "data-c": `c${i % COLOURS}`}), `${stage} ${fmt3(mean(seconds))} s, ${Math.round((100 * mean(seconds)) / total)} %`)));
   paintDots();
   const show = (plot) => {
     const at = plot.cursor.idx;
-    read.textContent = at === null || at === undefined ? `${fmt(total)} s a step`
-      : `step ${steps[at]}: ${fmt(tops.at(-1)[at])} s, ` + stages.slice(0, 3).map(([stage, seconds]) => `${stage} ${fmt(seconds[at])}`).join(", ");
+    read.textContent = at === null || at === undefined ? `${fmt3(total)} s a step`
+      : `step ${steps[at]}: ${fmt3(tops.at(-1)[at])} s, ` + stages.slice(0, 3).map(([stage, seconds]) => `${stage} ${fmt3(seconds[at])}`).join(", ");
   };
-  place.setAttribute("aria-label", `seconds of a step: ${stages.map(([stage, seconds]) => `${stage} ${fmt(mean(seconds))}`).join(", ")}`);
+  place.setAttribute("aria-label", `seconds of a step: ${stages.map(([stage, seconds]) => `${stage} ${fmt3(mean(seconds))}`).join(", ")}`);
   const cursor = {y: false, points: {show: false}, drag: {x: true, y: false}};
   return new uPlot(options(place, {series, bands, cursor, axes: axes(fmtAxis, (s) => fmt(s) + " s"),
     scales: {x: {time: false}, y: {range: (_, __, most) => [0, most * 1.05]}}, hooks: {setCursor: [show], ready: [show]}}), [steps, ...tops], place);
@@ -559,7 +565,7 @@ function response(row, sample) {
   paint(box);
   const rewards = sample.rewards ?? {};
   return h("section", {class: "response", "aria-label": `response ${row.sample + 1}`},
-    h("header", {}, h("b", {}, `score ${fmt(row.score)}`), advantages?.length ? h("b", {}, `advantage ${fmt(mean([...advantages]))}`) : null,
+    h("header", {}, h("b", {}, `score ${fmt(row.score)}`), advantages?.length ? h("b", {}, `advantage ${fmt3(mean([...advantages]))}`) : null,
       h("span", {}, plural(row.length, sample.tokens ? "token" : "character")), row.finish ? h("bdi", {}, row.finish) : null), box,
     Object.keys(rewards).length ? more("rewards", facts(Object.fromEntries(Object.entries(rewards).map(([name, value]) => [name, typeof value === "number" ? fmt(value) : JSON.stringify(value)])))) : null);
 }
@@ -601,7 +607,6 @@ function showTip(span, spoken) {
   $("tip").style.top = `${Math.max(4, below ? at.bottom + 8 : at.top - size.height - 8)}px`;
   if (spoken) $("say").textContent = $("tip").innerText;
 }
-const fmt3 = (x) => (Number.isFinite(x) ? (x !== 0 && Math.abs(x) < 1e-3 ? x.toExponential(1) : String(Number(x.toPrecision(3)))) : String(x));
 function hideTip() { $("tip").hidden = true; for (const span of document.querySelectorAll(".t.cur")) span.classList.remove("cur"); }
 
 $("cards").addEventListener("mouseover", (event) => { const span = event.target.closest(".t"); if (span?.at !== undefined) showTip(span); else hideTip(); });

