@@ -315,10 +315,12 @@ class RunArgs(Group):
     """save a checkpoint every n steps and after the last; 0: never"""
     keep_checkpoints: Annotated[int, Ge(0), MAY_CHANGE] = 2
     """keep the newest n checkpoints; 0: all"""
+    save_rollouts: Annotated[int | Literal["all"], Ge(0), MAY_CHANGE] = 1
+    """keep this many groups of each step, with all that is known of each token, in <run>/rollouts; 0: none; all"""
     export_model: Annotated[bool, MAY_CHANGE] = True
     """after the last step save the policy in Hugging Face form to <run>/model"""
-    track: Annotated[tuple[Literal["wandb", "tensorboard"], ...], MAY_CHANGE] = ()
-    """log to these too; metrics.jsonl is always written"""
+    track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], MAY_CHANGE] = ()
+    """log to these too; metrics.jsonl is always written. trackio is a package that you install"""
     profile_steps: Annotated[tuple[int, ...], Ge(1), NOT_COMPARED] = ()
     """steps of which each rank writes a torch.profiler trace, to <run>/profile"""
     profile_memory: Annotated[bool, NOT_COMPARED] = False

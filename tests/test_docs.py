@@ -214,7 +214,7 @@ def test_metrics_that_troubleshooting_names_are_explained():
 
 
 def test_each_alarm_has_a_section_in_troubleshooting():
-    from lib.run.metrics import ALARMS, COUNTS
+    from lib.run.trouble import ALARMS, COUNTS
 
     sections = {alarm.section for alarm in ALARMS} | {section for _, section in COUNTS.values()}
     assert sections - anchors(ROOT / "docs/troubleshooting.md") == set()

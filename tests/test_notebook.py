@@ -28,6 +28,9 @@ def test_the_first_run_runs_from_top_to_bottom(tmp_path, monkeypatch):
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 4
     right = int(re.search(r"^(\d+) of 256 answers became right$", text, flags=re.M)[1])
     assert right > 100  # 171; from 31 % to 98 % right
+    [table] = [output["data"]["text/plain"] for output in outputs if "text/html" in output.get("data", {})]
+    assert len(table.splitlines()) == 1 + 8 and "advantage" in table  # a group
+    assert re.search(r"grpo/page\.html: \d", text)
     assert re.search(r"^mine \{'val/toy/arithmetic/mean@1': 0\.\d+\}$", text, flags=re.M)
 
 

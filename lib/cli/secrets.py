@@ -117,3 +117,9 @@ def private(path: Path) -> Path:
     path.touch(mode=0o600)
     path.chmod(0o600)
     return path
+
+
+def private_folder(path: Path) -> None:
+    """Lets only the owner look into the folder, whatever the umask, and creates it if missing."""
+    path.mkdir(exist_ok=True)
+    path.chmod(0o700)

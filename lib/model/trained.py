@@ -102,15 +102,25 @@ class Checked:
         self.checked = True
 
 
+OF_UPDATE = ("log_probs", "entropy")  # columns of the batch
+
+
 class Policy(Checked, Trained):
+    def keep_log_probs(self, batch: DataProto) -> None:
+        """Gives the batch columns log_probs and entropy (B, T). `micro_batches` over parts of the batch that share its
+        memory, such as those of `split`, fills them with what `log_probs` computes there; the last pass stays."""
+        batch.batch.update({name: torch.zeros_like(batch.batch["rollout_log_probs"]) for name in OF_UPDATE})
+
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With top_p or top_k also which
-        tokens these would not have kept."""
+        tokens these would not have kept. Leaves the first two in the micro-batch, without gradients."""
         self._count(micro)
         f = self.forward
-        return response_log_probs(
+        outputs = response_log_probs(
             self.module, micro, f.temperature, top_p=f.top_p, top_k=f.top_k, row_group=f.row_group
         )
+        micro.batch.update({name: output.detach() for name, output in zip(OF_UPDATE, outputs)})
+        return outputs
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
@@ -160,11 +170,15 @@ class Reference(Checked):
 
 def micro_batches(mini_batch: DataProto, *trained: Trained) -> Iterator[DataProto]:
     """The micro-batches of a mini-batch, equally many on every rank. Their gradients add up, and are reduced over ranks
-    after the last one (with reduce_each_micro_batch, after each)."""
+    after the last one (with reduce_each_micro_batch, after each). Where the mini-batch has the columns that
+    `keep_log_probs` makes, they are filled from each micro-batch when the next is asked for."""
     first, modules = trained[0], [model.module for model in trained]
     f = first.forward
-    parts, _ = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
+    parts, rows = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
+    kept = [name for name in OF_UPDATE if name in mini_batch.batch]
     for i, micro in enumerate(parts):
         for module in modules:
             set_gradient_sync(module, first.reduce_each_micro_batch or i == len(parts) - 1)
         yield micro
+        for name in kept:
+            mini_batch.batch[name][rows[i]] = micro.batch[name]

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -50,6 +51,8 @@ class PendingRewards:
         """Waits for the scores and adds token_level_scores (B, T), which stand on each row's last token. A row without
         a score becomes dead: none of its tokens is trained on.
 
+        Also adds reward_extra_info, for each row a dict of what `extras` has for it.
+
         reward_keys: numbers of the scorers that become reward_components (B, K), rewards of their own.
 
         Returns the scorers' other values for each row, and metrics of how many failed. A collective.
@@ -66,6 +69,8 @@ class PendingRewards:
             scores = scores + judge.coef * at_last_token(judged, batch.batch["response_mask"])
             extras["reward_model"] = judged.tolist()
         batch.batch["token_level_scores"] = scores
+        given = [{key: x[i] for key, x in extras.items() if x[i] is not None} for i in range(len(batch))]
+        batch.non_tensor_batch["reward_extra_info"] = np.array(given, dtype=object)
         if reward_keys:
             batch.batch["reward_components"] = reward_components(extras, reward_keys, scores)
         return extras, failures

@@ -2,9 +2,10 @@
 
     config.json    script, flags, digests of their files, and a history: each start, its checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
-    starts/1/      for each start, the script, the git commit and its diff, the packages, the command line
+    starts/1/      for each start, the script, the git commit and its diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
-    abandoned/1/   what a rewind or a restart took out: later checkpoints, rows of later steps
+    rollouts/      training samples (lib/run/rollouts.py)
+    abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
     val_only/1/    what --val-only writes
     profile/       what --profile-steps writes
 
@@ -21,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,12 +58,13 @@ from lib.run.checkpoint import (
     step_folders,
     why_torn,
 )
-from lib.run.metrics import DROPPED
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
-from lib.run.run_config import checked_overrides, compare, describe_run, read_json
+from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
+from lib.run.run_config import checked_overrides, compare, describe_run, not_default, read_json
 from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.tracking import Tracker
+from lib.run.trouble import DROPPED
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
@@ -89,6 +91,8 @@ class Run:
     lock: TextIO | None = None
     """the open lock file (only on rank 0)"""
     _saving: Future | None = None
+    _writing: Future | None = None
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     _profiler: Profiler = field(init=False)
     _peak_tflops: float | None = field(init=False)
 
@@ -145,11 +149,12 @@ class Run:
         batches: dict[str, DataProto] | None = None,
     ) -> None:
         """Saves a checkpoint if one is due. Training goes on while it is written; the next save raises what went wrong.
+        The samples of its steps are on the disk before it is.
+
         batches: rows that the next step needs, the same on all ranks. A collective."""
         if not self._is_due(self.args.save_every, step):
             return
-        if self._saving is not None:
-            self._saving.result()
+        self._wait_for_writers()
         self._saving = save_checkpoint(
             self.folder / "checkpoints",
             step,
@@ -160,15 +165,24 @@ class Run:
             **_of_checkpoint(models),
         )
 
+    def save_rollouts(self, step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Keeps --save-rollouts groups of the step that was trained. Training goes on while they are written; the next
+        call raises what went wrong."""
+        if self._writing is not None:
+            self._writing.result()
+        if rows := kept_rows(batch.non_tensor_batch["uid"], self.args.save_rollouts, self.world):
+            file, kept = rollout_file(self.folder, step, self.world.rank), taken_out(batch, rows)
+            self.tracker.training_samples(kept, tokenizer, step)
+            self._writing = self._writer.submit(write_rollouts, file, step, kept, tokenizer)
+
     def export(self, actor: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
         """With --export-model, writes the policy in Hugging Face form to the run's folder. A collective."""
         if self.args.export_model and not self.validation.val_only:
             export_hf(actor.module, tokenizer, self.folder / "model")
 
     def close(self) -> None:
-        """Ends the run: waits for the last checkpoint, closes the logs, unlocks the folder."""
-        if self._saving is not None:
-            self._saving.result()
+        """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""
+        self._wait_for_writers()
         if not self.validation.val_only:
             self.tracker.report()
         self.tracker.close()
@@ -177,11 +191,18 @@ class Run:
             self.lock.truncate(0)
             self.lock.close()
 
+    def _wait_for_writers(self) -> None:
+        for writing in (self._saving, self._writing):
+            if writing is not None:
+                writing.result()
+
     def _is_due(self, every: int, step: int) -> bool:
         return every > 0 and (step == self.args.total_steps or step % every == 0)
 
     def _end_early(self, interrupted: bool) -> None:
         self._profiler.stop()
+        if self._writing is not None:
+            wait([self._writing], PATIENCE_S)  # the step that someone will ask about
         if self.world.rank > 0:
             return
         with suppress(OSError):  # a full disk may have ended the run
@@ -268,7 +289,7 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     )
     if not run.validation.val_only:
         set_aside(run.folder, step if own else 0)  # only now, when nothing can be refused any more
-    write_start(_next_number(logs / "starts"), script, typed_command()[0])
+    write_start(_next_number(logs / "starts"), script, typed_command()[0], not_default(args))
     _write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data
 
@@ -371,7 +392,10 @@ def set_aside(folder: Path, step: int) -> None:
     """
     checkpoints = [path for path in step_folders(folder / "checkpoints") if int(path.name.removeprefix("step_")) > step]
     logs = {name: _late_rows(folder / name, step) for name in ("metrics.jsonl", "samples.jsonl")}
-    if not checkpoints and not any(map(any, logs.values())):
+    for unfinished in (folder / "rollouts").glob("*.tmp"):
+        unfinished.unlink()
+    rollouts = rollout_files(folder, after=step)
+    if not checkpoints and not rollouts and not any(map(any, logs.values())):
         return
     aside = _next_number(folder / "abandoned")
     aside.mkdir(parents=True)
@@ -386,6 +410,11 @@ def set_aside(folder: Path, step: int) -> None:
         if any(late):
             _cut(folder / name, late, aside / name)
             taken.append(f"{sum(late)} rows of {name}")
+    if rollouts:
+        (aside / "rollouts").mkdir()
+        for file in rollouts:
+            file.rename(aside / "rollouts" / file.name)
+        taken.append(f"{len(rollouts)} files of rollouts")
     print(f"set aside in {aside}: {', '.join(taken)}", flush=True)
 
 

@@ -1,5 +1,5 @@
 """The logs of a run, which rank 0 writes: always metrics.jsonl, samples.jsonl, a console line per step and curve.png;
-on request wandb and tensorboard.
+on request wandb, tensorboard and trackio, which also get a few samples.
 
 metrics.jsonl is the record: floats are exact, and each line is written at once. run.py cuts off the steps that a
 resumed run does again. Traps that this file avoids: NaN is not valid JSON (it becomes null; its key and value stand
@@ -10,6 +10,7 @@ terminal control characters (they are stored as they are and shown as �).
 import atexit
 import json
 import math
+import os
 import secrets
 import sys
 import time
@@ -26,14 +27,15 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.cli.secrets import private
+from lib.cli.secrets import private, private_folder
 from lib.data_proto import DataProto
-from lib.run.metrics import trouble_of_run, troubles
+from lib.run.trouble import trouble_of_run, troubles
 
 # what a step's console line shows
 NUMBERS = {"reward/mean": "reward {:.3f}", "response_length/mean": "length {:.0f}"}
 SPEED = {"perf/tokens_per_s": "{:,.0f} tok/s"}
 SPEED_OF_GPUS = {"perf/tokens_per_s_per_device": "{:,.0f} tok/s/GPU", "perf/mfu": "MFU {:.0%}"}
+TABLE_ROWS, TABLE_TEXT = 8, 4000  # rows of a tracker's table of samples, characters of a text there
 
 
 class Tracker:
@@ -45,13 +47,15 @@ class Tracker:
         run_dir: made if missing. Lines are added to its metrics.jsonl and samples.jsonl, and it gets curve.png.
         config: what wandb shows as the run's config.
         name: the run's name in wandb and over the curve; None: run_dir's name.
-        trackers: any of "wandb", "tensorboard". wandb reads its usual environment (WANDB_PROJECT, WANDB_MODE).
-        resume_step: the step of the loaded checkpoint. wandb then goes on with the same run; with 0, it starts a new
-            one.
+        trackers: any of "wandb", "tensorboard", "trackio". wandb reads its usual environment (WANDB_PROJECT,
+            WANDB_MODE), and so does trackio (TRACKIO_DIR, TRACKIO_SPACE_ID), whose project is TRACKIO_PROJECT or
+            "plainrl".
+        resume_step: the step of the loaded checkpoint. wandb and trackio then go on with the same run; with 0, they
+            start a new one.
         on_gpu: the console shows the speed of a GPU and its MFU, not the speed of all ranks.
 
     Raises:
-        InputError: a tracker is unknown or not installed, or wandb has no login or no network.
+        InputError: a tracker is unknown or not installed, or has no login or no network.
     """
 
     def __init__(
@@ -67,8 +71,8 @@ class Tracker:
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
-        if unknown := set(trackers) - {"wandb", "tensorboard"}:
-            raise InputError(f"--track {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard")
+        if unknown := set(trackers) - {"wandb", "tensorboard", "trackio"}:
+            raise InputError(f"--track {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard, trackio")
         if not enabled:
             return
         self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
@@ -78,6 +82,7 @@ class Tracker:
         self.undrawn = False
         self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
+        self.trackio = self._open_trackio(dict(config)) if "trackio" in trackers else None
         (self.run_dir / "metrics.jsonl").touch()
         private(self.run_dir / "samples.jsonl")  # tools may have shown secrets
         self.started = time.monotonic()
@@ -112,6 +117,8 @@ class Tracker:
         if self.tensorboard is not None:
             for key, value in values.items():
                 self.tensorboard.add_scalar(key, value, step)
+        if self.trackio is not None:
+            self.trackio.log(values, step)
         self._show(values, nonfinite, step)
         self.undrawn |= "reward/mean" in values
         if self.undrawn and _validated(values):
@@ -124,6 +131,7 @@ class Tracker:
         with (self.run_dir / "samples.jsonl").open("a", encoding="utf-8", errors="backslashreplace") as file:
             for row in rows:
                 file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
+        self._table("samples/validation", rows, step)
         if not show:
             return
         table = Table(title=f"samples of step {step}", title_justify="left")
@@ -135,6 +143,25 @@ class Tracker:
             score = "none" if row["score"] is None else f"{row['score']:.3g}"
             table.add_row(*map(Text, (score, prompt, response)))
         self.console.print(table)
+
+    def training_samples(self, batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+        """Shows the first rows of a scored batch in wandb, tensorboard and trackio."""
+        if self.enabled and (self.wandb or self.tensorboard or self.trackio):
+            self._table("samples/training", sample_rows(batch[:TABLE_ROWS], tokenizer), step)
+
+    def _table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        names = ("step", "score", "prompt", "response", "ground_truth")
+        table = [[_cell(({"step": step} | dict(row)).get(key)) for key in names] for row in rows[:TABLE_ROWS]]
+        if self.wandb is not None:
+            from wandb import Table as WandbTable
+
+            self.wandb.log({name: WandbTable(list(names), table), "step": step})
+        if self.tensorboard is not None:
+            self.tensorboard.add_text(name, "\n\n".join(_markdown(dict(zip(names, row))) for row in table), step)
+        if self.trackio is not None:
+            from trackio import Table as TrackioTable
+
+            self.trackio.log({name: TrackioTable(list(names), table)}, step)
 
     def curve(self, path: str | Path | None = None) -> None:
         """Draws metrics.jsonl to `path` (default: curve.png in the run's folder)."""
@@ -175,6 +202,8 @@ class Tracker:
             self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.finish()
+        if self.trackio is not None:
+            self.trackio.finish()
 
     def _show(self, values: Mapping[str, float], nonfinite: Mapping[str, str], step: int) -> None:
         parts = [shape.format(values[key]) for key, shape in self.numbers.items() if key in values]
@@ -211,9 +240,7 @@ class Tracker:
         id_file = self.run_dir / "wandb_id.txt"
         if not (self.resume_step and id_file.exists()):
             id_file.write_text(secrets.token_hex(4))
-        folder = self.run_dir / "wandb"  # wandb also stores there what was printed
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o700)
+        private_folder(self.run_dir / "wandb")  # wandb also stores there what was printed
         try:
             run = wandb.init(dir=self.run_dir, name=self.name, id=id_file.read_text(), resume="allow", config=config)
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:
@@ -227,8 +254,20 @@ class Tracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise InputError("--track tensorboard: not installed; run `pip install tensorboard`") from error
+        private_folder(self.run_dir / "tensorboard")
         hide_from = self.resume_step + 1 if self.resume_step else 0
         return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=hide_from)
+
+    def _open_trackio(self, config: dict[str, Any]) -> Any:
+        try:
+            import trackio
+        except ImportError as error:
+            raise InputError("--track trackio: not installed; run `pip install trackio`") from error
+        project, resume = os.environ.get("TRACKIO_PROJECT", "plainrl"), "allow" if self.resume_step else "never"
+        try:
+            return trackio.init(project, self.name, config=config, resume=resume, embed=False)
+        except (ValueError, OSError) as error:  # a name that it refuses; no token for TRACKIO_SPACE_ID
+            raise InputError(f"--track trackio: {str(error).splitlines()[0]}") from error
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -243,7 +282,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
     for i in range(len(batch)):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
-            "prompt": "\n".join(str(message.get("content") or "") for message in row["raw_prompt"]),
+            "prompt": prompt_text(row["raw_prompt"]),
             "response": tokenizer.decode(responses[i][attended[i]]),
             "score": scores[i] if scored[i] else None,
             "ground_truth": row["reward_model"]["ground_truth"],
@@ -251,13 +290,33 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
         if "turn_rewards" in tensors:
             columns = (responses, tensors["response_mask"], tensors["turn_rewards"])
             response, sampled, rewards = (column[i][attended[i]] for column in columns)
-            turns = _turns(response, sampled, rewards, tokenizer)
+            turns = turns_of(response, sampled, rewards, tokenizer)
             shown |= {"finish_reason": row["finish_reason"], "turns": turns}
         rows.append(shown)
     return rows
 
 
-def _turns(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def _cell(value: Any) -> str | float | None:
+    """A number as it is; anything else as text, cut in the middle if it is long."""
+    if value is None or isinstance(value, int | float):
+        return value
+    text = str(value).encode("utf-8", "backslashreplace").decode()
+    half = TABLE_TEXT // 2
+    return text if len(text) <= TABLE_TEXT else f"{text[:half]} … {text[-half:]}"
+
+
+def _markdown(row: Mapping[str, Any]) -> str:
+    """Each text as a block of code, so that it stays as it is."""
+    indented = {key: str(value).replace("\n", "\n    ") for key, value in row.items()}
+    return "\n\n".join(f"{key}\n\n    {text}" for key, text in indented.items())
+
+
+def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages without the chat template."""
+    return "\n".join(str(message.get("content") or "") for message in messages)
+
+
+def turns_of(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Splits one row's response, without padding, into the parts that the policy wrote and those that it was given."""
     lengths = sampled.unique_consecutive(return_counts=True)[1].tolist()
     return [

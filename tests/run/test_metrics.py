@@ -21,8 +21,8 @@ from lib.distributed import (
     token_means,
 )
 from lib.run import data_metrics, extra_metrics, mismatch_metrics
-from lib.run.metrics import trouble_of_run, troubles
 from lib.run.throughput import peak_tflops, throughput_metrics
+from lib.run.trouble import trouble_of_run, troubles
 from lib.run.validation import Validated, best_at_k, maj_at_k, pass_at_k, validated_rows, validation_metrics
 from tests.common import run_ranks
 

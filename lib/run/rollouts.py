@@ -1,0 +1,201 @@
+"""The training samples that a run keeps (--save-rollouts): rollouts/step_000012-rank_0.parquet, one row a response.
+
+    datasets.load_dataset("parquet", data_files="runs/NAME/rollouts/*.parquet")
+
+A rank keeps rows that it trained on, so nothing is gathered. A thread writes them while training goes on, under another
+name until the file is whole: a kill leaves no torn one. `write_rollouts` lists the columns.
+"""
+
+import json
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lib import InputError
+from lib.cli.secrets import private
+from lib.data_proto import DataProto
+from lib.distributed import World
+from lib.run.tracking import prompt_text, turns_of
+
+TENSORS = (  # keys of the batch that are kept, where it has them
+    *("prompts", "responses", "attention_mask", "response_mask", "loss_mask", "token_level_scores", "turn_rewards"),
+    *("rollout_log_probs", "log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages", "values"),
+    "weight_versions",
+)
+OBJECTS = ("uid", "data_source", "raw_prompt", "reward_model", "finish_reason", "reward_extra_info")
+
+
+def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -> list[int]:
+    """The rows that this rank keeps, group by group: its share of `wanted` groups, those of its lowest prompt numbers.
+
+    Rank r of R keeps ceil((wanted - r) / R) groups, or as many as it has. A uid is step-number (lib/rollout/stream.py).
+    """
+    groups = defaultdict(list)
+    for row, uid in enumerate(uids):
+        groups[uid].append(row)
+    share = len(groups) if wanted == "all" else max(0, -((world.rank - wanted) // world.size))
+    first = sorted(groups, key=lambda uid: [int(number) for number in uid.split("-")])[:share]
+    return [row for uid in first for row in groups[uid]]
+
+
+def taken_out(batch: DataProto, rows: list[int]) -> DataProto:
+    """A copy of these rows on the CPU, with the columns that are kept."""
+    keys = [key for key in TENSORS if key in batch.batch]
+    return batch.select(keys, OBJECTS, ())[rows].to("cpu")
+
+
+def rollout_file(run_folder: Path, step: int, rank: int) -> Path:
+    return run_folder / "rollouts" / f"step_{step:06d}-rank_{rank}.parquet"
+
+
+def rollout_files(run_folder: Path, after: int) -> list[Path]:
+    """The files of steps later than `after`, of any number of ranks."""
+    files = sorted((run_folder / "rollouts").glob("step_*-rank_*.parquet"))
+    return [file for file in files if int(file.name.removeprefix("step_").partition("-")[0]) > after]
+
+
+def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes the rows of a trained batch on the CPU.
+
+    - step, group (the uid), sample (its number in the group, from 0), data_source, finish_reason
+    - prompt (the messages' text), response (with special tokens), ground_truth (JSON if it is not a string)
+    - prompt_ids, response_ids, tokens (the text of each response token: `token_texts`), without padding
+    - response_mask: sampled by the policy; loss_mask: counted by the loss
+    - rollout_log_probs, log_probs, old_log_probs, ref_log_probs: of the engine; of the policy in the update's last
+      pass; before the update; of the reference. entropy, ratio (of log_probs to old_log_probs, the log ratio clamped to
+      ±20 as in the losses; 1 where old_log_probs were not needed), advantages, values, weight_versions
+    - score, null for a row without one; rewards, a JSON object of all that the scorers gave besides
+    - turns of an episode: by, text, tokens, reward
+
+    The lists from response_ids on have a value for each response token. A column that was not computed is null.
+
+    Raises:
+        InputError: the file cannot be written (the disk is full). No part of it is left.
+    """
+    import pyarrow.parquet  # its import takes 0.4 s, which the start of a run can do without
+
+    aside = file.with_suffix(".tmp")
+    try:
+        file.parent.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(rollouts_table(step, batch, tokenizer), private(aside), compression="zstd")
+        aside.replace(file)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        free = shutil.disk_usage(file.parent.parent).free / 2**30
+        raise InputError(
+            f"{file}: the step's samples could not be written: {error} ({free:.1f} GiB were free); make room, or give "
+            "--save-rollouts 0"
+        ) from error
+
+
+def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase):
+    """The pyarrow.Table that `write_rollouts` writes. Its schema is always the same."""
+    import pyarrow as pa
+
+    t, columns, B = dict(batch.batch.items()), batch.non_tensor_batch, len(batch)
+    P = t["prompts"].shape[1]
+    in_prompt, in_response = t["attention_mask"].bool().split([P, t["responses"].shape[1]], 1)
+    if "log_probs" in t:
+        t["ratio"] = (t["log_probs"] - t.get("old_log_probs", t["log_probs"])).clamp(-20, 20).exp()
+
+    def lists(key: str, type: pa.DataType, where: torch.Tensor = in_response) -> pa.Array:
+        if key not in t:
+            return pa.nulls(B, pa.list_(type))
+        ends = [0, *where.sum(1).cumsum(0).tolist()]
+        values = t[key][where]
+        values = values.float() if values.is_floating_point() else values  # numpy has no bfloat16
+        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values.numpy()).cast(type))
+
+    def texts(values: Iterable[Any]) -> pa.Array:
+        return pa.array([None if value is None else _utf8(value) for value in values], pa.string())
+
+    ids = [row[where].tolist() for row, where in zip(t["responses"], in_response)]
+    responses, tokens = zip(*token_texts(tokenizer, ids))
+    seen: Counter = Counter()
+    samples = [(seen.update([uid]), seen[uid] - 1)[1] for uid in columns["uid"]]
+    truths = [row["ground_truth"] for row in columns["reward_model"]]
+    scored, scores = t["response_mask"].any(1).tolist(), t["token_level_scores"].sum(1).tolist()
+    turns: list = [None] * B
+    if "turn_rewards" in t:
+        rows = zip(t["responses"], t["response_mask"], t["turn_rewards"], in_response)
+        turns = [turns_of(ids[own], mask[own], rewards[own], tokenizer) for ids, mask, rewards, own in rows]
+    turn = {"by": pa.string(), "text": pa.string(), "tokens": pa.int32(), "reward": pa.float64()}
+    table: dict[str, pa.Array] = {
+        "step": pa.array([step] * B, pa.int32()),
+        "group": texts(columns["uid"]),
+        "sample": pa.array(samples, pa.int32()),
+        "data_source": texts(columns["data_source"]),
+        "prompt": texts(prompt_text(messages) for messages in columns["raw_prompt"]),
+        "response": texts(responses),
+        "ground_truth": texts(x if x is None or isinstance(x, str) else _json(x) for x in truths),
+        "prompt_ids": lists("prompts", pa.int32(), in_prompt),
+        "response_ids": lists("responses", pa.int32()),
+        "tokens": pa.array(tokens, pa.list_(pa.string())),
+        "response_mask": lists("response_mask", pa.bool_()),
+        "loss_mask": lists("loss_mask", pa.bool_()),
+        "rollout_log_probs": lists("rollout_log_probs", pa.float32()),
+        "log_probs": lists("log_probs", pa.float32()),
+        "old_log_probs": lists("old_log_probs", pa.float32()),
+        "ref_log_probs": lists("ref_log_prob", pa.float32()),
+        "entropy": lists("entropy", pa.float32()),
+        "ratio": lists("ratio", pa.float32()),
+        "advantages": lists("advantages", pa.float32()),
+        "values": lists("values", pa.float32()),
+        "weight_versions": lists("weight_versions", pa.int32()),
+        "finish_reason": texts(columns["finish_reason"]),
+        "score": pa.array([score if known else None for score, known in zip(scores, scored)], pa.float64()),
+        "rewards": texts(map(_json, columns["reward_extra_info"])),
+        "turns": pa.array(turns, pa.list_(pa.struct(list(turn.items())))),
+    }
+    return pa.table(table)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _utf8(text: str) -> str:
+    """The text; half a surrogate pair, which JSON can hold and UTF-8 cannot, is written as \\udc80."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
+# ---- the text of each token ----------------------------------------------------------------------
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> list[tuple[str, list[str]]]:
+    """For each row of token ids: (its text, with special tokens; the text of each token). The texts of the tokens make
+    up the row's. A character of several tokens stands at its last token."""
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    alone = {token: decode([token]) for token in {token for ids in rows for token in ids}}
+    results = []
+    for ids in rows:
+        text, texts = decode(ids), [alone[token] for token in ids]
+        if "".join(texts) != text:  # a character of several tokens, or a token whose text depends on those before it
+            texts = _in_context(decode, ids, text)
+        results.append((text, texts))
+    return results
+
+
+def _in_context(decode, ids: list[int], text: str) -> list[str]:
+    """What each token adds to the text of the tokens before it, where that is how `text` goes on; else "", and a later
+    token adds it too. Decodes few tokens at a time, from the start of the piece before."""
+    texts, done, start, end = [], 0, 0, 0  # text[:done] stands in texts; ids[start:end] is the piece before
+    for i in range(len(ids)):
+        before, now = decode(ids[start:end]), decode(ids[start : i + 1])
+        added = now[len(before) :] if now.startswith(before) else ""
+        added = added if text.startswith(added, done) else ""
+        if i == len(ids) - 1:
+            added = text[done:]
+        texts.append(added)
+        done += len(added)
+        if added:
+            start, end = end, i + 1
+    return texts
