@@ -200,12 +200,13 @@ class Run:
         return every > 0 and (step == self.args.total_steps or step % every == 0)
 
     def _end_early(self, interrupted: bool) -> None:
-        self._profiler.stop()
+        with suppress(OSError):  # a full disk may have ended the run
+            self._profiler.stop()
         if self._writing is not None:
             wait([self._writing], PATIENCE_S)  # the step that someone will ask about
         if self.world.rank > 0:
             return
-        with suppress(OSError):  # a full disk may have ended the run
+        with suppress(OSError):
             self.tracker.notes()
             self.tracker.close()
         if not interrupted:
