@@ -311,6 +311,12 @@ def test_runs_lie_over_each_other_and_seeds_are_a_range(made, visit):
     assert page.inner_text("output[for=smooth]") == "20 %"
 
 
+def test_runs_of_one_name_are_told_apart(made, tmp_path):
+    other = write_run(tmp_path / "a", 1, 1, 1)
+    data, _ = Pages((made / "a", other, made / "a"), 1e6).read()
+    assert [run["name"] for run in data["runs"]] == [str(made / "a"), str(other)]
+
+
 def test_confidence_intervals_are_bands_and_no_curves(made, visit):
     page = visit(made / "a")
     names = page.locator("figcaption b").all_text_contents()
