@@ -297,7 +297,7 @@ def test_runs_lie_over_each_other_and_seeds_are_a_range(made, visit):
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     assert read.inner_text().startswith("step 29 ")
-    assert re.fullmatch(r"step 29\s+a: \S+, c: \S+", page.inner_text("#say").strip())
+    assert re.fullmatch(r"step 29 ·\s+a: \S+, c: \S+", page.inner_text("#say").strip())
     other = page.locator("figure", has=page.get_by_text("response_length/mean", exact=True)).first.locator(".read")
     assert other.inner_text().startswith("step 29 ")  # cursors move together
     page.select_option("#x-axis", "tokens")
