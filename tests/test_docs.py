@@ -133,6 +133,7 @@ VLLM = {
     *("--enforce-eager", "--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
 }
 OF_TOOLS = {
+    *("--max-mb", "--output", "--serve"),  # of the run page
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and lib/model/memory.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others

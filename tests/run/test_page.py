@@ -297,7 +297,7 @@ def test_runs_lie_over_each_other_and_seeds_are_a_range(made, visit):
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     assert read.inner_text().startswith("step 29 ")
-    assert re.fullmatch(r"step 29\s+a: \S+, c: \S+", page.inner_text("#say").strip())
+    assert re.fullmatch(r"step 29 ·\s+a: \S+, c: \S+", page.inner_text("#say").strip())
     other = page.locator("figure", has=page.get_by_text("response_length/mean", exact=True)).first.locator(".read")
     assert other.inner_text().startswith("step 29 ")  # cursors move together
     page.select_option("#x-axis", "tokens")
@@ -309,6 +309,12 @@ def test_runs_lie_over_each_other_and_seeds_are_a_range(made, visit):
     page.evaluate("document.querySelector('#smooth').value = 20")
     page.dispatch_event("#smooth", "input")
     assert page.inner_text("output[for=smooth]") == "20 %"
+
+
+def test_runs_of_one_name_are_told_apart(made, tmp_path):
+    other = write_run(tmp_path / "a", 1, 1, 1)
+    data, _ = Pages((made / "a", other, made / "a"), 1e6).read()
+    assert [run["name"] for run in data["runs"]] == [str(made / "a"), str(other)]
 
 
 def test_confidence_intervals_are_bands_and_no_curves(made, visit):

@@ -54,17 +54,19 @@ class Pages:
     """The data of the page, read anew when the runs' files have changed."""
 
     def __init__(self, folders: tuple[Path, ...], most_bytes: float) -> None:
-        self.folders, self.most_bytes = folders, most_bytes
-        self.title = ", ".join(folder.resolve().name for folder in folders)
+        self.folders, self.most_bytes = tuple(dict.fromkeys(folders)), most_bytes
+        names = [folder.resolve().name for folder in self.folders]
+        self.names = [name if names.count(name) == 1 else str(f) for name, f in zip(names, self.folders)]
+        self.title = ", ".join(self.names)
         self.lock = threading.Lock()
         self.stamp, self.data, self.chunks = "", "", dict[str, bytes]()
 
     def read(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        runs, chunks = [], {}
-        for folder in self.folders:
+        runs, chunks = [], dict[str, bytes]()
+        for name, folder in zip(self.names, self.folders):
             run = read_run(folder)
             index, packed, notes = pack_samples(folder, self.most_bytes / len(self.folders))
-            runs.append(run | {"samples": index, "notes": run["notes"] + notes})
+            runs.append(run | {"name": name, "samples": index, "notes": run["notes"] + notes})
             chunks |= packed
         return {"runs": runs}, chunks
 

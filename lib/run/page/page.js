@@ -231,7 +231,7 @@ function drawMetric(name, place, read) {
   const data = uPlot.join(tables), last = data[0].length - 1;
   const show = (plot) => {
     const at = plot.cursor.idx ?? last, said = [];
-    read.replaceChildren(plot.cursor.idx === null || plot.cursor.idx === undefined ? "last " : `${$("x-axis").value} ${formatX()(data[0][at])} `);
+    read.replaceChildren(plot.cursor.idx === null || plot.cursor.idx === undefined ? "last " : `${$("x-axis").value} ${formatX()(data[0][at])} · `);
     for (const {family, at: line} of lines) {
       let near = at; // of another run's x axis there may be no value here
       while (near > 0 && data[line][near] === undefined) near--;
@@ -499,7 +499,7 @@ function groupCard(group) {
     const texts = await chunk(key);
     const first = texts[group[0].at];
     body.replaceChildren(h("div", {class: "prompt", tabindex: 0, role: "group", "aria-label": "prompt"}, put(h("div", {class: "text"}), first.prompt)),
-      first.ground_truth === null || first.ground_truth === undefined ? "" : put(h("p", {class: "muted"}, "truth "), first.ground_truth),
+      first.ground_truth === null || first.ground_truth === undefined ? "" : put(h("p", {class: "muted truth"}, "truth "), first.ground_truth),
       h("div", {class: "responses"}, ...group.map((row) => response(row, texts[row.at]))));
   };
   filling.observe(element);
@@ -524,14 +524,14 @@ function showStep(run, step) {
 
 // ---- samples: one response and its tokens ----------------------------------------------------------
 
-// field, its name, whether both signs mean something, the least value at which the colour is full
-const COLOURINGS = [["none", "nothing"], ["logp", "log-prob", false, 1], ["log_ratio", "ratio new / old", true, .05], ["advantage", "advantage", true, .1],
+// field, its name, whether both signs mean something, the least and the largest value at which the colour may be full
+const COLOURINGS = [["none", "nothing"], ["logp", "log-prob", false, 1, 3], ["log_ratio", "ratio new / old", true, .05], ["advantage", "advantage", true, .1],
   ["mismatch", "mismatch with the engine", true, .01], ["entropy", "entropy", false, .5], ["ref", "log-prob minus the reference's", true, .1], ["value", "value", true, .1]];
 const CALL = /<tool_call>[^]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][^]*|<function=[^]*?(?:<\/function>|$)|<\|python_tag\|>[^]*/g;
 
 function fullScale(field) {
-  const [, , , least] = COLOURINGS.find(([name]) => name === field);
-  return Math.max(least, ...runs.map((run) => run.samples.scales[field] ?? 0));
+  const [, , , least, most = Infinity] = COLOURINGS.find(([name]) => name === field);
+  return Math.min(most, Math.max(least, ...runs.map((run) => run.samples.scales[field] ?? 0)));
 }
 function shade(field, x, full) {
   if (Number.isNaN(x)) return "odd";

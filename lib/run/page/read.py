@@ -27,7 +27,6 @@ def read_run(folder: Path) -> dict[str, Any]:
     last = starts[-1] if starts else {}
     rows, notes = read_lines(folder / "metrics.jsonl")
     return {
-        "name": folder.resolve().name,
         "script": config.get("script"),
         "seed": config.get("seed"),
         "family": _family(config),

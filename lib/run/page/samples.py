@@ -11,7 +11,7 @@ import json
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,8 +33,8 @@ class Chunk(NamedTuple):
     key: str
     """names the content"""
     packed: bytes
-    index: list[dict[str, Any]]
-    """for each row, in the chunk's order: step, group, sample, source, finish, prompt (a digest), score, length"""
+    rows: list[dict[str, Any]]
+    """in the chunk's order: step, group, sample, source, finish, prompt (a digest), score, length"""
     scales: dict[str, float]
     """for each field what 99 % of the absolute values are below"""
 
@@ -42,29 +42,28 @@ class Chunk(NamedTuple):
 def pack_samples(folder: Path, most_bytes: float) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
     """(index, {key: chunk}, notes) of a run. Where the chunks would be larger than `most_bytes`, steps are left out
     evenly, and index["kept"] is larger than index["shown"]."""
-    files = [str(file) for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
-    rows, broken = read_lines(folder / "samples.jsonl")
+    files = sorted((folder / "rollouts").glob("step_*.parquet"))
+    rows, notes = read_lines(folder / "samples.jsonl")
     rows.sort(key=lambda row: row["step"])
     validations = [[*of_step] for _, of_step in groupby(rows, lambda row: row["step"])]
-    notes, found, chunks, size = [], [], {}, 0
-    for kind, source in in_turn(
-        [("train", file) for file in spread_out(files)], [("val", of_step) for of_step in spread_out(validations)]
-    ):
+    train = [("train", f"rollouts/{file.name}", partial(_of_file, file)) for file in spread_out(files)]
+    val = [("val", "samples.jsonl", partial(_of_validation, of_step)) for of_step in spread_out(validations)]
+    found, size = [], 0
+    for kind, name, pack in in_turn(train, val):
         if size > most_bytes:
             break
         try:
-            chunk = _of_file(source, *_stamp(source)) if kind == "train" else _of_rows(source)
+            chunk = pack()
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-            notes.append(f"rollouts/{Path(source).name}: left out ({str(error).splitlines()[0]})")
+            notes.append(f"{name}: left out ({str(error).splitlines()[0]})")
             continue
         found.append((kind, chunk))
-        chunks[chunk.key] = chunk.packed
         size += len(chunk.packed)
     index = _joined(found)
     index["kept"] = sum(pq.read_metadata(file).num_rows for file in files if _is_whole(file)) + len(rows)
     index["shown"] = len(index["step"])
     index["has_training"] = bool(files)
-    return index, chunks, notes + broken
+    return index, {chunk.key: chunk.packed for _, chunk in found}, notes
 
 
 def spread_out(items: Sequence[T]) -> Iterator[T]:
@@ -85,12 +84,7 @@ def in_turn(one: Iterable[T], other: Iterable[T]) -> Iterator[T]:
         yield from (item for item in pair if item is not None)
 
 
-def _stamp(file: str) -> tuple[int, int]:
-    stat = Path(file).stat()
-    return stat.st_mtime_ns, stat.st_size
-
-
-def _is_whole(file: str) -> bool:
+def _is_whole(file: Path) -> bool:
     try:
         pq.read_metadata(file)
     except (pa.ArrowException, OSError):
@@ -103,7 +97,7 @@ def _joined(chunks: list[tuple[str, Chunk]]) -> dict[str, Any]:
     rows = [
         {"kind": kind, "chunk": chunk.key, "at": at, **row}
         for kind, chunk in chunks
-        for at, row in enumerate(chunk.index)
+        for at, row in enumerate(chunk.rows)
     ]
     rows.sort(key=lambda row: (row["step"], row["kind"], row["chunk"], row["at"]))
     texts: dict[str | None, int] = {}
@@ -122,16 +116,21 @@ def _joined(chunks: list[tuple[str, Chunk]]) -> dict[str, Any]:
 # ---- training samples ----------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=10_000)  # for --serve: a file is packed once
-def _of_file(file: str, *stamp: int) -> Chunk:
-    """stamp: changes with the file."""
+def _of_file(file: Path) -> Chunk:
+    stat = file.stat()
+    return _of_version(file, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=1000)  # for --serve: a file is packed once
+def _of_version(file: Path, *version: int) -> Chunk:
     table = pq.read_table(file)
     table = table.slice(0, _whole_groups(table["group"].to_pylist()))
     lists = {
         name: _arrays(table, name) for name in table.column_names if pa.types.is_list(table.schema.field(name).type)
     }
     plain = table.drop_columns([name for name in lists if name not in ("tokens", "turns")]).to_pylist()
-    index, rows, numbers = [], [], []
+    index, rows = [], []
+    numbers: list[tuple[str, np.ndarray]] = []
     for i, row in enumerate(plain):
         arrays = {name: column[i] for name, column in lists.items() if name not in ("tokens", "turns")}
         length = len(arrays["response_ids"])
@@ -194,7 +193,7 @@ def _whole_groups(groups: list[str]) -> int:
 # ---- validation samples --------------------------------------------------------------------------
 
 
-def _of_rows(rows: list[dict[str, Any]]) -> Chunk:
+def _of_validation(rows: list[dict[str, Any]]) -> Chunk:
     """The chunk of one step's rows of samples.jsonl. Rows of one prompt are a group."""
     index, shown = [], []
     seen: dict[str, int] = {}
