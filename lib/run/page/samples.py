@@ -28,7 +28,7 @@ FIELDS = ("logp", "mismatch", "log_ratio", "advantage", "entropy", "ref", "value
 after) minus the engine's; log of the ratio; ...; logp minus the reference's; ..."""
 DIGITS = {"logp": 6}
 """binary digits after the point: log-probs, of which probabilities are made, are within 0.8 %; all others have 5
-digits, within 1.6 %, which makes the page a sixth smaller"""
+digits, within 1.6 %"""
 ROWS_A_STEP = 256  # at most, of a validation or a file of training samples
 
 
