@@ -153,6 +153,8 @@ def measure(args: Args) -> dict[str, float]:
         page.fill("#f-text", "no such text")
         page.locator("#count", has_text="0 responses").wait_for()
         figures["search_s"] = time.perf_counter() - start
+        data = page.evaluate("JSON.parse(document.getElementById('data').textContent).runs[0].samples")
+        figures |= {"responses": data["shown"], "of": data["kept"]}
         browser.close()
     return {name: round(value, 2) for name, value in figures.items()}
 

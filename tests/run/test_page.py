@@ -557,14 +557,14 @@ def test_uplot_is_the_published_package():
     }
 
 
-@given(st.lists(st.floats(width=32, allow_subnormal=False)))
-def test_numbers_keep_two_digits(values):
-    """1.6 %: half of the last of 5 bits after the point."""
-    halves = bfloat16(np.array(values, np.float32))
+@given(st.lists(st.floats(width=32, allow_subnormal=False)), st.integers(1, 7))
+def test_numbers_are_rounded_to_binary_digits(values, digits):
+    """Half of the last digit."""
+    halves = bfloat16(np.array(values, np.float32), digits)
     back = (halves.astype("<u4") << 16).view("<f4")
     exact = np.array(values, np.float32)
-    finite = np.abs(exact) < 3e38  # the largest round to infinity
-    np.testing.assert_allclose(back[finite], exact[finite], rtol=1 / 64)
+    finite = np.abs(exact) < 2e38  # the largest round to infinity
+    np.testing.assert_allclose(back[finite], exact[finite], rtol=2.0 ** -(digits + 1))
     np.testing.assert_array_equal(back[~np.isfinite(exact)], exact[~np.isfinite(exact)])
 
 

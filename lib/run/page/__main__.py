@@ -30,7 +30,7 @@ class Args:
     """the file to write; by default page.html in the first run's folder"""
     serve: int | None = None
     """serve the page on this port of 127.0.0.1 and keep it fresh, instead of writing a file"""
-    max_mb: float = 14.0
+    max_mb: float = 14.5
     """most MB of samples in the page, compressed; beyond it steps are left out evenly, and the page says so"""
 
 

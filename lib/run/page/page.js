@@ -594,12 +594,12 @@ function showTip(span, spoken) {
   if (mask && !mask[i]) lines["not sampled"] = "given by the environment";
   else if (loss && !loss[i]) lines["not trained"] = "outside the loss";
   if (!mask || mask[i]) Object.assign(lines, {
-    "log-prob": n.logp && `${fmt3(logp)} (${fmt3(100 * Math.exp(logp))} %)`, "before the update": n.logp && n.log_ratio && fmt3(old),
+    "log-prob": n.logp && `${fmt3(logp)} (${Number((100 * Math.exp(logp)).toPrecision(2))} %)`, "before the update": n.logp && n.log_ratio && fmt3(old),
     "engine's": n.logp && n.mismatch && fmt3(old - mismatch), ratio: n.log_ratio && fmt3(Math.exp(ratio)), advantage: n.advantage && fmt3(n.advantage[i]),
     mismatch: n.mismatch && fmt3(mismatch), entropy: n.entropy && fmt3(n.entropy[i]), "reference's": n.ref && fmt3(logp - n.ref[i]), value: n.value && fmt3(n.value[i]),
     "weights of step": versions && String(versions[i])});
   const known = Object.fromEntries(Object.entries(lines).filter(([, value]) => value !== undefined && value !== null));
-  $("tip").replaceChildren(put(h("div", {class: "text"}), span.textContent || " "), h("div", {class: "muted"}, `token ${i + 1} of ${box.sample.spans.length}`), facts(known));
+  $("tip").replaceChildren(put(h("div", {class: "text"}), span.textContent || " "), h("div", {class: "muted"}, `token ${i + 1} of ${box.sample.spans.length}, numbers within 1.6 %`), facts(known));
   $("tip").hidden = false;
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect(), size = $("tip").getBoundingClientRect();
   const below = at.bottom + 8 + size.height < innerHeight;
