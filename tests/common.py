@@ -1,6 +1,7 @@
 """What several test files need: ranks, tiny models, batches, runs of the scripts."""
 
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -150,24 +152,32 @@ def launch(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON) 
     )
 
 
-def fork(script: str, folder: Path, *args: str) -> subprocess.CompletedProcess:
-    """The same script in a process of its own, one rank, forked from one that has imported everything: the seconds of
-    that are spent once for all tests."""
+def fork(script: str, folder: Path, *args: str, ranks: int = 1) -> subprocess.CompletedProcess:
+    """The same script in processes of their own, one a rank, forked from one that has imported everything: the seconds
+    of that are spent once for all tests. Several ranks have the variables that a launcher sets, but no launcher."""
+    arguments = command(script, folder, *args, launcher=[])
+    job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with tempfile.TemporaryDirectory() as captured:
-        outputs = [Path(captured, name) for name in ("stdout", "stderr")]
-        arguments = command(script, folder, *args, launcher=[])
-        process = FORKSERVER.Process(target=_run_as_main, args=(arguments, outputs))
-        process.start()
-        process.join(400)
-        process.kill()
-        process.join()
-        return subprocess.CompletedProcess(arguments, process.exitcode, *[path.read_text() for path in outputs])
+        outputs = [[Path(captured, f"{name}{rank}") for name in ("stdout", "stderr")] for rank in range(ranks)]
+        processes = []
+        for rank in range(ranks):
+            launched = {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            job_of_one = {} if ranks == 1 else launched
+            processes.append(FORKSERVER.Process(target=_run_as_main, args=(arguments, outputs[rank], job_of_one)))
+            processes[-1].start()
+        for process in processes:
+            process.join(400)
+            process.kill()
+            process.join()
+        code = next((process.exitcode for process in processes if process.exitcode), 0)
+        stdout, stderr = ("".join(path.read_text() for path in paths) for paths in zip(*outputs))
+        return subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
-def _run_as_main(arguments: list[str], outputs: list[Path]) -> None:
+def _run_as_main(arguments: list[str], outputs: list[Path], launched: dict[str, str]) -> None:
     for stream, path in zip((sys.stdout, sys.stderr), outputs):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
-    os.environ.update(environment())
+    os.environ.update(environment() | launched)
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
 
@@ -219,7 +229,13 @@ def checkpoint_state(checkpoint: Path) -> dict:
         return torch.load(file.name, weights_only=True)
 
 
-# ---- a vLLM server -------------------------------------------------------------------------------
+# ---- vLLM ----------------------------------------------------------------------------------------
+
+
+def skip_without_vllm() -> None:
+    """pytest.importorskip would spend the seconds of the import."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs vLLM")
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ Args nests groups, whose flags have no prefix (--lr), and settings, whose flags 
 """
 
 import contextlib
+import gc
 import io
 import json
 import math
@@ -62,6 +63,7 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
     """The Args of the command line. Checks every range, runs every group's `check`, then the `check` of Args itself.
 
     renamed: {old flag: new flag}; an old flag is a mistake. A mistake is printed and ends the process with exit code 2.
+    Python's garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on.
     """
     said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
     try:
@@ -77,6 +79,7 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
         elif is_first_on_node():
             print(_algorithm_last(shown.getvalue()))
         raise
+    gc.disable()  # until lib.distributed.run: a sixth of the imports' time is its looking for garbage that is not there
     return args
 
 

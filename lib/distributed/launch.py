@@ -1,5 +1,6 @@
 """The start and the end of a job: launchers, the store, the process group, Ctrl-C and mistakes."""
 
+import gc
 import itertools
 import math
 import os
@@ -152,6 +153,7 @@ def run(main: Callable[[Any], None], args: Any) -> None:
     Ctrl-C ends it without a traceback, with exit code 130. Another exception is raised as usual, and recorded for the
     report of torchrun and accelerate. Before each of these, the function given to `on_early_end` is called.
     """
+    gc.enable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if a shell started us with it ignored
         signal.signal(signal.SIGINT, _interrupt)
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lib import InputError
 from lib.args import RENAMED, check_engine, check_model_path, check_output_dir
 from lib.cli.flags import Names, OnResume, check_range, walk
-from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, launch, ran
+from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
 DRIVER = """
@@ -176,23 +176,23 @@ def test_the_help_ends_with_the_algorithms_own_flags():
 def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     """A run's config.json: of its flags, settings among them, all but those of its start; also YAML."""
     shared = ["--dry-run", "1", "--model", TOY_MODEL]
-    first = ran(launch("grpo", tmp_path, "--total-steps", "1", *SMALL, "--clip-ratio-high", "0.5", "--no-shuffle"))
+    first = ran(fork("grpo", tmp_path, "--total-steps", "1", *SMALL, "--clip-ratio-high", "0.5", "--no-shuffle"))
     config = next(tmp_path.glob("*/config.json"))
     dumped = json.loads(config.read_text())
     assert (dumped["clip_ratio_high"], dumped["shuffle"]) == (0.5, False), first.stdout
     again = tmp_path / "again"
-    ran(launch("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
+    ran(fork("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
     now = json.loads((again / "run/config.json").read_text())
     differ = {name for name in now if now[name] != dumped[name]}
     assert differ == {"output_dir", "run_name", "config", "history", "clip_ratio_low"}
     (tmp_path / "flags.yaml").write_text("prompts_per_step: 10\nmulti_turn:\n  max_turns: 0\n")
-    done = launch("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared)
+    done = fork("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared)
     assert "--multi-turn.max-turns 0: must be above 0" in done.stderr
     of_none = "rollout_correction:\n  batch_normalize: true\nadv_kwargs:\n  norm_adv_by_std_in_grpo: false\n"
     (tmp_path / "flags.yaml").write_text(of_none + "padding_free: false\nkl_target: null\n")
-    ran(launch("dapo", tmp_path, "--adv-estimator", "grpo_passk", "--config", str(tmp_path / "flags.yaml"), *shared))
+    ran(fork("dapo", tmp_path, "--adv-estimator", "grpo_passk", "--config", str(tmp_path / "flags.yaml"), *shared))
     (tmp_path / "flags.yaml").write_text("prompts_per_steps: 10\n")
-    assert "--prompts-per-step" in launch("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared).stderr
+    assert "--prompts-per-step" in fork("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared).stderr
 
 
 @pytest.mark.parametrize(

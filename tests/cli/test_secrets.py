@@ -77,19 +77,32 @@ def test_what_the_environment_says_is_secret_is_struck_out(monkeypatch):
 
 ECHOES = """
 import os
-def score(**kwargs):
+def score(solution_str, **kwargs):
+    if len(solution_str) % 2:
+        return 1.0
     raise ValueError("Incorrect API key provided: " + os.environ["JUDGE_API_KEY"])
 """
 
 
-def test_a_run_prints_and_keeps_no_key(tmp_path, monkeypatch):
-    """Of a judge that repeats the key which it refuses."""
-    monkeypatch.setenv("JUDGE_API_KEY", KEY)
-    (tmp_path / "echoes.py").write_text(ECHOES)
-    args = ["--reward", f"{tmp_path / 'echoes.py'}:score", "--total-steps", "1", "--run-name", "run"]
-    done = launch("grpo", tmp_path, *SMALL, *args)
+@pytest.fixture(scope="module")
+def done_run(tmp_path_factory):
+    """(process, folder) of a run whose judge repeats the key that it refuses, under a umask for a group."""
+    folder, before = tmp_path_factory.mktemp("runs"), os.umask(0o007)
+    (folder / "echoes.py").write_text(ECHOES)
+    args = ["--reward", f"{folder / 'echoes.py'}:score", "--total-steps", "1", "--save-every", "1", "--val-every", "1"]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JUDGE_API_KEY", KEY)
+            done = ran(launch("grpo", folder, *SMALL, *args, "--track", "wandb", "tensorboard", "--run-name", "run"))
+    finally:
+        os.umask(before)
+    return done, folder / "run"
+
+
+def test_a_run_prints_and_keeps_no_key(done_run):
+    done, run = done_run
     assert "Incorrect API key provided: ***" in done.stdout + done.stderr
-    files = [path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    files = [path.read_text(errors="replace") for path in run.rglob("*") if path.is_file()]
     assert not any(KEY in text for text in (done.stdout, done.stderr, *files))
 
 
@@ -113,16 +126,9 @@ def test_a_private_file_is_its_owners_alone(tmp_path):
     assert (tmp_path / "old").read_text() == "xy"
 
 
-def test_files_of_a_run_that_may_hold_secrets_are_their_owners_alone(tmp_path):
+def test_files_of_a_run_that_may_hold_secrets_are_their_owners_alone(done_run):
     """And all others as the umask says: a group may share checkpoints, metrics and the model."""
-    before = os.umask(0o007)
-    try:
-        args = ["--run-name", "run", "--total-steps", "1", "--save-every", "1", "--val-every", "1"]
-        args += ["--track", "wandb", "tensorboard"]
-        ran(launch("grpo", tmp_path, *SMALL, *args))
-    finally:
-        os.umask(before)
-    run = tmp_path / "run"
+    _, run = done_run
     paths = [*run.iterdir(), *(run / "rollouts").iterdir(), *(run / "checkpoints").rglob("*")]
     closed = {str(path.relative_to(run)) for path in paths if not mode(path) & 0o070}
     kept = {"samples.jsonl", "rollouts/step_000001-rank_0.parquet", "wandb", "tensorboard"}

@@ -49,12 +49,12 @@ PROBE = """
 import sys
 import torch.distributed as dist
 from lib.distributed import init_distributed, make_mesh, shard_model, full_tensor, run
-from lib.model import load_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 def main(path):
     import torch
     world = init_distributed(60)
+    from lib.model import load_model
     model = load_model(path)
     total = sum(p.abs().sum().item() for p in model.parameters())
     shard_model(model, make_mesh(world), torch.float32)

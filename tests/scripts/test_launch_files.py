@@ -128,18 +128,12 @@ def test_the_scripts_are_bash(name):
     assert os.access(LAUNCH / name, os.X_OK)
 
 
-def test_two_nodes_train_as_one_process(tmp_path, two_nodes, one_process):
-    run = [str(LAUNCH / "torchrun_nodes.sh"), "grpo.py", *STEPS, "--output-dir", str(tmp_path), "--run-name", "run"]
-    ran(shell([*two_nodes, *run], GPUS="1", PORT=str(free_port())))
-    assert_trained_as_one(tmp_path / "run", one_process)
-
-
 def processes_of(job: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
 
 
 @pytest.mark.parametrize("killed, node", [("rank", 1), ("launcher and rank", 0)])
-def test_two_nodes_go_on_after_a_kill(tmp_path, two_nodes, one_process, killed, node):
+def test_two_nodes_train_as_one_process_and_go_on_after_a_kill(tmp_path, two_nodes, one_process, killed, node):
     """A killed rank is started anew by torchrun. Of a node that went as a whole the other's torchrun ends, and both are
     started anew by what supervises them: here a shell's loop."""
     run = [str(LAUNCH / "torchrun_nodes.sh"), "grpo.py", *SIX_STEPS, "--output-dir", str(tmp_path)]
