@@ -214,8 +214,7 @@ def update(
 ) -> dict[str, Metric]:
     """update_epochs x num_mini_batches optimizer steps, of the critic alone in its warm-up."""
     metrics: dict[str, Metric] = {}
-    if not warm_up:
-        actor.keep_log_probs(batch)
+    actor.keep_log_probs(batch, frozen=warm_up)  # for run.save_rollouts
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
         global_tokens, global_rows = global_counts(mini_batch.batch["counted_mask"])
         live_tokens, live_rows = global_counts(mini_batch.batch["live_mask"])  # a rejected row has no return

@@ -162,7 +162,7 @@ def add_advantages(
 def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, entropy_coef: float) -> dict[str, Metric]:
     """update_epochs x num_mini_batches optimizer steps."""
     metrics: dict[str, Metric] = {}
-    actor.keep_log_probs(batch)
+    actor.keep_log_probs(batch)  # for run.save_rollouts
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
         global_tokens, global_rows = global_counts(mini_batch.batch["counted_mask"])
         for micro in micro_batches(mini_batch, actor):

@@ -316,7 +316,8 @@ class RunArgs(Group):
     keep_checkpoints: Annotated[int, Ge(0), MAY_CHANGE] = 2
     """keep the newest n checkpoints; 0: all"""
     save_rollouts: Annotated[int | Literal["all"], Ge(0), MAY_CHANGE] = 1
-    """keep this many groups of each step, with all that is known of each token, in <run>/rollouts; 0: none; all"""
+    """keep this many groups of each step's training samples, with all that is known of each token, in <run>/rollouts;
+    0: none"""
     export_model: Annotated[bool, MAY_CHANGE] = True
     """after the last step save the policy in Hugging Face form to <run>/model"""
     track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], MAY_CHANGE] = ()

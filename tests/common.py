@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -194,6 +195,12 @@ def metrics(run: Path, timings: bool = False) -> list[dict]:
     """The lines of metrics.jsonl, less what a clock says."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if timings or not k.startswith(("timing_s/", "perf/"))} for row in rows]
+
+
+def rollouts(run: Path) -> dict[tuple, dict]:
+    """The training samples that the run kept: {(step, group, sample): the file's other columns}."""
+    rows = [row for file in (run / "rollouts").glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    return {tuple(row.pop(key) for key in ("step", "group", "sample")): row for row in rows}
 
 
 def unexplained_metrics(run: Path, *docs: str) -> list[str]:

@@ -98,10 +98,12 @@ OF_UPDATE = ("log_probs", "entropy")  # columns of the batch
 
 
 class Policy(Checked, Trained):
-    def keep_log_probs(self, batch: DataProto) -> None:
+    def keep_log_probs(self, batch: DataProto, frozen: bool = False) -> None:
         """Gives the batch columns log_probs and entropy (B, T). `micro_batches` over parts of the batch that share its
-        memory, such as those of `split`, fills them with what `log_probs` computes there; the last pass stays."""
-        batch.batch.update({name: torch.zeros_like(batch.batch["rollout_log_probs"]) for name in OF_UPDATE})
+        memory, such as those of `split`, fills them with what `log_probs` computes there; the last pass stays. frozen:
+        the update leaves the policy alone, and nothing is to be kept."""
+        if not frozen:
+            batch.batch.update({name: torch.zeros_like(batch.batch["rollout_log_probs"]) for name in OF_UPDATE})
 
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With top_p or top_k also which

@@ -6,9 +6,10 @@ A rank keeps rows that it trained on, so nothing is gathered. A thread writes th
 name until the file is whole: a kill leaves no torn one. `write_rollouts` lists the columns.
 """
 
+import itertools
 import json
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -81,12 +82,12 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
 
     aside = file.with_suffix(".tmp")
     try:
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)  # a disk of this node alone does, too
         pyarrow.parquet.write_table(rollouts_table(step, batch, tokenizer), private(aside), compression="zstd")
         aside.replace(file)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        free = shutil.disk_usage(file.parent.parent).free / 2**30
+        free = shutil.disk_usage(next(folder for folder in file.parents if folder.exists())).free / 2**30
         raise InputError(
             f"{file}: the step's samples could not be written: {error} ({free:.1f} GiB were free); make room, or give "
             "--save-rollouts 0"
@@ -116,8 +117,7 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
 
     ids = [row[where].tolist() for row, where in zip(t["responses"], in_response)]
     responses, tokens = zip(*token_texts(tokenizer, ids))
-    seen: Counter = Counter()
-    samples = [(seen.update([uid]), seen[uid] - 1)[1] for uid in columns["uid"]]
+    in_group: dict = defaultdict(itertools.count)
     truths = [row["ground_truth"] for row in columns["reward_model"]]
     scored, scores = t["response_mask"].any(1).tolist(), t["token_level_scores"].sum(1).tolist()
     turns: list = [None] * B
@@ -128,7 +128,7 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
     table: dict[str, pa.Array] = {
         "step": pa.array([step] * B, pa.int32()),
         "group": texts(columns["uid"]),
-        "sample": pa.array(samples, pa.int32()),
+        "sample": pa.array([next(in_group[uid]) for uid in columns["uid"]], pa.int32()),
         "data_source": texts(columns["data_source"]),
         "prompt": texts(prompt_text(messages) for messages in columns["raw_prompt"]),
         "response": texts(responses),

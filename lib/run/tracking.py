@@ -158,9 +158,7 @@ class Tracker:
         if self.tensorboard is not None:
             self.tensorboard.add_text(name, "\n\n".join(_markdown(dict(zip(names, row))) for row in table), step)
         if self.trackio is not None:
-            from trackio import Table as TrackioTable
-
-            self.trackio.log({name: TrackioTable(list(names), table)}, step)
+            self.trackio.log({name: self.trackio.Table(list(names), table)}, step)
 
     def curve(self, path: str | Path | None = None) -> None:
         """Draws metrics.jsonl to `path` (default: curve.png in the run's folder)."""
@@ -264,9 +262,10 @@ class Tracker:
             raise InputError("--track trackio: not installed; run `pip install trackio`") from error
         project, resume = os.environ.get("TRACKIO_PROJECT", "plainrl"), "allow" if self.resume_step else "never"
         try:
-            return trackio.init(project, self.name, config=config, resume=resume, embed=False)
+            trackio.init(project, self.name, config=config, resume=resume, embed=False)
         except (ValueError, OSError) as error:  # a name that it refuses; no token for TRACKIO_SPACE_ID
             raise InputError(f"--track trackio: {str(error).splitlines()[0]}") from error
+        return trackio
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -117,11 +117,13 @@ def test_files_of_a_run_that_may_hold_secrets_are_their_owners_alone(tmp_path):
     """And all others as the umask says: a group may share checkpoints, metrics and the model."""
     before = os.umask(0o007)
     try:
-        args = ["--run-name", "run", "--total-steps", "1", "--save-every", "1", "--track", "wandb", "--val-every", "1"]
+        args = ["--run-name", "run", "--total-steps", "1", "--save-every", "1", "--val-every", "1"]
+        args += ["--track", "wandb", "tensorboard"]
         ran(launch("grpo", tmp_path, *SMALL, *args))
     finally:
         os.umask(before)
     run = tmp_path / "run"
-    paths = [*run.iterdir(), *(run / "checkpoints").rglob("*")]
+    paths = [*run.iterdir(), *(run / "rollouts").iterdir(), *(run / "checkpoints").rglob("*")]
     closed = {str(path.relative_to(run)) for path in paths if not mode(path) & 0o070}
-    assert closed == {"config.json", "samples.jsonl", "wandb", "checkpoints/step_000001/config.json"}
+    kept = {"samples.jsonl", "rollouts/step_000001-rank_0.parquet", "wandb", "tensorboard"}
+    assert closed == kept | {"config.json", "checkpoints/step_000001/config.json"}

@@ -46,6 +46,7 @@ from tests.common import (
     ran,
     randomize_lora_b,
     rollout_batch,
+    rollouts,
     run_ranks,
     save_tiny,
 )
@@ -260,6 +261,7 @@ def test_two_ranks_need_half_the_memory_each(tmp_path):
 def test_a_run_is_the_same_with_rows_that_no_rank_could_run_alone(tmp_path):
     """A row is of 48 tokens at most. rel 1e-4, abs 1e-5: fp32 sums in another order, over 8 updates by Adam."""
     args = [*SMALL, "--num-mini-batches", "2", "--update-epochs", "2", "--total-steps", "2", "--kl-coef", "0.01"]
+    args += ["--save-rollouts", "all"]
     parallel = ["--sequence-parallel-size", "2", "--micro-batch-tokens", "25", "--entropy-coef", "0.001"]
     alone = ["--micro-batch-tokens", "50", "--entropy-coef", "0.001"]
     ran(launch("grpo", tmp_path, *args, *alone, "--run-name", "alone", launcher=TORCHRUN))
@@ -268,6 +270,11 @@ def test_a_run_is_the_same_with_rows_that_no_rank_could_run_alone(tmp_path):
     assert [row["step"] for row in rows] == [1, 2] and rows[0]["actor/ref_kl"] > 0
     for row, wanted in zip(rows, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    samples, wanted = rollouts(tmp_path / "parallel"), rollouts(tmp_path / "alone")
+    assert samples.keys() == wanted.keys()
+    for key, sample in samples.items():
+        for name in ("log_probs", "entropy", "ratio"):
+            assert sample[name] == pytest.approx(wanted[key][name], rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(

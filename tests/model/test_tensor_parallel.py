@@ -35,7 +35,7 @@ from lib.distributed import (
 from lib.model import check_tensor_parallel, load_model, response_log_probs
 from lib.rollout import weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
-from tests.common import SMALL, TORCHRUN, TOY_MODEL, launch, metrics, ran, run_ranks, save_tiny
+from tests.common import SMALL, TORCHRUN, TOY_MODEL, launch, metrics, ran, rollouts, run_ranks, save_tiny
 from tests.model.test_sequence_parallel import assert_exact
 from tests.scripts.test_invariance import groups_batch
 
@@ -129,12 +129,18 @@ def test_a_run_with_vllm_is_the_same(tmp_path):
     """rel 1e-3, abs 1e-4: fp32 sums in another order, and the same samples by vLLM."""
     pytest.importorskip("vllm")
     args = [*SMALL, "--rollout-engine", "vllm", "--total-steps", "2", "--num-mini-batches", "2", "--kl-coef", "0.01"]
+    args += ["--save-rollouts", "all"]
     for n in ("1", "2"):
         ran(launch("grpo", tmp_path, *args, "--tensor-parallel-size", n, "--run-name", n, launcher=TORCHRUN))
     rows, expected = metrics(tmp_path / "2"), metrics(tmp_path / "1")
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["actor/ref_kl"] > 0
     for row, wanted in zip(rows, expected, strict=True):
         assert row == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+    samples, wanted = rollouts(tmp_path / "2"), rollouts(tmp_path / "1")
+    assert samples.keys() == wanted.keys()
+    for key, sample in samples.items():
+        for name in ("log_probs", "entropy", "ratio"):
+            assert sample[name] == pytest.approx(wanted[key][name], rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ from lib.run.run import Run
 seen = {}  # log_probs and entropy of each row, in the last call
 keep, compute, save = Policy.keep_log_probs, Policy.log_probs, Run.save_rollouts
 
-def keep_with_number(self, batch):
+def keep_with_number(self, batch, **options):
     batch.batch["row"] = torch.arange(len(batch))
-    keep(self, batch)
+    keep(self, batch, **options)
 
 def compute_and_record(self, micro):
     outputs = compute(self, micro)

@@ -39,6 +39,7 @@ from tests.common import (
     launch,
     metrics,
     ran,
+    rollouts,
 )
 
 FORK = multiprocessing.get_context("fork")
@@ -100,8 +101,10 @@ def test_a_rewind_leaves_no_later_step_and_keeps_what_it_takes_out(source, copie
     assert [row["step"] for row in whole] == [1, 2, 2, 3, 4, 4]
     assert metrics(run)[:4] == whole[:4] and [row["step"] for row in metrics(run)[4:]] == [3]  # validated at its end
     assert {path.name for path in (run / "abandoned/1").iterdir()} == {
-        *("step_000003", "step_000004", "metrics.jsonl", "samples.jsonl", "config.json", "model")
+        *("step_000003", "step_000004", "metrics.jsonl", "samples.jsonl", "config.json", "model", "rollouts")
     }
+    assert {step for step, *_ in rollouts(run / "abandoned/1")} == {3, 4}
+    assert {step for step, *_ in rollouts(run)} == {1, 2, 3}
     assert metrics(run / "abandoned/1") == whole[3:]
     assert [start["from"] for start in history(run)] == [None, "step_000002"]
 
@@ -144,11 +147,12 @@ def test_a_rewind_that_is_killed_leaves_one_branch_at_one_of_its_checkpoints(sou
         assert set(samples) == {validated for validated in (2, 4) if validated <= step}
         taken = [row["step"] for aside in (run / "abandoned").glob("*/metrics.jsonl") for row in metrics(aside.parent)]
         assert set(taken) == {row["step"] for row in whole if row["step"] > step}  # twice, at times
+        assert {of for of, *_ in rollouts(run)} == set(range(1, step + 1))
         assert not (run / "model").exists() or step == 4
         if process.exitcode == 0:
             break
         moments += 1
-    assert moments == 6 and step == 1  # three checkpoints, two logs, the model
+    assert moments == 9 and step == 1  # three checkpoints, two logs, the model, three steps' samples
 
 
 def test_rows_of_steps_that_run_again_are_cut_off_with_a_torn_line(tmp_path, capsys):

@@ -1,4 +1,5 @@
-"""The run's logs: exact and valid JSON lines, resume, plain and terminal output, wandb offline, tensorboard, curve."""
+"""The run's logs: exact and valid JSON lines, resume, plain and terminal output, wandb offline, tensorboard, trackio,
+the curve."""
 
 import json
 import math
@@ -59,9 +60,10 @@ def test_disabled_writes_nothing(tmp_path, capsys):
 def test_unknown_or_missing_tracker(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--track mlflow: unknown"):
         Tracker(tmp_path, {}, trackers=("mlflow",), total_steps=1)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match="--track wandb: not installed"):
-        Tracker(tmp_path, {}, trackers=("wandb",), total_steps=1)
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(InputError, match=f"--track {name}: not installed; run `pip install {name}`"):
+            Tracker(tmp_path, {}, trackers=(name,), total_steps=1)
 
 
 # ---- console -------------------------------------------------------------------------------------
@@ -239,6 +241,12 @@ def test_the_report_has_a_before_where_the_start_model_was_validated(tmp_path, c
 # ---- wandb, tensorboard, curve -------------------------------------------------------------------
 
 
+SAMPLES = [
+    {"prompt": "a | b\n\n# 2*3", "response": "<script>alert(1)</script>\n6", "score": 0.5, "ground_truth": "6"},
+    {"prompt": "\ud83d", "response": "x" * 9000, "score": None, "ground_truth": None},
+] * 5
+
+
 def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -247,11 +255,19 @@ def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
         tracker = Tracker(tmp_path, {"lr": 0.1}, trackers=("wandb",), total_steps=4, resume_step=resume_step)
         assert tracker.wandb.config["lr"] == 0.1
         tracker.log(STEP | {"bad": math.nan}, resume_step + 1)
+        tracker.samples(SAMPLES, resume_step + 1)
         tracker.close()
         ids.append((tmp_path / "wandb_id.txt").read_text())
     assert ids[0] == ids[1] != ids[2]
     runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) >= 2 and all(any(run.endswith(run_id) for run in runs) for run_id in ids)
+    files = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/validation_*.json")
+    tables = [json.loads(file.read_text()) for file in files]
+    assert sorted(row[0] for table in tables for row in table["data"]) == [1] * 16 + [3] * 8
+    assert tables[0]["columns"] == ["step", "score", "prompt", "response", "ground_truth"]
+    assert all(table["data"][0][1:4:2] == [0.5, SAMPLES[0]["response"]] for table in tables)
+    _, score, prompt, response, _ = tables[0]["data"][1]
+    assert score is None and prompt == "\\ud83d" and response == "x" * 2000 + " … " + "x" * 2000
 
 
 def test_tensorboard(tmp_path):
@@ -261,10 +277,49 @@ def test_tensorboard(tmp_path):
         tracker = Tracker(tmp_path, {}, trackers=("tensorboard",), total_steps=4, resume_step=resume_step)
         for step in range(resume_step + 1, 5):
             tracker.log({"val/toy/mean@1": value}, step)
+        tracker.samples(SAMPLES, resume_step + 1)
         tracker.close()
+    assert (tmp_path / "tensorboard").stat().st_mode & 0o777 == 0o700
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (tag,) = events.Tags()["scalars"]
     assert [(event.step, event.value) for event in events.Scalars(tag)] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    _, shown = events.Tensors("samples/validation/text_summary")
+    text = shown.tensor_proto.string_val[0].decode()
+    assert shown.step == 3 and text.count("    <script>alert(1)</script>\n    6") == 4 and "    # 2*3" in text
+
+
+TRACKED = """
+import json, sys
+import psutil
+from lib.run.tracking import Tracker
+from tests.run.test_tracking import SAMPLES, STEP
+
+for resume_step in (0, 2, 0):
+    tracker = Tracker(sys.argv[1], {"lr": 0.1}, trackers=("trackio",), total_steps=4, resume_step=resume_step)
+    tracker.log(STEP | {"bad": float("nan")}, resume_step + 1)
+    tracker.samples(SAMPLES, resume_step + 1)
+    ports = [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+    tracker.close()
+from trackio.sqlite_storage import SQLiteStorage
+
+runs = SQLiteStorage.get_run_records("mine")
+print(json.dumps([ports, [SQLiteStorage.get_logs("mine", run["name"], run_id=run["id"]) for run in runs]]))
+"""
+
+
+def test_trackio_keeps_a_run_on_this_machine_and_resumes_the_same_one(tmp_path):
+    """In a process of its own: trackio reads TRACKIO_DIR when it is imported."""
+    pytest.importorskip("trackio", reason="not in the requirements: pip install trackio")
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "TRACKIO_PROJECT": "mine"}
+    env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", TRACKED, str(tmp_path / "run")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ports, runs = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    assert ports == [] and [[log["step"] for log in logs] for logs in runs] == [[1, 1, 3, 3], [1, 1]]
+    assert runs[0][2].items() >= STEP.items() and math.isnan(runs[0][2]["bad"])
+    table = runs[0][3]["samples/validation"]["_value"]
+    assert len(table) == 8 and table[0] == {"step": 3, **SAMPLES[0]}
 
 
 def test_a_sample_of_a_prompt_with_a_call_is_shown_without_content():

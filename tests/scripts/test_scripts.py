@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,7 @@ from tests.common import (
     metrics,
     off_policy,
     ran,
+    rollouts,
     unexplained_metrics,
 )
 
@@ -81,8 +83,10 @@ def test_accuracy_rises_on_held_out_prompts(default_run, script):
 @pytest.mark.parametrize("script", SIBLINGS)
 def test_a_run_leaves_what_it_promises(default_run, script):
     files = {path.name for path in default_run(script).iterdir()}
-    kept = {".lock", "checkpoints", "config.json", "curve.png", "metrics.jsonl", "model", "samples.jsonl", "starts"}
-    assert files == kept
+    kept = {".lock", "checkpoints", "config.json", "curve.png", "metrics.jsonl", "model", "rollouts", "samples.jsonl"}
+    assert files == kept | {"starts"}
+    groups = {"ppo": 1, "remax": 1, "dapo": 8}[script]  # of one response, or eight
+    assert [*Counter(step for step, *_ in rollouts(default_run(script))).values()] == [groups] * 10
     assert AutoModelForCausalLM.from_pretrained(default_run(script) / "model").num_parameters() > 0
 
 
@@ -181,12 +185,16 @@ def test_remax_baseline_is_the_mean_of_the_greedy_responses_that_have_a_score(tm
     assert row["reward/baseline"] == row["reward/mean"] == 1 and row["response_length/baseline"] >= 3
 
 
+def of_floats(value) -> bool:
+    return isinstance(value, list) and any(isinstance(number, float) for number in value)
+
+
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_two_ranks_train_as_one(tmp_path, case):
     """The same prompts, seeds and global mini-batches. 1e-3: eight updates of fp32 sums in another order; a token that
     stands on the border of a clip may fall to its other side."""
     script, launcher, args = ON_TWO_RANKS[case]
-    args = [*SMALL, *SEVERAL_UPDATES, *args]
+    args = [*SMALL, *SEVERAL_UPDATES, "--save-rollouts", "all", *args]
     ran(fork(script, tmp_path, *args, "--run-name", "one"))
     ran(launch(script, tmp_path, *args, "--run-name", "two", launcher=launcher))
     ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
@@ -198,6 +206,11 @@ def test_two_ranks_train_as_one(tmp_path, case):
                 assert two[key] == one[key], key
             elif key.startswith(("actor/", "critic/", "advantages/")) and "clipfrac" not in key:
                 assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
+    ours, theirs = rollouts(tmp_path / "two"), rollouts(tmp_path / "one")
+    assert ours.keys() == theirs.keys() and len(ours) == 2 * 32
+    for key, one in theirs.items():
+        for name, value in one.items():
+            assert ours[key][name] == (pytest.approx(value, rel=1e-3, abs=1e-4) if of_floats(value) else value), name
 
 
 # ---- exact resume --------------------------------------------------------------------------------
@@ -229,7 +242,7 @@ def saved(checkpoint: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("case", KILLED)
 def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case):
-    """Metrics, and in the last checkpoint the weights, optimizers, schedules, controllers and leftovers."""
+    """Metrics, samples, and in the last checkpoint the weights, optimizers, schedules, controllers and leftovers."""
     script, launcher, args = KILLED[case]
     args = [*SMALL, *few_prompts(tmp_path), "--save-every", "1", "--total-steps", "6", *args]
     args += ["--num-mini-batches", "2", "--warmup-steps", "3"]
@@ -266,6 +279,7 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
     done = ran(run(script, tmp_path, *args, "--run-name", "killed", "--resume", "auto"))
     assert "step 3/6" not in done.stdout and "step 4/6" in done.stdout and "torn" in done.stdout
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    assert rollouts(tmp_path / "killed") == rollouts(tmp_path / "whole")
     ours, theirs = (saved(tmp_path / name / "checkpoints/step_000006") for name in ("killed", "whole"))
     assert ours.keys() == theirs.keys() and [name for name in ours if ours[name] != theirs[name]] == []
 
