@@ -9,14 +9,17 @@ let runs = LIVE ? [] : JSON.parse($("data").textContent).runs;
 
 // ---- elements, text, numbers -----------------------------------------------------------------------
 
-/** An element. props: attributes, "on..." listeners; children: elements or text. */
+/** An element. props: attributes, "on..." listeners; children: elements or text, which may be anything. */
 function h(tag, props = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  for (const child of children) {
+    if (typeof child === "string") put(element, child);
+    else if (child !== null && child !== undefined) element.append(child);
+  }
   return element;
 }
 
@@ -24,7 +27,7 @@ const ODD = /[\p{C}\u2028\u2029]/u; // control, format (right-to-left marks, zer
 
 /** Appends text as it is, but what would not show, or would turn text around, as a visible name. */
 function put(element, text) {
-  if (!ODD.test(text)) { element.append(text); return element; }
+  if (!ODD.test(text)) { element.append(text); return; }
   for (const part of text.split(/([\p{C}\u2028\u2029])/u)) {
     if (!ODD.test(part) || part === "\t") element.append(part);
     else if (part === "\n") element.append(h("span", {class: "eol"}, "↵"), "\n");
@@ -34,7 +37,6 @@ function put(element, text) {
       element.append(h("span", {class: "odd", title: name}, shown));
     }
   }
-  return element;
 }
 
 function fmt(x) {
@@ -77,28 +79,27 @@ function later(ms, action) {
   return () => { clearTimeout(timer); timer = setTimeout(action, ms); };
 }
 function facts(pairs) {
-  return h("dl", {}, ...Object.entries(pairs).flatMap(([name, value]) => [h("dt", {}, name), put(h("dd"), String(value))]));
+  return h("dl", {}, ...Object.entries(pairs).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
 }
 function more(summary, content) { return h("details", {}, h("summary", {}, summary), content); }
 
 // ---- what the runs are -----------------------------------------------------------------------------
 
 function drawRuns() {
-  const open = [...document.querySelectorAll("#runs details")].map((details) => details.open);
+  const all = (selector) => [...document.querySelectorAll(`#runs ${selector}`)];
+  const open = all("details").map((details) => details.open), focus = all("summary").indexOf(document.activeElement);
   $("run-cards").replaceChildren(...runs.map(runCard));
   const alarms = runs.flatMap((run) => run.troubles.map((trouble) => alarm(run, trouble)));
   $("alarms").replaceChildren(...(alarms.length ? [h("h2", {class: "hidden"}, "Alarms"), ...alarms]
     : [h("p", {class: "calm"}, "✓ No alarms.")]));
-  document.querySelectorAll("#runs details").forEach((details, i) => { details.open = open[i] ?? false; });
+  all("details").forEach((details, i) => { details.open = open[i] ?? false; });
+  all("summary")[focus]?.focus({preventScroll: true});
 }
 
 function runCard(run) {
   const of = run.total_steps ? ` of ${run.total_steps}` : "";
-  const flags = Object.entries(run.flags ?? {}).map(([name, [value, usual]]) => {
-    const item = put(h("li"), `--${name.replaceAll("_", "-")} ${value}`);
-    item.append(put(h("span", {class: "muted"}), ` not ${usual || "empty"}`));
-    return item;
-  });
+  const flags = Object.entries(run.flags ?? {}).map(([name, [value, usual]]) =>
+    h("li", {}, `--${name.replaceAll("_", "-")} ${value}`, h("span", {class: "muted"}, ` not ${usual || "empty"}`)));
   const all = Object.fromEntries(Object.entries(run.all_flags).map(([name, value]) => [`--${name.replaceAll("_", "-")}`, value]));
   return h("article", {class: "card run", "aria-label": `run ${run.name}`},
     h("header", {}, runs.length > 1 ? h("span", {class: "dot", "data-c": colourOf(run)}) : null,
@@ -109,7 +110,7 @@ function runCard(run) {
     run.flags === null ? h("p", {class: "muted"}, "Which flags differ from the defaults was not recorded.")
       : flags.length ? h("ul", {class: "flags", "aria-label": "flags that are not at their default"}, ...flags)
       : h("p", {class: "muted"}, "All flags have their default."),
-    facts(run.facts), ...run.notes.map((note) => put(h("p", {class: "note"}), note)),
+    facts(run.facts), ...run.notes.map((note) => h("p", {class: "note"}, note)),
     Object.keys(all).length ? more(`all ${plural(Object.keys(all).length, "flag")}`, facts(all)) : null,
     Object.keys(run.packages).length ? more(plural(Object.keys(run.packages).length, "package"), facts(run.packages)) : null);
 }
@@ -118,7 +119,7 @@ function alarm(run, trouble) {
   const help = $(`help-${trouble.section}`);
   const first = trouble.steps.slice(0, 12).join(", ") + (trouble.steps.length > 12 ? ", …" : "");
   return h("div", {class: "card alarm", role: "group", "aria-label": "alarm"},
-    put(h("strong", {}, "▲ "), trouble.text), runs.length > 1 ? h("bdi", {}, ` · ${run.name}`) : null,
+    h("strong", {}, "▲ ", trouble.text), runs.length > 1 ? h("bdi", {}, ` · ${run.name}`) : null,
     h("div", {class: "muted"}, trouble.steps.length ? `step ${first} ` : "",
       trouble.steps.length ? h("button", {type: "button", class: "link", onclick: () => showStep(run, trouble.steps[0])}, "samples") : null),
     help ? more("what it means and what to do", h("div", {class: "help"}, help.content.cloneNode(true))) : null);
@@ -498,8 +499,8 @@ function groupCard(group) {
   element.fill = async () => {
     const texts = await chunk(key);
     const first = texts[group[0].at];
-    body.replaceChildren(h("div", {class: "prompt", tabindex: 0, role: "group", "aria-label": "prompt"}, put(h("div", {class: "text"}), first.prompt)),
-      first.ground_truth === null || first.ground_truth === undefined ? "" : put(h("p", {class: "muted truth"}, "truth "), first.ground_truth),
+    body.replaceChildren(h("div", {class: "prompt", tabindex: 0, role: "group", "aria-label": "prompt"}, h("div", {class: "text"}, first.prompt)),
+      first.ground_truth === null || first.ground_truth === undefined ? "" : h("p", {class: "muted truth"}, "truth ", first.ground_truth),
       h("div", {class: "responses"}, ...group.map((row) => response(row, texts[row.at]))));
   };
   filling.observe(element);
@@ -553,7 +554,7 @@ function response(row, sample) {
       + (turn.reward ? `, reward ${fmt(turn.reward)}` : "")));
     let at = 0;
     for (const token of sample.tokens ? sample.tokens.slice(start, start + turn.tokens) : [turn.text]) {
-      const span = put(h("span", {class: "t"}), token);
+      const span = h("span", {class: "t"}, token);
       if (calls.some(([from, to]) => at >= from && at < to)) span.classList.add("call");
       if (sample.tokens) { span.at = box.sample.spans.length; box.sample.spans.push(span); }
       at += token.length;
@@ -599,7 +600,7 @@ function showTip(span, spoken) {
     mismatch: n.mismatch && fmt3(mismatch), entropy: n.entropy && fmt3(n.entropy[i]), "reference's": n.ref && fmt3(logp - n.ref[i]), value: n.value && fmt3(n.value[i]),
     "weights of step": versions && String(versions[i])});
   const known = Object.fromEntries(Object.entries(lines).filter(([, value]) => value !== undefined && value !== null));
-  $("tip").replaceChildren(put(h("div", {class: "text"}), span.textContent || " "), h("div", {class: "muted"}, `token ${i + 1} of ${box.sample.spans.length}, numbers within 1.6 %`), facts(known));
+  $("tip").replaceChildren(h("div", {class: "text"}, span.textContent), h("div", {class: "muted"}, `token ${i + 1} of ${box.sample.spans.length}, numbers within 1.6 %`), facts(known));
   $("tip").hidden = false;
   const at = span.getClientRects()[0] ?? span.getBoundingClientRect(), size = $("tip").getBoundingClientRect();
   const below = at.bottom + 8 + size.height < innerHeight;
