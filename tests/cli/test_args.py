@@ -83,6 +83,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "top_entropy": ["--old-log-probs", "rollout", "--token-masks.top-entropy", "0.2"],
     "--tensor-parallel-size 2: must divide": ["--tensor-parallel-size", "2"],
     "--resume auto needs the --run-name": ["--resume", "auto"],
+    "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
+    "--profile-memory needs --profile-steps": ["--profile-memory"],
 }
 AHEAD = ["--async-level", "1", "--rollout-engine", "http://127.0.0.1:1"]
 OWN_BAD_FLAGS = {
