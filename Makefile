@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup train test test-fast diff curves bench lint format clean
+.PHONY: help setup train test browser test-fast diff curves bench lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 11
@@ -28,8 +28,14 @@ $(VENV)/.ready: requirements.txt requirements-cpu.txt
 train: setup  ## train the embedded tiny model with grpo.py; more flags: make train ARGS="--seed 2"
 	$(BIN)/python grpo.py $(ARGS)
 
-test: setup  ## all tests, two files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
+test: setup browser  ## all tests, two files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+browser: setup  ## Chromium for the tests of the run page, if there is none; without it they are skipped
+	@if $(BIN)/python -m tests.run.browser; then exit; fi; \
+	install="apt-get install -y -qq --no-install-recommends chromium"; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && { $$install || { apt-get update -qq && $$install; }; }; then exit; fi; \
+	$(BIN)/python -m playwright install chromium || echo "no browser could be installed: tests of the run page are skipped"
 
 FAST := core_algos data/test_dataset.py test_data_proto.py run/test_metrics.py scripts/test_siblings.py test_text.py test_docs.py
 test-fast: setup  ## kernels, data, metrics, documents, in two minutes: what to run while you work

@@ -328,6 +328,10 @@ class RunArgs(Group):
     """after the last step save the policy in Hugging Face form to <run>/model"""
     track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], MAY_CHANGE] = ()
     """log to these too; metrics.jsonl is always written. trackio is a package that you install"""
+    profile_steps: Annotated[tuple[int, ...], Ge(1), NOT_COMPARED] = ()
+    """steps of which each rank writes a torch.profiler trace, to <run>/profile"""
+    profile_memory: Annotated[bool, NOT_COMPARED] = False
+    """traces show the memory in use; on a GPU each also has a snapshot with every allocation's stack"""
 
     def check(self) -> None:
         if not self.dry_run:
@@ -340,6 +344,15 @@ class RunArgs(Group):
             raise InputError(f"--replay {self.replay}: no config.json there; give the folder of a run with --record")
         if self.resume == "auto" and not self.run_name:
             raise InputError("--resume auto needs the --run-name of the run to resume")
+        if self.profile_memory and not self.profile_steps:
+            raise InputError("--profile-memory needs --profile-steps, the steps to profile")
+        if self.total_epochs is None:
+            self.check_profile_steps()
+
+    def check_profile_steps(self) -> None:
+        """To be called when total_steps is known."""
+        if late := [step for step in self.profile_steps if step > self.total_steps]:
+            raise InputError(f"--profile-steps {late[0]}: the run has {self.total_steps} steps (--total-steps)")
 
 
 # ---- settings: flags with a prefix, such as --multi-turn.tools calculator ---------------------------

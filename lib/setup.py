@@ -154,6 +154,7 @@ def load_inputs(args: Any) -> Inputs:
     val_scorers = load_scorers(validation.val_reward, validated, kwargs)
     if args.run.total_epochs is not None and train_data is not None:
         args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
+        args.run.check_profile_steps()
     return Inputs(tokenizer, multi_turn, train_data, val_data, scorers, val_scorers)
 
 

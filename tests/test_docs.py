@@ -47,6 +47,21 @@ def test_linked_files_exist(doc):
         assert (doc.parent / target).exists(), target
 
 
+def test_linked_headings_exist():
+    for doc in DOCS:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", doc.read_text()):
+            page = (doc.parent / target).resolve() if target else doc
+            if page.suffix == ".md":
+                assert anchor in anchors(page), (doc.name, target, anchor)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 # ---- flags ---------------------------------------------------------------------------------------
 
 
@@ -118,6 +133,7 @@ VLLM = {
     *("--enforce-eager", "--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
 }
 OF_TOOLS = {
+    *("--max-mb", "--output", "--serve"),  # of the run page
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and lib/model/memory.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others
@@ -168,6 +184,43 @@ def test_modules_that_commands_name_exist():
     named = {module for text in texts for module in ours.findall(text)}
     assert {"lib.model.memory", "lib.rollout.vllm_weights"} <= named
     assert [module for module in named if importlib.util.find_spec(module) is None] == []
+
+
+# ---- metrics ---------------------------------------------------------------------------------------
+
+METRIC = re.compile(
+    r"`((?:actor|agent|async|critic|perf|reward|response_length|rollout|timing_s|training|val)/[^` ]+)`"
+)
+
+
+def test_metrics_that_troubleshooting_names_are_explained():
+    """In the first column of a table, where runs of all scripts look for what they log."""
+    rows = [
+        line.split("|")[1]
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if line.startswith("| `")
+        if page.name != "troubleshooting.md"
+    ]
+    explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    explained |= {
+        f"training/rows_dropped/{reason}" for reason in ("dead", "rollout_correction", "zero_variance", "token_masks")
+    }
+    explained |= {
+        "timing_s/" + stage
+        for stage in ("weight_sync", "rollout", "reward", "log_probs", "advantages", "update", "step")
+    }
+    named = set(METRIC.findall(text_of("troubleshooting.md")))
+    assert len(named) > 40 and named - explained == set()
+
+
+def test_each_alarm_has_a_section_in_troubleshooting():
+    from lib.run.trouble import ALARMS, COUNTS
+
+    sections = {alarm.section for alarm in ALARMS} | {section for _, section in COUNTS.values()}
+    assert sections - anchors(ROOT / "docs/troubleshooting.md") == set()
+    metrics = {alarm.metric for alarm in ALARMS}
+    assert metrics - {*METRIC.findall(text_of("troubleshooting.md"))} == set()
 
 
 # ---- data ----------------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.secrets import secret_in
 
 T = TypeVar("T")
+# keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
-OF_ONE_START |= {"history", "record", "replay", "recorded_by"}  # keys of a config.json that --config does not read
+OF_ONE_START |= {"history", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 

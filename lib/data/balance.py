@@ -70,18 +70,23 @@ def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share
     4 L D in attention for each token before it. So s tokens cost s + s^2 L D / N. With `share_prompts` a prompt counts
     once. N does not include the experts of a mixture of experts.
     """
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    layers = sum(kind not in ("linear_attention", "conv") for kind in kinds)
-    heads = getattr(config, "num_attention_heads", None) or 0
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
-    quadratic = layers * heads * head_size / weights
+    quadratic = attention_width(model) / weights
     attention = batch.batch["attention_mask"].double()
     tokens = attention.sum(1)  # (B,)
     prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1)
     whole, shared = ((s + quadratic * s**2).view(-1, group_size) for s in (tokens, prompt))
     return (whole.sum(1) - share_prompts * (group_size - 1) * shared[:, 0]).tolist()
+
+
+def attention_width(model: PreTrainedModel) -> int:
+    """Layers x heads x head size, of the layers that attend."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = sum(kind not in ("linear_attention", "conv") for kind in kinds)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    return layers * heads * head_size
 
 
 def longest_first(costs: list[float], parts: int) -> list[list[int]]:

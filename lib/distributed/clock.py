@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.profiler import record_function
 
 from lib.distributed.watchdog import enter_stage
 
@@ -26,8 +27,8 @@ def start_step(step: int) -> None:
 def timed(stage: str) -> Iterator[None]:
     """`with timed("rollout")`, or as a decorator, adds the seconds of the block to the step's timing_s/rollout.
 
-    The block is also a stage for the watchdog (`enter_stage`), and so is what follows it. A stage within a stage counts
-    as part of the outer one.
+    The block is also a stage for the watchdog (`enter_stage`), and so is what follows it, and it has its name in a
+    profile. A stage within a stage counts as part of the outer one.
     """
     global _open
     if _open:
@@ -36,7 +37,8 @@ def timed(stage: str) -> Iterator[None]:
     enter_stage(f"step {_step} {stage}")
     _open, start = True, time.perf_counter()
     try:
-        yield
+        with record_function(stage):
+            yield
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # kernels that are still queued belong to this stage

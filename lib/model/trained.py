@@ -21,6 +21,7 @@ from lib.distributed import (
     trainable_parameters,
 )
 from lib.model.attention import layout
+from lib.model.flops import flops_of, update_flops
 from lib.model.load import without_adapters
 from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
 from lib.model.values import batched_values, response_values
@@ -56,6 +57,11 @@ class Trained:
 
     def __post_init__(self):
         self.parameters = trainable_parameters(self.module)
+        self._flops = flops_of(self.module)
+        self._computed: torch.Tensor | float = 0.0  # FLOPs since the last step
+
+    def _count(self, micro: DataProto) -> None:
+        self._computed = self._computed + update_flops(self._flops, micro, self.module.share_prompts)
 
     def backward(self, loss: torch.Tensor) -> None:
         """loss: this rank's share of the sum over ranks, whose gradients FSDP averages: hence the factor."""
@@ -70,9 +76,11 @@ class Trained:
         [lr, *_] = self.scheduler.get_last_lr()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        computed, self._computed = float(self._computed), 0.0
         return {
             f"{self.name}/grad_norm": Mean(grad_norm, 1),
             f"{self.name}/lr": Mean(float(lr), 1),
+            "perf/update_tflops": Sum(computed / 1e12),
             "training/skipped_updates": Sum(skipped and self.world.rank == 0),  # all ranks skip the same
         }
 
@@ -108,6 +116,7 @@ class Policy(Checked, Trained):
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With top_p or top_k also which
         tokens these would not have kept. Leaves the first two in the micro-batch, without gradients."""
+        self._count(micro)
         f = self.forward
         outputs = response_log_probs(
             self.module, micro, f.temperature, top_p=f.top_p, top_k=f.top_k, row_group=f.row_group
@@ -136,6 +145,7 @@ class Policy(Checked, Trained):
 class Critic(Trained):
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
+        self._count(micro)
         return response_values(self.module, micro, row_group=self.forward.row_group)
 
     @timed("log_probs")

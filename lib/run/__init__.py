@@ -1,8 +1,12 @@
 """A run: its folder, flags, checkpoints, logs and numbers."""
 
-from lib.run.metrics import data_metrics, extra_metrics, mismatch_metrics, row_metrics, rows_dropped
-from lib.run.run import Run, open_run
-from lib.run.validation import Validation
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lib.run.metrics import data_metrics, extra_metrics, mismatch_metrics, row_metrics, rows_dropped
+    from lib.run.run import Run, open_run
+    from lib.run.validation import Validation
 
 __all__ = [
     "Run",
@@ -14,3 +18,11 @@ __all__ = [
     "row_metrics",
     "rows_dropped",
 ]
+
+
+def __getattr__(name: str):
+    """Imports a name on use: `python -m lib.run.page` reads runs without torch, which takes seconds to import."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = {"Run": "run", "open_run": "run", "Validation": "validation"}.get(name, "metrics")
+    return getattr(import_module(f"lib.run.{module}"), name)

@@ -1,4 +1,4 @@
-"""Numbers about a step: what a batch looks like, what went wrong, times. Pure functions, except for one gather.
+"""Numbers about a step: what a batch looks like. Pure functions, except for one gather.
 
 Traps that it avoids: a mean of per-rank means is wrong if ranks hold different counts. So a rank reports totals and
 counts (`Mean`, `Sum`, `Max`, `Min`), and `reduce_metrics` finishes them. Rows without a trained token (padding, failed
@@ -6,8 +6,8 @@ rollouts) are counted and stay out of every other number. A metric without any d
 reported as 0.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 
@@ -148,69 +148,4 @@ def mismatch_metrics(
         "rollout/prob_diff_max": Max(prob_diff.max().item()),
         "rollout/ratio_max": Max(ratio.max().item()),
         "rollout/ratio_min": Min(ratio.min().item()),
-    }
-
-
-# ---- trouble -------------------------------------------------------------------------------------
-
-STATES = {  # the message if a metric has this value
-    "gradient 0": ("actor/grad_norm", 0),
-    "the critic's gradient 0": ("critic/grad_norm", 0),
-    "equal scores in every group": ("reward/zero_variance", 1),
-    "every response cut off": ("response_length/clip_ratio", 1),
-    "no row trained": ("training/rows_trained", 0),
-}
-COUNTS = {  # the message, with the number, if a metric is above 0
-    "skipped updates (gradient not finite)": "training/skipped_updates",
-    "scorer errors": "reward/error_count",
-    "scorer timeouts": "reward/timeout_count",
-    "scorer crashes": "reward/crash_count",
-    "keys of scorers left out": "reward/dropped_key_count",
-    "tool exceptions": "agent/tool_errors/exception",
-    "tool timeouts": "agent/tool_errors/timeout",
-    "rows without a score or a token": "training/rows_dropped/dead",
-    "unscored in validation": "val/unscored",
-}
-DROPPED = "training/rows_dropped/"
-
-
-def troubles(metrics: Mapping[str, float]) -> list[str]:
-    """Short warnings about a step for the console; mostly none."""
-    states = [text for text, (key, bad) in STATES.items() if metrics.get(key) == bad]
-    return states + [f"{text}: {metrics[key]:,.0f}" for text, key in COUNTS.items() if metrics.get(key)]
-
-
-def trouble_of_run(rows: Sequence[Mapping]) -> list[str]:
-    """The same for all rows of metrics.jsonl; also the stages that dropped rows, and metrics that were not finite."""
-
-    def column(key: str) -> list[float]:
-        return [row[key] for row in rows if row.get(key) is not None]
-
-    lines = []
-    for text, (key, bad) in STATES.items():
-        if steps := column(key).count(bad):
-            lines.append(f"{text} in {steps} of {len(column(key))} steps")
-    for text, key in COUNTS.items():
-        values = column(key)
-        if any(values):
-            lines.append(f"{text}: {sum(values):,.0f}, in {sum(map(bool, values))} of {len(values)} steps")
-    for key in dict.fromkeys(key for row in rows for key in row if key.startswith(DROPPED)):
-        if key not in COUNTS.values() and any(column(key)):
-            stage, rows_in = key.removeprefix(DROPPED), sum(column("training/rows_in"))
-            lines.append(f"rows dropped by {stage}: {sum(column(key)):,.0f} of {rows_in:,.0f}")
-    for key, steps in Counter(key for row in rows for key in row.get("nonfinite", ())).items():
-        lines.append(f"{key} not finite in {steps} of {len(rows)} rows of metrics.jsonl")
-    return lines
-
-
-# ---- time ----------------------------------------------------------------------------------------
-
-
-def throughput_metrics(timing: Mapping[str, float], tokens: float, n_devices: int) -> dict[str, float]:
-    """Throughput, from a timer's metrics (stage "step" contains all others) and the step's tokens over all ranks."""
-    seconds = timing["timing_s/step"]
-    return {
-        "perf/time_per_step": seconds,
-        "perf/tokens_per_s": tokens / seconds,
-        "perf/tokens_per_s_per_device": tokens / seconds / n_devices,
     }

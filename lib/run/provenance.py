@@ -1,21 +1,30 @@
-"""Records what ran: at each start of a run the script, the git commit and its diff, the packages and the command."""
+"""Records what ran: at each start of a run the script, the git commit and its diff, the packages, the command, the
+flags that differ from the defaults, and the machine."""
 
 import json
 import os
 import platform
 import shutil
 import subprocess
+from collections import Counter
+from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 
+import torch
+
+from lib import launched_ranks
 from lib.cli.secrets import private, struck
 
 GIT_S = 30.0
 LONGEST_DIFF = 10 * 2**20  # bytes
 
 
-def write_start(folder: Path, script: Path, command: str) -> None:
-    """Makes the folder with the script, start.json and, if the git checkout differs from its commit, diff.patch."""
+def write_start(folder: Path, script: Path, command: str, flags: Mapping[str, list]) -> None:
+    """Makes the folder with the script, start.json and, if the git checkout differs from its commit, diff.patch.
+
+    flags: {name: [value, default]} of those that differ (`not_default`).
+    """
     folder.mkdir(parents=True)
     shutil.copy(script, folder)
     commit = _git(script.parent, "rev-parse", "HEAD").strip()
@@ -23,6 +32,8 @@ def write_start(folder: Path, script: Path, command: str) -> None:
     untracked = _git(script.parent, "ls-files", "--others", "--exclude-standard", ":/").splitlines() if commit else []
     start = {
         "command": struck(command),
+        "flags": json.loads(struck(json.dumps(flags, default=str))),
+        "machine": _machine(),
         "commit": commit or None,  # None: no git, or not a checkout
         "untracked": untracked,
         "python": platform.python_version(),
@@ -35,6 +46,15 @@ def write_start(folder: Path, script: Path, command: str) -> None:
         whole = len(diff) <= LONGEST_DIFF
         text = struck(diff) if whole else f"{len(diff)} bytes: too long to be kept\n"
         private(folder / "diff.patch").write_text(text, errors="surrogateescape")
+
+
+def _machine() -> str:
+    """Of rank 0's host, and how many ranks the job has."""
+    gpus = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    parts = [f"{os.cpu_count()} CPU cores", *(f"{number} x {name}" for name, number in gpus.items())]
+    if (ranks := launched_ranks()) > 1:
+        parts.append(f"{ranks} ranks")
+    return f"{platform.node()}: {', '.join(parts)}"
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -2,11 +2,12 @@
 
     config.json    script, flags, digests of their files, and a history: each start, its checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
-    starts/1/      for each start, the script, the git commit and its diff, the packages, the command line
+    starts/1/      for each start, the script, the git commit and its diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
     rollouts/      training samples (lib/run/rollouts.py)
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
     val_only/1/    what --val-only writes
+    profile/       what --profile-steps writes
     (--record DIR  what each step took from outside: lib/rollout/replay.py)
 
 A kill at any moment leaves the run at one of its checkpoints. For this, a rewind takes out later checkpoints first,
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
@@ -58,11 +60,13 @@ from lib.run.checkpoint import (
     step_folders,
     why_torn,
 )
-from lib.run.metrics import DROPPED, throughput_metrics
+from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
-from lib.run.run_config import checked_overrides, compare, compare_recording, describe_run, read_json
+from lib.run.run_config import checked_overrides, compare, compare_recording, describe_run, not_default, read_json
+from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.tracking import Tracker
+from lib.run.trouble import DROPPED
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
@@ -94,6 +98,13 @@ class Run:
     _saving: Future | None = None
     _writing: Future | None = None
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
+    _profiler: Profiler = field(init=False)
+    _peak_tflops: float | None = field(init=False)
+
+    def __post_init__(self):
+        args = self.args
+        self._profiler = Profiler(self.folder / "profile", args.profile_steps, args.profile_memory, self.world)
+        self._peak_tflops = peak_tflops(self.world.device)
 
     def load(self, models: Mapping[str, Trained], parts: Mapping[str, Any]) -> dict[str, DataProto]:
         """Loads the checkpoint, if there is one, into models and parts. Returns its `batches`. A collective.
@@ -114,6 +125,7 @@ class Run:
         for step in range(self.step + 1, self.args.total_steps + 1) if not self.validation.val_only else ():
             start_step(step)
             self.tape.begin(step)
+            self._profiler.start(step)
             yield step
 
     def record(self, batch: DataProto) -> None:
@@ -122,11 +134,14 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective."""
-        reduced = reduce_metrics(metrics | step_timing())
+        timing = step_timing()
+        if self._profiler.stop():
+            timing["perf/profiled"] = 1.0
+        reduced = reduce_metrics(metrics | timing)
         ways = ("training/rows_trained", "training/rows_left_over")
         gone = sum(rows for name, rows in reduced.items() if name in ways or name.startswith(DROPPED))
         assert reduced["training/rows_in"] == gone, "rows were lost on the way"
-        reduced |= throughput_metrics(reduced, reduced["training/tokens"], self.world.size)
+        reduced |= throughput_metrics(reduced, self.world.size, self._peak_tflops)
         self.tracker.log(reduced, step)
         return reduced
 
@@ -195,9 +210,13 @@ class Run:
         return every > 0 and (step == self.args.total_steps or step % every == 0)
 
     def _end_early(self, interrupted: bool) -> None:
+        with suppress(OSError):  # a full disk may have ended the run
+            self._profiler.stop()
         if self._writing is not None:
             wait([self._writing], PATIENCE_S)  # the step that someone will ask about
-        with suppress(OSError):  # a full disk may have ended the run
+        if self.world.rank > 0:
+            return
+        with suppress(OSError):
             self.tracker.notes()
             self.tracker.close()
         if not interrupted:
@@ -235,7 +254,9 @@ def open_run(args: Any, world: World, script: str) -> Run:
         run.tape = Recording(Path(args.run.record), world)
     elif args.run.replay:
         run.tape = Replay(Path(args.run.replay), world)
-    if world.rank == 0:
+    if world.rank == 0 and world.device.type == "cuda" and run._peak_tflops is None:
+        print(f"no MFU: lib/run/throughput.py has no peak of {torch.cuda.get_device_name(world.device)}", flush=True)
+    if world.rank == 0 or args.run.profile_steps:
         on_early_end(run._end_early)
     return run
 
@@ -284,10 +305,11 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
         trackers=args.run.track,
         total_steps=step if run.validation.val_only else args.run.total_steps,
         resume_step=step,
+        on_gpu=run.world.device.type == "cuda",
     )
     if not run.validation.val_only:
         set_aside(run.folder, step if own else 0)  # only now, when nothing can be refused any more
-    write_start(_next_number(logs / "starts"), script, typed_command()[0])
+    write_start(_next_number(logs / "starts"), script, typed_command()[0], not_default(args))
     _write_json(logs / "config.json", run.config)
     if args.run.record:
         recording = Path(args.run.record)

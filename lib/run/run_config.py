@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import InputError
-from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked
+from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
 from lib.cli.secrets import struck
 
 NO_FLAGS = {"contents", "history"}  # keys of config.json that are not flags; "script" is compared like a flag
@@ -22,6 +22,12 @@ def describe_run(args: Any, script: str) -> dict[str, Any]:
     of_files = marked(args, Names.FILES) - ({"train_files"} if flags["val_only"] else set())  # val_only reads none
     contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
     return {"script": script, **flags, "contents": contents}
+
+
+def not_default(args: Any) -> dict[str, list]:
+    """{name: [value, default]} of the flags that differ from their default; the name of a setting has dots."""
+    defaults = {name: value for name, value, _ in walk(type(args)())}
+    return {name: [value, defaults[name]] for name, value, _ in walk(args) if value != defaults[name]}
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

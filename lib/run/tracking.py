@@ -29,14 +29,12 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.cli.secrets import private, private_folder
 from lib.data_proto import DataProto
-from lib.run.metrics import trouble_of_run, troubles
+from lib.run.trouble import trouble_of_run, troubles
 
 # what a step's console line shows
-NUMBERS = {
-    "reward/mean": "reward {:.3f}",
-    "response_length/mean": "length {:.0f}",
-    "perf/tokens_per_s": "{:,.0f} tok/s",
-}
+NUMBERS = {"reward/mean": "reward {:.3f}", "response_length/mean": "length {:.0f}"}
+SPEED = {"perf/tokens_per_s": "{:,.0f} tok/s"}
+SPEED_OF_GPUS = {"perf/tokens_per_s_per_device": "{:,.0f} tok/s/GPU", "perf/mfu": "MFU {:.0%}"}
 TABLE_ROWS, TABLE_TEXT = 8, 4000  # rows of a tracker's table of samples, characters of a text there
 
 
@@ -54,6 +52,7 @@ class Tracker:
             "plainrl".
         resume_step: the step of the loaded checkpoint. wandb and trackio then go on with the same run; with 0, they
             start a new one.
+        on_gpu: the console shows the speed of a GPU and its MFU, not the speed of all ranks.
 
     Raises:
         InputError: a tracker is unknown or not installed, or has no login or no network.
@@ -68,6 +67,7 @@ class Tracker:
         trackers: Sequence[str] = (),
         total_steps: int,
         resume_step: int = 0,
+        on_gpu: bool = False,
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
@@ -78,6 +78,7 @@ class Tracker:
         self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
         self.name = name or self.run_dir.resolve().name
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.numbers = NUMBERS | (SPEED_OF_GPUS if on_gpu else SPEED)
         self.undrawn = False
         self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
@@ -169,8 +170,8 @@ class Tracker:
     def notes(self) -> None:
         """Prints what went wrong in how many steps."""
         if self.enabled:
-            for note in trouble_of_run(_rows(self.run_dir / "metrics.jsonl")):
-                self.console.print(f"note: {note}", markup=False, soft_wrap=True)
+            for trouble in trouble_of_run(_rows(self.run_dir / "metrics.jsonl")):
+                self.console.print(f"note: {trouble.text}", markup=False, soft_wrap=True)
 
     def report(self) -> None:
         """Prints what went wrong in how many steps, the validation score of the start model and the last one, and where
@@ -203,7 +204,7 @@ class Tracker:
             self.trackio.finish()
 
     def _show(self, values: Mapping[str, float], nonfinite: Mapping[str, str], step: int) -> None:
-        parts = [shape.format(values[key]) for key, shape in NUMBERS.items() if key in values]
+        parts = [shape.format(values[key]) for key, shape in self.numbers.items() if key in values]
         done = step - self.resume_step
         if parts and done > 0:
             seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)

@@ -87,6 +87,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "--replay ./absent: no config.json": ["--replay", "./absent"],
     "--record is about training steps": ["--record", "a", "--val-only"],
     "--record /proc/kept: /proc cannot be written": ["--record", "/proc/kept"],
+    "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
+    "--profile-memory needs --profile-steps": ["--profile-memory"],
 }
 AHEAD = ["--async-level", "1", "--rollout-engine", "http://127.0.0.1:1"]
 OWN_BAD_FLAGS = {

@@ -21,7 +21,8 @@ from lib.distributed import (
     token_means,
 )
 from lib.run import data_metrics, extra_metrics, mismatch_metrics
-from lib.run.metrics import throughput_metrics
+from lib.run.throughput import peak_tflops, throughput_metrics
+from lib.run.trouble import trouble_of_run, troubles
 from lib.run.validation import Validated, best_at_k, maj_at_k, pass_at_k, validated_rows, validation_metrics
 from tests.common import run_ranks
 
@@ -328,11 +329,85 @@ def test_the_clock_adds_up_and_survives_an_exception(monkeypatch):
 
 
 def test_throughput():
-    assert throughput_metrics({"timing_s/step": 4.0, "timing_s/rollout": 1.0}, tokens=800, n_devices=2) == {
+    step = {"timing_s/step": 4.0, "timing_s/rollout": 1.0, "training/tokens": 800}
+    assert throughput_metrics(step, n_devices=2) == {
         "perf/time_per_step": 4.0,
         "perf/tokens_per_s": 200.0,
         "perf/tokens_per_s_per_device": 100.0,
+        "perf/idle": 0.0,
     }
+
+
+@pytest.mark.parametrize(
+    "more, idle",
+    [
+        ({}, 0.1),  # of 10 s one is spent waiting for scores
+        ({"perf/imbalance": 1.25}, 0.1 + 0.5 * 0.2),  # ranks have 80 % of the costliest one's work, in 5 s
+        ({"async/staleness_mean": 0.0}, 0.1 + 0.3),  # what was sampled elsewhere was waited for
+    ],
+)
+def test_idle_is_what_ranks_wait_for(more, idle):
+    seconds = {"step": 10.0, "reward": 1.0, "rollout": 3.0, "update": 5.0}
+    timing = {f"timing_s/{stage}": s for stage, s in seconds.items()}
+    speed = throughput_metrics(timing | {"training/tokens": 1} | more, n_devices=1)
+    assert speed["perf/idle"] == pytest.approx(idle)
+
+
+def test_mfu_is_the_share_of_the_peak_that_an_update_takes():
+    step = {"timing_s/step": 10.0, "timing_s/update": 5.0, "training/tokens": 1, "perf/update_tflops": 1000.0}
+    assert throughput_metrics(step, n_devices=2, peak=250.0)["perf/mfu"] == pytest.approx(1000 / (5 * 2 * 250))
+    assert "perf/mfu" not in throughput_metrics(step, n_devices=2)
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A10G", None),  # slower than an A10
+        ("Tesla T4", None),
+    ],
+)
+def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(torch.device("cuda")) == peak and peak_tflops(torch.device("cpu")) is None
+
+
+# ---- trouble -------------------------------------------------------------------------------------
+
+
+def test_each_alarm_counts_the_steps_in_which_it_holds():
+    rows = [
+        {
+            "step": step,
+            "reward/zero_variance": 0.8 + step / 100,  # above 0.9 from step 11
+            "response_length/clip_ratio": [0.5, 0.51][step == 7],
+            "rollout/logp_diff_mean": [0.04, 0.2][step in (3, 4)],
+            "perf/idle": [0.1, 0.5][step in (1, 2)],
+        }
+        for step in range(1, 21)
+    ]
+    rows += [{"step": 20, "val/unscored": 2.0}, {"step": 20, "reward/mean": None, "nonfinite": {"reward/mean": "nan"}}]
+    assert [(trouble.text, trouble.steps) for trouble in trouble_of_run(rows)] == [
+        ("equal scores in more than 90 % of the groups in 10 of 20 steps", [*range(11, 21)]),
+        ("more than half of the responses cut off in 1 of 20 steps", [7]),
+        ("engine and trainer more than 0.1 nats apart in 2 of 20 steps", [3, 4]),
+        ("unscored in validation: 2, in 1 of 1 steps", [20]),
+        ("reward/mean not finite in 1 of 22 rows of metrics.jsonl", [20]),
+    ]  # two idle steps of twenty are not enough for a note
+
+
+def test_the_line_of_a_step_shows_what_is_wrong_with_this_step_alone():
+    bad = {"rollout/logp_diff_mean": 0.2, "response_length/clip_ratio": 1.0, "perf/idle": 0.9}
+    said = ["more than half of the responses cut off", "engine and trainer more than 0.1 nats apart"]
+    assert troubles(bad | {"reward/zero_variance": 0.99}) == said
+    assert troubles({"reward/zero_variance": 1.0}) == ["equal scores in every group"]
+    assert troubles({"actor/grad_norm": math.nan}) == []  # the tracker says so itself
 
 
 # ---- micro-batches and the sampler's mismatch ---------------------------------------------------------------

@@ -313,16 +313,18 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
     script = tmp_path / "mine.py"
     script.write_text("first = 1\n")
-    write_start(tmp_path / "starts/1", script, "python mine.py --lr 1")
+    write_start(tmp_path / "starts/1", script, "python mine.py --lr 1", {"lr": [1.0, 1e-6], "x": ["correct-horse", ""]})
     (tmp_path / ".gitignore").write_text("starts\n")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     script.write_text("first = 2  # correct-horse\n")
     (tmp_path / "new.py").write_text("")
-    write_start(tmp_path / "starts/2", script, "python mine.py")
+    write_start(tmp_path / "starts/2", script, "python mine.py", {})
     first, second = (json.loads((tmp_path / f"starts/{n}/start.json").read_text()) for n in (1, 2))
     assert (tmp_path / "starts/1/mine.py").read_text() == "first = 1\n"
     assert first["command"] == "python mine.py --lr 1" and first["commit"] is None
+    assert first["flags"]["lr"] == [1.0, 1e-6] and "correct-horse" not in str(first)
+    assert "CPU cores" in first["machine"]
     assert first["packages"]["torch"] == importlib.metadata.version("torch")
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert second["commit"] == head and second["untracked"] == ["new.py"]
@@ -459,7 +461,7 @@ def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path,
     done = start("grpo", tmp_path, *source[1], *breaks(tmp_path, rows=24 // ranks, rank=ranks - 1), *scorer)
     assert done.returncode == 1 and "the data break off" in done.stderr
     assert (tmp_path / "run/curve.png").read_bytes().startswith(b"\x89PNG")
-    assert "note: equal scores in every group in " in done.stdout
+    assert "note: equal scores in more than 90 % of the groups in " in done.stdout
 
 
 @pytest.mark.parametrize("launcher", [PYTHON, ONE_NODE, ACCELERATE], ids=["python", "one_node", "accelerate"])

@@ -1,0 +1,67 @@
+"""Model FLOPs of an update: what forward and backward have to compute. The numerator of MFU.
+
+With N weights in matrix products, a token takes 2 N FLOPs forward and 4 N backward (Kaplan et al., 2001.08361), in all
+6 N. Attention takes 12 D for each token and each token that it sees, D = layers x heads x head size; that is PaLM's 12
+L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked.
+
+Not counted, as in PaLM: what is computed twice (gradient checkpointing, the logits in the backward), padding, norms,
+softmax. Otherwise it follows what is computed here: a prompt that rows share counts once, the output head counts at
+trained tokens only, and the last token of a row, which predicts nothing, not at all. Of a mixture of experts those
+count that a token goes to. A frozen weight has no gradient of its own and takes 4. Too much is counted for sliding
+windows and episodes of several sequences (as if each token saw all before it), too little for layers that carry a state
+(their weights only).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lib.data import attention_width, prompt_groups
+from lib.data_proto import DataProto
+
+
+class Flops(NamedTuple):
+    """FLOPs of a model, forward and backward."""
+
+    token: float
+    """of a token, without head and attention"""
+    prediction: float
+    """of the output head, for one trained token"""
+    pair: float
+    """of attention, for one token and one that it sees"""
+
+
+def flops_of(model: PreTrainedModel) -> Flops:
+    """Also of a model whose weights are split over ranks: it is the FLOPs of all of them together."""
+    head = model.get_output_embeddings()
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    token = 0.0
+    for name, module in model.named_modules():
+        if module is head or isinstance(module, nn.Embedding):
+            continue
+        for weight in module.parameters(recurse=False):
+            if weight.ndim == 2:
+                token += _products(weight)
+            elif weight.ndim == 3 and chosen and name.endswith("experts"):  # (experts, out, in)
+                token += _products(weight) * chosen / len(weight)
+    return Flops(token, 0.0 if head is None else _products(head.weight), 12.0 * attention_width(model))
+
+
+def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> torch.Tensor:
+    """FLOPs (scalar) of forward and backward over this rank's rows of a micro-batch."""
+    attention, trained = micro.batch["attention_mask"].double(), micro.batch["response_mask"]
+    prompt = attention[:, : -trained.shape[1]].sum(1)  # (b,)
+    own = (attention.sum(1) - prompt - 1).clamp(min=0)  # (b,): tokens of the response, but the last
+    seen = own * prompt + own * (own + 1) / 2  # (b,)
+    if share_prompts:
+        groups = prompt_groups(micro)
+        prompt = torch.zeros_like(prompt).scatter(0, groups, prompt)  # each distinct prompt once
+    tokens, pairs = own.sum() + prompt.sum(), seen.sum() + (prompt * (prompt + 1) / 2).sum()
+    return tokens * flops.token + trained.sum() * flops.prediction + pairs * flops.pair
+
+
+def _products(weight: torch.Tensor) -> float:
+    """FLOPs of one token: forward, the input's gradient, and the weight's own if it trains."""
+    return weight.numel() * (6.0 if weight.requires_grad else 4.0)

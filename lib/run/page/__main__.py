@@ -1,0 +1,145 @@
+"""Writes the page of one run or of several over each other: one HTML file that opens from disk, without a network.
+
+With --serve the page stays fresh while the runs go on. It is served to this machine alone: from another one look at it
+through `ssh -L 8000:localhost:8000 HOST`.
+"""
+
+import hashlib
+import json
+import sys
+import threading
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from lib import InputError, report_mistake
+from lib.cli.secrets import private
+from lib.run.page.read import read_run, state
+from lib.run.page.samples import pack_samples
+from lib.run.page.write import as_script, render
+
+
+@dataclass
+class Args:
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """folders of runs, such as runs/NAME; those that differ in the seed alone become one curve with a range"""
+    output: Path | None = None
+    """the file to write; by default page.html in the first run's folder"""
+    serve: int | None = None
+    """serve the page on this port of 127.0.0.1 and keep it fresh, instead of writing a file"""
+    max_mb: float = 14.5
+    """most MB of samples in the page, compressed; beyond it steps are left out evenly, and the page says so"""
+
+
+def main(args: Args) -> None:
+    if not args.runs:
+        raise InputError("give the folder of a run, such as runs/NAME")
+    pages = Pages(args.runs, args.max_mb * 1e6)
+    if args.serve is not None:
+        serve(pages, args.serve)
+        return
+    data, chunks = pages.read()
+    file = args.output or args.runs[0] / "page.html"
+    try:
+        private(file).write_text(render(pages.title, data, chunks))  # it holds samples, see tracking.py
+    except OSError as error:
+        raise InputError(f"{file}: cannot be written ({error.strerror}); give another --output") from error
+    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+
+
+class Pages:
+    """The data of the page, read anew when the runs' files have changed."""
+
+    def __init__(self, folders: tuple[Path, ...], most_bytes: float) -> None:
+        self.folders, self.most_bytes = tuple(dict.fromkeys(folders)), most_bytes
+        names = [folder.resolve().name for folder in self.folders]
+        self.names = [name if names.count(name) == 1 else str(f) for name, f in zip(names, self.folders)]
+        self.title = ", ".join(self.names)
+        self.lock = threading.Lock()
+        self.stamp, self.data, self.chunks = "", "", dict[str, bytes]()
+
+    def read(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        runs, chunks = [], dict[str, bytes]()
+        for name, folder in zip(self.names, self.folders):
+            run = read_run(folder)
+            index, packed, notes = pack_samples(folder, self.most_bytes / len(self.folders))
+            runs.append(run | {"name": name, "samples": index, "notes": run["notes"] + notes})
+            chunks |= packed
+        return {"runs": runs}, chunks
+
+    def fresh(self) -> tuple[str, str, dict[str, bytes]]:
+        """(stamp of the runs' files, the data as JSON, the chunks)."""
+        with self.lock:
+            if (stamp := self._stamp()) != self.stamp:
+                data, self.chunks = self.read()
+                self.stamp, self.data = stamp, as_script(data)
+            return self.stamp, self.data, self.chunks
+
+    def _stamp(self) -> str:
+        files = [folder / name for folder in self.folders for name in ("metrics.jsonl", "samples.jsonl", "config.json")]
+        files += [file for folder in self.folders for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
+        sizes = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
+        states = [state(folder) for folder in self.folders]
+        return hashlib.sha256(json.dumps([sizes, states]).encode()).hexdigest()[:16]
+
+
+def serve(pages: Pages, port: int) -> None:
+    """Until Ctrl-C."""
+    pages.fresh()  # a folder without a run is an error now, not at the first look
+    try:
+        server = make_server(pages, port)
+    except OSError as error:
+        raise InputError(f"--serve {port}: {error.strerror}; give another port") from error
+    print(f"http://127.0.0.1:{server.server_port}/ shows {pages.title}, until Ctrl-C", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        server.server_close()
+
+
+def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # a name that an attacker's DNS gives to 127.0.0.1 must not read samples; a tunnel may have another port
+            if self.headers.get("Host", "").rsplit(":", 1)[0] not in ("127.0.0.1", "localhost"):
+                return self.answer(403, b"", "text/plain")
+            if self.path == "/":
+                return self.answer(200, render(pages.title, None, {}).encode(), "text/html; charset=utf-8")
+            stamp, data, chunks = pages.fresh()
+            if self.path == "/data.json" and self.headers.get("If-None-Match") == stamp:
+                return self.answer(304, b"", "application/json")
+            if self.path == "/data.json":
+                return self.answer(200, data.encode(), "application/json", stamp)
+            if (key := self.path.removeprefix("/chunk/")) in chunks:
+                return self.answer(200, chunks[key], "application/octet-stream")
+            return self.answer(404, b"", "text/plain")
+
+        def answer(self, status: int, body: bytes, kind: str, stamp: str = "") -> None:
+            self.send_response(status)
+            headers = {"Content-Type": kind, "Content-Length": str(len(body)), "ETag": stamp}
+            headers |= {
+                "Cache-Control": "no-store",
+                "X-Content-Type-Options": "nosniff",
+                "Referrer-Policy": "no-referrer",
+            }
+            for name, value in headers.items():
+                if value:
+                    self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Args, prog="python -m lib.run.page", description=__doc__))
+    except InputError as error:
+        report_mistake(f"error: {error}")
+        sys.exit(2)

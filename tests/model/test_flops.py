@@ -1,0 +1,75 @@
+"""The FLOPs of an update against torch's own count of the operations that run."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lib.model import load_model, response_log_probs
+from lib.model.flops import flops_of, update_flops
+from tests.common import VOCAB, rollout_batch, save_tiny
+
+PROMPTS, RESPONSES = [6, 6, 9, 9], [5, 8, 8, 3]  # 3 + 4 prompts
+
+
+@pytest.fixture(autouse=True)
+def plain_mask(monkeypatch):
+    """The counter cannot be told of a tensor subclass."""
+
+    def mask(tokens, seen):
+        return torch.ones(tokens, seen).tril(seen - tokens).bool()
+
+    monkeypatch.setattr("lib.model.attention.causal_lower_right", mask)
+
+
+def counted(model, batch, share_prompts: bool) -> tuple[float, float]:
+    """FLOPs of (weights, attention), by torch: batched products are those of attention."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        log_probs, entropy = response_log_probs(model, batch, 1.0, share_prompts=share_prompts)
+        (log_probs + entropy).sum().backward()
+    by_operation = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
+    attention = sum(flops for name, flops in by_operation.items() if "bmm" in name)
+    return sum(by_operation.values()) - attention, attention
+
+
+@pytest.fixture
+def model(tmp_path):
+    return load_model(save_tiny(tmp_path, tied=False))
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_products_are_those_that_torch_counts(model, share_prompts):
+    batch = rollout_batch(PROMPTS, RESPONSES)
+    batch.batch["input_ids"][1, :9] = batch.batch["input_ids"][0, :9]  # rows 0 and 1 answer the same prompt
+    flops = flops_of(model)
+    n = float(batch.batch["response_mask"].sum())
+    products, _ = counted(model, batch, share_prompts)
+    ours = float(update_flops(flops._replace(pair=0), batch, share_prompts))
+    again = n * flops.prediction / 3  # logits are computed a second time in the backward
+    assert products == pytest.approx(ours + again, rel=1e-12)
+
+
+def test_attention_is_the_half_that_is_not_masked_of_what_torch_counts(model):
+    batch = rollout_batch([6, 6], [5, 5])
+    s = 6 + 5 - 1  # the last token is not computed
+    flops = flops_of(model)
+    _, attention = counted(model, batch, share_prompts=False)
+    ours = float(update_flops(flops._replace(token=0, prediction=0), batch, share_prompts=False))
+    assert ours == 2 * 12 * 2 * 64 * s * (s + 1) / 2  # rows x 12 x layers x hidden x pairs
+    assert attention == pytest.approx(ours * 2 * s / (s + 1) + 2 * 10 * VOCAB)  # and the entropy's sum
+
+
+def test_frozen_weights_have_no_gradient_of_their_own(model):
+    for p in model.parameters():
+        p.requires_grad = False
+    model.model.layers[0].mlp.up_proj.weight.requires_grad = True
+    a_layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96
+    assert flops_of(model) == (4 * 2 * a_layer + 2 * 64 * 96, 4 * 64 * VOCAB, 12 * 2 * 64)
+
+
+def test_a_token_counts_the_experts_that_it_goes_to(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+    model = load_model(save_tiny(tmp_path, cls=Qwen3MoeForCausalLM, config=Qwen3MoeConfig, **experts))
+    a_layer = 2 * 64 * 64 + 2 * 64 * 32 + 4 * 64 + 2 * 3 * 64 * 32  # attention, router, two experts
+    assert flops_of(model).token == 6 * 2 * a_layer

@@ -1,0 +1,577 @@
+"""The run page in a real browser, on runs of the scripts and on folders of runs that are written for it."""
+
+import hashlib
+import json
+import re
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.run_page import response_row, write_rollouts, write_run
+from lib import InputError
+from lib.run.page.__main__ import Args, Pages, main, make_server
+from lib.run.page.read import read_run
+from lib.run.page.samples import bfloat16, pack_samples, spread_out
+from lib.run.page.write import UPLOT, as_script, sections
+from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
+from tests.run.browser import launch_options, why_no_browser
+
+TOOLS = [
+    *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
+    *(
+        "--val-files",
+        str(ROOT / "data/toy_tools/val.jsonl"),
+        "--max-prompt-length",
+        "32",
+        "--max-response-length",
+        "48",
+    ),
+    *("--multi-turn.tools", "calculator", "--multi-turn.max-turns", "3"),
+]
+
+
+# ---- the browser -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    if why := why_no_browser():
+        pytest.skip(why)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(**launch_options())
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def visit(browser, tmp_path) -> Iterator[Callable]:
+    """Opens the page of runs. At the end no page may have asked the network, printed to the console or opened a box."""
+    pages = []
+    said: list[str] = []
+
+    def open_page(*folders: Path, url: str = "", **how):
+        page = browser.new_page(**{"viewport": {"width": 1200, "height": 900}, "reduced_motion": "reduce"} | how)
+        page.set_default_timeout(5_000)
+        pages.append(page)
+        file = tmp_path / "page.html"
+        if not url:
+            main(Args(folders, output=file))
+        allowed = url or file.as_uri()
+        page.on("console", lambda message: said.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: said.append(f"error: {error}"))
+        page.on("dialog", lambda box: (said.append("a dialog"), box.dismiss()))
+        page.on("request", lambda request: request.url.startswith(allowed) or said.append(f"asked for {request.url}"))
+        page.goto(allowed)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert said == []
+
+
+def rows_of(run: Path) -> list[dict]:
+    files = sorted((run / "rollouts").glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def see_samples(page, **filters: str) -> None:
+    """Scrolls to the samples, which are drawn when they are looked at. filters: of the form, by their names."""
+    count(page)
+    for name, value in filters.items():
+        page.select_option(f"#f-{name}", value)
+    page.locator("#samples").evaluate("e => e.scrollIntoView()")
+    page.locator("#cards .t").first.wait_for()
+
+
+def count(page) -> int:
+    """The responses that the page says match."""
+    page.locator("#count", has_text=re.compile(r"^[\d,]+ responses?")).wait_for()
+    return int(page.inner_text("#count").split(" ")[0].replace(",", ""))
+
+
+def expect_count(page, responses: int) -> None:
+    page.locator("#count", has_text=re.compile(rf"^{responses:,} responses? ")).wait_for()
+
+
+def tip(page) -> dict[str, str]:
+    page.locator("#tip dl").wait_for()
+    names, values = page.locator("#tip dt").all_inner_texts(), page.locator("#tip dd").all_inner_texts()
+    return dict(zip(names, values))
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    """Four steps of grpo.py, two updates each, so that there are ratios."""
+    folder = tmp_path_factory.mktemp("runs")
+    more = ["--val-every", "2", "--val-before-train", "--num-mini-batches", "2", "--total-steps", "4"]
+    ran(fork("grpo", folder, *SMALL, *more, "--run-name", "toy"))
+    return folder / "toy"
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    ran(fork("grpo", folder, *SMALL, *TOOLS, "--lr", "3e-4", "--total-steps", "2", "--run-name", "tools"))
+    return folder / "tools"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """Two runs that differ in the seed and a third with another flag; 30 steps of 4 responses of 12 tokens."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, seed, flags in (("a", 1, {}), ("b", 2, {}), ("c", 1, {"lr": 5e-6})):
+        write_run(folder / name, 30, 4, 12, seed=seed, **flags)
+    return folder
+
+
+# ---- runs of the scripts -------------------------------------------------------------------------
+
+
+def test_the_page_of_a_run(toy, visit):
+    page = visit(toy)
+    card = page.locator(".run")
+    assert card.locator(".pill").inner_text() == "ended" and "step 4 of 4" in card.inner_text()
+    flags = card.locator(".flags").inner_text()
+    assert "--num-mini-batches 2 not 1" in flags and "--group-size 4 not 8" in flags and "--temperature" not in flags
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert commit[:12] in card.inner_text() and "CPU cores" in card.inner_text()
+    page.locator("#groups canvas").first.wait_for()
+    figures = page.locator("#groups figure")
+    assert figures.count() >= 60  # of every metric, and what is shown at a glance once more
+    last = json.loads((toy / "metrics.jsonl").read_text().splitlines()[-2])["reward/mean"]
+    glance = page.locator("#groups figure", has=page.get_by_text("reward/mean", exact=True)).first
+    assert float(glance.locator(".read").inner_text().removeprefix("last ")) == pytest.approx(last, rel=1e-3)
+    page.locator("#time").scroll_into_view_if_needed()
+    page.locator(".stages", has_text="rollout").wait_for()
+    validated = (toy / "samples.jsonl").read_text().count("\n")
+    assert count(page) == len(rows_of(toy)) + validated
+
+
+def test_hovering_and_arrow_keys_show_the_numbers_of_a_token(toy, visit):
+    page = visit(toy)
+    see_samples(page, kind="train")
+    box = page.locator(".tokens").first
+    rows = {row["response"]: row for row in rows_of(toy) if row["step"] == 4}
+    row = rows["".join(page.locator(".tokens").first.locator(".t").all_inner_texts())]
+    box.locator(".t").nth(2).hover()
+
+    def shown_as(name: str, value: float) -> None:
+        """2 %: the page keeps 1.6 %, and three digits of that are shown; what is nearly 0 is the difference of two."""
+        shown = float(tip(page)[name].split(" ")[0])
+        assert shown == pytest.approx(value, rel=0.02, abs=2e-3), name
+
+    for place in (2, 3, 2):
+        shown_as("log-prob", row["log_probs"][place])
+        shown_as("before the update", row["old_log_probs"][place])
+        shown_as("engine's", row["rollout_log_probs"][place])
+        shown_as("ratio", row["ratio"][place])
+        shown_as("advantage", row["advantages"][place])
+        shown_as("entropy", row["entropy"][place])
+        if place == 2:
+            box.focus()
+            page.keyboard.press("Home")
+            for _ in range(3):
+                page.keyboard.press("ArrowRight")
+        else:
+            page.keyboard.press("ArrowLeft")
+    assert "log-prob" in page.inner_text("#say")  # for a screen reader
+    page.keyboard.press("Escape")
+    assert page.locator("#tip").is_hidden()
+
+
+def test_tokens_take_the_colour_of_their_number(toy, visit):
+    page = visit(toy)
+    see_samples(page, kind="train")
+    options = page.locator("#colour option").all_inner_texts()
+    assert options == ["nothing", "log-prob", "ratio new / old", "advantage", "mismatch with the engine", "entropy"]
+    page.select_option("#colour", "advantage")
+    for response in page.locator(".response").all()[:4]:
+        advantage = float(re.search(r"advantage (\S+)", response.inner_text())[1])
+        classes = response.locator(".t").first.get_attribute("class")
+        assert bool(re.search(r"\bp\d", classes)) == (advantage > 0)
+    colour = "getComputedStyle(document.querySelector('.t.p8, .t.n8')).backgroundColor"
+    assert page.evaluate(colour) not in ("rgba(0, 0, 0, 0)", "transparent")
+    page.select_option("#colour", "none")
+    assert page.locator("#cards .p8, #cards .n8").count() == 0
+
+
+def test_turns_are_a_conversation(tools, visit):
+    page = visit(tools)
+    row = next(row for row in rows_of(tools) if len(row["turns"]) == 3)
+    see_samples(page, kind="train")
+    response = page.locator(".response", has=page.locator(".turn.environment")).first
+    response.scroll_into_view_if_needed()
+    labels = response.locator(".turn small").all_inner_texts()
+    assert labels[:3] == ["policy calls a tool", "environment", "policy"]
+    assert "<tool_call>" in response.locator(".call").first.inner_text()
+    given = response.locator(".turn.environment .t").first
+    assert "off" in given.get_attribute("class")
+    given.hover()
+    assert tip(page)["not sampled"] == "given by the environment"
+    policy = [turn["text"] for turn in row["turns"] if turn["by"] == "policy"]
+    page.fill("#f-text", policy[1])
+    expect_count(page, sum(policy[1] in row["response"] for row in rows_of(tools)))
+
+
+# ---- samples: filters ------------------------------------------------------------------------------
+
+
+def test_filters_find_what_the_files_hold(made, visit):
+    page, rows = visit(made / "a"), rows_of(made / "a")
+    page.select_option("#f-kind", "train")
+    expect_count(page, len(rows))
+    page.fill("#f-step-min", "11")
+    page.fill("#f-step-max", "20")
+    expect_count(page, 40)
+    page.fill("#f-score-min", "0.5")
+    right = [row for row in rows if 11 <= row["step"] <= 20 and row["score"] > 0.5]
+    expect_count(page, len(right))
+    word = right[0]["tokens"][5]
+    page.fill("#f-text", word.upper())
+    found = [row for row in right if word in row["prompt"] + "\n" + row["response"]]
+    expect_count(page, len(found))
+    page.click("#sample-bar button[type=reset]")
+    expect_count(page, len(rows) + 64)
+    page.fill("#f-length-min", "13")  # validation responses count characters
+    expect_count(page, 64)
+    page.fill("#f-length-min", "")
+    see_samples(page, sort="low", kind="train")
+    worst = min(np.mean([row["score"] for row in rows if row["step"] == step]) for step in range(1, 31))
+    page.locator(".sample-group:first-child", has_text=f"mean score {worst:g}").wait_for()
+
+
+def test_one_prompt_over_all_steps(made, visit):
+    page = visit(made / "a")
+    see_samples(page, kind="val")
+    page.locator(".sample-group", has_text="validation 7").get_by_role("button").first.click()
+    expect_count(page, 2)
+    assert [text.split()[1] for text in page.locator(".sample-group > header").all_inner_texts()] == ["0", "20"]
+    page.get_by_role("button", name="show all prompts").click()
+    expect_count(page, 64)
+
+
+def test_what_does_not_fit_is_left_out_evenly_and_said(made, visit, tmp_path):
+    index, chunks, _ = pack_samples(made / "a", 20_000)
+    steps = sorted({step for step, kind in zip(index["step"], index["kind"]) if index["texts"][kind] == "train"})
+    assert 4 <= len(steps) < 30 and max(np.diff(steps)) <= 16 and steps[-1] == 30
+    assert sum(map(len, chunks.values())) < 2 * 20_000  # the last one may go over
+    assert index["shown"] == len(index["step"]) < index["kept"] == 120 + 64
+    main(Args((made / "a",), output=tmp_path / "small.html", max_mb=0.02))
+    page = visit(url=(tmp_path / "small.html").as_uri())
+    assert f"The page holds {index['shown']} of 184" in page.inner_text("#count")
+
+
+# ---- curves: several runs --------------------------------------------------------------------------
+
+
+def test_runs_lie_over_each_other_and_seeds_are_a_range(made, visit):
+    page = visit(made / "a", made / "b", made / "c")
+    page.locator("#curves").evaluate("e => e.scrollIntoView()")
+    page.locator("#groups canvas").first.wait_for()
+    legend = page.locator("#legend button")
+    assert legend.all_inner_texts() == ["a and 1 seed more", "c"]
+    read = page.locator("figure", has=page.get_by_text("reward/mean", exact=True)).first.locator(".read")
+    last = [read_run(made / name)["metrics"]["reward/mean"][1][-1] for name in "abc"]
+    shown = [float(text) for text in read.inner_text().split()[1:]]
+    assert shown == pytest.approx([(last[0] + last[1]) / 2, last[2]], rel=1e-3)
+    page.check("#apart")
+    assert legend.all_inner_texts() == ["a", "b", "c"]
+    legend.nth(1).click()
+    assert legend.nth(1).get_attribute("aria-pressed") == "false"
+    shown = [float(text) for text in read.inner_text().split()[1:]]
+    assert shown == pytest.approx([last[0], last[2]], rel=1e-3)
+    plot = page.locator("figure", has=page.get_by_text("reward/mean", exact=True)).first.locator(".plot")
+    plot.focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert read.inner_text().startswith("step 29 ")
+    assert re.fullmatch(r"step 29 ·\s+a: \S+, c: \S+", page.inner_text("#say").strip())
+    other = page.locator("figure", has=page.get_by_text("response_length/mean", exact=True)).first.locator(".read")
+    assert other.inner_text().startswith("step 29 ")  # cursors move together
+    page.select_option("#x-axis", "tokens")
+    plot.hover()
+    assert read.inner_text().startswith("tokens ")
+    page.fill("#find", "metric_1 actor")
+    page.locator("#groups summary", has_text="at a glance").wait_for(state="detached")
+    assert page.locator("#groups figure").count() == 1 + 10  # metric_1 and metric_10 to 19
+    page.evaluate("document.querySelector('#smooth').value = 20")
+    page.dispatch_event("#smooth", "input")
+    assert page.inner_text("output[for=smooth]") == "20 %"
+
+
+def test_runs_of_one_name_are_told_apart(made, tmp_path):
+    other = write_run(tmp_path / "a", 1, 1, 1)
+    data, _ = Pages((made / "a", other, made / "a"), 1e6).read()
+    assert [run["name"] for run in data["runs"]] == [str(made / "a"), str(other)]
+
+
+def test_confidence_intervals_are_bands_and_no_curves(made, visit):
+    page = visit(made / "a")
+    names = page.locator("figcaption b").all_text_contents()
+    assert "val/made/up/mean@1" in names and not [name for name in names if "ci_" in name]
+
+
+# ---- text from runs --------------------------------------------------------------------------------
+
+HOSTILE = ["</script>", "<script>document.title = 'pwned'</script>", "<img src=http://example.com/x onerror=alert(1)>"]
+HOSTILE += ["\x1b[31m", "\x00", "\u202eabc", "\u200b", "\u2028", "שלום", "\u2066", "<!--", "&lt;", "\n", "{{ 7 * 7 }}"]
+
+
+@pytest.fixture
+def hostile(tmp_path) -> Path:
+    run = write_run(tmp_path / "<b>run", 2, 2, 3, name="</script><script>alert(1)</script>")
+    rng, text = np.random.default_rng(0), "".join(HOSTILE)
+    more = {"prompt": text, "ground_truth": text, "data_source": text, "finish_reason": "<i>stop"}
+    turns = [{"by": "policy", "text": text, "tokens": len(HOSTILE), "reward": float("nan")}]
+    rewards = json.dumps({"<u>key": text, "nan": float("nan")})
+    write_rollouts(run, 3, [response_row(3, 0, HOSTILE, rng, **more, rewards=rewards)])
+    write_rollouts(run, 4, [response_row(4, 0, HOSTILE, rng, **more, rewards=rewards, turns=turns)])
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "prompt": text, "response": "\ud800" + text, "score": 1.0}) + "\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "reward/<script>alert(1)</script>": 1.0}) + "\n")
+    return run
+
+
+def test_text_of_a_run_is_text(hostile, visit):
+    """`visit` sees to it that nothing ran, was asked for or was printed."""
+    page = visit(hostile)
+    page.click("#open-all")
+    for step, responses in (("3", 1), ("4", 1), ("2", 3)):
+        page.fill("#f-step-min", step)
+        page.fill("#f-step-max", step)
+        expect_count(page, responses)
+        see_samples(page)
+        page.locator(".response").last.scroll_into_view_if_needed()
+        for summary in page.locator("#cards summary").all():
+            summary.click()
+    text = page.locator(".tokens").last.inner_text()
+    for shown in ("<script>document.title = 'pwned'</script>", "onerror=alert(1)>", "␛[31m", "␀", "‹U+202E›abc"):
+        assert shown in text
+    for shown in ("‹U+200B›", "‹U+2028›", "‹U+2066›", "שלום", "<!--", "&lt;", "{{ 7 * 7 }}", "‹U+D800›"):
+        assert shown in text or shown == "‹U+D800›"
+    assert page.locator("main img, main script, main i:not(.scale i), main u").count() == 0
+    assert page.title() == "<b>run · plainrl"
+    page.fill("#f-text", "onerror=ALERT")
+    page.fill("#f-step-min", "")
+    page.fill("#f-step-max", "")
+    expect_count(page, 3)
+
+
+@given(st.text())
+def test_json_in_a_script_element_cannot_end_it(text):
+    shown = as_script({"text": text})
+    assert "<" not in shown and shown.isascii() and json.loads(shown) == {"text": text}
+
+
+# ---- looks -----------------------------------------------------------------------------------------
+
+CONTRAST = """() => {
+  const style = getComputedStyle(document.querySelector('#theme'));
+  const probe = document.createElement('i');
+  document.body.append(probe);
+  const light = (name) => {
+    probe.style.color = `var(--${name})`;
+    const parts = getComputedStyle(probe).color.match(/[\\d.]+/g).slice(0, 3).map((c) => c / 255)
+      .map((c) => (c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4));
+    return .2126 * parts[0] + .7152 * parts[1] + .0722 * parts[2];
+  };
+  const ratio = (a, b) => (Math.max(light(a), light(b)) + .05) / (Math.min(light(a), light(b)) + .05);
+  return Object.fromEntries(['text', 'muted', 'accent', 'good', 'bad'].flatMap((ink) =>
+    ['bg', 'card', 'sunk', 'bad-bg'].map((paper) => [`${ink} on ${paper}`, ratio(ink, paper)])));
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_in_both_themes(made, visit, scheme):
+    """WCAG AA: 4.5 to 1."""
+    page = visit(made / "a", color_scheme=scheme)
+    assert {pair: round(ratio, 2) for pair, ratio in page.evaluate(CONTRAST).items() if ratio < 4.5} == {}
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(made, visit):
+    page = visit(made / "a", color_scheme="dark")
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    dark = page.evaluate(background)
+    page.emulate_media(color_scheme="light")
+    light = page.evaluate(background)
+    assert dark != light
+    page.click("#theme")
+    page.click("#theme")
+    assert page.get_by_role("button", name="Colours: dark").count() == 1 and page.evaluate(background) == dark
+
+
+@pytest.mark.parametrize("runs", ["toy", "tools", "hostile"])
+def test_a_phone_scrolls_in_one_direction(runs, visit, request):
+    page = visit(request.getfixturevalue(runs), viewport={"width": 360, "height": 740})
+    page.click("#open-all")
+    see_samples(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    wide = "(e) => e.getBoundingClientRect().right > 361 && e.checkVisibility()"
+    assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({wide}).map((e) => e.outerHTML)") == []
+
+
+def test_everything_can_be_reached_by_keyboard(made, visit):
+    """From the top of the page by Tab alone; each stop shows its focus."""
+    page = visit(made / "a")
+    see_samples(page)
+    page.locator(".skip").focus()
+    reached = Counter()
+    for _ in range(60):
+        where = "(e => [e.id || e.className || e.tagName, getComputedStyle(e).outlineStyle])(document.activeElement)"
+        name, outline = page.evaluate(where)
+        assert outline != "none", name
+        reached[name] += 1
+        page.keyboard.press("Tab")
+    assert {"skip", "theme", "find", "x-axis", "smooth", "open-all", "plot", "f-kind", "f-text", "colour"} <= set(
+        reached
+    )
+    assert {"prompt", "tokens text"} <= set(reached)
+
+
+# ---- runs that are old, empty, broken -------------------------------------------------------------
+
+
+def test_a_run_without_training_samples_says_how_to_keep_them(made, visit, tmp_path):
+    run = write_run(tmp_path / "old", 2, 1, 2)
+    for file in (run / "rollouts").iterdir():
+        file.unlink()
+    (run / "starts/1/start.json").write_text(json.dumps({"commit": "0123456789abcdef"}))  # as runs once wrote it
+    page = visit(run)
+    assert count(page) == 32 and "--save-rollouts" in page.inner_text("#count")
+    assert "not recorded" in page.inner_text(".run")
+
+
+def test_an_empty_run(tmp_path, visit):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text('{"script": "grpo.py", "seed": 1, "total_steps": 5}')
+    page = visit(tmp_path / "run")
+    assert "state unknown" in page.inner_text(".run") and "No metrics yet" in page.inner_text("#groups")
+    assert "No step is done yet" in page.inner_text("#times") and "No samples yet" in page.inner_text("#count")
+
+
+def test_numbers_that_are_not_finite_and_broken_lines_are_said(tmp_path, visit):
+    run = write_run(tmp_path / "run", 3, 2, 4)
+    row = {"step": 4, "actor/metric_1": None, "nonfinite": {"actor/metric_1": "nan"}, "reward/zero_variance": 0.95}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + '\nno row\n{"step": "x"}\n{"step": 5, "half')
+    (run / "rollouts/step_000003-rank_0.parquet").write_bytes(b"PAR1")
+    (run / ".lock").write_text('{"pid": 1}')
+    page = visit(run)
+    assert page.locator(".pill").inner_text() == "stopped"
+    notes = page.locator(".note").all_inner_texts()
+    assert "metrics.jsonl: left out 2 of 7 lines that are no rows of a run (line 6, 7)" in notes
+    assert any("step_000003-rank_0.parquet: left out" in note for note in notes)
+    alarms = page.locator(".alarm")
+    assert "actor/metric_1 not finite" in alarms.nth(1).inner_text()
+    assert "equal scores in more than 90 % of the groups" in alarms.nth(0).inner_text()
+    alarms.nth(0).locator("summary").click()
+    assert "reward/zero_variance" in alarms.nth(0).locator(".help").inner_text()
+    page.fill("#find", "metric_1")
+    page.locator("figure .nan", has_text="nan × 1").first.wait_for()
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="nope is no folder"):
+        main(Args((tmp_path / "nope",)))
+    with pytest.raises(InputError, match="has neither config"):
+        main(Args((tmp_path,)))
+
+
+def test_the_page_needs_no_torch_and_is_its_owners_alone(made, tmp_path):
+    code = "import runpy, sys; sys.argv[1:] = sys.argv[1:]; runpy.run_module('lib.run.page', run_name='__main__'); "
+    code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    words = [*PYTHON, "-c", code, str(made / "a"), "--output", str(tmp_path / "page.html")]
+    ran(subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100))
+    assert (tmp_path / "page.html").stat().st_mode & 0o077 == 0
+
+
+def test_every_alarm_has_its_help_on_the_page():
+    from lib.run.trouble import ALARMS, COUNTS
+
+    helps = sections((ROOT / "docs/troubleshooting.md").read_text())
+    assert {alarm.section for alarm in ALARMS} | {section for _, section in COUNTS.values()} <= set(helps)
+    assert "<table>" in "".join(helps.values()) and 'href="http' not in helps["groups-have-equal-scores"]
+    assert not re.findall(r'href="(?!https?://)', "".join(helps.values()))
+
+
+# ---- a run that goes on ----------------------------------------------------------------------------
+
+
+def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path, visit):
+    run = write_run(tmp_path / "run", 25, 4, 12)
+    server = make_server(Pages((run,), 1e6), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/"
+    try:
+        page = visit(url=url)
+        page.fill("#f-score-min", "0.5")
+        see_samples(page, kind="train")
+        before = sum(row["score"] > 0.5 for row in rows_of(run))
+        expect_count(page, before)
+        place = page.locator("#cards .response").first.element_handle()
+        text, top = place.inner_text(), place.bounding_box()["y"]
+        write_rollouts(run, 26, [response_row(26, i, ["new"], np.random.default_rng(0), score=1.0) for i in range(3)])
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 26, "reward/mean": 0.9}) + "\n")
+        page.get_by_role("button", name="show what is new").wait_for()
+        assert "step 26 of 25" in page.inner_text(".run")
+        assert place.inner_text() == text and place.bounding_box()["y"] == pytest.approx(top, abs=1)
+        page.get_by_role("button", name="show what is new").click()
+        expect_count(page, before + 3)
+        assert "step 26" in page.locator(".sample-group").first.inner_text()
+        assert page.input_value("#f-score-min") == "0.5"
+
+        etag = httpx.get(f"{url}data.json").headers["ETag"]
+        assert httpx.get(f"{url}data.json", headers={"If-None-Match": etag}).status_code == 304
+        assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
+        assert httpx.get(f"{url}../config.json").status_code == 404
+        assert httpx.get(f"{url}chunk/nope").status_code == 404
+        page.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# ---- parts -----------------------------------------------------------------------------------------
+
+
+def test_uplot_is_the_published_package():
+    """https://registry.npmjs.org/uplot/-/uplot-1.6.32.tgz: LICENSE (MIT) and two files of dist/."""
+    assert {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in UPLOT.iterdir()} == {
+        "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+        "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    }
+
+
+@given(st.lists(st.floats(width=32, allow_subnormal=False)), st.integers(1, 7))
+def test_numbers_are_rounded_to_binary_digits(values, digits):
+    """Half of the last digit."""
+    halves = bfloat16(np.array(values, np.float32), digits)
+    back = (halves.astype("<u4") << 16).view("<f4")
+    exact = np.array(values, np.float32)
+    finite = np.abs(exact) < 2e38  # the largest round to infinity
+    np.testing.assert_allclose(back[finite], exact[finite], rtol=2.0 ** -(digits + 1))
+    np.testing.assert_array_equal(back[~np.isfinite(exact)], exact[~np.isfinite(exact)])
+
+
+@given(st.integers(0, 300), st.data())
+def test_any_beginning_is_spread_over_all(n, data):
+    order = [*spread_out(range(n))]
+    assert sorted(order) == [*range(n)]
+    taken = data.draw(st.integers(2, max(2, n)))
+    gaps = np.diff(sorted(order[:taken]))
+    assert n < 2 or max(gaps) <= max(1, 4 * n / taken)
