@@ -346,6 +346,7 @@ def main(args: Args) -> None:
 
         # ---- 4 advantages
         metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)
+        run.record(batch)
 
         # ---- 5 update
         metrics |= update(args, actor, batch, sizes, entropy_control.value)

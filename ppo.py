@@ -310,6 +310,7 @@ def main(args: Args) -> None:
 
         # ---- 4 advantages
         metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)
+        run.record(batch)
 
         # ---- 5 update
         warm_up = step <= args.critic_warmup_steps

@@ -14,11 +14,12 @@ from annotated_types import Ge, Gt, Interval
 from tyro.conf import OmitArgPrefixes, configure
 
 from lib import InputError, launched_ranks
-from lib.cli.flags import Group, Names, OnResume, as_flag, given, parse_json
+from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, given, parse_json
 from lib.cli.user_code import load_object
 
 MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
 FILES, ROWS = Names.FILES, Names.ROWS
+AS_RECORDED = OnReplay.AS_RECORDED
 ROOT = Path(__file__).parent.parent
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
 RENAMED = {
@@ -177,13 +178,13 @@ class RolloutArgs(Group):
     async_level: Annotated[int, Ge(0)] = 0
     """steps that rollouts may run ahead of training, on servers of their own (http://...); their weights are then up to
     this many steps old. Above 0, --rollout-correction has a default"""
-    max_response_length: Annotated[int, Ge(1)] = 16
+    max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 16
     """most tokens of a response; with --multi-turn, of a whole episode"""
-    temperature: Annotated[float, Gt(0)] = 1.0
+    temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
     """sampling temperature; the loss uses log-probs at this temperature, top_p and top_k"""
-    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1), AS_RECORDED] = 1.0
     """nucleus sampling: from the fewest likeliest tokens whose probabilities add up to this; 1: from all tokens"""
-    top_k: Annotated[int, Ge(-1)] = -1
+    top_k: Annotated[int, Ge(-1), AS_RECORDED] = -1
     """sample from the k likeliest tokens; -1: from all"""
 
     def check(self) -> None:
@@ -199,12 +200,12 @@ class RolloutArgs(Group):
 class RewardArgs(Group):
     """Who scores responses, and under what limits."""
 
-    reward: Annotated[tuple[str, ...], FILES] = ("data_source",)
+    reward: Annotated[tuple[str, ...], FILES, AS_RECORDED] = ("data_source",)
     """scorers, whose scores are added up: data_source (the one in rewards/ for each row's data_source) or
     path/to/file.py:function (your own)"""
     reward_weights: Annotated[tuple[float, ...], Interval(ge=-1e4, le=1e4)] = ()
     """a weight for each scorer of --reward; empty: 1 each"""
-    reward_kwargs: str = "{}"
+    reward_kwargs: Annotated[str, AS_RECORDED] = "{}"
     """JSON of keyword arguments for every scorer"""
     reward_workers: Annotated[int, Ge(0), MAY_CHANGE] = 2
     """scoring processes of each rank; 0: score in the training process, where breakpoint() works"""
@@ -216,7 +217,7 @@ class RewardArgs(Group):
     """the weakest sandbox that is accepted for what a model wrote; docs/rewards.md says what each lets through"""
     reward_failure_score: Annotated[float | None, Interval(ge=-1e12, le=1e12)] = None
     """score of a response whose scorer hangs, crashes or raises; empty: it is in no group and is not trained on"""
-    reward_model: Annotated[str, FILES] = ""
+    reward_model: Annotated[str, FILES, AS_RECORDED] = ""
     """Hugging Face id or folder of a sequence classifier with one output, which is added to the scorers' score"""
     reward_model_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
     """weight of the reward model's score"""
@@ -308,6 +309,11 @@ class RunArgs(Group):
     one of run_name takes that run back to it, one of another run starts run_name from it"""
     resume_override: Annotated[tuple[str, ...], NOT_COMPARED] = ()
     """flags that change results (or `script`) and may differ from the checkpoint's; config.json records them"""
+    record: Annotated[str, NOT_COMPARED] = ""
+    """folder, seen by all nodes, that keeps what each step samples and its scores for --replay, and its whole batch for
+    a debugger (docs/replay.md)"""
+    replay: str = ""
+    """folder of a --record: train on what was sampled and scored there, without engine and scorers, on as many ranks"""
     stage_timeout: Annotated[float, Ge(0), MAY_CHANGE] = 1800.0
     """seconds that a stage (start, rollout, update, save, ...) may take before the job ends and says why; after a 30th
     of that, a line says where the ranks are; 0: no limit. Loading models has no limit"""
@@ -330,6 +336,12 @@ class RunArgs(Group):
     def check(self) -> None:
         if not self.dry_run:
             check_output_dir(self.output_dir)
+        if self.record and self.replay:
+            raise InputError("--record with --replay: what a replay samples and scores is recorded already; drop one")
+        if self.record and not self.dry_run:
+            check_output_dir(self.record, "--record")
+        if self.replay and not Path(self.replay, "config.json").is_file():
+            raise InputError(f"--replay {self.replay}: no config.json there; give the folder of a run with --record")
         if self.resume == "auto" and not self.run_name:
             raise InputError("--resume auto needs the --run-name of the run to resume")
         if self.profile_memory and not self.profile_steps:
@@ -350,7 +362,7 @@ class RunArgs(Group):
 class MultiTurnArgs:
     """Episodes of several turns; they need tools or an interaction (docs/multi_turn.md)."""
 
-    tools: tuple[str, ...] = ()
+    tools: Annotated[tuple[str, ...], AS_RECORDED] = ()
     """tools of the episodes: calculator, python, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
     interaction: str = ""
     """what answers a turn without a tool call: reasoning_gym or path/to/file.py:Class; empty: the episode ends"""
@@ -571,6 +583,7 @@ def check_common_flags(args: Any) -> None:
     args.multi_turn.check()
     _check_models_and_files(args)
     _check_sampling(args)
+    _check_replay(args)
     _check_kl(args)
     _check_parallel(args)
     if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction):
@@ -586,8 +599,6 @@ def check_engine(name: str, ranks: int) -> None:
         )
     if name not in ("hf", "vllm") and not all(url.startswith(("http://", "https://")) for url in name.split(",")):
         raise InputError(f"--rollout-engine {name}: must be hf, vllm or the URL of a vLLM server (http://host:port)")
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
 
 
 def check_model_path(path: str, flag: str = "--model") -> None:
@@ -619,15 +630,15 @@ def check_scorers(name: str, specs: tuple[str, ...]) -> None:
             load_object(as_flag(name), spec)
 
 
-def check_output_dir(folder: str) -> None:
+def check_output_dir(folder: str, flag: str = "--output-dir") -> None:
     """Raises InputError for a folder that cannot be made or written to."""
     there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
     if not there.is_dir():
-        raise InputError(f"--output-dir {folder}: {there} is not a folder")
+        raise InputError(f"{flag} {folder}: {there} is not a folder")
     try:
         tempfile.TemporaryDirectory(dir=there).cleanup()
     except OSError as error:
-        raise InputError(f"--output-dir {folder}: {there} cannot be written: {error.strerror}") from error
+        raise InputError(f"{flag} {folder}: {there} cannot be written: {error.strerror}") from error
 
 
 def _check_models_and_files(args: Any) -> None:
@@ -642,6 +653,8 @@ def _check_models_and_files(args: Any) -> None:
 
 
 def _check_sampling(args: Any) -> None:
+    if args.rollout.rollout_engine == "vllm" and not args.run.replay and importlib.util.find_spec("vllm") is None:
+        raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     if args.rollout.async_level and args.multi_turn.wanted:
         raise InputError(
             f"--async-level {args.rollout.async_level}: episodes of --multi-turn do not run ahead; drop one"
@@ -652,6 +665,12 @@ def _check_sampling(args: Any) -> None:
     reading |= {"optimal_token_baseline", "tir_optimal_token_baseline"} & {getattr(args, "adv_estimator", None)}
     if args.old_log_probs == "rollout" and reading:
         raise InputError(f"--old-log-probs rollout spares the forward pass that {reading.pop()} needs: drop one")
+
+
+def _check_replay(args: Any) -> None:
+    for name in ("record", "replay"):
+        if getattr(args.run, name) and args.validation.val_only:
+            raise InputError(f"--{name} is about training steps, and --val-only has none: drop one")
 
 
 def _check_kl(args: Any) -> None:
@@ -672,6 +691,7 @@ def _check_parallel(args: Any) -> None:
         "--dp-replicate-size": args.shard.dp_replicate_size > 1,
         "--sequence-parallel-size": args.shard.sequence_parallel_size > 1,
         "--dry-run": args.run.dry_run > 0,
+        "the validation of --replay (--val-every 0 --no-val-before-train)": args.run.replay and args.validation.wanted,
     }
     for name, is_given in without_tensor_parallel.items():
         if args.shard.tensor_parallel_size > 1 and is_given:

@@ -123,7 +123,8 @@ def load_inputs(args: Any) -> Inputs:
     """
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust = {"trust_remote_code": model.trust_remote_code}
-    check_engine_import(args.rollout.rollout_engine)
+    if not args.run.replay:
+        check_engine_import(args.rollout.rollout_engine)
     for flag, path in {"--model": model.model, "--critic-model": getattr(args, "critic_model", "")}.items():
         if path:
             check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
@@ -333,10 +334,10 @@ def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, upda
 
 
 def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
-    """Makes the engine, and the run's rollouts from its next step on."""
+    """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
     engine = make_engine(
-        rollout.rollout_engine,
+        "hf" if run.tape.replays else rollout.rollout_engine,
         actor.module,
         inputs.tokenizer,
         folder=run.folder / "engine",
@@ -370,6 +371,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         steps=range(run.step + 1, args.run.total_steps + 1),
         async_level=rollout.async_level,
         sync_tolerance=1e-3 if dtype == torch.float32 else 0.25,  # nats; bf16 engines differ by 0.03
+        tape=run.tape,
     )
 
 
@@ -380,12 +382,13 @@ def make_rewards_and_validation(
     reward: RewardArgs = args.reward
     judge = None
     if reward.reward_model:
+        judge = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
+    if reward.reward_model and (args.validation.wanted or not run.tape.replays):
         dtype, trust = sharding.forward.compute_dtype, sharding.model.trust_remote_code
         module, tokenizer = load_reward_model(reward.reward_model, dtype=dtype, trust_remote_code=trust, on_meta=True)
         mesh = make_mesh(sharding.world, sharding.shard.dp_replicate_size)  # each rank runs its own rows
         offload = "reward_model" in sharding.shard.cpu_offload
-        module = shard_model(module, mesh, dtype, cpu_offload=offload)
-        judge = RewardModel(module, tokenizer, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
+        judge.module, judge.tokenizer = shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
 
     def scored_by(scorers: list[Scorer]) -> Rewards:
         manager = RewardManager(
@@ -395,6 +398,7 @@ def make_rewards_and_validation(
             timeout_s=reward.reward_timeout,
             memory_mb=reward.reward_memory,
             failure_score=reward.reward_failure_score,
+            tape=run.tape,
         )
         return Rewards(manager, judge, args.multi_turn.reward_coef)
 

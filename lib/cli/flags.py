@@ -28,7 +28,7 @@ from lib.cli.secrets import secret_in
 T = TypeVar("T")
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
-OF_ONE_START |= {"history", "profile_steps", "profile_memory"}
+OF_ONE_START |= {"history", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
@@ -46,6 +46,12 @@ class OnResume(Enum):
 
     MAY_CHANGE = "results stay the same but for the rounding of sums"
     NOT_COMPARED = "it is about this start"
+
+
+class OnReplay(Enum):
+    """What a replay does with a flag whose value differs from the recording's. Without a mark it takes the new one."""
+
+    AS_RECORDED = "it decides what a recording holds"
 
 
 class Names(Enum):

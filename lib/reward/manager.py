@@ -10,7 +10,7 @@ verl's managers are cases of this one: naive is workers=0, prime is workers of 1
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import compress
 
@@ -24,6 +24,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum
 from lib.reward.pool import Pool
 from lib.reward.scorers import LARGEST_SCORE, Scorer, call, checked, load_scorer
+from lib.rollout import Tape
 
 ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run
 
@@ -47,13 +48,14 @@ class RewardManager:
         timeout_s: float = 30.0,
         memory_mb: int = 2048,
         failure_score: float | None = None,
+        tape: Tape | None = None,
     ):
         self.scorers, self.tokenizer, self.timeout_s, self.failure_score = scorers, tokenizer, timeout_s, failure_score
-        if workers:
-            self._pool = Pool([asdict(scorer) | {"time_limit_s": timeout_s} for scorer in scorers], workers, memory_mb)
-        else:
-            self._pool = None
-            self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in scorers]
+        self.workers, self.memory_mb, self.tape = workers, memory_mb, tape or Tape()
+        self._pool: Pool | None = None
+        self._functions: list[Callable] | None = None
+        if not self.tape.replays:
+            self._start()
         self._scored: set[str] = set()  # names of scorers that have given a score
         self._failures: Counter = Counter()  # counts by (name, kind)
         self._numbers: set[str] = set()  # keys that scorers have given numbers for
@@ -80,16 +82,28 @@ class RewardManager:
         for k, scorer in enumerate(self.scorers):
             calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
         tasks = [(k, self.timeout_s * len(part), [samples[i] for i in part]) for k, part in calls]
-        answers: Iterator[tuple[int, list]]
-        if self._pool is None:
-            answers = enumerate([self._score_here(k, part) for k, _, part in tasks])
-        else:
-            answers = self._pool.collect(self._pool.submit(tasks))  # lazy: get() waits for them
+        answers = iter(()) if self.tape.gives else self._answers(tasks)
         return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
+
+    def _start(self) -> None:
+        """The scorers' imports, which take seconds, begin."""
+        if self.workers:
+            limit = {"time_limit_s": self.timeout_s}
+            self._pool = Pool([asdict(scorer) | limit for scorer in self.scorers], self.workers, self.memory_mb)
+        else:
+            self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in self.scorers]
+
+    def _answers(self, tasks: list[tuple[int, float, list[dict]]]) -> Iterator[tuple[int, list]]:
+        """Begins to score; the iterator waits for the answers."""
+        if self._pool is None and self._functions is None:
+            self._start()
+        if self._pool is None:
+            return enumerate([self._score_here(k, part) for k, _, part in tasks])
+        return self._pool.collect(self._pool.submit(tasks))
 
     def _score_here(self, k: int, samples: list[dict]) -> list:
         try:
@@ -164,7 +178,7 @@ class PendingScores:
         """
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
-        for number, answers in self.answers:
+        for number, answers in manager.tape.each("scores", self.answers):
             k, rows = self.calls[number]
             name = manager.scorers[k].name
             for row, (kind, value) in zip(rows, answers):

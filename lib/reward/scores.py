@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +19,17 @@ from lib.reward.manager import PendingScores, RewardManager
 
 @dataclass
 class RewardModel:
-    module: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    """Without a module where a replay has its scores."""
+
+    module: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase | None
     coef: float
     micro_batch_tokens: int
+
+    def scores(self, batch: DataProto, policy_tokenizer: PreTrainedTokenizerBase) -> DataProto:
+        """`scores` (B,) of the conversations. A collective."""
+        found = reward_model_scores(self.module, self.tokenizer, batch, policy_tokenizer, self.micro_batch_tokens)
+        return DataProto.from_dict({"scores": found})
 
 
 @dataclass
@@ -57,6 +65,7 @@ class PendingRewards:
 
         Returns the scorers' other values for each row, and metrics of how many failed. A collective.
         """
+        manager = self.rewards.manager
         scores, extras, failures = self.scores.get()
         unscored = scores.isnan().any(1)
         batch.batch["response_mask"][unscored] = 0
@@ -64,8 +73,7 @@ class PendingRewards:
         if "turn_rewards" in batch.batch:
             scores = scores + self.rewards.turn_coef * batch.batch["turn_rewards"]
         if (judge := self.rewards.reward_model) is not None:
-            tokenizer, size = self.rewards.manager.tokenizer, judge.micro_batch_tokens
-            judged = reward_model_scores(judge.module, judge.tokenizer, batch, tokenizer, size)
+            judged = manager.tape.take("reward_model", partial(judge.scores, batch, manager.tokenizer)).batch["scores"]
             scores = scores + judge.coef * at_last_token(judged, batch.batch["response_mask"])
             extras["reward_model"] = judged.tolist()
         batch.batch["token_level_scores"] = scores

@@ -15,20 +15,26 @@ from lib.rollout.engine import (
     turn_seed,
 )
 from lib.rollout.hf_engine import HFEngine
+from lib.rollout.replay import Recording, Replay, Tape, check_recorded, forget_after
 from lib.rollout.stream import Rollouts, check_engine_import, make_engine
 from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
 
 __all__ = [
     "Generated",
     "HFEngine",
+    "Recording",
+    "Replay",
     "RolloutEngine",
     "Rollouts",
     "Sampling",
+    "Tape",
     "WeightSyncError",
     "add_responses",
     "check_engine_import",
+    "check_recorded",
     "concat_rows",
     "fit_columns",
+    "forget_after",
     "make_engine",
     "request_seeds",
     "rollouts_ahead",

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, all_reduce_max
+from lib.rollout.replay import Tape
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ def rollouts_ahead(
     requests: Iterator[tuple[DataProto, list[int], dict]],
     sampling: Sampling,
     level: int,
+    tape: Tape,
 ) -> Iterator[tuple[DataProto, dict]]:
     """Yields (rollout, info) for each of `requests`, which are (prompts, seeds, info).
 
@@ -210,16 +213,16 @@ def rollouts_ahead(
     """
     if level == 0:
         for prompts, seeds, state in requests:
-            yield generate(prompts, sampling, seeds), state
+            yield tape.rollout(prompts, partial(generate, prompts, sampling, seeds)), state
         return
     started: deque[tuple] = deque()
     for prompts, seeds, state in requests:
         started.append((prompts, engine.start(prompts, sampling, seeds), state))
         if len(started) > level:
             prompts, rows, state = started.popleft()
-            yield engine.collect(prompts, sampling, rows), state
+            yield tape.rollout(prompts, partial(engine.collect, prompts, sampling, rows)), state
     for prompts, rows, state in started:
-        yield engine.collect(prompts, sampling, rows), state
+        yield tape.rollout(prompts, partial(engine.collect, prompts, sampling, rows)), state
 
 
 def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int) -> dict[str, Metric]:

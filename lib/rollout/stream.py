@@ -1,6 +1,7 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lib.distributed import Metric, World, timed
 from lib.model import Policy
 from lib.rollout.engine import RolloutEngine, Sampling, request_seeds, rollouts_ahead, staleness_metrics
 from lib.rollout.hf_engine import HFEngine
+from lib.rollout.replay import Tape
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.weight_sync import sync_weights
@@ -73,18 +75,25 @@ class Rollouts:
         steps: range,
         async_level: int,
         sync_tolerance: float,
+        tape: Tape,
     ):
         self.engine, self._generate, self.loader, self.sampling = engine, generate, loader, sampling
         self.world, self.sizes, self.seed, self.async_level = world, sizes, seed, async_level
-        self.sync_tolerance, self.steps = sync_tolerance, steps
+        self.sync_tolerance, self.steps, self.tape = sync_tolerance, steps, tape
         self._prompts: Iterator | None = None
-        self._ahead = rollouts_ahead(engine, generate, self._requests(), sampling, async_level)
+        level = 0 if tape.replays else async_level
+        self._ahead = rollouts_ahead(engine, generate, self._requests(), sampling, level, tape)
         self._state = {} if loader is None else loader.state_dict()
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
         """Gives the engine the policy's weights after `version` steps, and checks that it has them."""
-        return sync_weights(self.engine, actor.module, version, tolerance=self.sync_tolerance)
+
+        def proved() -> DataProto:
+            metrics = sync_weights(self.engine, actor.module, version, tolerance=self.sync_tolerance)
+            return DataProto(meta_info=dict(metrics))
+
+        return self.tape.take("sync", proved).meta_info
 
     @timed("rollout")
     def next(self) -> tuple[DataProto, DataProto]:
@@ -97,14 +106,14 @@ class Rollouts:
         """The responses of batch `number` of a step that samples several."""
         _, batch, seeds = self._batch_of(step, number * self.sizes.local_prompts * self.world.size)
         self._state = self.loader.state_dict()
-        return self._generate(batch, self.sampling, seeds)
+        return self._sampled(batch, self.sampling, seeds)
 
     def generate(
         self, prompts: DataProto, sampling: Sampling, step: int, numbers: list[int] | None = None
     ) -> DataProto:
         """One response to each prompt. step: -1 for validation. numbers: the prompts' numbers, counted over all ranks;
         None: those of a training step."""
-        return self._generate(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
+        return self._sampled(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
 
     @timed("rollout")
     def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
@@ -148,6 +157,9 @@ class Rollouts:
         if self.loader is not None:  # there is none with --val-only
             self.loader.load_state_dict(state)
             self._state = self.loader.state_dict()
+
+    def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        return self.tape.rollout(prompts, partial(self._generate, prompts, sampling, seeds))
 
     def _requests(self) -> Iterator[tuple]:
         for step in self.steps:

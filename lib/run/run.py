@@ -8,6 +8,7 @@
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
     val_only/1/    what --val-only writes
     profile/       what --profile-steps writes
+    (--record DIR  what each step took from outside: lib/rollout/replay.py)
 
 A kill at any moment leaves the run at one of its checkpoints. For this, a rewind takes out later checkpoints first,
 from the highest down, and every start cuts off rows after the checkpoint.
@@ -49,6 +50,7 @@ from lib.distributed import (
     step_timing,
 )
 from lib.model import Trained
+from lib.rollout import Recording, Replay, Tape, check_recorded, forget_after
 from lib.run.checkpoint import (
     export_hf,
     load_batches,
@@ -61,13 +63,14 @@ from lib.run.checkpoint import (
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
-from lib.run.run_config import checked_overrides, compare, describe_run, not_default, read_json
+from lib.run.run_config import checked_overrides, compare, compare_recording, describe_run, not_default, read_json
 from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.tracking import Tracker
 from lib.run.trouble import DROPPED
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
+RECORDED_BY = "recorded_by"  # the key in a recording's config.json of the folder of its run
 
 
 @dataclass
@@ -90,6 +93,8 @@ class Run:
     """what config.json holds (only on rank 0)"""
     lock: TextIO | None = None
     """the open lock file (only on rank 0)"""
+    tape: Tape = field(default_factory=Tape)
+    """what steps take from outside goes through it"""
     _saving: Future | None = None
     _writing: Future | None = None
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
@@ -119,8 +124,13 @@ class Run:
         """The steps that are left; the first of a run is 1."""
         for step in range(self.step + 1, self.args.total_steps + 1) if not self.validation.val_only else ():
             start_step(step)
+            self.tape.begin(step)
             self._profiler.start(step)
             yield step
+
+    def record(self, batch: DataProto) -> None:
+        """With --record, keeps the batch as it is before the update. The step samples and scores no more."""
+        self.tape.end(batch)
 
     def log(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective."""
@@ -240,6 +250,10 @@ def open_run(args: Any, world: World, script: str) -> Run:
     tracker = Tracker(folder, {}, total_steps=0, enabled=False)
     run = Run(name, folder, args.run, args.validation, world, tracker)
     run.checkpoint, run.step, run.new_data = on_first_rank(lambda: _open(run, args, Path(script)))
+    if args.run.record:
+        run.tape = Recording(Path(args.run.record), world)
+    elif args.run.replay:
+        run.tape = Replay(Path(args.run.replay), world)
     if world.rank == 0 and world.device.type == "cuda" and run._peak_tflops is None:
         print(f"no MFU: lib/run/throughput.py has no peak of {torch.cuda.get_device_name(world.device)}", flush=True)
     if world.rank == 0 or args.run.profile_steps:
@@ -256,13 +270,18 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     overrides = checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
     changed = {} if checkpoint is None else compare(checkpoint, run.config, args, overrides)
+    step = 0 if checkpoint is None else json.loads((checkpoint / "trainer.json").read_text())["step"]
+    if args.run.record:
+        _check_record(Path(args.run.record), run.folder, args.run.resume)
+    if args.run.replay:
+        compare_recording(Path(args.run.replay), run.config, args)
+        check_recorded(Path(args.run.replay), range(step + 1, args.run.total_steps + 1), run.world.size)
     if is_new:  # only now, so that a refused start leaves nothing behind
         run.lock = take_lock(run.folder)
 
     own = checkpoint is not None and _is_own(checkpoint, run.folder)
-    step, came_from, new_data = 0, None, bool(changed.keys() & marked(args, Names.ROWS))
+    came_from, new_data = None, bool(changed.keys() & marked(args, Names.ROWS))
     if checkpoint is not None:
-        step = json.loads((checkpoint / "trainer.json").read_text())["step"]
         came_from = checkpoint.name if own else str(checkpoint.resolve())
         print(f"resumed from {came_from}" + (", with training data that begin anew" * new_data), flush=True)
         if step >= args.run.total_steps and not run.validation.val_only:
@@ -292,7 +311,21 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
         set_aside(run.folder, step if own else 0)  # only now, when nothing can be refused any more
     write_start(_next_number(logs / "starts"), script, typed_command()[0], not_default(args))
     _write_json(logs / "config.json", run.config)
+    if args.run.record:
+        recording = Path(args.run.record)
+        recording.mkdir(parents=True, exist_ok=True)
+        forget_after(recording, step)
+        _write_json(recording / "config.json", run.config | {RECORDED_BY: str(run.folder.resolve())})
     return checkpoint, step, new_data
+
+
+def _check_record(recording: Path, folder: Path, resume: str) -> None:
+    """Raises InputError unless the folder is new or empty, or the run that it was recorded by is resumed."""
+    by = (read_json(recording / "config.json") or {}).get(RECORDED_BY)
+    if recording.resolve() == folder.resolve() or (by is None and recording.exists() and any(recording.iterdir())):
+        raise InputError(f"--record {recording}: the folder holds something else: give a new one")
+    if by is not None and (by != str(folder.resolve()) or resume == "never"):
+        raise InputError(f"--record {recording}: it holds the recording of {by}: give a new folder")
 
 
 # ---- one writer ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import InputError
-from lib.cli.flags import Names, OnResume, as_flag, flag_values, marked, walk
+from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
 from lib.cli.secrets import struck
 
 NO_FLAGS = {"contents", "history"}  # keys of config.json that are not flags; "script" is compared like a flag
@@ -78,6 +78,27 @@ def compare(checkpoint: Path, now: dict[str, Any], args: Any, overrides: set[str
         if lines:
             print(f"{title}: {lines}", flush=True)
     return changed
+
+
+def compare_recording(recording: Path, now: dict[str, Any], args: Any) -> None:
+    """Prints what has changed since the recording. Raises InputError for flags that it was sampled or scored with."""
+    before = read_json(recording / "config.json")
+    skipped = NO_FLAGS | {"replay"} | marked(args, OnResume.NOT_COMPARED)
+    changed = {
+        flag: [before[flag], now[flag]]
+        for flag in now
+        if flag in before.keys() - skipped and _differs(flag, before, now)
+    }
+    if refused := sorted(changed.keys() & marked(args, OnReplay.AS_RECORDED)):
+        raise InputError(
+            f"--replay {recording}: {_changes(refused, changed)}. What was sampled and scored stays as it is: put that "
+            f"back (--config {recording}/config.json reads all flags), or sample anew without --replay"
+        )
+    print(
+        f"replay of {recording}: steps need no engine and no scorer; validation samples with hf"
+        + (f"; changed: {_changes(changed, changed)}" if changed else ", no flag has changed"),
+        flush=True,
+    )
 
 
 def checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lib import InputError
 from lib.args import RENAMED, check_engine, check_model_path, check_output_dir
-from lib.cli.flags import Names, OnResume, check_range, walk
+from lib.cli.flags import Names, OnReplay, OnResume, check_range, walk
 from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
@@ -83,6 +83,10 @@ BAD_FLAGS = {  # what the message says, by flags
     "top_entropy": ["--old-log-probs", "rollout", "--token-masks.top-entropy", "0.2"],
     "--tensor-parallel-size 2: must divide": ["--tensor-parallel-size", "2"],
     "--resume auto needs the --run-name": ["--resume", "auto"],
+    "--record with --replay": ["--record", "a", "--replay", "b"],
+    "--replay ./absent: no config.json": ["--replay", "./absent"],
+    "--record is about training steps": ["--record", "a", "--val-only"],
+    "--record /proc/kept: /proc cannot be written": ["--record", "/proc/kept"],
     "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
     "--profile-memory needs --profile-steps": ["--profile-memory"],
 }
@@ -131,7 +135,7 @@ def test_every_number_has_its_range_at_the_field():
         for name, value, marks in walk(importlib.import_module(script).Args()):
             check_range(name, value, marks)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                others = [mark for mark in marks if not isinstance(mark, Names | OnResume)]
+                others = [mark for mark in marks if not isinstance(mark, Names | OnReplay | OnResume)]
                 assert others, f"{script}: {name} has no range"
 
 

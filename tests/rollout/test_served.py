@@ -21,6 +21,7 @@ from lib.distributed import World, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Sampling,
+    Tape,
     WeightSyncError,
     make_engine,
     request_seeds,
@@ -134,7 +135,7 @@ def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
     ran(fork("grpo", tmp_path, *args, "--total-steps", "2"))
     [saved] = (tmp_path / "run" / "checkpoints").iterdir()
     assert json.loads((saved / "trainer.json").read_text())["trainer_state"]["loader"]["position"] == 2 * 8
-    ran(fork("grpo", tmp_path, *args, "--total-steps", "6", "--resume", "auto"))
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "6", "--resume", "auto", "--record", str(tmp_path / "kept")))
     found = metrics(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     assert [row["training/epoch"] * 256 for row in found] == [8, 16, 24, 32, 40, 48]
@@ -143,6 +144,11 @@ def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
     assert sum(row["async/staleness_mean"] for row in found) > 0  # some of it was ahead
     assert all(row["async/staleness_mean"] <= row["async/staleness_max"] for row in found)
     assert all(0.9 < row["rollout/is_weight"] < 1.1 for row in found)  # corrected by default
+    # a replay needs no server, and runs nothing ahead
+    args = [*ahead("http://127.0.0.1:1", path, 2), "--total-steps", "6", "--replay", str(tmp_path / "kept")]
+    args += ["--resume", str(tmp_path / "run/checkpoints/step_000002"), "--resume-override", "replay"]
+    ran(fork("grpo", tmp_path / "again", *args))
+    assert metrics(tmp_path / "again/run") == found[2:]
 
 
 @needs_vllm
@@ -388,7 +394,7 @@ def test_prompts_ahead_are_neither_lost_nor_doubled(level):
         engine = Recorder()
         requests = ((step, [step], {"position": step}) for step in range(trained + 1, total + 1))
         steps = []
-        for batch, state in rollouts_ahead(engine, lambda prompts, *_: prompts, requests, None, level):
+        for batch, state in rollouts_ahead(engine, lambda prompts, *_: prompts, requests, None, level, Tape()):
             assert state == {"position": batch}
             if level:
                 started = [prompts for what, prompts in engine.asked if what == "start"]

@@ -1,0 +1,193 @@
+"""What a step takes from outside: --record keeps it, and --replay gives it back without an engine and scorers.
+
+All else of a step is computed from it, the same bits each time: prompts, balance over ranks, log-probs, advantages, the
+update. So a replay computes it anew, and sees what its own flags change. The files are those of DataProto.save_to_disk:
+
+    DIR/config.json                            the flags of the run that recorded
+    DIR/step_000003/rank_0_of_2/               step 3, as rank 0 of 2 saw it
+        sync_0.safetensors                     the metrics of the weight sync
+        rollout_0.safetensors                  what was sampled, as the engine returned it; _1, ... where a step samples
+                                               several times (dapo.py, and the greedy responses of remax.py)
+        scores_0.safetensors                   what the scorers answered, for each of these
+        reward_model_0.safetensors             the scores of a reward model
+        batch.safetensors                      the whole batch just before the update, which no replay reads
+
+The batch is written last: a step without it was cut off, and counts as not recorded.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from lib import InputError
+from lib.data_proto import DataProto
+from lib.distributed import World, timed
+
+BATCH = "batch"
+
+
+class Tape:
+    """That of a run without --record and --replay: everything is produced. Between `end` and the next `begin`, where
+    validation is, the other two do the same."""
+
+    replays = False
+    """whether steps get what was recorded"""
+
+    @property
+    def gives(self) -> bool:
+        """Whether what is taken now was recorded."""
+        return False
+
+    def begin(self, step: int) -> None: ...
+
+    def take(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
+        """What the step takes next under this name."""
+        return produce()
+
+    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto]) -> DataProto:
+        """The responses to `prompts`, row by row."""
+        return self.take("rollout", produce)
+
+    def each(self, name: str, items: Iterable) -> Iterable:
+        """The same for values that are plain data and come one by one."""
+        return items
+
+    def end(self, batch: DataProto) -> None:
+        """The step takes no more. batch: that of the update."""
+
+
+class _OnDisk(Tape):
+    def __init__(self, folder: Path, world: World):
+        self.folder, self.world = folder, world
+        self.step = 0
+        self.at: Path | None = None
+        """the folder of this rank's step; None between steps"""
+        self.taken: Counter[str] = Counter()
+
+    def begin(self, step: int) -> None:
+        rank = f"rank_{self.world.rank}_of_{self.world.size}"
+        self.step, self.at, self.taken = step, _step_folder(self.folder, step) / rank, Counter()
+
+    def next_file(self, name: str) -> Path:
+        self.taken[name] += 1
+        return self.at / f"{name}_{self.taken[name] - 1}.safetensors"
+
+
+class Recording(_OnDisk):
+    """Of --record. Writes at once, so that what a step took is on the disk before it trains."""
+
+    def take(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
+        taken = produce()
+        if self.at is not None:
+            self._write(taken, self.next_file(name))
+        return taken
+
+    def each(self, name: str, items: Iterable) -> Iterable:
+        taken = []
+        for item in items:
+            taken.append(item)
+            yield item
+        if self.at is not None:
+            self._write(DataProto(meta_info={"items": taken}), self.next_file(name))
+
+    @timed("record")
+    def end(self, batch: DataProto) -> None:
+        self._write(batch, self.at / f"{BATCH}.safetensors")
+        self.at = None
+
+    def _write(self, data: DataProto, file: Path) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            data.save_to_disk(file)
+        except (OSError, SafetensorError, InputError) as error:  # the last: a column that is no plain data
+            raise InputError(f"--record {self.folder}: {file.name} of step {self.step} not written: {error}") from error
+
+
+class Replay(_OnDisk):
+    """Of --replay."""
+
+    replays = True
+
+    @property
+    def gives(self) -> bool:
+        return self.at is not None
+
+    def take(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
+        if not self.gives:
+            return produce()
+        file = self.next_file(name)
+        if not file.exists():
+            raise InputError(
+                f"--replay {self.folder}: step {self.step} asks for {name} number {self.taken[name]}, and "
+                f"{self.taken[name] - 1} were recorded: {self._advice}"
+            )
+        return DataProto.load_from_disk(file).to(self.world.device)
+
+    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto]) -> DataProto:
+        """Raises InputError if other prompts were recorded."""
+        batch = super().rollout(prompts, produce)
+        asked, answered = ([list(ids) for ids in of.non_tensor_batch["raw_prompt_ids"]] for of in (prompts, batch))
+        if asked != answered:
+            raise InputError(
+                f"--replay {self.folder}: the prompts of step {self.step} are not those recorded: {self._advice}"
+            )
+        return batch
+
+    def each(self, name: str, items: Iterable) -> Iterable:
+        return self.take(name, lambda: DataProto(meta_info={"items": items})).meta_info["items"]
+
+    def end(self, batch: DataProto) -> None:
+        """Raises InputError if the recorded step sampled more: the next one would get other prompts."""
+        recorded, used = len(list(self.at.glob("rollout_*"))), self.taken["rollout"]
+        if used < recorded:
+            raise InputError(
+                f"--replay {self.folder}: step {self.step} took {used} of its {recorded} rollouts: {self._advice}"
+            )
+        self.at = None
+
+    @property
+    def _advice(self) -> str:
+        return (
+            "what decides which prompts a step samples must be as recorded (script, model's tokenizer, data files, "
+            f"--seed, --prompts-per-step, --group-size); --config {self.folder}/config.json reads all flags"
+        )
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Deletes what was recorded after `step`, since these steps are done again. Says so."""
+    late = [path for path in folder.glob("step_*") if int(path.name.removeprefix("step_")) > step]
+    if late:
+        print(f"{folder}: {len(late)} step(s) after step {step} are deleted, to be recorded again", flush=True)
+    for path in late:
+        shutil.rmtree(path)
+
+
+def check_recorded(folder: Path, steps: range, ranks: int) -> None:
+    """Raises InputError unless all of `steps` were recorded on this number of ranks."""
+    for step in steps:
+        on = _complete_on(_step_folder(folder, step))
+        if not on:
+            way_out = f"--total-steps {step - 1} ends before it" if step > steps.start else "start at one that was"
+            raise InputError(f"--replay {folder}: step {step} was not recorded: {way_out}")
+        if ranks not in on:
+            raise InputError(
+                f"--replay {folder}: step {step} was recorded on {on[0]} rank(s), this run has {ranks}: start it on "
+                f"{on[0]}"
+            )
+
+
+def _step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}"
+
+
+def _complete_on(path: Path) -> list[int]:
+    """The numbers of ranks, usually one, of which each has written its batch."""
+    sizes = {int(rank.name.rpartition("_")[2]) for rank in path.glob("rank_*_of_*")}
+    batches = {size: len(list(path.glob(f"rank_*_of_{size}/{BATCH}.safetensors"))) for size in sizes}
+    return [size for size, written in sorted(batches.items()) if written == size]
