@@ -545,6 +545,14 @@ def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path, vis
         server.server_close()
 
 
+def test_the_measurement_runs(browser):
+    """benchmarks/run_page.py, at toy size."""
+    words = [*PYTHON, "-m", "benchmarks.run_page", "--steps", "2", "--tokens", "20"]
+    done = ran(subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100))
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["responses"] == figures["of"] == 2 * 8 + 32 and figures["mb"] < 1
+
+
 # ---- parts -----------------------------------------------------------------------------------------
 
 

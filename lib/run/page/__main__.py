@@ -47,7 +47,7 @@ def main(args: Args) -> None:
         private(file).write_text(render(pages.title, data, chunks))  # it holds samples, see tracking.py
     except OSError as error:
         raise InputError(f"{file}: cannot be written ({error.strerror}); give another --output") from error
-    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
 
 
 class Pages:
