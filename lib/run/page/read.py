@@ -138,7 +138,7 @@ def _facts(folder: Path, config: dict[str, Any], starts: list[dict[str, Any]]) -
 
 
 def _differing(flags: dict[str, list] | None) -> dict[str, list[str]] | None:
-    """{name: [value, default]} as text, without what the page shows elsewhere. None for a run that did not note it."""
+    """The flags of start.json as text, without what the page shows elsewhere. None for a run that did not note them."""
     if flags is None:
         return None
     return {name: [*map(_text, pair)] for name, pair in flags.items() if name not in ("run_name", "output_dir")}

@@ -14,8 +14,9 @@ function drawRuns() {
 function runCard(run) {
   const flag = (name) => `--${name.replaceAll("_", "-")}`;
   const of = run.total_steps ? ` of ${run.total_steps}` : "";
+  const not = (usual) => (usual === undefined ? null : h("span", {class: "muted"}, ` not ${usual || "empty"}`));
   const flags = Object.entries(run.flags ?? {}).map(([name, [value, usual]]) =>
-    h("li", {}, `${flag(name)} ${value}`, h("span", {class: "muted"}, ` not ${usual || "empty"}`)));
+    h("li", {}, `${flag(name)} ${value}`, not(usual)));
   const all = Object.fromEntries(Object.entries(run.all_flags).map(([name, value]) => [flag(name), value]));
   const script = run.script ?? "unknown script", several = runs.length > 1;
   return h("article", {class: "card run", "aria-label": `run ${run.name}`},
