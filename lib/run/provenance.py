@@ -23,7 +23,7 @@ LONGEST_DIFF = 10 * 2**20  # bytes
 def write_start(folder: Path, script: Path, command: str, flags: Mapping[str, list]) -> None:
     """Makes the folder with the script, start.json and, if the git checkout differs from its commit, diff.patch.
 
-    flags: {name: [value, default]} of those that differ (`not_default`).
+    flags: those that differ from their defaults (`not_default`).
     """
     folder.mkdir(parents=True)
     shutil.copy(script, folder)

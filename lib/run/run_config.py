@@ -6,6 +6,7 @@ A resume compares this with the checkpoint's. A change that alters results needs
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,19 @@ def describe_run(args: Any, script: str) -> dict[str, Any]:
 
 
 def not_default(args: Any) -> dict[str, list]:
-    """{name: [value, default]} of the flags that differ from their default; the name of a setting has dots."""
-    defaults = {name: value for name, value, _ in walk(type(args)())}
-    return {name: [value, defaults[name]] for name, value, _ in walk(args) if value != defaults[name]}
+    """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
+    The name of a setting has dots."""
+    required = {field.name: getattr(args, field.name) for field in fields(args) if _has_no_default(field)}
+    defaults = {name: value for name, value, _ in walk(type(args)(**required)) if name not in required}
+    return {
+        name: [value, defaults[name]] if name in defaults else [value]
+        for name, value, _ in walk(args)
+        if name not in defaults or value != defaults[name]
+    }
+
+
+def _has_no_default(field: Field) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -444,6 +444,21 @@ def test_everything_can_be_reached_by_keyboard(made, visit):
 # ---- runs that are old, empty, broken -------------------------------------------------------------
 
 
+def test_a_run_is_running_while_a_process_has_its_lock(tmp_path):
+    run = write_run(tmp_path / "run", 1, 1, 1)
+    assert read_run(run)["state"] == "ended"
+    code = (
+        "import sys; from pathlib import Path; from lib.run.run import take_lock; lock = take_lock(Path(sys.argv[1])); "
+    )
+    code += "print(flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([*PYTHON, "-c", code, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    assert read_run(run)["state"] == "running"
+    holder.kill()
+    holder.wait()
+    assert read_run(run)["state"] == "stopped"
+
+
 def test_a_run_without_training_samples_says_how_to_keep_them(made, visit, tmp_path):
     run = write_run(tmp_path / "old", 2, 1, 2)
     for file in (run / "rollouts").iterdir():
@@ -533,16 +548,26 @@ def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path, vis
         expect_count(page, before + 3)
         assert "step 26" in page.locator(".sample-group").first.inner_text()
         assert page.input_value("#f-score-min") == "0.5"
+        page.close()
 
         etag = httpx.get(f"{url}data.json").headers["ETag"]
         assert httpx.get(f"{url}data.json", headers={"If-None-Match": etag}).status_code == 304
         assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
         assert httpx.get(f"{url}../config.json").status_code == 404
         assert httpx.get(f"{url}chunk/nope").status_code == 404
-        page.close()
+        (run / "config.json").write_text("no JSON")
+        assert "config.json: not a JSON object" in httpx.get(f"{url}data.json").text
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_the_measurement_runs(browser):
+    """benchmarks/run_page.py, at toy size."""
+    words = [*PYTHON, "-m", "benchmarks.run_page", "--steps", "2", "--tokens", "20"]
+    done = ran(subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100))
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["responses"] == figures["of"] == 2 * 8 + 32 and figures["mb"] < 1
 
 
 # ---- parts -----------------------------------------------------------------------------------------

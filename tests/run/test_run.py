@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from lib.cli.flags import OnResume, marked
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
 from lib.run.run import set_aside, take_lock
-from lib.run.run_config import read_json
+from lib.run.run_config import not_default, read_json
 from lib.run.tracking import Tracker
 from tests.common import (
     ACCELERATE,
@@ -331,6 +332,20 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     diff = tmp_path / "starts/2/diff.patch"
     assert "-first = 1" in diff.read_text() and "correct-horse" not in diff.read_text()
     assert diff.stat().st_mode & 0o077 == 0 and not (tmp_path / "starts/1/diff.patch").exists()
+
+
+def test_flags_that_differ_from_their_defaults():
+    """A script of one's own may have flags without a default."""
+
+    @dataclass
+    class Args(importlib.import_module("grpo").Args):
+        teacher: str = field(kw_only=True)
+
+    args = Args(teacher="t", clip_ratio_low=0.3)
+    args.optimizer.lr, args.multi_turn.max_turns = 0.5, 2
+    lr = Args(teacher="").optimizer.lr
+    expected = {"teacher": ["t"], "lr": [0.5, lr], "clip_ratio_low": [0.3, 0.2], "multi_turn.max_turns": [2, 8]}
+    assert not_default(args) == expected
 
 
 # ---- one writer ----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def main(args: Args) -> None:
         private(file).write_text(render(pages.title, data, chunks))  # it holds samples, see tracking.py
     except OSError as error:
         raise InputError(f"{file}: cannot be written ({error.strerror}); give another --output") from error
-    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
 
 
 class Pages:
@@ -108,7 +108,10 @@ def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
                 return self.answer(403, b"", "text/plain")
             if self.path == "/":
                 return self.answer(200, render(pages.title, None, {}).encode(), "text/html; charset=utf-8")
-            stamp, data, chunks = pages.fresh()
+            try:
+                stamp, data, chunks = pages.fresh()
+            except InputError as error:
+                return self.answer(503, str(error).encode(), "text/plain")
             if self.path == "/data.json" and self.headers.get("If-None-Match") == stamp:
                 return self.answer(304, b"", "application/json")
             if self.path == "/data.json":

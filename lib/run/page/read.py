@@ -90,13 +90,17 @@ def _family(config: dict[str, Any]) -> str:
 def state(folder: Path) -> str:
     """running: a process holds the lock. A run that ends empties it; one that is killed or fails does not."""
     try:
-        with (folder / ".lock").open() as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return "stopped" if file.read() else "ended"
-    except FileNotFoundError:
-        return "state unknown"  # a copy of a run, or an old one
+        file = (folder / ".lock").open()
     except OSError:
-        return "running"
+        return "state unknown"  # an old run, a copy, somebody else's
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return "running"
+        except OSError:
+            return "state unknown"  # no file locks here
+        return "stopped" if file.read() else "ended"
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
@@ -134,7 +138,7 @@ def _facts(folder: Path, config: dict[str, Any], starts: list[dict[str, Any]]) -
 
 
 def _differing(flags: dict[str, list] | None) -> dict[str, list[str]] | None:
-    """{name: [value, default]} as text, without what the page shows elsewhere. None for a run that did not note it."""
+    """The flags of start.json as text, without what the page shows elsewhere. None for a run that did not note them."""
     if flags is None:
         return None
     return {name: [*map(_text, pair)] for name, pair in flags.items() if name not in ("run_name", "output_dir")}

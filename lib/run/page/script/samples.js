@@ -1,0 +1,328 @@
+// Samples: their chunks, the filters, groups side by side, tokens and their numbers.
+
+const PAGE = 12; // groups that are shown at once
+const chunks = new Map(); // key: promise of its rows; the latest 40
+function chunk(key) {
+  const found = chunks.get(key) ?? unpack(key);
+  chunks.delete(key);
+  chunks.set(key, found);
+  if (chunks.size > 40) chunks.delete(chunks.keys().next().value);
+  return found;
+}
+async function unpack(key) {
+  const packed = LIVE ? (await fetch(`/chunk/${key}`)).body
+    : new Blob([Uint8Array.from(atob($(`chunk-${key}`).textContent), (c) => c.charCodeAt(0))]).stream();
+  const buffer = await new Response(packed.pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+  const size = new DataView(buffer).getUint32(0, true);
+  const {prompts, rows} = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
+  const planes = new Uint8Array(buffer, 4 + size), half = planes.length / 2;
+  let start = 0;
+  for (const row of rows) {
+    row.prompt = prompts[row.prompt];
+    row.response ??= row.tokens.join("");
+    row.numbers = {};
+    for (const field of row.fields) {
+      const bits = new Uint32Array(row.length);
+      for (let i = 0; i < row.length; i++) bits[i] = (planes[start + i] << 24) | (planes[half + start + i] << 16);
+      row.numbers[field] = new Float32Array(bits.buffer);
+      start += row.length;
+    }
+  }
+  return rows;
+}
+
+let rows = []; // of all runs: what the index knows of a response
+function readIndex() {
+  rows = runs.flatMap((run) => {
+    const {texts, step, ...columns} = run.samples, coded = ["kind", "chunk", "group", "source", "finish", "prompt"];
+    return step.map((_, i) => {
+      const row = {run, step: step[i]};
+      for (const name of ["at", "sample", "score", "length"]) row[name] = columns[name][i];
+      for (const name of coded) row[name] = texts[columns[name][i]];
+      row.card = JSON.stringify([run.name, row.kind, row.step, row.group]);
+      return row;
+    });
+  });
+  const fill = (id, values, all) => {
+    const kept = $(id).value;
+    $(id).replaceChildren(h("option", {value: ""}, all), ...values.map((value) => h("option", {value}, value)));
+    $(id).value = values.includes(kept) ? kept : "";
+    $(id).closest("label").hidden = values.length < 2;
+  };
+  const values = (name) => [...new Set(rows.map((row) => row[name]))].filter((value) => value !== null).sort();
+  fill("f-run", runs.map((run) => run.name), "all");
+  fill("f-source", values("source"), "all");
+  fill("f-finish", values("finish"), "any");
+  const kept = $("colour").value;
+  const there = COLOURINGS.filter(([field]) => field === "none" || runs.some((run) => field in run.samples.scales));
+  $("colour").replaceChildren(...there.map(([field, name]) => h("option", {value: field}, name)));
+  $("colour").value = there.some(([field]) => field === kept) ? kept : (there[1] ?? there[0])[0];
+  document.querySelector(".paint").hidden = there.length < 2;
+}
+
+// ---- which are shown -------------------------------------------------------------------------------------
+
+let onlyPrompt = null, pages = 1, asked = 0;
+
+/** The rows that match the form. Text is looked for in all chunks, which takes a moment. */
+async function matching(mine) {
+  const between = (name, value) => {
+    const [least, most] = ["min", "max"].map((end) => $(`f-${name}-${end}`).value);
+    if (value === null) return least === "" && most === "";
+    return (least === "" || value >= Number(least)) && (most === "" || value <= Number(most));
+  };
+  const is = (name, value) => $(`f-${name}`).value === "" || $(`f-${name}`).value === value;
+  const found = rows.filter((row) => is("run", row.run.name)
+    && ["kind", "source", "finish"].every((name) => is(name, row[name]))
+    && ["step", "score", "length"].every((name) => between(name, row[name]))
+    && (onlyPrompt === null || row.prompt === onlyPrompt));
+  const text = $("f-text").value.toLowerCase();
+  if (!text) return found;
+  const unread = new Map(); // chunk: its rows
+  for (const row of found) if (row.text === undefined) unread.set(row.chunk, [...(unread.get(row.chunk) ?? []), row]);
+  const keys = [...unread.keys()];
+  for (let i = 0; i < keys.length; i += 8) { // unpacking has threads of its own
+    if (asked !== mine) return null; // the form has changed meanwhile
+    $("count").textContent = `looking through the texts, ${i} of ${keys.length} …`;
+    await Promise.all(keys.slice(i, i + 8).map(async (key) => {
+      const texts = await chunk(key);
+      for (const row of unread.get(key)) row.text = `${texts[row.at].prompt}\n${texts[row.at].response}`.toLowerCase();
+    }));
+  }
+  return found.filter((row) => row.text.includes(text));
+}
+
+const scores = (group) => group.map((row) => row.score ?? 0);
+const ORDERS = { // the groups with the largest number first
+  new: (group) => group[0].step,
+  old: (group) => -group[0].step,
+  low: (group) => -mean(scores(group)),
+  high: (group) => mean(scores(group)),
+  spread: (group) => Math.max(...scores(group)) - Math.min(...scores(group)),
+  long: (group) => Math.max(...group.map((row) => row.length)),
+};
+
+/** What the line above the samples says. */
+function counted(found, groups) {
+  const kept = runs.reduce((sum, run) => sum + run.samples.kept, 0);
+  const [here, all] = [rows.length, kept].map((n) => n.toLocaleString("en"));
+  if (!kept) return "No samples yet: none were kept (--save-rollouts), and none were validated.";
+  const of = found.length < rows.length ? `, of ${plural(rows.length, "response")}` : "";
+  const said = [`${plural(found.length, "response")} in ${plural(groups, "group")}${of}.`];
+  if (rows.length < kept) said.push(`The page holds ${here} of ${all} that the runs kept (--max-mb).`);
+  const trained = runs.some((run) => run.samples.has_training);
+  return [...said, ...(trained ? [] : ["No training samples were kept: --save-rollouts keeps them."])].join(" ");
+}
+
+let cards = new Map(); // what is shown: {key: element}, kept over a refresh so that nothing moves
+/** fresh: the runs' files have changed. Then what is being read stays until the reader asks for what is new. */
+async function drawSamples(fresh = false) {
+  const mine = ++asked, found = await matching(mine);
+  if (asked !== mine || found === null) return;
+  const groups = new Map();
+  for (const row of found) groups.set(row.card, [...(groups.get(row.card) ?? []), row]);
+  const size = ORDERS[$("f-sort").value], sorted = [...groups.values()].sort((a, b) => size(b) - size(a));
+  const shown = sorted.slice(0, pages * PAGE);
+  $("count").textContent = counted(found, groups.size);
+  $("one-prompt").hidden = onlyPrompt === null;
+  const before = cards, keyOf = (group) => group[0].card + group.map((row) => row.at);
+  const reading = fresh && before.size && $("cards").getBoundingClientRect().top < innerHeight;
+  $("new").hidden = !(reading && shown.some((group) => !before.has(keyOf(group))));
+  if (reading) return;
+  cards = new Map(shown.map((group) => [keyOf(group), before.get(keyOf(group)) ?? groupCard(group)]));
+  const wanted = [...cards.values()];
+  for (const element of [...$("cards").children]) if (!wanted.includes(element)) element.remove();
+  wanted.forEach((element, i) => {
+    const now = $("cards").children[i] ?? null;
+    if (now !== element) $("cards").insertBefore(element, now);
+  });
+  $("more").hidden = shown.length === groups.size;
+}
+
+const filling = new IntersectionObserver((entries) => entries.forEach((entry) => {
+  if (!entry.isIntersecting) return;
+  filling.unobserve(entry.target);
+  entry.target.fill();
+}), {rootMargin: "400px"});
+
+function groupCard(group) {
+  const {run, step, kind, source, prompt, chunk: key, card} = group[0];
+  const size = rows.filter((row) => row.card === card).length;
+  const known = group.filter((row) => row.score !== null).map((row) => row.score);
+  const how = (group.length === size ? `${size} responses` : `${group.length} of ${size} responses`)
+    + (known.length ? `, mean score ${fmt(mean(known))}` : "");
+  const again = new Set(rows.filter((row) => row.prompt === prompt).map((row) => row.card)).size;
+  const body = h("div", {}, h("p", {class: "muted"}, "…"));
+  const shape = `card sample-group${size > 1 ? " many" : ""}`;
+  const element = h("article", {class: shape, "aria-label": `samples of step ${step}`},
+    h("header", {}, runs.length > 1 ? h("b", {}, h("bdi", {}, run.name)) : null, h("b", {}, `step ${step}`),
+      h("span", {}, kind === "train" ? "training" : "validation"), source ? h("bdi", {class: "muted"}, source) : null,
+      size > 1 ? h("span", {class: "muted"}, how) : null,
+      again > 1 ? link(`this prompt in ${again} places`, () => showPrompt(prompt)) : null), body);
+  element.fill = async () => {
+    const texts = await chunk(key), {prompt: asked, ground_truth: truth = null} = texts[group[0].at];
+    const box = {class: "prompt", tabindex: 0, role: "group", "aria-label": "prompt"};
+    body.replaceChildren(h("div", box, h("div", {class: "text"}, asked)),
+      truth === null ? "" : h("p", {class: "muted truth"}, "truth ", truth),
+      h("div", {class: "responses"}, ...group.map((row) => response(row, texts[row.at]))));
+  };
+  filling.observe(element);
+  return element;
+}
+
+function showPrompt(prompt) {
+  onlyPrompt = prompt;
+  $("f-sort").value = prompt === null ? "new" : "old";
+  const back = link("show all prompts", () => showPrompt(null));
+  $("one-prompt").replaceChildren("Only one prompt, over all steps. ", back);
+  drawSamples();
+  $("count").scrollIntoView({block: "center"});
+}
+function showStep(run, step) {
+  $("sample-bar").reset();
+  if (runs.length > 1) $("f-run").value = run.name;
+  $("f-step-min").value = $("f-step-max").value = step;
+  onlyPrompt = null;
+  drawSamples();
+  $("samples").scrollIntoView();
+}
+
+// ---- one response and its tokens -------------------------------------------------------------------------
+
+// field, its name, whether both signs mean something, the least and the largest value at which the colour may be full
+const COLOURINGS = [
+  ["none", "nothing"],
+  ["logp", "log-prob", false, 1, 3],
+  ["log_ratio", "ratio new / old", true, .05],
+  ["advantage", "advantage", true, .1],
+  ["mismatch", "mismatch with the engine", true, .01],
+  ["entropy", "entropy", false, .5],
+  ["ref", "log-prob minus the reference's", true, .1],
+  ["value", "value", true, .1],
+];
+// a call as Hermes and Qwen, Mistral, Qwen3-Coder and Llama 3 write it
+const CALLS = [/<tool_call>[^]*?(?:<\/tool_call>|$)/, /\[TOOL_CALLS\][^]*/, /<function=[^]*?(?:<\/function>|$)/,
+  /<\|python_tag\|>[^]*/];
+const CALL = new RegExp(CALLS.map((call) => call.source).join("|"), "g");
+
+function fullScale(field) {
+  const [, , , least, most = Infinity] = COLOURINGS.find(([name]) => name === field);
+  return Math.min(most, Math.max(least, ...runs.map((run) => run.samples.scales[field] ?? 0)));
+}
+/** The class of page.css that colours a token. */
+function shade(x, full) {
+  if (Number.isNaN(x)) return "odd";
+  const level = Math.min(8, Math.round((Math.abs(x) / full) * 8));
+  return level ? (x > 0 ? "p" : "n") + level : "";
+}
+
+function response(row, sample) {
+  const mask = expand(sample.response_mask);
+  const box = h("div", {class: "tokens text", tabindex: 0, role: "group", dir: "auto",
+    "aria-label": `response of ${row.length} ${sample.tokens ? "tokens; arrow keys go through them" : "characters"}`});
+  box.sample = {...sample, mask, loss: expand(sample.loss_mask), versions: expand(sample.weight_versions), spans: []};
+  let start = 0;
+  const parts = sample.turns ?? [{by: null, text: sample.response, tokens: sample.tokens?.length}];
+  for (const turn of parts) {
+    const place = turn.by ? h("div", {class: `turn ${turn.by}`}) : box;
+    const calls = turn.by === "policy" ? [...turn.text.matchAll(CALL)] : [];
+    const called = (at) => calls.some((call) => at >= call.index && at < call.index + call[0].length);
+    const says = `${turn.by}${calls.length ? " calls a tool" : ""}${turn.reward ? `, reward ${fmt(turn.reward)}` : ""}`;
+    if (turn.by) place.append(h("small", {}, says));
+    let at = 0;
+    for (const token of sample.tokens ? sample.tokens.slice(start, start + turn.tokens) : [turn.text]) {
+      const span = h("span", {class: "t"}, token);
+      if (called(at)) span.classList.add("call");
+      if (sample.tokens) { span.at = box.sample.spans.length; box.sample.spans.push(span); }
+      at += token.length;
+      place.append(span);
+    }
+    start += turn.tokens ?? 0;
+    if (turn.by) box.append(place);
+  }
+  paint(box);
+  const advantages = [...sample.numbers.advantage ?? []].filter((_, i) => !mask || mask[i]);
+  const text = (value) => (typeof value === "number" ? fmt(value) : JSON.stringify(value));
+  const rewards = Object.fromEntries(Object.entries(sample.rewards ?? {}).map(([name, value]) => [name, text(value)]));
+  return h("section", {class: "response", "aria-label": `response ${row.sample + 1}`},
+    h("header", {}, h("b", {}, `score ${fmt(row.score)}`),
+      advantages.length ? h("b", {}, `advantage ${fmt3(mean(advantages))}`) : null,
+      h("span", {}, plural(row.length, sample.tokens ? "token" : "character")),
+      row.finish ? h("bdi", {}, row.finish) : null),
+    box, Object.keys(rewards).length ? more("rewards", facts(rewards)) : null);
+}
+function expand(parts) { return parts && parts.flatMap(([value, times]) => Array(times).fill(value)); }
+
+function paint(box) {
+  const field = $("colour").value, {numbers, spans, mask} = box.sample, values = numbers[field];
+  const full = values && fullScale(field);
+  spans.forEach((span, i) => {
+    const given = mask && !mask[i], call = span.classList.contains("call") ? " call" : "";
+    span.className = `t${given ? " off" : ""}${call} ${values && !given ? shade(values[i], full) : ""}`;
+  });
+}
+function drawScale() {
+  const field = $("colour").value;
+  if (field === "none") { $("scale").replaceChildren(); return; }
+  const [, , both] = COLOURINGS.find(([name]) => name === field), full = fullScale(field);
+  const given = {log_ratio: [Math.exp(-full), Math.exp(full)], logp: [-full, 0], entropy: [0, full]};
+  const ends = given[field] ?? [-full, full];
+  const levels = Array.from({length: 17}, (_, i) => i - 8);
+  const shown = levels.filter((level) => both || (field === "logp" ? level <= 0 : level >= 0));
+  const steps = shown.map((level) => h("i", {class: shade(level, 8)}));
+  $("scale").replaceChildren(fmt(ends[0]), h("span", {class: "steps"}, ...steps), fmt(ends[1]));
+}
+
+function showTip(span, spoken) {
+  const box = span.closest(".tokens"), {numbers: n, mask, loss, versions} = box.sample, i = span.at;
+  const logp = n.logp?.[i], old = logp - (n.log_ratio?.[i] ?? 0);
+  const percent = Number((100 * Math.exp(logp)).toPrecision(2));
+  const sampled = {
+    "log-prob": n.logp && `${fmt3(logp)} (${percent} %)`,
+    "before the update": n.logp && n.log_ratio && fmt3(old),
+    "engine's": n.logp && n.mismatch && fmt3(old - n.mismatch[i]),
+    ratio: n.log_ratio && fmt3(Math.exp(n.log_ratio[i])),
+    advantage: n.advantage && fmt3(n.advantage[i]),
+    mismatch: n.mismatch && fmt3(n.mismatch[i]),
+    entropy: n.entropy && fmt3(n.entropy[i]),
+    "reference's": n.ref && fmt3(logp - n.ref[i]),
+    value: n.value && fmt3(n.value[i]),
+    "weights of step": versions?.[i],
+    "not trained": loss && !loss[i] ? "outside the loss" : undefined,
+  };
+  const lines = mask && !mask[i] ? {"not sampled": "given by the environment"} : sampled;
+  const known = Object.fromEntries(Object.entries(lines).filter(([, value]) => value !== undefined));
+  const place = `token ${i + 1} of ${box.sample.spans.length}, numbers within 1.6 %`;
+  const text = h("div", {class: "text"}, span.textContent);
+  $("tip").replaceChildren(text, h("div", {class: "muted"}, place), facts(known));
+  $("tip").hidden = false;
+  const at = span.getClientRects()[0] ?? span.getBoundingClientRect(), size = $("tip").getBoundingClientRect();
+  const below = at.bottom + 8 + size.height < innerHeight;
+  $("tip").style.left = `${Math.max(4, Math.min(at.left, innerWidth - size.width - 4))}px`;
+  $("tip").style.top = `${Math.max(4, below ? at.bottom + 8 : at.top - size.height - 8)}px`;
+  if (spoken) $("say").textContent = $("tip").innerText;
+}
+function hideTip() {
+  $("tip").hidden = true;
+  for (const span of document.querySelectorAll(".t.cur")) span.classList.remove("cur");
+}
+
+$("cards").addEventListener("mouseover", (event) => {
+  const span = event.target.closest(".t");
+  if (span?.at !== undefined) showTip(span); else hideTip();
+});
+$("cards").addEventListener("mouseleave", hideTip);
+$("cards").addEventListener("focusout", hideTip);
+$("cards").addEventListener("keydown", (event) => {
+  const spans = event.target.sample?.spans;
+  const move = {ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity}[event.key];
+  if (event.key === "Escape") hideTip();
+  if (!spans?.length || !move) return;
+  event.preventDefault();
+  const now = spans.findIndex((span) => span.classList.contains("cur")); // -1: none yet
+  const next = Math.max(0, Math.min(spans.length - 1, now + move));
+  hideTip();
+  spans[next].classList.add("cur");
+  spans[next].scrollIntoView({block: "nearest"});
+  showTip(spans[next], true);
+});
