@@ -79,13 +79,13 @@ class ModelArgs(Group):
     """Hugging Face id, folder or .gguf file of the policy to start from"""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU"""
-    attn_implementation: Annotated[str, MAY_CHANGE] = "packed_sdpa"
-    """packed_sdpa (lib/model/attention.py) runs everywhere; flash_attention_2 needs its package; with any other, rows
-    are padded"""
+    attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
+    """packed_sdpa (lib/model/attention.py) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and
+    bfloat16; flash_attention_2 needs its package; with any other, rows are padded. auto: packed_sdpa (docs/gpu.md)"""
     padding_free: Annotated[bool, MAY_CHANGE] = True
     """pack the rows of a micro-batch end to end, without padding, where the model allows it (docs/models.md)"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
-    """compute each prompt once for all its responses, where rows are packed and attention is packed_sdpa"""
+    """compute each prompt once for all its responses, where rows are packed and attention is packed_sdpa or varlen"""
     gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
@@ -683,8 +683,9 @@ def _check_kl(args: Any) -> None:
 def _check_parallel(args: Any) -> None:
     sizes = {name: getattr(args.shard, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
     for name, size in sizes.items():
-        if size > 1 and not (args.model.padding_free and args.model.attn_implementation == "packed_sdpa"):
-            raise InputError(f"{as_flag(name)} {size}: needs --padding-free and --attn-implementation packed_sdpa")
+        packed = args.model.padding_free and args.model.attn_implementation in ("auto", "packed_sdpa", "varlen")
+        if size > 1 and not packed:
+            raise InputError(f"{as_flag(name)} {size}: needs --padding-free and --attn-implementation auto")
     without_tensor_parallel = {
         "--rollout-engine hf": args.rollout.rollout_engine == "hf",
         "--lora-rank": args.model.lora_rank > 0,

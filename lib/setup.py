@@ -57,6 +57,19 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """auto: packed_sdpa, until benchmarks/gpu_check.sh has shown varlen to be right on a GPU.
+
+    Raises InputError if varlen has no kernel here.
+    """
+    if name == "varlen" and (device.type != "cuda" or dtype == torch.float32):
+        raise InputError(
+            "--attn-implementation varlen is FlashAttention, for a GPU and --compute-dtype bfloat16; here they are "
+            f"{device.type} and {str(dtype).removeprefix('torch.')}; take auto"
+        )
+    return "packed_sdpa" if name == "auto" else name
+
+
 def check_algorithm(args: Any, world: World) -> dict:
     """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError.
 
@@ -183,6 +196,8 @@ def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
         f"validation prompts: {size_of(val_data) if val_data else 'none'}; {total_steps} steps = "
         f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
     )
+    if world.device.type == "cuda" and args.model.attn_implementation == "auto":
+        text += "\nattention: packed_sdpa; --attn-implementation varlen should be faster (docs/gpu.md)"
     return text + (f"\n{describe_memory(args, sizes)}" if args.run.dry_run else "")
 
 
@@ -247,7 +262,9 @@ class Sharding:
     def options(self, trainable: bool = True) -> dict[str, Any]:
         return {
             "dtype": torch.float32 if trainable and not self.model.lora_rank else self.forward.compute_dtype,  # masters
-            "attn_implementation": self.model.attn_implementation,
+            "attn_implementation": get_attention(
+                self.model.attn_implementation, self.forward.compute_dtype, self.world.device
+            ),
             "padding_free": self.model.padding_free,
             "share_prompts": self.model.share_prompts,
             "gradient_checkpointing": self.model.gradient_checkpointing and trainable,

@@ -34,6 +34,19 @@ class PackedRun(NamedTuple):
     """(tokens,), the indices of real tokens among the count * length with padding"""
 
 
+class PackedSequences(NamedTuple):
+    """The S sequences of the packed row, for one call of varlen attention."""
+
+    keys: torch.Tensor | None
+    """(M,), the tokens that sequences attend to, as indices into the packed row; None: each token once, in order"""
+    cu_seq_q: torch.Tensor
+    """(S + 1,) int32: where each sequence's queries begin, and N"""
+    cu_seq_k: torch.Tensor
+    """(S + 1,) int32: where each sequence's keys begin, and M"""
+    max_q: int
+    max_k: int
+
+
 class SequenceRows(NamedTuple):
     """How to take a packed row apart into right-padded rows, which causal layers compute as if each were alone."""
 
@@ -99,8 +112,22 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     padding = -N % n
     tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
     tensors = {name: x.chunk(n, 1)[group.rank()] for name, x in tensors.items()}
-    runs = inputs["packed_runs"] + [PackedRun(padding, 1, padding, None, None, None)] * (padding > 0)
-    return inputs | tensors | {"packed_runs": runs, "sequence_group": group}, (N + padding) // n
+    inputs = inputs | tensors | {"sequence_group": group}
+    if padding and "packed_runs" in inputs:
+        inputs["packed_runs"] = [*inputs["packed_runs"], PackedRun(padding, 1, padding, None, None, None)]
+    elif padding:
+        inputs["packed_sequences"] = _with_padding(inputs["packed_sequences"], padding)
+    return inputs, (N + padding) // n
+
+
+def _with_padding(packed: PackedSequences, padding: int) -> PackedSequences:
+    """One more sequence, of `padding` tokens that attend to themselves."""
+    N, M = int(packed.cu_seq_q[-1]), int(packed.cu_seq_k[-1])
+    keys = packed.keys
+    if keys is not None:
+        keys = torch.cat([keys, torch.arange(N, N + padding, device=keys.device)])
+    more = [F.pad(cu, (0, 1), value=n + padding) for cu, n in ((packed.cu_seq_q, N), (packed.cu_seq_k, M))]
+    return PackedSequences(keys, *more, max(packed.max_q, padding), max(packed.max_k, padding))
 
 
 def _response_inputs(
@@ -156,7 +183,10 @@ def _response_inputs(
         inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     else:
-        inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt, ids.device)
+        if model.config._attn_implementation == "varlen":
+            inputs["packed_sequences"] = _packed_sequences(order, lengths, prompt, ids.device)
+        else:
+            inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt, ids.device)
         # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
     return inputs, select, target
@@ -206,6 +236,23 @@ def _packed_runs(
             real = (column < size).flatten().nonzero()[:, 0].to(device)
         runs.append(PackedRun(sum(sizes), len(members), max(sizes), prompt_run, places, real))
     return runs
+
+
+def _packed_sequences(
+    order: list[int], lengths: list[int], prompt: list[int | None], device: torch.device
+) -> PackedSequences:
+    """The sequences, in `order`; the keys of one that answers a shared prompt are that prompt's and its own."""
+    sizes = [lengths[i] for i in order]
+    begin = dict(zip(order, itertools.accumulate(sizes, initial=0)))
+    keys = [[*([] if (p := prompt[i]) is None else [p]), i] for i in order]  # the sequences whose tokens each one sees
+    totals = [sum(lengths[j] for j in seen) for seen in keys]
+    places = None
+    if any(p is not None for p in prompt):
+        places = torch.cat([torch.arange(begin[j], begin[j] + lengths[j]) for seen in keys for j in seen]).to(device)
+    cu_seq_q, cu_seq_k = (
+        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in (sizes, totals)
+    )
+    return PackedSequences(places, cu_seq_q, cu_seq_k, max(sizes), max(totals))
 
 
 def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
