@@ -232,7 +232,8 @@ def update(
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
             if "rollout_is_weights" in t:
                 losses = losses * t["rollout_is_weights"]
-            losses = losses - entropy_coef * entropy
+            if entropy_coef:
+                losses = losses - entropy_coef * entropy
             if args.kl_coef > 0 and args.kl_placement == "loss":
                 kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, mask, old_log_probs)
                 losses = losses + args.kl_coef * kl

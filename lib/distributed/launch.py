@@ -64,6 +64,8 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
     device = torch.device("cuda", int(env["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        # it plans each new shape for up to a second, and nearly every packed row has new shapes
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     if stage_timeout:

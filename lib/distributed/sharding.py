@@ -210,11 +210,11 @@ def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -
     """Yields (name, whole tensor) of the weights of `merged_shards`, one at a time, on every rank. A collective: every
     rank must run through all of it.
 
-    Extra memory: twice the largest parameter. Tied weights come once, under the name of the embedding.
+    dtype: a shard is cast before it is gathered, so that the network carries what arrives. Extra memory: twice the
+    largest parameter. Tied weights come once, under the name of the embedding.
     """
     for name, shard in merged_shards(model):
-        tensor = full_tensor(shard)
-        yield name, tensor if dtype is None else tensor.to(dtype)
+        yield name, full_tensor(shard if dtype is None else shard.to(dtype))
 
 
 @contextmanager

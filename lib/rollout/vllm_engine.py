@@ -73,7 +73,11 @@ class VLLMEngine(RolloutEngine):
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         dist.barrier()
-        settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
+        settings: dict[str, Any] = {
+            "enable_sleep_mode": True,
+            "gpu_memory_utilization": gpu_memory,
+            "max_num_seqs": 256,
+        }
         if not on_gpu:  # seeded requests and chunked prefill crash on a CPU
             settings = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
             # instead of 256: a step of a tiny model costs the scheduler's time, not that of its rows
@@ -207,6 +211,7 @@ class VLLMEngine(RolloutEngine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # no other request uses this object
+            flat_logprobs=True,  # lists of numbers, not two objects a token
             **kwargs,
         )
 
@@ -234,7 +239,7 @@ def _groups_of_one() -> Iterator[None]:
 
 def _generated(output) -> Generated:
     out = output.outputs[0]
-    log_probs = [lp[token].logprob for token, lp in zip(out.token_ids, out.logprobs)]
+    log_probs = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices]  # of the sampled token
     return Generated(list(out.token_ids), log_probs, as_finish_reason(out.finish_reason))
 
 
