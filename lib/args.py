@@ -175,6 +175,9 @@ class RolloutArgs(Group):
     beside training"""
     gpu_memory_utilization: Annotated[float, Interval(gt=0, lt=1), MAY_CHANGE] = 0.4
     """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
+    vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
+    """JSON object of further settings of the vLLM engine, by the names of its EngineArgs, such as {"kv_cache_dtype":
+    "fp8"}, {"max_num_seqs": 512} or a "speculative_config"; a server gets its own on its command line"""
     async_level: Annotated[int, Ge(0)] = 0
     """steps that rollouts may run ahead of training, on servers of their own (http://...); their weights are then up to
     this many steps old. Above 0, --rollout-correction has a default"""
@@ -189,6 +192,8 @@ class RolloutArgs(Group):
 
     def check(self) -> None:
         check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
+        if parse_json("vllm_kwargs", self.vllm_kwargs) and self.rollout_engine != "vllm":
+            raise InputError(f"--vllm-kwargs {self.vllm_kwargs}: needs --rollout-engine vllm")
         if self.async_level and self.rollout_engine in ("hf", "vllm"):
             raise InputError(
                 f"--async-level {self.async_level} needs --rollout-engine http://host:port, not a shared device"

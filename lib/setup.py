@@ -1,6 +1,7 @@
 """Makes what a run needs (data, models, engine, rewards) from groups of flags. A script's set-up calls these."""
 
 import math
+import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -137,7 +138,7 @@ def load_inputs(args: Any) -> Inputs:
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust = {"trust_remote_code": model.trust_remote_code}
     if not args.run.replay:
-        check_engine_import(args.rollout.rollout_engine)
+        check_engine_import(args.rollout.rollout_engine, parse_json("vllm_kwargs", args.rollout.vllm_kwargs))
     for flag, path in {"--model": model.model, "--critic-model": getattr(args, "critic_model", "")}.items():
         if path:
             check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
@@ -278,6 +279,9 @@ def make_sharding(
     model: ModelArgs, shard: ShardArgs, optimizer: OptimizerArgs, rollout: RolloutArgs, world: World, seed: int
 ) -> Sharding:
     torch.manual_seed(seed + world.rank)
+    if world.device.type == "cuda" and {"actor", "critic"} & set(shard.cpu_offload):
+        # AdamW runs on the CPU then, and torchrun gives a rank one thread
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     mesh = make_mesh(world, shard.dp_replicate_size, shard.tensor_parallel_size)
     row_group: RowGroup | None = make_row_group(world, mesh, shard.sequence_parallel_size)
     dtype = get_compute_dtype(model.compute_dtype, world.device)
@@ -362,6 +366,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         dtype=dtype,
         gpu_memory=rollout.gpu_memory_utilization,
         ranks=rollout.rollout_tensor_parallel_size,
+        vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
     )
     generate = engine.generate
     if inputs.multi_turn is not None:

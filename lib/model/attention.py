@@ -109,7 +109,7 @@ def _attend_by_sequences(query, key, value, packed, window: int | None, scaling:
     last."""
     if packed.keys is not None:
         key, value = key.index_select(0, packed.keys), value.index_select(0, packed.keys)
-    return varlen_attn(
+    output: Any = varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -121,6 +121,7 @@ def _attend_by_sequences(query, key, value, packed, window: int | None, scaling:
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return output
 
 
 def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -122,12 +122,14 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
 
 def _with_padding(packed: PackedSequences, padding: int) -> PackedSequences:
     """One more sequence, of `padding` tokens that attend to themselves."""
-    N, M = int(packed.cu_seq_q[-1]), int(packed.cu_seq_k[-1])
-    keys = packed.keys
-    if keys is not None:
-        keys = torch.cat([keys, torch.arange(N, N + padding, device=keys.device)])
-    more = [F.pad(cu, (0, 1), value=n + padding) for cu, n in ((packed.cu_seq_q, N), (packed.cu_seq_k, M))]
-    return PackedSequences(keys, *more, max(packed.max_q, padding), max(packed.max_k, padding))
+    N, M, keys = int(packed.cu_seq_q[-1]), int(packed.cu_seq_k[-1]), packed.keys
+    return PackedSequences(
+        None if keys is None else torch.cat([keys, torch.arange(N, N + padding, device=keys.device)]),
+        F.pad(packed.cu_seq_q, (0, 1), value=N + padding),
+        F.pad(packed.cu_seq_k, (0, 1), value=M + padding),
+        max(packed.max_q, padding),
+        max(packed.max_k, padding),
+    )
 
 
 def _response_inputs(
