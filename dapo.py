@@ -314,6 +314,7 @@ def main(args: Args) -> None:
         print(setup.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
+    setup.check_memory(args, sizes, world)
     run = open_run(args, world, __file__)  # its folder, its logs, and the checkpoint to go on from
 
     sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, args.run.seed)

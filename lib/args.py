@@ -309,6 +309,8 @@ class RunArgs(Group):
     """if given, sets total_steps to the steps that this many passes over the training prompts take, rounded up"""
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
     """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
+    memory_check: Annotated[bool, NOT_COMPARED] = True
+    """on a GPU, estimate the memory at the start, and refuse flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"
     """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder:
     one of run_name takes that run back to it, one of another run starts run_name from it"""

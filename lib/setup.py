@@ -1,10 +1,11 @@
 """Makes what a run needs (data, models, engine, rewards) from groups of flags. A script's set-up calls these."""
 
+import copy
 import math
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +26,16 @@ from lib.core_algos import (
     get_rollout_correction_fn,
 )
 from lib.data import PromptDataset, RLHFDataset, load_dataset_class, make_loader
-from lib.distributed import RowGroup, World, make_mesh, make_row_group, shard_model, trainable_parameters
+from lib.distributed import (
+    RowGroup,
+    World,
+    advise_out_of_memory,
+    make_mesh,
+    make_row_group,
+    on_first_rank,
+    shard_model,
+    trainable_parameters,
+)
 from lib.model import (
     Critic,
     Forward,
@@ -40,7 +50,7 @@ from lib.model import (
     load_reward_model,
     load_tokenizer,
 )
-from lib.model.memory import GIB, estimate_memory, memory_table
+from lib.model.memory import GIB, Moments, estimate_memory, fits, memory_table
 from lib.reward import RewardManager, load_scorers
 from lib.reward.sandbox import accept as accept_sandbox
 from lib.reward.scorers import Scorer
@@ -207,12 +217,17 @@ def describe_memory(args: Any, sizes: Sizes) -> str:
 
     It is compared with the memory of the GPU here, or with 80 GiB where there is none.
     """
-    model, shard, rollout = args.model, args.shard, args.rollout
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
+    return memory_table(memory_of(args, sizes, args.run.dry_run, gpu), gpu)
+
+
+def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
+    """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
+    model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
-    moments = estimate_memory(
+    return estimate_memory(
         model.model,
-        ranks=args.run.dry_run // shard.dp_replicate_size,
+        ranks=ranks // shard.dp_replicate_size,
         compute_dtype=dtype,
         frozen_dtype=dtype,
         micro_batch_tokens=args.optimizer.micro_batch_tokens,
@@ -232,7 +247,83 @@ def describe_memory(args: Any, sizes: Sizes) -> str:
         engine_ranks=rollout.rollout_tensor_parallel_size,
         trust_remote_code=model.trust_remote_code,
     )
-    return memory_table(moments, gpu)
+
+
+def check_memory(args: Any, sizes: Sizes, world: World) -> None:
+    """On a GPU, before a model loads: refuses flags whose estimate does not fit. A collective.
+
+    Raises InputError with the flags that would fit. --no-memory-check, a .gguf model and tensor parallelism, which the
+    estimate does not know, skip it.
+    """
+    advise_out_of_memory(partial(memory_advice, args, world.size))
+    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
+    if world.device.type != "cuda" or unknown or not args.run.memory_check or args.validation.val_only:
+        return
+    gpu = torch.cuda.get_device_properties(world.device).total_memory
+    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
+
+
+def memory_advice(args: Any, ranks: int, stage: str) -> str:
+    """What to change where a stage, such as "step 3 update", ran out of the GPU's memory."""
+    if any(word in stage for word in ("rollout", "weight_sync", "validation")):
+        if args.rollout.rollout_engine == "vllm":
+            return f"lower --gpu-memory-utilization (it is {args.rollout.gpu_memory_utilization:g})"
+        return "set --rollout-engine vllm, whose cache has a limit, or fewer --prompts-per-step"
+    flags = [saver.flag for saver in memory_savers(args, ranks)]
+    more = f"set {flags[0]}, then {', '.join(flags[1:])}" if flags[1:] else "".join(flags) or "take more GPUs"
+    return f"{more}; --dry-run {ranks} prints the estimate of each moment of a step"
+
+
+def refuse_what_does_not_fit(args: Any, sizes: Sizes, ranks: int, gpu: int) -> None:
+    """Raises InputError if the estimate for `ranks` GPUs of `gpu` bytes does not fit. It names the first of
+    `memory_savers` that make it fit, without those that are not needed."""
+    needed = memory_of(args, sizes, ranks, gpu)
+    if fits(needed, gpu):
+        return
+
+    def fit(savers: list[Saver]) -> bool:
+        changed = copy.deepcopy(args)
+        for saver in savers:
+            setattr(getattr(changed, saver.group), saver.name, saver.value)
+        return fits(memory_of(changed, sizes, ranks, gpu), gpu)
+
+    savers = memory_savers(args, ranks)
+    enough = next((savers[: n + 1] for n in range(len(savers)) if fit(savers[: n + 1])), [])
+    for saver in enough[:-1]:
+        if fit(without := [other for other in enough if other is not saver]):
+            enough = without
+    advice = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
+    if enough:
+        advice = f"it fits with {' '.join(saver.flag for saver in enough)}"
+    raise InputError(
+        f"these flags do not fit the GPU's memory by this estimate (--no-memory-check starts nevertheless); {advice}\n"
+        f"{memory_table(needed, gpu)}"
+    )
+
+
+class Saver(NamedTuple):
+    """A flag that saves memory and changes no result: what it sets in args."""
+
+    flag: str
+    group: str
+    name: str
+    value: Any
+
+
+def memory_savers(args: Any, ranks: int) -> list[Saver]:
+    """Those that args do not have yet, the cheapest in time first."""
+    tokens = max(args.data.max_prompt_length + args.rollout.max_response_length, args.optimizer.micro_batch_tokens // 4)
+    having = {"critic": hasattr(args, "critic_model"), "ref": args.kl_coef, "reward_model": args.reward.reward_model}
+    models = ["actor", *(name for name, there in having.items() if there)]
+    savers = [
+        Saver("--reduce-each-micro-batch", "shard", "reduce_each_micro_batch", True),
+        Saver(f"--micro-batch-tokens {tokens}", "optimizer", "micro_batch_tokens", tokens),
+        Saver("--gradient-checkpointing", "model", "gradient_checkpointing", True),
+    ]
+    for parts in (["activations"], ["activations", *models]):
+        offloaded = tuple(dict.fromkeys([*args.shard.cpu_offload, *parts]))
+        savers.append(Saver(f"--cpu-offload {' '.join(offloaded)}", "shard", "cpu_offload", offloaded))
+    return [s for s in savers[ranks == 1 :] if getattr(getattr(args, s.group), s.name) != s.value]
 
 
 # ---- models --------------------------------------------------------------------------------------

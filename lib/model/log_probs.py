@@ -19,7 +19,7 @@ from lib.distributed import RowGroup, all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import of_responses
 
-CHUNK = {"cpu": 256, "cuda": 2048}  # tokens whose logits exist at a time: a GPU reads the whole head for each chunk
+CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
 CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort all takes ten times as long
 
@@ -135,7 +135,7 @@ def token_log_probs(
         h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
         weight = self.get_output_embeddings().weight
         h = h.to(weight.dtype)  # Mamba-2 keeps it in fp32
-        chunk = CHUNK.get(h.device.type, CHUNK["cpu"])
+        chunk = CPU_CHUNK if h.device.type == "cpu" else GPU_CHUNK
         return LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, top_p, top_k)
     logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]  # (n, V)
     z, constants = logits.to(torch.promote_types(logits.dtype, torch.float32)).div(temperature), []

@@ -29,9 +29,19 @@ BY_FLAG = {
     "seed": "--seed",
 }
 """settings of vLLM: the flag that sets each"""
-FIXED = ("load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config")
-FIXED += ("distributed_executor_backend", "enable_sleep_mode", "data_parallel_size", "pipeline_parallel_size")
-FIXED += ("quantization", "enable_lora")
+FIXED = {
+    "load_format",
+    "generation_config",
+    "override_generation_config",
+    "logprobs_mode",
+    "weight_transfer_config",
+    "distributed_executor_backend",
+    "enable_sleep_mode",
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "quantization",
+    "enable_lora",
+}
 
 
 def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
