@@ -293,7 +293,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
             actor.backward(loss)
 
             add_metrics(metrics, token_means(token_metrics, mask))
-            add_metrics(metrics, {"actor/loss": Sum(loss.item() / sizes.updates_per_step)})
+            add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
                 fresh = mask * t["is_fresh"][:, None]
                 add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], fresh, *outside))

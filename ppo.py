@@ -223,7 +223,7 @@ def update(
             value_loss, value_metrics = value_loss_of(args, critic.values(micro), t, live_tokens, live_rows)
             critic.backward(value_loss)
             add_metrics(metrics, token_means(value_metrics, t["live_mask"]))
-            add_metrics(metrics, {"critic/vf_loss": Sum(value_loss.item() / sizes.updates_per_step)})
+            add_metrics(metrics, {"critic/vf_loss": Sum(value_loss.detach().double() / sizes.updates_per_step)})
             if warm_up:
                 continue
             log_probs, entropy, *outside = actor.log_probs(micro)
@@ -249,7 +249,7 @@ def update(
             actor.backward(loss)
 
             add_metrics(metrics, token_means(token_metrics, mask))
-            add_metrics(metrics, {"actor/loss": Sum(loss.item() / sizes.updates_per_step)})
+            add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
                 add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], mask, *outside))
         add_metrics(metrics, critic.step())

@@ -692,7 +692,7 @@ def _check_parallel(args: Any) -> None:
     for name, size in sizes.items():
         packed = args.model.padding_free and args.model.attn_implementation in ("auto", "packed_sdpa", "varlen")
         if size > 1 and not packed:
-            raise InputError(f"{as_flag(name)} {size}: needs --padding-free and --attn-implementation auto")
+            raise InputError(f"{as_flag(name)} {size}: needs --padding-free, and packed_sdpa or varlen attention")
     without_tensor_parallel = {
         "--rollout-engine hf": args.rollout.rollout_engine == "hf",
         "--lora-rank": args.model.lora_rank > 0,
