@@ -75,7 +75,7 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
     """
     if name == "varlen" and (device.type != "cuda" or dtype == torch.float32):
         raise InputError(
-            "--attn-implementation varlen is FlashAttention, for a GPU and --compute-dtype bfloat16; here they are "
+            "--attn-implementation varlen is FlashAttention, for a GPU and 16 bits (--compute-dtype); here they are "
             f"{device.type} and {str(dtype).removeprefix('torch.')}; take auto"
         )
     return "packed_sdpa" if name == "auto" else name
@@ -94,8 +94,8 @@ def check_algorithm(args: Any, world: World) -> dict:
         raise InputError("--loss vanilla takes --clip-ratio-low, -high and -c, and no --loss-kwargs")
     check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
-    merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which bfloat16 may round to W
-    rounded = merged and get_compute_dtype(args.model.compute_dtype, world.device) == torch.bfloat16
+    merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which 16 bits may round to W
+    rounded = merged and get_compute_dtype(args.model.compute_dtype, world.device) != torch.float32
     if (args.rollout.async_level or rounded) and args.old_log_probs != "rollout":
         correction = correction or {"level": "token", "bounds": (0, 2)}
     if correction:
