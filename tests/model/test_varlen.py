@@ -15,6 +15,7 @@ import torch
 from lib import InputError
 from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import PACKED, response_log_probs
+from lib.model.attention import TELL_OF_GROUPS
 from lib.setup import get_attention
 from tests.common import run_ranks
 from tests.model.test_models import batch_of_groups, load, save, with_gradient
@@ -40,7 +41,8 @@ def forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False, scale=
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     assert cu_q.dtype == cu_k.dtype == torch.int32 and is_causal == (window == [-1, 0])
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
-    assert len(query) == cu_q[-1] and len(key) == cu_k[-1] and gqa == (query.shape[1] != key.shape[1])
+    assert len(query) == cu_q[-1] and len(key) == cu_k[-1]
+    assert gqa == (TELL_OF_GROUPS and query.shape[1] != key.shape[1])
     CALLS.append(window)
     out = torch.empty_like(query)
     for q, k, _, p in heads(query, key, cu_q, cu_k, scale, window):
