@@ -15,6 +15,11 @@ import torch
 
 from benchmarks.gpu_check.common import ROOT, Options, attempt, row
 
+TINY = (
+    *("--prompts-per-step", "8", "--group-size", "4", "--train-files", str(ROOT / "data/toy/val.jsonl")),
+    *("--no-val-before-train", "--val-every", "0"),
+)
+
 
 def run_script(options: Options, script: str, folder: str, name: str, *flags: str) -> list[dict]:
     """The rows of its metrics.jsonl."""
@@ -37,7 +42,7 @@ def check(options: Options, device: torch.device) -> Iterator[dict]:
 
 def grpo(options: Options, folder: str) -> Iterator[dict]:
     start = time.perf_counter()
-    steps, small = ("2", ("--no-val-before-train", "--val-every", "0")) if options.tiny else ("30", ())
+    steps, small = ("2", TINY) if options.tiny else ("30", ())
     save = ("--save-every", "1" if options.tiny else "15", "--keep-checkpoints", "0")
     whole = run_script(options, "grpo", folder, "whole", "--total-steps", steps, *save, *small)
     yield row("grpo.py, whole run", time.perf_counter() - start, "s", steps=int(steps))

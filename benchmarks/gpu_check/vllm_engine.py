@@ -69,7 +69,9 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
             if version:
                 yield from flat_log_probs(made, rollouts[-1], T, count, device)
                 apart = mismatch(model, rollouts[0])[1]
-                yield row("vLLM: k3 of the first rollout under the second weights", apart, "nats", apart > 10 * max(matched))
+                yield row(
+                    "vLLM: k3 of the first rollout under the second weights", apart, "nats", apart > 10 * max(matched)
+                )
             yield from sleep(made, device)
             change(model)
         made.close()
