@@ -1,4 +1,4 @@
-"""launch/ and benchmarks/gpu_check.sh: read by the programs that they are for, and run as far as one CPU machine can.
+"""launch/, docker/ and benchmarks/gpu_check.sh: read by their programs, and run as far as one CPU machine can.
 
 Two "nodes" are two network namespaces joined by a virtual cable, each with an interface and a loopback of its own.
 Where the kernel does not let a user make them, the nodes are two torchruns that meet on a port of this machine, and the
@@ -7,6 +7,8 @@ test's output says so.
 
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import time
@@ -18,7 +20,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import common
-from tests.common import ROOT, SMALL, environment, fork, metrics, ran
+from tests.common import PYTHON, ROOT, SMALL, environment, fork, metrics, ran
 
 LAUNCH = ROOT / "launch"
 STEPS = [*SMALL, "--total-steps", "2", "--num-mini-batches", "2"]
@@ -175,6 +177,65 @@ def test_slurm_starts_a_torchrun_on_each_node_that_resumes(tmp_path):
         "grpo.py --lr 1e-6 --run-name slurm-42 --resume auto restarts 3"
     )
     assert done.stdout.splitlines() == [line, line]
+
+
+# ---- docker/ -------------------------------------------------------------------------------------
+
+# stands for python3 of the image: writes down what pip is to install, and makes a virtual environment of itself
+FAKE_PYTHON = """#!/bin/sh
+case "$1 $2" in
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip") echo "$*" >> pip.log; for file; do case "$file" in requirements*) test -f "$file" || exit 1; esac; done ;;
+esac
+"""
+
+
+def dockerfile(name: str) -> list[tuple[str, str]]:
+    """(instruction, its words), in order."""
+    text = (ROOT / f"docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
+
+
+@pytest.mark.parametrize(("name", "requirements"), {"cpu": "requirements-cpu.txt", "gpu": "requirements.txt"}.items())
+def test_the_steps_of_a_dockerfile_run(tmp_path, name, requirements):
+    """As far as they can without Docker, network and root: its set-up is that of README's two commands, on the files
+    that are copied before it, and its command answers. apt-get and useradd are not run."""
+    steps = dockerfile(name)
+    workdir = next(words for step, words in steps if step == "WORKDIR")
+    [setup] = [i for i, (step, words) in enumerate(steps) if step == "RUN" and "make setup" in words]
+    for step, words in steps[:setup]:
+        if step == "COPY":
+            _, *sources, _ = words.split()
+            for source in sources:
+                shutil.copy(ROOT / source, tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").write_text(FAKE_PYTHON)
+    (tmp_path / "bin/python3").chmod(0o755)
+    command = steps[setup][1].replace(workdir, str(tmp_path)).replace("/home/plainrl", str(tmp_path / "home"))
+    env = environment() | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    ran(subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True))
+    installed = (tmp_path / "pip.log").read_text()
+    assert f"-r {requirements}" in installed and (tmp_path / ".venv/.ready").exists()
+    readme = (ROOT / "README.md").read_text()
+    assert "make train" in readme and "train: setup" in (ROOT / "Makefile").read_text()
+
+    program, *words = json.loads(steps[-1][1])
+    assert (steps[-1][0], program) == ("CMD", "python")
+    ran(subprocess.run([*PYTHON, *words], cwd=ROOT, env=environment(), capture_output=True, text=True))
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_an_image_has_no_root_no_secret_and_no_index(name):
+    steps = dockerfile(name)
+    instructions = [step for step, _ in steps]
+    assert [words for step, words in steps if step == "USER"] == ["plainrl"]
+    assert instructions.index("USER") < instructions.index("COPY")
+    assert all("--chown=plainrl:plainrl" in words for step, words in steps if step == "COPY")
+    assert not re.search(
+        r"https?:|index-url|KEY|TOKEN|SECRET|PASSWORD", (ROOT / f"docker/{name}.Dockerfile").read_text()
+    )
+    assert "ADD" not in instructions and "ARG" not in instructions
 
 
 # ---- the check of a GPU machine ------------------------------------------------------------------
