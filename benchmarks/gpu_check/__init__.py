@@ -126,7 +126,7 @@ def use_the_gpu() -> None:
 def lines_of(r: dict) -> Iterator[str]:
     value = "-" if r["value"] is None else f"{float(r['value']):.4g}"
     verdict = {None: "", True: "ok", False: "FAILED"}[r["ok"]]
-    yield f"  {r['check']:<66}{value:>11} {r['unit']:<10}{verdict}".rstrip()
+    yield f"  {r['check']:<80}{value:>11} {r['unit']:<10}{verdict}".rstrip()
     for text in (r.get("why"), r.get("error", "").strip().rpartition("\n")[2], *r["claims"]):
         if text:
             yield f"      {text}"

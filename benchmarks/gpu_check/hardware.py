@@ -14,14 +14,10 @@ from benchmarks.gpu_check.common import Options, attempt, claim, row, seconds_of
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:
     names = ("torch", "transformers", "accelerate", "vllm", "flash-attn", "liger-kernel", "nvidia-cudnn-cu13")
-    installed = {name: version_of(name) for name in names}
-    yield row(
-        "versions",
-        None,
-        "",
-        versions=installed | {"cuda": torch.version.cuda},
-        why=", ".join(f"{name} {number}" for name, number in installed.items() if number),
-    )
+    versions = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else []
+    said = ", ".join([*gpus, *(f"{name} {number}" for name, number in versions.items() if number)])
+    yield row("versions", None, "", why=said, versions=versions, gpus=gpus)
     yield from attempt("driver", lambda: driver(device))
     yield row("CPU cores that this process may use", len(os.sched_getaffinity(0)), "")
     yield from attempt("matrix product", lambda: matrix_product(options, device))
@@ -46,7 +42,7 @@ def driver(device: torch.device) -> Iterator[dict]:
     torch.zeros(1, device=device)  # CUDA starts
     new, cuda = int(number.split(".")[0]) >= 580, torch.version.cuda
     claims = claim(device, "G7", new, f"driver {number} runs CUDA {cuda}") if cuda.startswith("13") else ()
-    yield row("driver", float(".".join(number.split(".")[:2])), "", claims=claims, gpus=lines)
+    yield row("driver", float(".".join(number.split(".")[:2])), "", claims=claims, nvidia_smi=lines)
     if find_spec("flash_attn") is None:
         yield skipped("attention flash_attention_2", "its package flash-attn is not installed")
 
