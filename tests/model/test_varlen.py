@@ -8,6 +8,7 @@ heads, gradients. What FlashAttention itself computes is for benchmarks/gpu_chec
 import math
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -130,3 +131,9 @@ def test_varlen_is_packed_sdpa_in_sequence_parallel(tmp_path):
 def test_varlen_without_a_kernel_is_refused(device, dtype):
     with pytest.raises(InputError, match=f"here they are {device} and {str(dtype)[6:]}; take auto"):
         get_attention("varlen", dtype, torch.device(device))
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_attention_without_its_package_is_refused_in_a_line():
+    with pytest.raises(InputError, match="flash-attn is not installed; take auto"):
+        get_attention("flash_attention_2", torch.bfloat16, torch.device("cuda"))
