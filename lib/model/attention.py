@@ -111,7 +111,7 @@ def _attend_by_sequences(query, key, value, packed, window: int | None, scaling:
     last."""
     if packed.keys is not None:
         key, value = key.index_select(0, packed.keys), value.index_select(0, packed.keys)
-    grouped = {"enable_gqa": True} if TELL_OF_GROUPS and query.shape[1] != key.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if TELL_OF_GROUPS and query.shape[1] != key.shape[1] else {}
     output: Any = varlen_attn(
         query.contiguous(),
         key.contiguous(),
