@@ -161,7 +161,7 @@ def timed(fn: Callable[[], object]) -> float:
 def seconds_of(fn: Callable[[], object], repeats: int) -> float:
     """Of one call, after one that is not counted."""
     fn()
-    return timed(lambda: [fn() for _ in range(repeats)] and None) / repeats
+    return timed(lambda: [fn() for _ in range(repeats)]) / repeats
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device) -> int:

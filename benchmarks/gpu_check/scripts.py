@@ -42,8 +42,8 @@ def check(options: Options, device: torch.device) -> Iterator[dict]:
 
 def grpo(options: Options, folder: str) -> Iterator[dict]:
     start = time.perf_counter()
-    steps, small = ("2", TINY) if options.tiny else ("30", ())
-    save = ("--save-every", "1" if options.tiny else "15", "--keep-checkpoints", "0")
+    steps, small = ("2", TINY) if options.tiny else ("16", ())
+    save = ("--save-every", "1" if options.tiny else "8", "--keep-checkpoints", "0")
     whole = run_script(options, "grpo", folder, "whole", "--total-steps", steps, *save, *small)
     yield row("grpo.py, whole run", time.perf_counter() - start, "s", steps=int(steps))
     yield row("grpo.py, seconds of steps", sum(r.get("timing_s/step", 0) for r in whole), "s")
