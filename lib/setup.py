@@ -5,6 +5,7 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -71,8 +72,10 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
     """auto: packed_sdpa, until benchmarks/gpu_check.sh has shown varlen to be right on a GPU.
 
-    Raises InputError if varlen has no kernel here.
+    Raises InputError if varlen has no kernel here, or flash_attention_2 no package.
     """
+    if name == "flash_attention_2" and not find_spec("flash_attn"):
+        raise InputError("--attn-implementation flash_attention_2: its package flash-attn is not installed; take auto")
     if name == "varlen" and (device.type != "cuda" or dtype == torch.float32):
         raise InputError(
             "--attn-implementation varlen is FlashAttention, for a GPU and 16 bits (--compute-dtype); here they are "

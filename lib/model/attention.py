@@ -7,6 +7,7 @@ layers, but only some kernels look at them: on a CPU, or without those kernels' 
 each other.
 """
 
+import inspect
 import math
 import types
 from functools import cache, partial
@@ -30,6 +31,7 @@ from lib.distributed import all_to_all
 
 
 PACKED = ("packed_sdpa", "varlen")  # the names of packed_attention
+TELL_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes grouped heads untold
 
 
 def packed_attention(
@@ -109,6 +111,7 @@ def _attend_by_sequences(query, key, value, packed, window: int | None, scaling:
     last."""
     if packed.keys is not None:
         key, value = key.index_select(0, packed.keys), value.index_select(0, packed.keys)
+    grouped: dict[str, Any] = {"enable_gqa": True} if TELL_OF_GROUPS and query.shape[1] != key.shape[1] else {}
     output: Any = varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -119,7 +122,7 @@ def _attend_by_sequences(query, key, value, packed, window: int | None, scaling:
         packed.max_k,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     return output
 

@@ -8,6 +8,7 @@ heads, gradients. What FlashAttention itself computes is for benchmarks/gpu_chec
 import math
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from lib import InputError
 from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import PACKED, response_log_probs
+from lib.model.attention import TELL_OF_GROUPS
 from lib.setup import get_attention
 from tests.common import run_ranks
 from tests.model.test_models import batch_of_groups, load, save, with_gradient
@@ -40,7 +42,8 @@ def forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False, scale=
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     assert cu_q.dtype == cu_k.dtype == torch.int32 and is_causal == (window == [-1, 0])
     assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
-    assert len(query) == cu_q[-1] and len(key) == cu_k[-1] and gqa == (query.shape[1] != key.shape[1])
+    assert len(query) == cu_q[-1] and len(key) == cu_k[-1]
+    assert gqa == (TELL_OF_GROUPS and query.shape[1] != key.shape[1])
     CALLS.append(window)
     out = torch.empty_like(query)
     for q, k, _, p in heads(query, key, cu_q, cu_k, scale, window):
@@ -128,3 +131,9 @@ def test_varlen_is_packed_sdpa_in_sequence_parallel(tmp_path):
 def test_varlen_without_a_kernel_is_refused(device, dtype):
     with pytest.raises(InputError, match=f"here they are {device} and {str(dtype)[6:]}; take auto"):
         get_attention("varlen", dtype, torch.device(device))
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_attention_without_its_package_is_refused_in_a_line():
+    with pytest.raises(InputError, match="flash-attn is not installed; take auto"):
+        get_attention("flash_attention_2", torch.bfloat16, torch.device("cuda"))
