@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+GPU ?= $(shell nvidia-smi -L 2> /dev/null | grep -c GPU | grep -v ^0)
 # one thread a process: two threads of a tiny model wait for each other
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -10,12 +11,12 @@ export TOKENIZERS_PARALLELISM ?= false
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 11
 
-setup: $(VENV)/.ready  ## create .venv and install the pinned requirements (for a GPU if there is one)
+setup: $(VENV)/.ready  ## create .venv and install the pinned requirements (for a GPU if there is one; make setup GPU=1: in any case)
 
 $(VENV)/.ready: requirements.txt requirements-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainrl needs Python 3.11: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@if command -v nvidia-smi > /dev/null && nvidia-smi -L | grep -q GPU; then \
+	@if [ -n "$(GPU)" ]; then \
 		echo "installing for a GPU (requirements.txt)"; \
 		$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt; \
 	else \

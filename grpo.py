@@ -197,7 +197,8 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
             if "rollout_is_weights" in t:
                 losses = losses * t["rollout_is_weights"]
-            losses = losses - entropy_coef * entropy
+            if entropy_coef:
+                losses = losses - entropy_coef * entropy
             if args.kl_coef > 0 and args.kl_placement == "loss":
                 kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, mask, old_log_probs)
                 losses = losses + args.kl_coef * kl
@@ -213,7 +214,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
             actor.backward(loss)
 
             add_metrics(metrics, token_means(token_metrics, mask))
-            add_metrics(metrics, {"actor/loss": Sum(loss.item() / sizes.updates_per_step)})
+            add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
                 add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], mask, *outside))
         add_metrics(metrics, actor.step())
@@ -233,6 +234,7 @@ def main(args: Args) -> None:
         print(setup.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
+    setup.check_memory(args, sizes, world)
     run = open_run(args, world, __file__)  # its folder, its logs, and the checkpoint to go on from
 
     sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, args.run.seed)

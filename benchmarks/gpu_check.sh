@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Numerics, memory and speed on a GPU machine, in less than 8 minutes, without network: benchmarks/gpu_check.py says what.
+# Numerics, memory and speed on a GPU machine, in less than 8 minutes, without network: gpu_check/__init__.py says what.
 #
 #     benchmarks/gpu_check.sh                                     with .venv, or else python3
 #     WHEELS=folder benchmarks/gpu_check.sh                       what is missing there, from a folder of wheels, into /tmp

@@ -77,15 +77,16 @@ class ModelArgs(Group):
 
     model: Annotated[str, FILES, ROWS] = str(ROOT / "data/toy/model")
     """Hugging Face id, folder or .gguf file of the policy to start from"""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU"""
-    attn_implementation: Annotated[str, MAY_CHANGE] = "packed_sdpa"
-    """packed_sdpa (lib/model/attention.py) runs everywhere; flash_attention_2 needs its package; with any other, rows
-    are padded"""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU.
+    float16, with a loss scale, is closer to the engine's log-probs (rollout/k3), for models whose values fit it"""
+    attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
+    """packed_sdpa (lib/model/attention.py) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and
+    bfloat16; flash_attention_2 needs its package; with any other, rows are padded. auto: packed_sdpa (docs/gpu.md)"""
     padding_free: Annotated[bool, MAY_CHANGE] = True
     """pack the rows of a micro-batch end to end, without padding, where the model allows it (docs/models.md)"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
-    """compute each prompt once for all its responses, where rows are packed and attention is packed_sdpa"""
+    """compute each prompt once for all its responses, where rows are packed and attention is packed_sdpa or varlen"""
     gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False
@@ -175,6 +176,9 @@ class RolloutArgs(Group):
     beside training"""
     gpu_memory_utilization: Annotated[float, Interval(gt=0, lt=1), MAY_CHANGE] = 0.4
     """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
+    vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
+    """JSON object of further settings of the vLLM engine, by the names of its EngineArgs, such as {"kv_cache_dtype":
+    "fp8"}, {"max_num_seqs": 512} or a "speculative_config"; a server gets its own on its command line"""
     async_level: Annotated[int, Ge(0)] = 0
     """steps that rollouts may run ahead of training, on servers of their own (http://...); their weights are then up to
     this many steps old. Above 0, --rollout-correction has a default"""
@@ -189,6 +193,8 @@ class RolloutArgs(Group):
 
     def check(self) -> None:
         check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
+        if parse_json("vllm_kwargs", self.vllm_kwargs) and self.rollout_engine != "vllm":
+            raise InputError(f"--vllm-kwargs {self.vllm_kwargs}: needs --rollout-engine vllm")
         if self.async_level and self.rollout_engine in ("hf", "vllm"):
             raise InputError(
                 f"--async-level {self.async_level} needs --rollout-engine http://host:port, not a shared device"
@@ -304,6 +310,8 @@ class RunArgs(Group):
     """if given, sets total_steps to the steps that this many passes over the training prompts take, rounded up"""
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
     """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
+    memory_check: Annotated[bool, NOT_COMPARED] = True
+    """on a GPU, estimate the memory at the start, and refuse flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"
     """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder:
     one of run_name takes that run back to it, one of another run starts run_name from it"""
@@ -683,8 +691,9 @@ def _check_kl(args: Any) -> None:
 def _check_parallel(args: Any) -> None:
     sizes = {name: getattr(args.shard, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
     for name, size in sizes.items():
-        if size > 1 and not (args.model.padding_free and args.model.attn_implementation == "packed_sdpa"):
-            raise InputError(f"{as_flag(name)} {size}: needs --padding-free and --attn-implementation packed_sdpa")
+        packed = args.model.padding_free and args.model.attn_implementation in ("auto", "packed_sdpa", "varlen")
+        if size > 1 and not packed:
+            raise InputError(f"{as_flag(name)} {size}: needs --padding-free, and packed_sdpa or varlen attention")
     without_tensor_parallel = {
         "--rollout-engine hf": args.rollout.rollout_engine == "hf",
         "--lora-rank": args.model.lora_rank > 0,

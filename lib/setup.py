@@ -1,9 +1,12 @@
 """Makes what a run needs (data, models, engine, rewards) from groups of flags. A script's set-up calls these."""
 
+import copy
 import math
+import os
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +27,16 @@ from lib.core_algos import (
     get_rollout_correction_fn,
 )
 from lib.data import PromptDataset, RLHFDataset, load_dataset_class, make_loader
-from lib.distributed import RowGroup, World, make_mesh, make_row_group, shard_model, trainable_parameters
+from lib.distributed import (
+    RowGroup,
+    World,
+    advise_out_of_memory,
+    make_mesh,
+    make_row_group,
+    on_first_rank,
+    shard_model,
+    trainable_parameters,
+)
 from lib.model import (
     Critic,
     Forward,
@@ -39,7 +51,7 @@ from lib.model import (
     load_reward_model,
     load_tokenizer,
 )
-from lib.model.memory import GIB, estimate_memory, memory_table
+from lib.model.memory import GIB, Moments, estimate_memory, fits, memory_table
 from lib.reward import RewardManager, load_scorers
 from lib.reward.sandbox import accept as accept_sandbox
 from lib.reward.scorers import Scorer
@@ -57,6 +69,21 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """auto: packed_sdpa, until benchmarks/gpu_check.sh has shown varlen to be right on a GPU.
+
+    Raises InputError if varlen has no kernel here, or flash_attention_2 no package.
+    """
+    if name == "flash_attention_2" and not find_spec("flash_attn"):
+        raise InputError("--attn-implementation flash_attention_2: its package flash-attn is not installed; take auto")
+    if name == "varlen" and (device.type != "cuda" or dtype == torch.float32):
+        raise InputError(
+            "--attn-implementation varlen is FlashAttention, for a GPU and 16 bits (--compute-dtype); here they are "
+            f"{device.type} and {str(dtype).removeprefix('torch.')}; take auto"
+        )
+    return "packed_sdpa" if name == "auto" else name
+
+
 def check_algorithm(args: Any, world: World) -> dict:
     """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError.
 
@@ -70,8 +97,8 @@ def check_algorithm(args: Any, world: World) -> dict:
         raise InputError("--loss vanilla takes --clip-ratio-low, -high and -c, and no --loss-kwargs")
     check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
-    merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which bfloat16 may round to W
-    rounded = merged and get_compute_dtype(args.model.compute_dtype, world.device) == torch.bfloat16
+    merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which 16 bits may round to W
+    rounded = merged and get_compute_dtype(args.model.compute_dtype, world.device) != torch.float32
     if (args.rollout.async_level or rounded) and args.old_log_probs != "rollout":
         correction = correction or {"level": "token", "bounds": (0, 2)}
     if correction:
@@ -124,7 +151,7 @@ def load_inputs(args: Any) -> Inputs:
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust = {"trust_remote_code": model.trust_remote_code}
     if not args.run.replay:
-        check_engine_import(args.rollout.rollout_engine)
+        check_engine_import(args.rollout.rollout_engine, parse_json("vllm_kwargs", args.rollout.vllm_kwargs))
     for flag, path in {"--model": model.model, "--critic-model": getattr(args, "critic_model", "")}.items():
         if path:
             check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
@@ -183,6 +210,8 @@ def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
         f"validation prompts: {size_of(val_data) if val_data else 'none'}; {total_steps} steps = "
         f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
     )
+    if world.device.type == "cuda" and args.model.attn_implementation == "auto":
+        text += "\nattention: packed_sdpa; --attn-implementation varlen should be faster (docs/gpu.md)"
     return text + (f"\n{describe_memory(args, sizes)}" if args.run.dry_run else "")
 
 
@@ -191,12 +220,17 @@ def describe_memory(args: Any, sizes: Sizes) -> str:
 
     It is compared with the memory of the GPU here, or with 80 GiB where there is none.
     """
-    model, shard, rollout = args.model, args.shard, args.rollout
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
+    return memory_table(memory_of(args, sizes, args.run.dry_run, gpu), gpu)
+
+
+def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
+    """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
+    model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
-    moments = estimate_memory(
+    return estimate_memory(
         model.model,
-        ranks=args.run.dry_run // shard.dp_replicate_size,
+        ranks=ranks // shard.dp_replicate_size,
         compute_dtype=dtype,
         frozen_dtype=dtype,
         micro_batch_tokens=args.optimizer.micro_batch_tokens,
@@ -216,7 +250,83 @@ def describe_memory(args: Any, sizes: Sizes) -> str:
         engine_ranks=rollout.rollout_tensor_parallel_size,
         trust_remote_code=model.trust_remote_code,
     )
-    return memory_table(moments, gpu)
+
+
+def check_memory(args: Any, sizes: Sizes, world: World) -> None:
+    """On a GPU, before a model loads: refuses flags whose estimate does not fit. A collective.
+
+    Raises InputError with the flags that would fit. --no-memory-check, a .gguf model and tensor parallelism, which the
+    estimate does not know, skip it.
+    """
+    advise_out_of_memory(partial(memory_advice, args, world.size))
+    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
+    if world.device.type != "cuda" or unknown or not args.run.memory_check or args.validation.val_only:
+        return
+    gpu = torch.cuda.get_device_properties(world.device).total_memory
+    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
+
+
+def memory_advice(args: Any, ranks: int, stage: str) -> str:
+    """What to change where a stage, such as "step 3 update", ran out of the GPU's memory."""
+    if any(word in stage for word in ("rollout", "weight_sync", "validation")):
+        if args.rollout.rollout_engine == "vllm":
+            return f"lower --gpu-memory-utilization (it is {args.rollout.gpu_memory_utilization:g})"
+        return "set --rollout-engine vllm, whose cache has a limit, or fewer --prompts-per-step"
+    flags = [saver.flag for saver in memory_savers(args, ranks)]
+    more = f"set {flags[0]}, then {', '.join(flags[1:])}" if flags[1:] else "".join(flags) or "take more GPUs"
+    return f"{more}; --dry-run {ranks} prints the estimate of each moment of a step"
+
+
+def refuse_what_does_not_fit(args: Any, sizes: Sizes, ranks: int, gpu: int) -> None:
+    """Raises InputError if the estimate for `ranks` GPUs of `gpu` bytes does not fit. It names the first of
+    `memory_savers` that make it fit, without those that are not needed."""
+    needed = memory_of(args, sizes, ranks, gpu)
+    if fits(needed, gpu):
+        return
+
+    def fit(savers: list[Saver]) -> bool:
+        changed = copy.deepcopy(args)
+        for saver in savers:
+            setattr(getattr(changed, saver.group), saver.name, saver.value)
+        return fits(memory_of(changed, sizes, ranks, gpu), gpu)
+
+    savers = memory_savers(args, ranks)
+    enough = next((savers[: n + 1] for n in range(len(savers)) if fit(savers[: n + 1])), [])
+    for saver in enough[:-1]:
+        if fit(without := [other for other in enough if other is not saver]):
+            enough = without
+    advice = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
+    if enough:
+        advice = f"it fits with {' '.join(saver.flag for saver in enough)}"
+    raise InputError(
+        f"these flags do not fit the GPU's memory by this estimate (--no-memory-check starts nevertheless); {advice}\n"
+        f"{memory_table(needed, gpu)}"
+    )
+
+
+class Saver(NamedTuple):
+    """A flag that saves memory and changes no result: what it sets in args."""
+
+    flag: str
+    group: str
+    name: str
+    value: Any
+
+
+def memory_savers(args: Any, ranks: int) -> list[Saver]:
+    """Those that args do not have yet, the cheapest in time first."""
+    tokens = max(args.data.max_prompt_length + args.rollout.max_response_length, args.optimizer.micro_batch_tokens // 4)
+    having = {"critic": hasattr(args, "critic_model"), "ref": args.kl_coef, "reward_model": args.reward.reward_model}
+    models = ["actor", *(name for name, there in having.items() if there)]
+    savers = [
+        Saver("--reduce-each-micro-batch", "shard", "reduce_each_micro_batch", True),
+        Saver(f"--micro-batch-tokens {tokens}", "optimizer", "micro_batch_tokens", tokens),
+        Saver("--gradient-checkpointing", "model", "gradient_checkpointing", True),
+    ]
+    for parts in (["activations"], ["activations", *models]):
+        offloaded = tuple(dict.fromkeys([*args.shard.cpu_offload, *parts]))
+        savers.append(Saver(f"--cpu-offload {' '.join(offloaded)}", "shard", "cpu_offload", offloaded))
+    return [s for s in savers[ranks == 1 :] if getattr(getattr(args, s.group), s.name) != s.value]
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -247,7 +357,9 @@ class Sharding:
     def options(self, trainable: bool = True) -> dict[str, Any]:
         return {
             "dtype": torch.float32 if trainable and not self.model.lora_rank else self.forward.compute_dtype,  # masters
-            "attn_implementation": self.model.attn_implementation,
+            "attn_implementation": get_attention(
+                self.model.attn_implementation, self.forward.compute_dtype, self.world.device
+            ),
             "padding_free": self.model.padding_free,
             "share_prompts": self.model.share_prompts,
             "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
@@ -261,6 +373,9 @@ def make_sharding(
     model: ModelArgs, shard: ShardArgs, optimizer: OptimizerArgs, rollout: RolloutArgs, world: World, seed: int
 ) -> Sharding:
     torch.manual_seed(seed + world.rank)
+    if world.device.type == "cuda" and {"actor", "critic"} & set(shard.cpu_offload):
+        # AdamW runs on the CPU then, and torchrun gives a rank one thread
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     mesh = make_mesh(world, shard.dp_replicate_size, shard.tensor_parallel_size)
     row_group: RowGroup | None = make_row_group(world, mesh, shard.sequence_parallel_size)
     dtype = get_compute_dtype(model.compute_dtype, world.device)
@@ -345,6 +460,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         dtype=dtype,
         gpu_memory=rollout.gpu_memory_utilization,
         ranks=rollout.rollout_tensor_parallel_size,
+        vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
     )
     generate = engine.generate
     if inputs.multi_turn is not None:

@@ -142,11 +142,13 @@ def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam
     """A_t = δ_t + γλ·A', δ_t = r_t + γ·V' − V_t (B, T) in float64, 0 at masked positions; `lam` a number or (B,).
 
     A' and V' are those of the next *valid* token, as if the tool output between them were not there.
-    With values None (0) and λ = 1 this is the discounted reward to go.
+    With values None (0) and λ = 1 this is the discounted reward to go. It runs on the CPU, where a column of tokens
+    costs no eight kernel launches.
     """
-    valid = mask.bool()
-    rewards = _keep(rewards, mask).double()
-    values = torch.zeros_like(rewards) if values is None else _keep(values, mask).double()
+    device, valid = rewards.device, mask.bool().cpu()
+    values = torch.zeros_like(rewards) if values is None else values
+    rewards, values = (_keep(x, mask).double().cpu() for x in (rewards, values))
+    lam = lam.cpu() if isinstance(lam, Tensor) else lam
     advantages = torch.zeros_like(rewards)
     last = next_value = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
@@ -154,7 +156,7 @@ def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam
         last = torch.where(valid[:, t], delta + gamma * lam * last, last)
         next_value = torch.where(valid[:, t], values[:, t], next_value)
         advantages[:, t] = last
-    return _keep(advantages, mask)
+    return _keep(advantages, valid).to(device)
 
 
 @torch.no_grad()

@@ -22,7 +22,16 @@ from lib.distributed.collectives import (
     new_cpu_subgroup,
     on_first_rank,
 )
-from lib.distributed.launch import World, init_distributed, listening_store, on_early_end, print_last, run, wait_for_all
+from lib.distributed.launch import (
+    World,
+    advise_out_of_memory,
+    init_distributed,
+    listening_store,
+    on_early_end,
+    print_last,
+    run,
+    wait_for_all,
+)
 from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, reduce_metrics, token_means
 from lib.distributed.sharding import (
     TENSOR_PARALLEL_STYLES,
@@ -54,6 +63,7 @@ __all__ = [
     "World",
     "add_metrics",
     "address_towards",
+    "advise_out_of_memory",
     "all_gather_lists",
     "all_reduce_max",
     "all_reduce_sum",

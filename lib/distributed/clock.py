@@ -44,7 +44,7 @@ def timed(stage: str) -> Iterator[None]:
             torch.cuda.synchronize()  # kernels that are still queued belong to this stage
         _seconds[stage] += time.perf_counter() - start
         _open = False
-        enter_stage(f"step {_step} after {stage}")
+    enter_stage(f"step {_step} after {stage}")  # not after an exception: its stage is where it came from
 
 
 def step_timing() -> dict[str, float]:

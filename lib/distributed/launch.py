@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,8 +21,8 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from lib import InputError, report_mistake
-from lib.distributed.watchdog import enter_stage, start_watching, stop_watching
+from lib import InputError, is_first_on_node, report_mistake
+from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
 _job: tuple[dist.Store, int, int] | None = None  # store, rank, number of ranks: vLLM destroys the process group
 _timeout = timedelta(days=7)  # for a collective in any group, and for the store
@@ -64,6 +65,8 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
     device = torch.device("cuda", int(env["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        # it plans each new shape for up to a second, and nearly every packed row has new shapes
+        torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     if stage_timeout:
@@ -173,6 +176,12 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
         report_mistake(f"error: {error}")
         sys.stdout.flush()
         os._exit(2)  # at once: a peer that waits in a collective must not hold this rank back
+    except torch.OutOfMemoryError as error:
+        _end_early(interrupted=False)
+        traceback.print_exc()
+        _report_out_of_memory(error)
+        sys.stdout.flush()
+        os._exit(1)  # as above
     except Exception as error:
         _end_early(interrupted=False)
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -183,6 +192,16 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
         stop_watching()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _report_out_of_memory(error: torch.OutOfMemoryError) -> None:
+    """On the rank that it happened to, whichever that is."""
+    stage, rank = current_stage(), dist.get_rank() if dist.is_initialized() else 0
+    line = f"error: rank {rank} in {stage}: {str(error).partition('. GPU')[0]}"  # what follows is the allocator's state
+    line += f"; {_advice(stage)}" if _advice else ""
+    report_mistake(line)
+    if not is_first_on_node():
+        print(line, file=sys.stderr, flush=True)
 
 
 def _leave() -> None:
@@ -215,6 +234,7 @@ def wait_for_all() -> None:
 
 # ---- an early end --------------------------------------------------------------------------------
 
+_advice: Callable[[str], str] | None = None
 _at_early_end: Callable[[bool], None] | None = None
 _interrupted_at = -math.inf
 
@@ -223,6 +243,12 @@ def on_early_end(act: Callable[[bool], None] | None) -> None:
     """From now on `act(interrupted)` is called when the run ends early, by Ctrl-C or an exception. None: nothing is."""
     global _at_early_end
     _at_early_end = act
+
+
+def advise_out_of_memory(advice: Callable[[str], str]) -> None:
+    """From now on `advice(stage)` ends the line about memory that ran out."""
+    global _advice
+    _advice = advice
 
 
 def _end_early(interrupted: bool) -> None:

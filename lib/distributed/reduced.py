@@ -1,32 +1,41 @@
 """Metrics over micro-batches and ranks: each rank reports totals and counts, which `reduce_metrics` combines.
 
-A mean of the ranks' means would be wrong where they hold different counts. A metric without data is left out, not 0.
+A mean of the ranks' means would be wrong where they hold different counts. A metric without data is left out, not 0. A
+number may be a tensor without dimensions: it stays on its device until `reduce_metrics` reads all of them at once, so
+that the host does not wait for the GPU in the middle of an update.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+Number = float | torch.Tensor
+
 
 class Mean(NamedTuple):
     """total / count over all ranks; left out where the count is 0."""
 
-    total: float
-    count: float  # type: ignore[assignment]  # tuple has a method of this name
+    total: Number
+    count: Number  # type: ignore[assignment]  # tuple has a method of this name
 
 
 class Sum(NamedTuple):
-    value: float
+    value: Number
 
 
 class Max(NamedTuple):
-    value: float
+    """The largest over all ranks; left out where it is -inf."""
+
+    value: Number
 
 
 class Min(NamedTuple):
-    value: float
+    """The smallest over all ranks; left out where it is inf."""
+
+    value: Number
 
 
 Metric = Mean | Sum | Max | Min | float
@@ -37,10 +46,11 @@ def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None 
 
     A rank may lack keys. A plain number, such as a learning rate, is the same on all ranks: the lowest rank's is taken.
     """
-    ranks = [dict(local)]
+    mine = _read(local)
+    ranks = [mine]
     if dist.is_initialized():
         ranks = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(ranks, dict(local), group=group)
+        dist.all_gather_object(ranks, mine, group=group)
     reduced = {}
     for key in dict.fromkeys(key for metrics in ranks for key in metrics):
         parts: list[Any] = [metrics[key] for metrics in ranks if key in metrics]
@@ -52,12 +62,30 @@ def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None 
             case Sum():
                 reduced[key] = float(sum(part.value for part in parts))
             case Max():
-                reduced[key] = float(max(part.value for part in parts))
+                if (largest := max(part.value for part in parts)) != -math.inf:
+                    reduced[key] = float(largest)
             case Min():
-                reduced[key] = float(min(part.value for part in parts))
+                if (smallest := min(part.value for part in parts)) != math.inf:
+                    reduced[key] = float(smallest)
             case plain:
                 reduced[key] = float(plain)
     return reduced
+
+
+def _read(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The metrics with numbers in place of tensors, in one transfer."""
+    flat: list[Any] = [number for metric in metrics.values() for number in _numbers(metric)]
+    tensors = [number.double() for number in flat if isinstance(number, torch.Tensor)]
+    read = iter(torch.stack(tensors).tolist() if tensors else ())
+    numbers = iter(next(read) if isinstance(number, torch.Tensor) else number for number in flat)
+    return {
+        key: type(metric)(*(next(numbers) for _ in metric)) if isinstance(metric, tuple) else next(numbers)
+        for key, metric in metrics.items()
+    }
+
+
+def _numbers(metric: Any) -> tuple:
+    return metric if isinstance(metric, tuple) else (metric,)
 
 
 def add_metrics(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
@@ -72,12 +100,16 @@ def add_metrics(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
             case Sum(value):
                 total[key] = Sum(value + new.value)
             case Max(value):
-                total[key] = Max(max(value, new.value))
+                total[key] = Max(_extreme(torch.maximum, max, value, new.value))
             case Min(value):
-                total[key] = Min(min(value, new.value))
+                total[key] = Min(_extreme(torch.minimum, min, value, new.value))
+
+
+def _extreme(of_tensors, of_numbers, a: Number, b: Number) -> Number:
+    return of_tensors(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else of_numbers(a, b)
 
 
 def token_means(values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, Metric]:
     """The mean of each (B, T) tensor over the tokens of the mask, over all micro-batches and ranks."""
     mask = mask.bool()
-    return {name: Mean(value[mask].double().sum().item(), int(mask.sum())) for name, value in values.items()}
+    return {name: Mean(value.double().where(mask, 0).sum(), mask.sum()) for name, value in values.items()}

@@ -1,6 +1,7 @@
 """Device mesh, FSDP2 and tensor parallelism: sharding a model, reducing gradients, and gathering whole weights."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 # torch warns on every rank that weights split over two mesh dimensions take two collectives to gather
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+# torch.distributed.checkpoint says so of a single process, which is told to do without collectives: the group of one
+# that init_distributed makes has, in torch 2.11, an empty gather
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
@@ -140,7 +144,8 @@ def shard_model(
         reader = dcp.HuggingFaceStorageReader(model.weights_folder)
         files = reader.read_metadata().state_dict_metadata
         weights = {name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items()}
-        dcp.load({name: weight for name, weight in weights.items() if name in files}, storage_reader=reader)
+        weights = {name: weight for name, weight in weights.items() if name in files}
+        dcp.load(weights, storage_reader=reader, no_dist=dist.get_world_size() == 1)
     enter_stage("start")
     return model
 
@@ -210,11 +215,11 @@ def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -
     """Yields (name, whole tensor) of the weights of `merged_shards`, one at a time, on every rank. A collective: every
     rank must run through all of it.
 
-    Extra memory: twice the largest parameter. Tied weights come once, under the name of the embedding.
+    dtype: a shard is cast before it is gathered, so that the network carries what arrives. Extra memory: twice the
+    largest parameter. Tied weights come once, under the name of the embedding.
     """
     for name, shard in merged_shards(model):
-        tensor = full_tensor(shard)
-        yield name, tensor if dtype is None else tensor.to(dtype)
+        yield name, full_tensor(shard if dtype is None else shard.to(dtype))
 
 
 @contextmanager

@@ -42,6 +42,11 @@ def enter_stage(name: str, limited: bool = True) -> None:
     _stage = (name, time.monotonic(), limited)
 
 
+def current_stage() -> str:
+    """The stage of this rank."""
+    return _stage[0]
+
+
 def start_watching(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
     """Starts the watcher. `store` is a client of the job's store that nobody else uses."""
     global _watcher

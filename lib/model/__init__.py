@@ -4,7 +4,7 @@ Two things keep the forward cheap, and both are exact. Padding never enters it (
 logits never exist (log_probs.py). memory.py estimates how much GPU memory a step needs; it is also a command.
 """
 
-from lib.model.attention import SAMPLED_BY_HF, carries_state, layout
+from lib.model.attention import PACKED, SAMPLED_BY_HF, carries_state, layout
 from lib.model.load import (
     add_lora,
     check_sequence_parallel,
@@ -22,6 +22,7 @@ from lib.model.values import batched_values, response_values, reward_model_score
 
 __all__ = [
     "NEVER",
+    "PACKED",
     "SAMPLED_BY_HF",
     "Critic",
     "Forward",

@@ -1,11 +1,13 @@
 """Keeps the sequences of a packed row apart in every layer that mixes tokens, and says which models allow that.
 
-Attention runs inside each sequence: packed_sdpa. A recurrent or convolutional layer would carry its state from one
-packed sequence into the next. So it gets the sequences as rows, and its output is packed again: this works on any
-device and with any kernel. transformers can also pass `cu_seq_lens_q` or `seq_idx` to such layers, but only some
-kernels look at them: on a CPU, or without those kernels' packages, sequences silently leak into each other.
+Attention runs inside each sequence: packed_sdpa on any device, varlen on a GPU. A recurrent or convolutional layer
+would carry its state from one packed sequence into the next. So it gets the sequences as rows, and its output is packed
+again: this works on any device and with any kernel. transformers can also pass `cu_seq_lens_q` or `seq_idx` to such
+layers, but only some kernels look at them: on a CPU, or without those kernels' packages, sequences silently leak into
+each other.
 """
 
+import inspect
 import math
 import types
 from functools import cache, partial
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -27,13 +30,18 @@ from lib.distributed import all_to_all
 # ---- attention over packed rows ------------------------------------------------------------------
 
 
-def packed_sdpa(
+PACKED = ("packed_sdpa", "varlen")  # the names of packed_attention
+TELL_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes grouped heads untold
+
+
+def packed_attention(
     module,
     query,
     key,
     value,
     attention_mask,
     packed_runs=None,
+    packed_sequences=None,
     sequence_group=None,
     group_cache=None,
     scaling=None,
@@ -41,10 +49,10 @@ def packed_sdpa(
 ):
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
-    `packed_runs` is a list of packing.py's `PackedRun`. A whole sequence, or a prompt that rows share, attends to its
-    own earlier tokens; a response to a shared prompt attends to the prompt and to its own earlier tokens. Only such
-    responses are padded, and only inside the attention. A `group_cache` (lib/rollout/hf_engine.py) computes the
-    attention itself. With neither of them this is transformers' own SDPA attention.
+    A whole sequence, or a prompt that rows share, attends to its own earlier tokens; a response to a shared prompt
+    attends to the prompt and to its own earlier tokens. packing.py's `packed_runs` (packed_sdpa) or `packed_sequences`
+    (varlen) say which tokens these are. A `group_cache` (lib/rollout/hf_engine.py) computes the attention itself.
+    With none of them this is transformers' own SDPA attention.
 
     In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all
     N tokens. One all-to-all before the attention and one after it switch between the two (DeepSpeed-Ulysses, arXiv
@@ -54,16 +62,28 @@ def packed_sdpa(
         return group_cache.attend(module, query, key, value, scaling), None
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise InputError(f"{type(module).__name__} has soft caps or sinks: --attn-implementation eager")
-    if packed_runs is None:
+    if packed_runs is None and packed_sequences is None:
         if attention_mask is not None and attention_mask.shape[3] < key.shape[2]:
             raise InputError(f"{type(module).__name__} gets no keywords from its layer: --no-padding-free")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if sequence_group is not None:
         query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))
-    window, gqa = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
+    query, key, value = (rearrange(x, "1 h n d -> n h d") for x in (query, key, value))
+    window = kwargs.get("sliding_window")
+    if packed_sequences is None:
+        output = _attend_by_runs(query, key, value, packed_runs, window, scaling)
+    else:
+        output = _attend_by_sequences(query, key, value, packed_sequences, window, scaling)
+    if sequence_group is not None:
+        output = _all_heads(output, sequence_group)
+    return output[None], None
+
+
+def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling: float | None) -> torch.Tensor:
+    """One SDPA call for each run of sequences. (N, H, D). Only responses to shared prompts are padded."""
     # split, because its backward is one cat; the backward of a slice fills a whole row with zeros
     sizes = [run.tokens for run in packed_runs]
-    queries, keys, values = (rearrange(x, "1 h n d -> n h d").split(sizes) for x in (query, key, value))
+    queries, keys, values = (x.split(sizes) for x in (query, key, value))
     outputs = []
     for i, run in enumerate(packed_runs):
         if run.prompt_run is None:
@@ -79,13 +99,32 @@ def packed_sdpa(
             mask = (distance >= 0) & (distance < window)
         elif run.prompt_run is not None:
             mask = causal_lower_right(run.length, k.shape[2])
+        gqa = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=gqa)
         out = rearrange(out, "s h l d -> (s l) h d")
         outputs.append(out if run.real is None else _take(out, run.real))
-    output = torch.cat(outputs)  # (N, H, D)
-    if sequence_group is not None:
-        output = _all_heads(output, sequence_group)
-    return output[None], None
+    return torch.cat(outputs)
+
+
+def _attend_by_sequences(query, key, value, packed, window: int | None, scaling: float | None) -> torch.Tensor:
+    """One FlashAttention call for all sequences. (N, H, D). If a sequence has fewer queries than keys, these are its
+    last."""
+    if packed.keys is not None:
+        key, value = key.index_select(0, packed.keys), value.index_select(0, packed.keys)
+    grouped: dict[str, Any] = {"enable_gqa": True} if TELL_OF_GROUPS and query.shape[1] != key.shape[1] else {}
+    output: Any = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        packed.cu_seq_q,
+        packed.cu_seq_k,
+        packed.max_q,
+        packed.max_k,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouped,
+    )
+    return output
 
 
 def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -108,8 +147,9 @@ def _take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return rearrange(F.embedding(places, rearrange(x, "n h d -> n (h d)")), "... (h d) -> ... h d", h=x.shape[1])
 
 
-ALL_ATTENTION_FUNCTIONS.register("packed_sdpa", packed_sdpa)
-ALL_MASK_ATTENTION_FUNCTIONS.register("packed_sdpa", sdpa_mask)
+for name in PACKED:
+    ALL_ATTENTION_FUNCTIONS.register(name, packed_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
 
 
 # ---- which models can be packed, and their layers that carry a state -----------------------------
@@ -144,7 +184,7 @@ UNPACKABLE = {  # model_type: why it cannot be packed, where no flag of transfor
 def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) -> tuple[str, str | None]:
     """(the attention implementation to load with, why rows cannot be packed or None if they can).
 
-    For a model that packed_sdpa cannot handle, this is transformers' own sdpa or eager.
+    For a model that packed_attention cannot handle, this is transformers' own sdpa or eager.
 
     Raises:
         InputError: `sdpa` would silently leave out the model's soft caps.
@@ -154,7 +194,7 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     if capped and attn_implementation == "sdpa":
         raise InputError("--attn-implementation sdpa leaves out the soft caps of its attention: take eager")
-    packed = attn_implementation == "packed_sdpa"
+    packed = attn_implementation in PACKED
     no_sdpa = packed and (capped or (cls is not None and not cls._supports_sdpa))
     reason = UNPACKABLE.get(text.model_type)
     if not packed and not attn_implementation.startswith("flash"):

@@ -50,14 +50,16 @@ def flops_of(model: PreTrainedModel) -> Flops:
 
 
 def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> torch.Tensor:
-    """FLOPs (scalar) of forward and backward over this rank's rows of a micro-batch."""
+    """FLOPs (scalar) of forward and backward over this rank's rows of a micro-batch. With the column prompt_group of
+    `micro_batches`, a GPU is not waited for."""
     attention, trained = micro.batch["attention_mask"].double(), micro.batch["response_mask"]
     prompt = attention[:, : -trained.shape[1]].sum(1)  # (b,)
     own = (attention.sum(1) - prompt - 1).clamp(min=0)  # (b,): tokens of the response, but the last
     seen = own * prompt + own * (own + 1) / 2  # (b,)
     if share_prompts:
-        groups = prompt_groups(micro)
-        prompt = torch.zeros_like(prompt).scatter(0, groups, prompt)  # each distinct prompt once
+        group = micro.batch["prompt_group"] if "prompt_group" in micro.batch else prompt_groups(micro)  # (b,)
+        again = (group[:, None] == group).tril(-1).any(1)
+        prompt = prompt.where(~again, 0)  # each distinct prompt once
     tokens, pairs = own.sum() + prompt.sum(), seen.sum() + (prompt * (prompt + 1) / 2).sum()
     return tokens * flops.token + trained.sum() * flops.prediction + pairs * flops.pair
 

@@ -19,6 +19,7 @@ from lib.distributed import RowGroup, all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import of_responses
 
+CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
 CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort all takes ten times as long
 
@@ -55,6 +56,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, weight, y, inv_temperature, chunk, sum_pi_squared=False, top_p=1.0, top_k=-1):
+        ctx.set_materialize_grads(False)  # a loss without entropy costs none of its gradient
         # h (N, D), weight (V, D), y (N,)
         dtype = torch.promote_types(h.dtype, torch.float32)
         logp, entropy, lse = (torch.empty(len(h), dtype=dtype, device=h.device) for _ in range(3))
@@ -83,6 +85,8 @@ class LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy, *_):
         h, weight, y, lse, entropy, least = ctx.saved_tensors
+        if grad_logp is None:
+            grad_logp = torch.zeros_like(lse)
         dh = torch.empty_like(h)
         dw = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
         for i in range(0, len(h), ctx.chunk):
@@ -91,7 +95,11 @@ class LinearLogProbs(torch.autograd.Function):
             if least is not None:
                 z.masked_fill_(z < least[s, None], NEVER)
             log_p = z.sub_(lse[s, None])
-            dz = log_p.add(entropy[s, None]).mul_(-grad_entropy[s, None]).sub_(grad_logp[s, None]).mul_(log_p.exp_())
+            if grad_entropy is None:
+                dz = log_p.exp_().mul_(-grad_logp[s, None])
+            else:
+                dz = log_p.add(entropy[s, None]).mul_(-grad_entropy[s, None]).sub_(grad_logp[s, None])
+                dz = dz.mul_(log_p.exp_())
             dz.scatter_add_(1, y[s, None], grad_logp[s, None]).mul_(ctx.inv_temperature)
             dz = dz.to(h.dtype)
             torch.mm(dz, weight, out=dh[s])
@@ -127,7 +135,8 @@ def token_log_probs(
         h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
         weight = self.get_output_embeddings().weight
         h = h.to(weight.dtype)  # Mamba-2 keeps it in fp32
-        return LinearLogProbs.apply(h, weight, y, 1 / temperature, 256, sum_pi_squared, top_p, top_k)
+        chunk = CPU_CHUNK if h.device.type == "cpu" else GPU_CHUNK
+        return LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, top_p, top_k)
     logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]  # (n, V)
     z, constants = logits.to(torch.promote_types(logits.dtype, torch.float32)).div(temperature), []
     if top_p < 1 or top_k > 0:
@@ -206,6 +215,7 @@ def batched_log_probs(
 # computed alone). The first keeps all shapes; the second changes them.
 ROW_TOLERANCE = {
     torch.float32: (1e-4, 1e-3),  # another order of sums changes them by 1e-7, a leak by 1e-3 to 1 (docs/models.md)
+    torch.float16: (0.005, 0.06),  # three more bits than bfloat16
     torch.bfloat16: (0.02, 0.25),  # other shapes change them by 0.04 in SmolLM2-135M; sync_weights takes 0.25, too
 }
 

@@ -365,6 +365,17 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 # ---- the command ---------------------------------------------------------------------------------
 
 
+def worst_moment(moments: Moments) -> tuple[str, int]:
+    """(name, bytes) of the moment that needs most of the GPU."""
+    sums = {name: sum(sizes.values()) for name, sizes in moments.items() if name != "host"}
+    return max(sums.items(), key=lambda item: item[1])
+
+
+def fits(moments: Moments, device_bytes: int) -> bool:
+    """Whether the worst moment leaves HEADROOM of the device."""
+    return worst_moment(moments)[1] <= (1 - HEADROOM) * device_bytes
+
+
 def memory_table(moments: Moments, device_bytes: int) -> str:
     """A table of GiB per part and moment, the sum of each moment, and whether the worst one fits the device."""
     names = list(moments)
@@ -374,11 +385,10 @@ def memory_table(moments: Moments, device_bytes: int) -> str:
     lines = ["GiB a GPU".ljust(18) + "".join(f"{name:>12}" for name in names)]
     for part, sizes in rows:
         lines.append(part.ljust(18) + "".join(f"{'-' if n is None else f'{n / GIB:.2f}':>12}" for n in sizes))
-    worst = max((name for name in names if name != "host"), key=sums.get)
+    worst, _ = worst_moment(moments)
     biggest = max(moments[worst], key=moments[worst].get)
-    room = (1 - HEADROOM) * device_bytes
     lines.append(
-        f"{'fits' if sums[worst] <= room else 'DOES NOT FIT'}: {sums[worst] / GIB:.1f} GiB ({worst}) of "
+        f"{'fits' if fits(moments, device_bytes) else 'DOES NOT FIT'}: {sums[worst] / GIB:.1f} GiB ({worst}) of "
         f"{device_bytes / GIB:.0f}, of which {HEADROOM:.0%} are left free; its largest part: {biggest}"
     )
     return "\n".join(lines)

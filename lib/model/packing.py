@@ -7,11 +7,12 @@ several rows share stands once. lib/model/attention.py keeps the sequences apart
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from lib.data import prompt_groups
@@ -34,6 +35,19 @@ class PackedRun(NamedTuple):
     """(tokens,), the indices of real tokens among the count * length with padding"""
 
 
+class PackedSequences(NamedTuple):
+    """The S sequences of the packed row, for one call of varlen attention."""
+
+    keys: torch.Tensor | None
+    """(M,), the tokens that sequences attend to, as indices into the packed row; None: each token once, in order"""
+    cu_seq_q: torch.Tensor
+    """(S + 1,) int32: where each sequence's queries begin, and N"""
+    cu_seq_k: torch.Tensor
+    """(S + 1,) int32: where each sequence's keys begin, and M"""
+    max_q: int
+    max_k: int
+
+
 class SequenceRows(NamedTuple):
     """How to take a packed row apart into right-padded rows, which causal layers compute as if each were alone."""
 
@@ -42,6 +56,9 @@ class SequenceRows(NamedTuple):
     response to a shared prompt has that prompt before it. Padding repeats the row's last token"""
     back: torch.Tensor
     """(N,), for each token of the packed row: its index in these rows laid end to end"""
+
+
+LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # what decides where tokens stand
 
 
 def of_responses(
@@ -99,8 +116,24 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     padding = -N % n
     tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
     tensors = {name: x.chunk(n, 1)[group.rank()] for name, x in tensors.items()}
-    runs = inputs["packed_runs"] + [PackedRun(padding, 1, padding, None, None, None)] * (padding > 0)
-    return inputs | tensors | {"packed_runs": runs, "sequence_group": group}, (N + padding) // n
+    inputs = inputs | tensors | {"sequence_group": group}
+    if padding and "packed_runs" in inputs:
+        inputs["packed_runs"] = [*inputs["packed_runs"], PackedRun(padding, 1, padding, None, None, None)]
+    elif padding:
+        inputs["packed_sequences"] = _with_padding(inputs["packed_sequences"], padding)
+    return inputs, (N + padding) // n
+
+
+def _with_padding(packed: PackedSequences, padding: int) -> PackedSequences:
+    """One more sequence, of `padding` tokens that attend to themselves."""
+    N, M, keys = int(packed.cu_seq_q[-1]), int(packed.cu_seq_k[-1]), packed.keys
+    return PackedSequences(
+        None if keys is None else torch.cat([keys, torch.arange(N, N + padding, device=keys.device)]),
+        F.pad(packed.cu_seq_q, (0, 1), value=N + padding),
+        F.pad(packed.cu_seq_k, (0, 1), value=M + padding),
+        max(packed.max_q, padding),
+        max(packed.max_k, padding),
+    )
 
 
 def _response_inputs(
@@ -112,8 +145,8 @@ def _response_inputs(
     A row may hold several sequences end to end (lib/agent): one begins wherever position_ids is 0.
     """
     padding_free = padding_free and model.padding_free
-    fields = ("input_ids", "attention_mask", "position_ids", "response_mask")
-    ids, attention, positions, trained = (batch.batch[name] for name in fields)
+    device, batch = batch.batch["input_ids"].device, batch.select(LAYOUT, []).to("cpu")  # a GPU is waited for here only
+    ids, attention, positions, trained = (batch.batch[name] for name in LAYOUT)
     attention, trained = attention.bool(), trained.bool()
     L, T = ids.shape[1], trained.shape[1]
     target = trained.flatten().nonzero()[:, 0]  # (n,)
@@ -122,7 +155,7 @@ def _response_inputs(
         predicts = torch.zeros_like(attention)
         predicts[row, column] = True
         attention = attention & (predicts.flip(1).cumsum(1).flip(1) > 0)
-    owner = own = torch.arange(len(ids), device=ids.device)  # (B,): the row whose prompt stands for this row's
+    owner = own = torch.arange(len(ids))  # (B,): the row whose prompt stands for this row's
     if share_prompts and padding_free and model.share_prompts:
         owner = _prompt_owners(prompt_groups(batch), attention.any(1) & (positions[:, L - T] > 0))
     shared = owner.bincount(minlength=len(ids))[owner] > 1  # (B,)
@@ -137,29 +170,37 @@ def _response_inputs(
     # a run holds whole sequences of equal length, or responses of about equal length to prompts of equal length
     kinds = [(0, n) if p is None else (lengths[p], -(-n // 16)) for n, p in zip(lengths, prompt)]
     order = sorted(range(len(kinds)), key=lambda i: kinds[i])
-    rank = torch.tensor(order, device=ids.device).argsort()
+    rank = torch.tensor(order).argsort()
     token = token[rank[sequence].argsort(stable=True)]
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": positions.flatten()[token][None]}  # (1, N)
     place = torch.zeros_like(ids).flatten()  # (B * L,)
-    place[token] = torch.arange(len(token), device=ids.device)
+    place[token] = torch.arange(len(token))
     row = torch.where(column < L - T, owner[row], row)
     select = place[row * L + column]
     if not padding_free:
-        [places], back = sequence_rows(order, lengths, prompt, ids.device, one_size=True)
+        [places], back = sequence_rows(order, lengths, prompt, one_size=True)
         start = inputs["position_ids"][0, places[:, :1]]
-        positions = start + torch.arange(places.shape[1], device=ids.device)  # they count on in padding
-        return {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}, back[select], target
+        positions = start + torch.arange(places.shape[1])  # they count on in padding
+        inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
+        return _to(device, (inputs, back[select], target))
     if model.takes_rows:
-        inputs["sequence_rows"] = sequence_rows(order, lengths, prompt, ids.device)
+        inputs["sequence_rows"] = sequence_rows(order, lengths, prompt)
     if model.config._attn_implementation.startswith("flash"):
-        cu_seqlens = F.pad(torch.tensor([lengths[i] for i in order], device=ids.device).cumsum(0), (1, 0)).int()
+        cu_seqlens = F.pad(torch.tensor([lengths[i] for i in order]).cumsum(0), (1, 0)).int()
         inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     else:
-        inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt, ids.device)
+        if model.config._attn_implementation == "varlen":
+            inputs["packed_sequences"] = _packed_sequences(order, lengths, prompt)
+        else:
+            inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt)
         # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
-        inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=ids.device)
-    return inputs, select, target
+        inputs["attention_mask"] = torch.empty(1, 1, 1, 1)
+    return _to(device, (inputs, select, target))
+
+
+def _to(device: torch.device, tree: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), tree)
 
 
 def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
@@ -169,7 +210,7 @@ def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     for row, (number, answer) in enumerate(zip(group.tolist(), answers.tolist())):
         if answer:
             owner[row] = first_of.setdefault(number, row)
-    return torch.tensor(owner, device=group.device)
+    return torch.tensor(owner)
 
 
 def _prompts_of_sequences(
@@ -186,7 +227,6 @@ def _packed_runs(
     kinds: list[tuple[int, int]],
     lengths: list[int],
     prompt: list[int | None],
-    device: torch.device,
 ) -> list[PackedRun]:
     """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length)."""
     runs: list[PackedRun] = []
@@ -202,10 +242,23 @@ def _packed_runs(
             prompt_run = run_of[prompt[members[0]]]
             column, size = torch.arange(max(sizes)), torch.tensor(sizes)[:, None]
             first = torch.tensor([[begin[prompt[i]], runs[prompt_run].tokens + begin[i]] for i in members])
-            places = torch.cat([first[:, :1] + torch.arange(P), first[:, 1:] + column.minimum(size - 1)], 1).to(device)
-            real = (column < size).flatten().nonzero()[:, 0].to(device)
+            places = torch.cat([first[:, :1] + torch.arange(P), first[:, 1:] + column.minimum(size - 1)], 1)
+            real = (column < size).flatten().nonzero()[:, 0]
         runs.append(PackedRun(sum(sizes), len(members), max(sizes), prompt_run, places, real))
     return runs
+
+
+def _packed_sequences(order: list[int], lengths: list[int], prompt: list[int | None]) -> PackedSequences:
+    """The sequences, in `order`; the keys of one that answers a shared prompt are that prompt's and its own."""
+    sizes = [lengths[i] for i in order]
+    begin = dict(zip(order, itertools.accumulate(sizes, initial=0)))
+    keys = [[*([] if (p := prompt[i]) is None else [p]), i] for i in order]  # the sequences whose tokens each one sees
+    totals = [sum(lengths[j] for j in seen) for seen in keys]
+    places = None
+    if any(p is not None for p in prompt):
+        places = torch.cat([torch.arange(begin[j], begin[j] + lengths[j]) for seen in keys for j in seen])
+    cu_seq_q, cu_seq_k = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32) for n in (sizes, totals))
+    return PackedSequences(places, cu_seq_q, cu_seq_k, max(sizes), max(totals))
 
 
 def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -214,7 +267,7 @@ def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch
 
 
 def sequence_rows(
-    order: list[int], lengths: list[int], prompt: list[int | None], device: torch.device, *, one_size: bool = False
+    order: list[int], lengths: list[int], prompt: list[int | None], *, one_size: bool = False
 ) -> SequenceRows:
     """SequenceRows of the sequences that stand in `order` in the packed row. prompt[i] is the number of the shared
     prompt that sequence i answers, or None. one_size: all rows get the length of the longest."""
@@ -239,6 +292,6 @@ def sequence_rows(
             placed.add(prompt[i])
         taken = (torch.arange(column.shape[1]) < n) & (torch.tensor(new) | (column >= P))
         back[place[taken]] = offset + taken.flatten().nonzero()[:, 0]
-        places.append(place.to(device))
+        places.append(place)
         offset += place.numel()
-    return SequenceRows(places, back.to(device))
+    return SequenceRows(places, back)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from lib.data import prepare_dynamic_batch
+from lib.data import prepare_dynamic_batch, prompt_groups
 from lib.data_proto import DataProto
 from lib.distributed import (
     Mean,
@@ -42,6 +42,31 @@ class Forward:
 
 
 @dataclass
+class LossScale:
+    """Of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are multiplied by it, gradients
+    divided. It halves at a gradient that is not finite, and doubles after `interval` updates without one.
+
+    torch.amp.GradScaler looks at the gradients of its own rank; these are shards, and all ranks must agree.
+    """
+
+    value: float = 2.0**16
+    interval: int = 2000
+    updates: int = 0
+    """since it changed"""
+
+    def update(self, finite: bool) -> None:
+        self.updates += 1
+        if not finite or self.updates == self.interval:
+            self.value, self.updates = self.value * (2 if finite else 0.5), 0
+
+    def state_dict(self) -> dict:
+        return {"value": self.value, "updates": self.updates}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.value, self.updates = state["value"], state["updates"]
+
+
+@dataclass
 class Trained:
     """A model, its optimizer and its schedule. Policy and Critic below add what differs between them."""
 
@@ -54,9 +79,12 @@ class Trained:
     max_grad_norm: float
     reduce_each_micro_batch: bool
     parameters: list[torch.nn.Parameter] = field(init=False)
+    loss_scale: LossScale | None = None
 
     def __post_init__(self):
         self.parameters = trainable_parameters(self.module)
+        if self.forward.compute_dtype == torch.float16:
+            self.loss_scale = LossScale()
         self._flops = flops_of(self.module)
         self._computed: torch.Tensor | float = 0.0  # FLOPs since the last step
 
@@ -65,22 +93,30 @@ class Trained:
 
     def backward(self, loss: torch.Tensor) -> None:
         """loss: this rank's share of the sum over ranks, whose gradients FSDP averages: hence the factor."""
-        (loss * self.world.size).backward()
+        scale = self.loss_scale.value if self.loss_scale else 1
+        (loss * self.world.size * scale).backward()
 
     def step(self) -> dict[str, Metric]:
         """Clips the gradient and updates the weights, unless the gradient is not finite. A collective."""
+        metrics: dict[str, Metric] = {}
+        if self.loss_scale:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            torch._foreach_div_(gradients, self.loss_scale.value)
+            metrics[f"{self.name}/loss_scale"] = Mean(self.loss_scale.value, 1)
         grad_norm = clip_grad_norm(self.parameters, self.max_grad_norm)
         skipped = not math.isfinite(grad_norm)
+        if self.loss_scale:
+            self.loss_scale.update(not skipped)
         if not skipped:
             self.optimizer.step()
         [lr, *_] = self.scheduler.get_last_lr()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        computed, self._computed = float(self._computed), 0.0
-        return {
+        computed, self._computed = self._computed / 1e12, 0.0
+        return metrics | {
             f"{self.name}/grad_norm": Mean(grad_norm, 1),
             f"{self.name}/lr": Mean(float(lr), 1),
-            "perf/update_tflops": Sum(computed / 1e12),
+            "perf/update_tflops": Sum(computed),
             "training/skipped_updates": Sum(skipped and self.world.rank == 0),  # all ranks skip the same
         }
 
@@ -178,7 +214,9 @@ def micro_batches(mini_batch: DataProto, *trained: Trained) -> Iterator[DataProt
     f = first.forward
     parts, rows = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
     kept = [name for name in OF_UPDATE if name in mini_batch.batch]
+    groups = prompt_groups(mini_batch)  # of the whole mini-batch, because a GPU is waited for
     for i, micro in enumerate(parts):
+        micro.batch["prompt_group"] = groups[rows[i]]
         for module in modules:
             set_gradient_sync(module, first.reduce_each_micro_batch or i == len(parts) - 1)
         yield micro

@@ -13,7 +13,7 @@ from lib import InputError
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, unsharded
-from lib.model import NEVER, SAMPLED_BY_HF, carries_state, least_kept
+from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept
 from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
 
@@ -199,7 +199,7 @@ class GroupCache(Cache):
         self.slot = prompt_of_row * self.largest + torch.empty_like(order).index_copy(0, order, within)  # (R,)
 
     def attend(self, module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None):
-        """Attention of each row's one new token to its prompt and its response so far. packed_sdpa calls this.
+        """Attention of each row's one new token to its prompt and its response so far. packed_attention calls this.
 
         query (R, H, 1, D); key, value (R, H_kv, t, D) of the responses. Returns (R, 1, H, D).
         """
@@ -269,7 +269,7 @@ def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
 
 
 def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
-    """Whether GroupCache can replace `cache`: packed_sdpa, and every layer is full or sliding-window attention."""
+    """Whether GroupCache can replace `cache`: packed_attention, and every layer is full or sliding-window attention."""
     config = model.config.get_text_config()
     plain = config.model_type not in (
         "diffllama",
@@ -279,7 +279,7 @@ def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
     plain &= all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
     special = ("attention_chunk_size", "num_kv_shared_layers", "attn_logit_softcapping", "kv_lora_rank")
     unknown = any(getattr(config, name, None) for name in special)
-    return plain and not unknown and model.config._attn_implementation == "packed_sdpa"
+    return plain and not unknown and model.config._attn_implementation in PACKED
 
 
 def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lib.rollout.engine import RolloutEngine, Sampling, request_seeds, rollouts_
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.replay import Tape
 from lib.rollout.served_engine import ServedEngine
-from lib.rollout.vllm_engine import VLLMEngine
+from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
 from lib.rollout.weight_sync import sync_weights
 
 
@@ -33,26 +34,29 @@ def make_engine(
     dtype: torch.dtype,
     gpu_memory: float,
     ranks: int = 1,
+    vllm_kwargs: Mapping[str, Any] | None = None,
 ) -> RolloutEngine:
     """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
-    neighbouring ranks share one vLLM engine."""
+    neighbouring ranks share one vLLM engine. vllm_kwargs: its further settings."""
     if name == "hf":
         return HFEngine(model, tokenizer)
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
     if name != "vllm":
         return ServedEngine(name, model, tokenizer, **settings)
-    return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks)
+    return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})
 
 
-def check_engine_import(name: str) -> None:
-    """Raises InputError if the engine's package cannot be imported. Call it before a model loads."""
+def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None) -> None:
+    """Raises InputError if the engine's package cannot be imported, or takes no such settings. Call it before a model
+    loads."""
     if name == "vllm":
         try:
-            import vllm  # noqa: F401
+            from vllm import EngineArgs
         except ImportError as error:
             raise InputError(
                 f"--rollout-engine vllm: vLLM cannot be imported ({error}); use --rollout-engine hf"
             ) from error
+        check_vllm_kwargs(vllm_kwargs or {}, [field.name for field in fields(EngineArgs)])
 
 
 class Rollouts:

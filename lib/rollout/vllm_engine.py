@@ -1,9 +1,11 @@
 """The engine `vllm`: vLLM inside this process."""
 
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,42 @@ from lib.distributed import compute_device, new_cpu_subgroup
 from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
+BY_FLAG = {
+    "model": "--model",
+    "tokenizer": "--model",
+    "dtype": "--compute-dtype",
+    "max_model_len": "--max-prompt-length and --max-response-length",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "tensor_parallel_size": "--rollout-tensor-parallel-size",
+    "seed": "--seed",
+}
+"""settings of vLLM: the flag that sets each"""
+FIXED = {
+    "load_format",
+    "generation_config",
+    "override_generation_config",
+    "logprobs_mode",
+    "weight_transfer_config",
+    "distributed_executor_backend",
+    "enable_sleep_mode",
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "quantization",
+    "enable_lora",
+}
+
+
+def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
+    """known: the names that vLLM's EngineArgs have. Raises InputError for others, and for what is set here."""
+    for name in settings:
+        if name not in known:
+            near = "".join(f"; {near}?" for near in get_close_matches(name, known, 1))
+            raise InputError(f"--vllm-kwargs {name}: vLLM has no such setting{near}")
+        if name in BY_FLAG:
+            raise InputError(f"--vllm-kwargs {name}: set it by {BY_FLAG[name]}")
+        if name in FIXED:
+            raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
+
 
 class VLLMEngine(RolloutEngine):
     """A vLLM engine inside this process, on CPU or GPU. It takes weights in memory.
@@ -28,8 +66,10 @@ class VLLMEngine(RolloutEngine):
     the same requests in the same order on all of them. So generate, step and the end of a session are collectives of
     these ranks.
 
+    more: further settings of vLLM, which check_vllm_kwargs has seen.
+
     Raises:
-        InputError: the model's attention heads cannot be split over the ranks.
+        InputError: the model's attention heads cannot be split over the ranks, or vLLM refuses a setting.
     """
 
     long_steps = False  # a step is one token; requests come and go at each step
@@ -44,6 +84,7 @@ class VLLMEngine(RolloutEngine):
         dtype: torch.dtype,
         gpu_memory: float,
         ranks: int = 1,
+        more: Mapping[str, Any] | None = None,
     ):
         heads = model.config.get_text_config().num_attention_heads
         if heads % ranks:
@@ -73,26 +114,36 @@ class VLLMEngine(RolloutEngine):
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         dist.barrier()
-        settings: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory}
+        settings: dict[str, Any] = {
+            "enable_sleep_mode": True,
+            "gpu_memory_utilization": gpu_memory,
+            "max_num_seqs": 256,
+        }
         if not on_gpu:  # seeded requests and chunked prefill crash on a CPU
             settings = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
             # instead of 256: a step of a tiny model costs the scheduler's time, not that of its rows
             settings["max_num_seqs"] = 512
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
-        with torch.random.fork_rng(), _groups_of_one():  # vLLM seeds the global generators
-            self.llm = vllm.LLM(
-                str(folder),
-                load_format="dummy",
-                dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
-                seed=0,
-                generation_config="vllm",  # the model's own would change requests
-                logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
-                weight_transfer_config={"backend": "direct"},
-                tensor_parallel_size=ranks,
-                **settings,
-            )
+        settings |= more or {}
+        try:
+            with torch.random.fork_rng(), _groups_of_one():  # vLLM seeds the global generators
+                self.llm = vllm.LLM(
+                    str(folder),
+                    load_format="dummy",
+                    dtype=str(dtype).removeprefix("torch."),
+                    max_model_len=max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
+                    seed=0,
+                    generation_config="vllm",  # the model's own would change requests
+                    logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
+                    weight_transfer_config={"backend": "direct"},
+                    tensor_parallel_size=ranks,
+                    **settings,
+                )
+        except (ValueError, TypeError) as error:
+            if not more:
+                raise
+            raise InputError(f"--vllm-kwargs {json.dumps(dict(more))}: vLLM refuses them: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
         self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
         self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), max_length
@@ -207,6 +258,7 @@ class VLLMEngine(RolloutEngine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # no other request uses this object
+            flat_logprobs=True,  # lists of numbers, not two objects a token
             **kwargs,
         )
 
@@ -234,7 +286,7 @@ def _groups_of_one() -> Iterator[None]:
 
 def _generated(output) -> Generated:
     out = output.outputs[0]
-    log_probs = [lp[token].logprob for token, lp in zip(out.token_ids, out.logprobs)]
+    log_probs = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices]  # of the sampled token
     return Generated(list(out.token_ids), log_probs, as_finish_reason(out.finish_reason))
 
 

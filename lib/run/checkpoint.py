@@ -111,7 +111,7 @@ def save_checkpoint(
         _fsync(tmp / f"rng_{rank:05d}.pt")
 
     def write_shards() -> None:
-        dcp.save(state, checkpoint_id=tmp, process_group=group)
+        dcp.save(state, checkpoint_id=tmp, process_group=group, no_dist=world_size == 1)
 
     def hash_shards() -> None:
         hashes.update((file.name, file_hash(file)) for file in tmp.glob(f"__{rank}_*"))
@@ -205,7 +205,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
                 if any(f"{name}.optim.state.{param}.{key}" in saved_keys for key in values)
             }
             state[name]["optim"] = template
-    dcp.load(state, storage_reader=reader)
+    dcp.load(state, storage_reader=reader, no_dist=dist.get_world_size() == 1)
     may_lack = dcp_state.StateDictOptions(strict=False)  # lacks frozen weights, states without gradient
     for name, (module, optimizer) in models.items():
         dcp_state.set_model_state_dict(module, state[name]["model"], options=may_lack)

@@ -6,13 +6,14 @@ rollouts) are counted and stay out of every other number. A metric without any d
 reported as 0.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, Min, Sum
+from lib.distributed import Max, Mean, Metric, Min, Sum, token_means
 from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
 
@@ -125,10 +126,10 @@ def mismatch_metrics(
     chi2) of the sample. outside: share of tokens that the trainer's top-p or top-k would not have kept
     (`response_log_probs`).
     """
-    mask = mask.bool()
-    train, rollout = log_probs[mask].double(), rollout_log_probs[mask].double()  # (N,)
-    if len(train) == 0:
+    if mask.numel() == 0:
         return {}
+    mask = mask.bool()
+    train, rollout = (x.double().where(mask, 0) for x in (log_probs, rollout_log_probs))  # (B, T); no sync of a GPU
     log_ratio = (train - rollout).clamp(-20, 20)
     ratio = log_ratio.exp()
     logp_diff, prob_diff = (train - rollout).abs(), (train.exp() - rollout.exp()).abs()
@@ -141,11 +142,10 @@ def mismatch_metrics(
         "chi2": ratio.square() - 1,
     }
     if outside is not None:
-        means["outside"] = outside[mask]
+        means["outside"] = outside
+    largest = {"logp_diff_max": logp_diff, "prob_diff_max": prob_diff, "ratio_max": ratio}
     return {
-        **{f"rollout/{name}": Mean(value.sum().item(), len(value)) for name, value in means.items()},
-        "rollout/logp_diff_max": Max(logp_diff.max().item()),
-        "rollout/prob_diff_max": Max(prob_diff.max().item()),
-        "rollout/ratio_max": Max(ratio.max().item()),
-        "rollout/ratio_min": Min(ratio.min().item()),
+        **{f"rollout/{name}": mean for name, mean in token_means(means, mask).items()},
+        **{f"rollout/{name}": Max(value.where(mask, -math.inf).amax()) for name, value in largest.items()},
+        "rollout/ratio_min": Min(ratio.where(mask, math.inf).amin()),
     }

@@ -116,7 +116,7 @@ class Run:
         state = load_checkpoint(self.checkpoint, **_of_checkpoint(models))
         if self.new_data:
             state["loader"] = {"position": 0}
-        for name, part in parts.items():
+        for name, part in _with_loss_scales(parts, models).items():
             part.load_state_dict(state[name])
         return load_batches(self.checkpoint)
 
@@ -168,7 +168,8 @@ class Run:
         self._saving = save_checkpoint(
             self.folder / "checkpoints",
             step,
-            trainer_state={"step": step} | {name: part.state_dict() for name, part in parts.items()},
+            trainer_state={"step": step}
+            | {name: part.state_dict() for name, part in _with_loss_scales(parts, models).items()},
             batches=batches,
             keep=self.args.keep_checkpoints,
             config=self.config,
@@ -227,6 +228,11 @@ class Run:
         )
         command, launcher = typed_command(None if self.validation.val_only else self.name)
         print_last(f"interrupted{where}; to go on: {command}", launcher)
+
+
+def _with_loss_scales(parts: Mapping[str, Any], models: Mapping[str, Trained]) -> dict[str, Any]:
+    scales = {f"{name}_loss_scale": model.loss_scale for name, model in models.items()}
+    return dict(parts) | {name: scale for name, scale in scales.items() if scale is not None}
 
 
 def _of_checkpoint(models: Mapping[str, Trained]) -> dict[str, Any]:

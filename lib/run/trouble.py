@@ -35,7 +35,6 @@ of an older step it was 0.2 (docs/troubleshooting.md has the sources). Ten times
 ALARMS = (
     Alarm("gradient 0", "actor/grad_norm", lambda norm: norm == 0, "the-gradient-is-0"),
     Alarm("the critic's gradient 0", "critic/grad_norm", lambda norm: norm == 0, "the-gradient-is-0"),
-    Alarm("no row trained", "training/rows_trained", lambda rows: rows == 0, "rows-are-dropped"),
     Alarm(
         "equal scores in every group",
         "reward/zero_variance",
@@ -56,6 +55,7 @@ ALARMS = (
         lambda share: share > 0.5,
         "responses-are-cut-off",
     ),
+    Alarm("no row trained", "training/rows_trained", lambda rows: rows == 0, "rows-are-dropped"),
     Alarm(
         f"engine and trainer more than {MISMATCH} nats apart",
         "rollout/logp_diff_mean",

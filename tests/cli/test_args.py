@@ -66,6 +66,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "--lora-target-modules *_proj: not a regular expression": ["--lora-rank", "4", "--lora-target-modules", "*_proj"],
     "--output-dir README.md: README.md is not a folder": ["--output-dir", "README.md"],
     "at --val-temperature 0": ["--val-samples", "4"],
+    "--vllm-kwargs {: not JSON": ["--vllm-kwargs", "{"],
+    '--vllm-kwargs {"seed": 1}: needs --rollout-engine vllm': ["--vllm-kwargs", '{"seed": 1}'],
     "must be hf, vllm or the URL": ["--rollout-engine", "sglang"],
     "--model ./absent: no such folder": ["--model", "./absent"],
     "--reward-model ./absent: no such folder": ["--reward-model", "./absent"],

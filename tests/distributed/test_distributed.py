@@ -3,6 +3,7 @@
 Traps are numbered as in docs/dev/LOG.md.
 """
 
+import math
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import lib.distributed
@@ -193,6 +195,34 @@ def test_replicas_hold_equal_shards_and_give_whole_parameters(tmp_path):
     assert torch.equal(a[0], c[0]) and torch.equal(b[0], d[0]) and not torch.equal(a[0], b[0])
     for _, params in (a, b, c, d):
         assert params.keys() == expected.keys() and all(torch.equal(params[k], expected[k]) for k in params)
+
+
+class BytesGathered(TorchDispatchMode):
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "all_gather_into_tensor" in str(func):
+            self.total += out.nbytes
+        return out
+
+
+def gathered_in_bfloat16(world, path):
+    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+    with BytesGathered() as gathered:
+        weights = dict(iter_full_params(model, torch.bfloat16))
+    return gathered.total, weights
+
+
+def test_a_weight_is_cast_before_it_is_gathered(tmp_path):
+    """2 bytes a weight go over the network, not 4 (a weight whose rows two ranks cannot halve: one more row), and the
+    bits are those of a cast afterwards."""
+    path = save_tiny(tmp_path)
+    expected = {name: p.bfloat16() for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+    by_formula = sum(2 * math.ceil(len(p) / 2) * p[0].numel() * 2 for p in expected.values())
+    for total, weights in run_ranks(2, gathered_in_bfloat16, path):
+        assert total == by_formula
+        assert weights.keys() == expected.keys() and all(torch.equal(weights[k], expected[k]) for k in expected)
 
 
 def test_unequal_replicas_are_refused():

@@ -3,6 +3,7 @@
 The record is that of torch's profiler: every allocation and release on the CPU, whatever made it.
 """
 
+import re
 from functools import partial
 
 import numpy as np
@@ -11,8 +12,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import grpo
+import lib.model.log_probs
 from lib import InputError
-from lib.distributed import make_mesh, set_gradient_sync, shard_model, trainable_parameters
+from lib.args import step_sizes
+from lib.cli.flags import parse_flags
+from lib.distributed import (
+    advise_out_of_memory,
+    enter_stage,
+    make_mesh,
+    set_gradient_sync,
+    shard_model,
+    trainable_parameters,
+)
 from lib.model import (
     add_lora,
     batched_log_probs,
@@ -22,8 +34,18 @@ from lib.model import (
     response_log_probs,
     response_values,
 )
-from lib.model.memory import GIB, estimate_memory, memory_table, meta_model, shard_numel
+from lib.model.memory import (
+    GIB,
+    HEADROOM,
+    estimate_memory,
+    fits,
+    memory_table,
+    meta_model,
+    shard_numel,
+    worst_moment,
+)
 from lib.rollout import HFEngine, Sampling
+from lib.setup import memory_advice, memory_of, memory_savers, refuse_what_does_not_fit
 from tests.common import ROOT, TOY_MODEL, rollout_batch, run_ranks, save_tiny
 
 SHAPES = ROOT / "benchmarks/shapes"
@@ -32,6 +54,12 @@ MODELS = {
     "qwen2 untied": {"tied": False},
     "llama": {"tied": False, "cls": LlamaForCausalLM, "config": LlamaConfig},
 }
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_a_cpu(monkeypatch):
+    """The estimate is for a GPU, with the chunks of logits of one; here it is compared with a CPU."""
+    monkeypatch.setattr(lib.model.log_probs, "GPU_CHUNK", lib.model.log_probs.CPU_CHUNK)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -267,3 +295,66 @@ def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
         estimate_memory(str(tmp_path), **TOY)
     with pytest.raises(InputError, match="--reward-model"):
         estimate_memory(TOY_MODEL, reward_model=str(tmp_path), **TOY)
+
+
+# ---- flags that do not fit -----------------------------------------------------------------------
+
+
+def flags_of(path: str, *flags: str):
+    args = parse_flags(grpo.Args, list(flags), {})
+    args.model.model = path
+    return args, step_sizes(args, 8)
+
+
+def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
+    """And none of these is there for nothing: for GPUs a little larger than what all of them leave."""
+    path = save_tiny(tmp_path)
+    args, sizes = flags_of(path, "--micro-batch-tokens", "512")
+    all_flags = [word for saver in memory_savers(args, 8) for word in saver.flag.split()]
+    least = memory_of(flags_of(path, *all_flags)[0], sizes, 8, GIB)
+    gpu = int(1.01 * worst_moment(least)[1] / (1 - HEADROOM))
+    with pytest.raises(InputError) as refused:
+        refuse_what_does_not_fit(args, sizes, 8, gpu)
+    assert "DOES NOT FIT" in str(refused.value)
+    advice = re.search(r"it fits with --(.*)", str(refused.value)).group(1)
+    flags = [f"--{flag}".split() for flag in advice.split(" --")]
+    assert len(flags) > 1
+    for n in range(len(flags) + 1):
+        given = ["--micro-batch-tokens", "512", *(word for i, flag in enumerate(flags) if i != n for word in flag)]
+        assert fits(memory_of(flags_of(path, *given)[0], sizes, 8, gpu), gpu) == (n == len(flags))
+
+
+def test_flags_that_fit_and_a_model_that_cannot(tmp_path):
+    args, sizes = flags_of(save_tiny(tmp_path))
+    refuse_what_does_not_fit(args, sizes, 8, 80 * GIB)
+    with pytest.raises(InputError, match="no flags that change no result make it fit: take more GPUs"):
+        refuse_what_does_not_fit(args, sizes, 1, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage", "advice"),
+    [
+        (
+            [],
+            "step 3 update",
+            "set --reduce-each-micro-batch, then --micro-batch-tokens 4096, --gradient-checkpointing",
+        ),
+        (["--gradient-checkpointing"], "step 3 log_probs", "set --reduce-each-micro-batch, then --micro-batch-tokens"),
+        (["--rollout-engine", "vllm"], "validation at step 5", "lower --gpu-memory-utilization (it is 0.4)"),
+        ([], "step 1 rollout", "set --rollout-engine vllm"),
+    ],
+)
+def test_memory_that_runs_out_is_told_with_its_stage_and_what_to_change(flags, stage, advice, monkeypatch, capfd):
+    monkeypatch.setattr(lib.distributed.launch, "_advice", None)
+
+    def main(args):
+        advise_out_of_memory(partial(memory_advice, args, 2))
+        enter_stage(stage)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of")
+
+    exits = []
+    monkeypatch.setattr(lib.distributed.launch.os, "_exit", exits.append)
+    lib.distributed.run(main, flags_of(TOY_MODEL, *flags)[0])
+    said = capfd.readouterr().err
+    assert f"error: rank 0 in {stage}: CUDA out of memory. Tried to allocate 2.50 GiB; {advice}" in said
+    assert exits == [1] and "Traceback" in said

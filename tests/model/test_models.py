@@ -27,7 +27,7 @@ from lib.model import (
     response_log_probs,
     response_values,
 )
-from lib.model.attention import STATE_LAYERS, packed_sdpa
+from lib.model.attention import STATE_LAYERS, packed_attention
 from lib.model.memory import kv_bytes_per_token, meta_model
 from lib.rollout import HFEngine, Sampling, hf_engine, request_seeds
 from tests.common import ROOT, SMALL, TOY_MODEL, VOCAB, fork, metrics, ran, rollout_batch, run_ranks
@@ -434,7 +434,9 @@ def checked(world, path, fault, dtype, split):
     if fault == "scale":  # packed attention that is not the model's
         ALL_ATTENTION_FUNCTIONS.register(
             "packed_sdpa",
-            lambda *x, scaling, **more: packed_sdpa(*x, scaling=scaling * (2 if "packed_runs" in more else 1), **more),
+            lambda *x, scaling, **more: packed_attention(
+                *x, scaling=scaling * (2 if "packed_runs" in more else 1), **more
+            ),
         )
     mesh = make_mesh(world)
     model = shard_model(model, mesh, torch.float64)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections import Counter
 
 import numpy as np
@@ -29,7 +30,16 @@ from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, fsdp_modules, init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
-from lib.rollout import Sampling, WeightSyncError, fit_columns, hf_engine, make_engine, request_seeds, sync_weights
+from lib.rollout import (
+    Sampling,
+    WeightSyncError,
+    check_engine_import,
+    fit_columns,
+    hf_engine,
+    make_engine,
+    request_seeds,
+    sync_weights,
+)
 from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
 from lib.rollout.served_engine import NEUTRAL
 from lib.rollout.vllm_engine import VLLMEngine
@@ -75,7 +85,14 @@ def build(name, path, folder, max_length=64):
     tokenizer = load_tokenizer(TOY_MODEL)
     folder.mkdir(exist_ok=True)
     return make_engine(
-        name, model, tokenizer, folder=folder, max_length=max_length, dtype=torch.float32, gpu_memory=0.3
+        name,
+        model,
+        tokenizer,
+        folder=folder,
+        max_length=max_length,
+        dtype=torch.float32,
+        gpu_memory=0.3,
+        vllm_kwargs={"max_num_seqs": 300},
     ), model
 
 
@@ -158,6 +175,27 @@ def test_rollouts_of_several_widths_become_one():
                 assert torch.equal(before[key][at[0]], after[key][at[1]]), key
     [back] = fit_columns([whole[:3]])
     assert all(torch.equal(back.batch[key], wide.batch[key]) for key in ("input_ids", "attention_mask", "responses"))
+
+
+def test_vllm_takes_further_settings(engine_and_model):
+    engine, _ = engine_and_model
+    if not hasattr(engine, "llm"):
+        pytest.skip("hf takes none")
+    assert engine.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 300
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("max_num_seq", "vLLM has no such setting; max_num_seqs?"),
+        ("dtype", "set it by --compute-dtype"),
+        ("logprobs_mode", "training depends on the value"),
+    ],
+)
+def test_settings_that_vllm_must_not_get_are_refused_before_a_model_loads(name, why):
+    pytest.importorskip("vllm")
+    with pytest.raises(InputError, match=re.escape(f"--vllm-kwargs {name}: {why}")):
+        check_engine_import("vllm", {name: 1})
 
 
 def test_a_request_names_all_that_a_server_would_complete():

@@ -1,4 +1,4 @@
-"""launch/ and benchmarks/gpu_check.sh: read by the programs that they are for, and run as far as one CPU machine can.
+"""launch/, docker/ and benchmarks/gpu_check.sh: read by their programs, and run as far as one CPU machine can.
 
 Two "nodes" are two network namespaces joined by a virtual cable, each with an interface and a loopback of its own.
 Where the kernel does not let a user make them, the nodes are two torchruns that meet on a port of this machine, and the
@@ -7,6 +7,8 @@ test's output says so.
 
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import time
@@ -17,7 +19,8 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from benchmarks import gpu_check
-from tests.common import ROOT, SMALL, environment, fork, metrics, ran
+from benchmarks.gpu_check import common
+from tests.common import PYTHON, ROOT, SMALL, environment, fork, metrics, ran
 
 LAUNCH = ROOT / "launch"
 STEPS = [*SMALL, "--total-steps", "2", "--num-mini-batches", "2"]
@@ -176,38 +179,126 @@ def test_slurm_starts_a_torchrun_on_each_node_that_resumes(tmp_path):
     assert done.stdout.splitlines() == [line, line]
 
 
+# ---- docker/ -------------------------------------------------------------------------------------
+
+# stands for python3 of the image: writes down what pip is to install, and makes a virtual environment of itself
+FAKE_PYTHON = """#!/bin/sh
+case "$1 $2" in
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip") echo "$*" >> pip.log; for file; do case "$file" in requirements*) test -f "$file" || exit 1; esac; done ;;
+esac
+"""
+
+
+def dockerfile(name: str) -> list[tuple[str, str]]:
+    """(instruction, its words), in order."""
+    text = (ROOT / f"docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
+
+
+@pytest.mark.parametrize(("name", "requirements"), {"cpu": "requirements-cpu.txt", "gpu": "requirements.txt"}.items())
+def test_the_steps_of_a_dockerfile_run(tmp_path, name, requirements):
+    """As far as they can without Docker, network and root: its set-up is that of README's two commands, on the files
+    that are copied before it, and its command answers. apt-get and useradd are not run."""
+    steps = dockerfile(name)
+    workdir = next(words for step, words in steps if step == "WORKDIR")
+    [setup] = [i for i, (step, words) in enumerate(steps) if step == "RUN" and "make setup" in words]
+    for step, words in steps[:setup]:
+        if step == "COPY":
+            _, *sources, _ = words.split()
+            for source in sources:
+                shutil.copy(ROOT / source, tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").write_text(FAKE_PYTHON)
+    (tmp_path / "bin/python3").chmod(0o755)
+    command = steps[setup][1].replace(workdir, str(tmp_path)).replace("/home/plainrl", str(tmp_path / "home"))
+    env = environment() | {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    ran(subprocess.run(["sh", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True))
+    installed = (tmp_path / "pip.log").read_text()
+    assert f"-r {requirements}" in installed and (tmp_path / ".venv/.ready").exists()
+    readme = (ROOT / "README.md").read_text()
+    assert "make train" in readme and "train: setup" in (ROOT / "Makefile").read_text()
+
+    program, *words = json.loads(steps[-1][1])
+    assert (steps[-1][0], program) == ("CMD", "python")
+    ran(subprocess.run([*PYTHON, *words], cwd=ROOT, env=environment(), capture_output=True, text=True))
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_an_image_has_no_root_no_secret_and_no_index(name):
+    steps = dockerfile(name)
+    instructions = [step for step, _ in steps]
+    assert [words for step, words in steps if step == "USER"] == ["plainrl"]
+    assert instructions.index("USER") < instructions.index("COPY")
+    assert all("--chown=plainrl:plainrl" in words for step, words in steps if step == "COPY")
+    assert not re.search(
+        r"https?:|index-url|KEY|TOKEN|SECRET|PASSWORD", (ROOT / f"docker/{name}.Dockerfile").read_text()
+    )
+    assert "ADD" not in instructions and "ARG" not in instructions
+
+
 # ---- the check of a GPU machine ------------------------------------------------------------------
 
 
-def test_the_gpu_check_runs_all_its_parts(tmp_path):
-    """Small and on the CPU."""
+def test_the_gpu_check_runs_its_parts(tmp_path):
+    """Small and on the CPU, but for vLLM, whose start takes 15 s; test_rollout.py runs the same calls. What needs a
+    GPU is a row that says so."""
     script, output = str(ROOT / "benchmarks/gpu_check.sh"), tmp_path / "check.json"
-    ran(shell([script, "--device", "cpu", "--tiny", "--output", str(output)]))
-    results = json.loads(output.read_text())["results"]
-    assert {part: all(row["ok"] in (None, True) for row in rows) for part, rows in results.items()} == dict.fromkeys(
-        ("numerics", "scripts", "memory", "throughput"), True
-    )
-    assert [len(rows) for rows in results.values()] == [6, 4, 3, 3]
+    parts = [part for part in gpu_check.PARTS if part != "vllm_engine"]
+    ran(shell([script, "--device", "cpu", "--tiny", "--output", str(output), "--parts", *parts]))
+    record = json.loads(output.read_text())
+    assert [*record["results"]] == parts
+    rows = {row["check"]: row for rows in record["results"].values() for row in rows}
+    assert not [check for check, row in rows.items() if row["ok"] is False]
+    assert all(row["value"] is not None or row["why"] for row in rows.values())
+    checked = {check for check, row in rows.items() if row["ok"]}
+    for what in (
+        "windows of 8, shared prompts, packed_sdpa bf16: gradient, relative",
+        "gloo on the CPU: an update, two ranks against one, gradient",
+        "gloo on the CPU: --stage-timeout in the mesh's groups",
+        "load: weights and moments are those of the save",
+        "resumed run, weights equal",
+    ):
+        assert what in checked
+    assert rows["windows of 8, varlen bf16"]["why"].startswith("needs a GPU")
+    assert [*record["claims"]] == [f"G{i}" for i in range(1, 18)]
+    assert all(said.startswith("not seen here") for [said] in record["claims"].values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_gpu_check_says_in_a_line_that_there_is_no_gpu(capsys):
-    assert gpu_check.main(gpu_check.Options()) == 1
-    [line] = capsys.readouterr().err.splitlines()
+def test_the_gpu_check_says_in_a_line_that_there_is_no_gpu(capfd):
+    assert gpu_check.main(common.Options()) == 1
+    [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("no GPU here")
 
 
 def test_a_part_of_the_gpu_check_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     def breaks(options, device):
+        yield common.row("before", 1, "")
         raise RuntimeError("broken kernel")
 
-    monkeypatch.setitem(gpu_check.PARTS, "numerics", breaks)
-    monkeypatch.setitem(gpu_check.PARTS, "scripts", lambda options, device: os._exit(139))
-    monkeypatch.setitem(gpu_check.PARTS, "memory", lambda options, device: [gpu_check.row("fine", 1, "", True)])
-    options = gpu_check.Options("cpu", True, ("numerics", "scripts", "memory"), tmp_path / "check.json")
+    def hangs(options, device):
+        child = subprocess.Popen(["sleep", "1000"])
+        yield common.row("before", child.pid, "")
+        time.sleep(1000)
+
+    def partly(options, device):
+        yield from common.attempt("first", lambda: breaks(options, device))
+        yield common.row("second", 1, "", True, common.claim(torch.device("cuda"), "G8", True, "slow"))
+
+    parts = {"numerics": breaks, "scripts": lambda *_: os._exit(139), "ranks": hangs, "memory": partly}
+    for name, part in parts.items():
+        monkeypatch.setitem(gpu_check.PARTS, name, part)
+    monkeypatch.setitem(gpu_check.LIMITS_S, "ranks", 1)
+    options = common.Options("cpu", True, tuple(parts), tmp_path / "check.json")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # which main sets
     assert gpu_check.main(options) == 1
     printed = capsys.readouterr().out
     assert "broken kernel" in printed and "scripts died with exit code 139" in printed
-    numerics, scripts, memory = json.loads(options.output.read_text())["results"].values()
-    assert [row["ok"] for row in (*numerics, *scripts, *memory)] == [False, False, True]
+    assert "ranks did not end in 1 s" in printed and "G8   confirmed: slow" in printed
+    results = json.loads(options.output.read_text())["results"]
+    verdicts = [[row["ok"] for row in rows] for rows in results.values()]
+    assert verdicts == [[None, False], [False], [None, False], [None, False, True]]
+    child = results["ranks"][0]["value"]
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

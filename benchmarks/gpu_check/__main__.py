@@ -1,0 +1,9 @@
+import sys
+
+import tyro
+
+from benchmarks.gpu_check import main
+from benchmarks.gpu_check.common import Options
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description="What a GPU is to confirm: benchmarks/gpu_check/__init__.py")))

@@ -1,0 +1,50 @@
+"""What was expected of GPUs before one was at hand, by reading: G1 to G17. Rows of the check confirm or refute it.
+
+A claim is about what the software does or would have done; most have been mended since. `elsewhere`: why the check does
+not see it, and what does.
+"""
+
+from typing import NamedTuple
+
+
+class Claim(NamedTuple):
+    said: str
+    elsewhere: str = ""
+
+
+CLAIMS = {
+    "G1": Claim(
+        "a vLLM server completes requests from the model's generation config",
+        "no server starts here; tests/rollout/test_served.py",
+    ),
+    "G2": Claim("7B with the default flags does not fit 8 x 80 GB"),
+    "G3": Claim("bf16 weights merged with LoRA lose small updates"),
+    "G4": Claim(
+        "a server that fails while a group is made hangs rank 0", "no server starts here; tests/rollout/test_served.py"
+    ),
+    "G5": Claim("groups of a mesh do not take --stage-timeout by themselves (they are given it)"),
+    "G6": Claim("windows with grouped heads are slow in packed_sdpa"),
+    "G7": Claim("CUDA 13 needs a driver of 580 or newer"),
+    "G8": Claim("cuDNN's SDPA plans each new shape"),
+    "G9": Claim("packed_sdpa is slower than varlen"),
+    "G10": Claim("chunks of 256 tokens read the head too often"),
+    "G11": Claim("about 45 host syncs a micro-batch"),
+    "G12": Claim("a weight sync gathers fp32, twice the bytes"),
+    "G13": Claim("GAE launches 8 kernels a column of tokens"),
+    "G14": Claim("AdamW on the CPU runs with one thread"),
+    "G15": Claim("a save waits for copies into pageable memory"),
+    "G16": Claim("vLLM makes an object of each log-prob"),
+    "G17": Claim("the hf engine takes 25 to 35 ms a token at 1.5B"),
+}
+
+
+def verdicts(results: dict[str, list[dict]], on_gpu: bool) -> dict[str, list[str]]:
+    """For each claim what the rows say of it, or why none does."""
+    found: dict[str, list[str]] = {name: [] for name in CLAIMS}
+    for rows in results.values():
+        for row in rows:
+            for text in row["claims"]:
+                name, _, verdict = text.partition(" ")
+                found[name].append(verdict)
+    why = "its part did not run or failed" if on_gpu else "this was a CPU"
+    return {name: said or [f"not seen here: {CLAIMS[name].elsewhere or why}"] for name, said in found.items()}

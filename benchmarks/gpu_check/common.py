@@ -1,0 +1,182 @@
+"""What the parts of the check share: rows of the table, random models and batches, clocks."""
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from lib.data_proto import DataProto
+from lib.distributed import World, init_distributed, make_mesh, shard_model
+from lib.model import response_log_probs
+from lib.model.attention import lay_out
+from lib.model.load import _prepare
+from lib.model.log_probs import token_log_probs
+
+ROOT = Path(__file__).parent.parent.parent
+TOY_MODEL = str(ROOT / "data/toy/model")
+DENSE_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # of the vendor's data sheets
+
+
+@dataclass
+class Options:
+    device: Literal["cuda", "cpu"] = "cuda"
+    """cpu: to try the script itself"""
+    tiny: bool = False
+    """the embedded model for all parts, two steps of the scripts"""
+    parts: tuple[str, ...] = ()
+    """which parts to run; empty: all"""
+    output: Path = ROOT / "benchmarks/results/gpu_check.json"
+    """where the results go"""
+
+
+# ---- rows of the table ---------------------------------------------------------------------------
+
+
+def row(
+    check: str, value: float | None, unit: str, ok: bool | None = None, claims: tuple[str, ...] = (), **more
+) -> dict:
+    """One line of the table. ok is None for what is only recorded. claims: what `claim` makes."""
+    return {"check": check, "value": value, "unit": unit, "ok": ok, "claims": list(claims), **more}
+
+
+def skipped(check: str, why: str) -> dict:
+    """A check that cannot run here."""
+    return row(check, None, "", why=why)
+
+
+def claim(device: torch.device, name: str, holds: bool, said: str) -> tuple[str, ...]:
+    """What a row says about one of CLAIMS, such as "G8"; nothing on a CPU, for they are about GPUs."""
+    return (f"{name} {'confirmed' if holds else 'refuted'}: {said}",) if device.type == "cuda" else ()
+
+
+def attempt(check: str, rows: Callable[[], Iterable[dict]]) -> Iterator[dict]:
+    """The rows of one check of several in a part. If it raises, a row says why and the part goes on."""
+    try:
+        yield from rows()
+    except Exception as error:  # noqa: BLE001  whatever it is, it is the result of this check
+        yield row(f"{check} failed", None, "", False, error=traceback.format_exc()[-3000:])
+        error.__traceback__ = None  # its frames hold tensors
+    empty_cache()
+
+
+# ---- models and batches --------------------------------------------------------------------------
+
+
+def shape(options: Options, name: str) -> str:
+    return f"{TOY_MODEL}/config.json" if options.tiny else str(ROOT / f"benchmarks/shapes/{name}.json")
+
+
+def random_model(
+    config: str | PreTrainedConfig, device: torch.device, gradient_checkpointing: bool = False, **changes
+) -> PreTrainedModel:
+    """As `load_model` gives it, with random fp32 weights made on the device. config: its file or itself."""
+    torch.manual_seed(0)
+    if isinstance(config, str):
+        config = AutoConfig.from_pretrained(config, **changes)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed_sdpa")
+    config.architectures = [type(model).__name__]
+    lay_out(model, config.model_type)
+    return _prepare(model, token_log_probs, gradient_checkpointing)
+
+
+def sharded(model: PreTrainedModel) -> PreTrainedModel:
+    """On one rank, computing in bf16."""
+    return shard_model(model, make_mesh(the_world()), torch.bfloat16)
+
+
+@cache
+def the_world() -> World:
+    return init_distributed()
+
+
+def random_batch(
+    prompts: list[int], responses: list[int], vocabulary: int, device: torch.device, groups: int = 0
+) -> DataProto:
+    """Rows of these lengths, as a rollout engine returns them. groups: so many rows in a row share a prompt, which is
+    as long as that of the first of them."""
+    rng = np.random.default_rng(0)
+    if groups:
+        prompts = [prompts[i - i % groups] for i in range(len(prompts))]
+    P, T = max(prompts), max(responses)
+    column = torch.arange(P + T)[None]
+    first, end = P - torch.tensor(prompts)[:, None], P + torch.tensor(responses)[:, None]
+    mask = ((column >= first) & (column < end)).long()
+    ids = torch.from_numpy(rng.integers(4, vocabulary, mask.shape)) * mask
+    for i in range(len(ids) if groups else 0):
+        ids[i, :P] = ids[i - i % groups, :P]
+    tensors = {
+        "prompts": ids[:, :P],
+        "responses": ids[:, P:],
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": (column - first).clamp(min=0),
+        "response_mask": mask[:, P:],
+    }
+    return DataProto.from_dict(tensors=tensors).to(device)
+
+
+def equal_rows(tokens: int, count: int, model: PreTrainedModel, device: torch.device) -> DataProto:
+    """`count` rows of `tokens` in all, a quarter of each its prompt, which no other row has."""
+    n = tokens // count
+    return random_batch([n // 4] * count, [n - n // 4] * count, model.config.vocab_size, device)
+
+
+def backward(model: PreTrainedModel, batch: DataProto, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    log_probs, entropy = response_log_probs(model, batch, 1.0, **options)
+    (log_probs.sum() + 0.1 * entropy.sum()).backward()
+    return log_probs.detach(), entropy.detach()
+
+
+# ---- clocks and memory ---------------------------------------------------------------------------
+
+
+def synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def timed(fn: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    synchronize()
+    start = time.perf_counter()
+    fn()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def seconds_of(fn: Callable[[], object], repeats: int) -> float:
+    """Of one call, after one that is not counted."""
+    fn()
+    return timed(lambda: [fn() for _ in range(repeats)]) / repeats
+
+
+def peak_bytes(fn: Callable[[], object], device: torch.device) -> int:
+    """What the allocator held at most while `fn` ran; on a CPU, beyond what there was."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        fn()
+        return torch.cuda.max_memory_allocated()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        fn()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return int(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).max())
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s by the data sheet; None for a GPU that is not in the list."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    return next((flops for key, flops in DENSE_BF16_FLOPS.items() if key in name), None)

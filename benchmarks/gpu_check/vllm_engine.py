@@ -1,0 +1,125 @@
+"""Part `vllm_engine`: vLLM in this process, with random weights: two syncs, sleep and wake, log-probs, speed."""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.gpu_check.common import (
+    TOY_MODEL,
+    Options,
+    attempt,
+    claim,
+    random_batch,
+    random_model,
+    row,
+    shape,
+    skipped,
+    the_world,
+    timed,
+)
+from lib.data_proto import DataProto
+from lib.distributed import make_mesh, shard_model
+from lib.distributed.sharding import fsdp_modules
+from lib.model import batched_log_probs, load_tokenizer
+from lib.rollout import Sampling, make_engine, sync_weights
+from lib.rollout.vllm_engine import VLLMEngine
+
+TOLERANCE = 0.25  # nats on the probe of a sync, as in training in bf16
+
+
+def check(options: Options, device: torch.device) -> Iterator[dict]:
+    if not find_spec("vllm"):
+        yield skipped("the engine vllm", "vLLM is not installed")
+        return
+    yield from attempt("the engine vllm", lambda: engine(options, device))
+
+
+def engine(options: Options, device: torch.device) -> Iterator[dict]:
+    T, count = (8, 8) if options.tiny else (128, 256)
+    tokenizer, path = load_tokenizer(TOY_MODEL), shape(options, "qwen2.5-0.5b")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = shard_model(random_model(path, device), make_mesh(the_world()), dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        made = make_engine(
+            "vllm", model, tokenizer, folder=Path(folder, "engine"), max_length=32 + T, dtype=dtype, gpu_memory=0.3
+        )
+        yield row("vLLM: start of the engine", time.perf_counter() - start, "s")
+        made.stop_ids = []  # no row ends early
+        prompts = prompts_of(count, len(tokenizer), device)
+        numel = sum(p.numel() for p in model.parameters())
+        rollouts, matched = [], []
+        for version in range(2):
+            seconds = timed(lambda version=version: sync_weights(made, model, version, tolerance=TOLERANCE))
+            rate = numel * dtype.itemsize / seconds / 1e9
+            yield row(f"vLLM: sync {version}, checked", seconds, "s", gb_per_s=rate, bytes=numel * dtype.itemsize)
+            yield row(f"vLLM: sync {version}, difference on the probe", made.proved["rollout/canary_logp_diff"], "nats")
+            made.generate(prompts, Sampling(2), list(range(count)))
+            seconds = timed(lambda: rollouts.append(made.generate(prompts, Sampling(T), list(range(count)))))
+            yield row(f"vLLM: rollout of {count} rows, weights {version}", count * T / seconds, "tokens/s")
+            k1, k3, largest = mismatch(model, rollouts[-1])
+            yield row(f"vLLM: mismatch k3, weights {version}", k3, "nats", k3 < 0.01, k1=k1, largest=largest)
+            matched.append(k3)
+            if version:
+                yield from flat_log_probs(made, rollouts[-1], T, count, device)
+                apart = mismatch(model, rollouts[0])[1]
+                yield row(
+                    "vLLM: k3 of the first rollout under the second weights", apart, "nats", apart > 10 * max(matched)
+                )
+            yield from sleep(made, device)
+            change(model)
+        made.close()
+
+
+@torch.no_grad()
+def change(model: PreTrainedModel) -> None:
+    for module in fsdp_modules(model):
+        module.reshard()  # after a forward without backward the root's parameters are whole, and no shards
+    for p in model.parameters():
+        p.mul_(1.5)
+
+
+def prompts_of(count: int, vocabulary: int, device: torch.device) -> DataProto:
+    prompts = random_batch([32] * count, [1] * count, vocabulary, device)
+    for key in ("input_ids", "attention_mask", "position_ids"):
+        prompts.batch[key] = prompts.batch[key][:, :32]
+    prompts.non_tensor_batch["raw_prompt_ids"] = np.array([ids.tolist() for ids in prompts.batch["input_ids"]], object)
+    return prompts
+
+
+def mismatch(model: PreTrainedModel, rollout: DataProto) -> tuple[float, float, float]:
+    """(k1, k3, largest |difference|) of KL(rollout || trainer), over the sampled tokens."""
+    trainer = batched_log_probs(model, rollout, 1.0, 16384)[0]
+    mask = rollout.batch["response_mask"].bool()
+    difference = (trainer - rollout.batch["rollout_log_probs"])[mask].double()
+    k3 = (torch.expm1(difference) - difference).mean()
+    return -difference.mean().item(), k3.item(), difference.abs().max().item()
+
+
+def flat_log_probs(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torch.device) -> Iterator[dict]:
+    """The same requests with log-probs as flat lists, as ours are, and as one object a token (G16)."""
+    ids, seconds = rollout.non_tensor_batch["raw_prompt_ids"], {}
+    for flat in (True, False):
+        params = [made._params(T, temperature=1.0, logprobs=0, seed=i) for i in range(count)]
+        for p in params:
+            p.flat_logprobs = flat
+        seconds[flat] = timed(lambda params=params: made._run(ids, params))
+    ratio = seconds[False] / seconds[True]
+    said = f"one object a log-prob takes {ratio:.2f} times as long as flat lists"
+    yield row("vLLM: log-probs as objects / flat", ratio, "", None, claim(device, "G16", ratio > 1.02, said))
+
+
+def sleep(made: VLLMEngine, device: torch.device) -> Iterator[dict]:
+    if device.type == "cpu":
+        yield skipped("vLLM: sleep", "on a CPU the engine does not sleep")
+        return
+    free = torch.cuda.mem_get_info()[0]
+    seconds = timed(made.sleep)
+    freed = (torch.cuda.mem_get_info()[0] - free) / 2**30
+    yield row("vLLM: sleep", seconds, "s", freed > 1, freed_gib=freed)

@@ -1,0 +1,13 @@
+# plainrl on CPUs: docker build -f docker/cpu.Dockerfile -t plainrl-cpu . (docs/gpu.md)
+FROM python:3.11-slim
+# libnuma1 is for vLLM, libseccomp2 for the sandbox of what a model writes
+RUN apt-get update && apt-get install -y --no-install-recommends gcc git libc6-dev libnuma1 libseccomp2 make \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home plainrl && install -d -o plainrl -g plainrl /home/plainrl/plainrl
+USER plainrl
+WORKDIR /home/plainrl/plainrl
+COPY --chown=plainrl:plainrl Makefile requirements.txt requirements-cpu.txt ./
+RUN make setup && rm -rf /home/plainrl/.cache
+COPY --chown=plainrl:plainrl . .
+ENV PATH=/home/plainrl/plainrl/.venv/bin:$PATH
+CMD ["python", "grpo.py", "--help"]

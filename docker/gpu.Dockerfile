@@ -1,0 +1,15 @@
+# plainrl on NVIDIA GPUs: docker build -f docker/gpu.Dockerfile -t plainrl-gpu . (docs/gpu.md)
+# CUDA's libraries come with the wheels of torch, the driver from the host by the NVIDIA container toolkit.
+FROM python:3.11-slim
+# gcc and libc6-dev are for Triton, which compiles at run time; libseccomp2 for the sandbox of what a model writes
+RUN apt-get update && apt-get install -y --no-install-recommends gcc git libc6-dev libseccomp2 make \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --create-home plainrl && install -d -o plainrl -g plainrl /home/plainrl/plainrl
+USER plainrl
+WORKDIR /home/plainrl/plainrl
+COPY --chown=plainrl:plainrl Makefile requirements.txt requirements-cpu.txt ./
+# the machine that builds the image need not have a GPU
+RUN make setup GPU=1 && rm -rf /home/plainrl/.cache
+COPY --chown=plainrl:plainrl . .
+ENV PATH=/home/plainrl/plainrl/.venv/bin:$PATH NVIDIA_DRIVER_CAPABILITIES=compute,utility
+CMD ["python", "grpo.py", "--help"]

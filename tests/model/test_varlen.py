@@ -1,0 +1,139 @@
+"""--attn-implementation varlen against packed_sdpa, on a CPU: a slow kernel stands for FlashAttention.
+
+torch.nn.attention.varlen calls one operator forward and one backward; on a CPU neither has a kernel. Those registered
+here follow the operators' documentation, so that every line of ours runs: which keys each query sees, windows, grouped
+heads, gradients. What FlashAttention itself computes is for benchmarks/gpu_check.sh.
+"""
+
+import math
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from lib import InputError
+from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
+from lib.model import PACKED, response_log_probs
+from lib.model.attention import TELL_OF_GROUPS
+from lib.setup import get_attention
+from tests.common import run_ranks
+from tests.model.test_models import batch_of_groups, load, save, with_gradient
+
+CALLS = []
+
+
+def heads(query, key, cu_seq_q, cu_seq_k, scale, window_size):
+    """For each sequence and query head: (its place in the queries, its place in the keys, its scale, what each query
+    gives each key). Query i of n sees key j of m if j is in the window around i + m - n."""
+    (left, right), H, D = window_size, *query.shape[1:]
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    for q0, q1, k0, k1 in zip(cu_seq_q, cu_seq_q[1:], cu_seq_k, cu_seq_k[1:]):
+        n, m = int(q1 - q0), int(k1 - k0)
+        distance = torch.arange(n)[:, None] + m - n - torch.arange(m)
+        seen = ((distance <= left) | (left < 0)) & ((-distance <= right) | (right < 0))
+        for head in range(H):
+            q, k = (slice(q0, q1), head), (slice(k0, k1), head // (H // key.shape[1]))
+            yield q, k, scale, (query[q] @ key[k].T * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None, window=None, gqa=False, *_):
+    assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and is_causal == (window == [-1, 0])
+    assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert len(query) == cu_q[-1] and len(key) == cu_k[-1]
+    assert gqa == (TELL_OF_GROUPS and query.shape[1] != key.shape[1])
+    CALLS.append(window)
+    out = torch.empty_like(query)
+    for q, k, _, p in heads(query, key, cu_q, cu_k, scale, window):
+        out[q] = p @ value[k]
+    return out, query.new_zeros(query.shape[1], len(query)).float(), torch.zeros(2, dtype=torch.uint64)
+
+
+def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng, scale=None, window=None):
+    d_query, d_key, d_value = (torch.zeros_like(x) for x in (query, key, value))
+    for q, k, factor, p in heads(query, key, cu_q, cu_k, scale, window):
+        d_p = grad[q] @ value[k].T
+        d_scores = p * (d_p - (d_p * p).sum(-1, keepdim=True)) * factor
+        d_query[q] += d_scores @ key[k]
+        d_key[k] += d_scores.T @ query[q]
+        d_value[k] += p.T @ grad[q]
+    return d_query, d_key, d_value
+
+
+@contextmanager
+def cpu_kernels():
+    with torch.library._scoped_library("torch_attn", "IMPL") as library:
+        library.impl("_varlen_attn", forward, "CPU")
+        library.impl("_varlen_attn_backward", backward, "CPU")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels():
+    with cpu_kernels():
+        yield
+
+
+FULL, WINDOW = [-1, 0], [3, 0]  # of 4 tokens, the query's own among them
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    {
+        "llama": 4 * [FULL],
+        "mistral": 4 * [WINDOW],
+        "gemma3_text": 2 * [WINDOW, FULL],
+        "qwen3_moe": 4 * [FULL],
+        "qwen3_5_text": 2 * [FULL],
+    }.items(),
+)
+def test_varlen_is_packed_sdpa(tmp_path, family, layers):
+    """Log-probs, entropies and gradients, with and without shared prompts; among the families are windows of 4, more
+    query than key heads, experts, and layers with a state. fp64: the same sums in another order."""
+    path, batch = save(family, tmp_path), batch_of_groups()
+    packed, ours = load(path), load(path, attn_implementation="varlen")
+    assert ours.padding_free and ours.share_prompts
+    for share in (False, True):
+        CALLS.clear()
+        (results, gradient), (expected, expected_gradient) = (
+            with_gradient(model, partial(response_log_probs, model, batch, 0.7, share_prompts=share))
+            for model in (ours, packed)
+        )
+        torch.testing.assert_close(results, expected, rtol=1e-6, atol=1e-6)  # norms and rotary tables are in fp32
+        assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
+        assert layers == CALLS
+
+
+def over_two_ranks(world, path):
+    """For packed_sdpa and varlen: (log-probs of this rank's rows, gradient)."""
+    mesh, batch = make_mesh(world), batch_of_groups()[list(range(world.rank, 6, 2))]
+    results = []
+    with cpu_kernels():
+        for name in PACKED:
+            model = shard_model(load(path, attn_implementation=name), mesh, torch.float64)
+            [log_probs, _] = response_log_probs(model, batch, 0.7, row_group=make_row_group(world, mesh, 2))
+            log_probs.square().sum().backward()
+            gradient = torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
+            results.append((log_probs.detach(), gradient))
+    return results
+
+
+def test_varlen_is_packed_sdpa_in_sequence_parallel(tmp_path):
+    """The packed row of 49 tokens gets one of padding, which is a sequence of its own."""
+    for packed, ours in run_ranks(2, over_two_ranks, save("llama", tmp_path)):
+        for a, b in zip(ours, packed, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
+def test_varlen_without_a_kernel_is_refused(device, dtype):
+    with pytest.raises(InputError, match=f"here they are {device} and {str(dtype)[6:]}; take auto"):
+        get_attention("varlen", dtype, torch.device(device))
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_attention_without_its_package_is_refused_in_a_line():
+    with pytest.raises(InputError, match="flash-attn is not installed; take auto"):
+        get_attention("flash_attention_2", torch.bfloat16, torch.device("cuda"))
