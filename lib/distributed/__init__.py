@@ -49,7 +49,7 @@ from lib.distributed.sharding import (
     trainable_parameters,
     unsharded,
 )
-from lib.distributed.watchdog import enter_stage
+from lib.distributed.watchdog import enter_stage, note_waits_in
 
 __all__ = [
     "TENSOR_PARALLEL_STYLES",
@@ -85,6 +85,7 @@ __all__ = [
     "merged_shards",
     "new_cpu_group",
     "new_cpu_subgroup",
+    "note_waits_in",
     "on_early_end",
     "on_first_rank",
     "print_last",

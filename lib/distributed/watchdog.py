@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 _stage = ("start", time.monotonic(), True)  # this rank's stage, since when, and whether its time is limited
 _watcher: threading.Thread | None = None
+_notebook: Path | None = None
 _finished = threading.Event()
 
 
@@ -52,6 +54,19 @@ def start_watching(store: dist.Store, rank: int, size: int, timeout_s: float) ->
     global _watcher
     _watcher = threading.Thread(target=_watch, args=(store, rank, size, timeout_s), name="watcher", daemon=True)
     _watcher.start()
+
+
+def note_waits_in(file: Path) -> None:
+    """From now on lines about ranks that wait are also added to this file."""
+    global _notebook
+    _notebook = file
+
+
+def _say_and_note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+    if _notebook is not None:
+        with suppress(OSError), _notebook.open("a") as file:  # a full disk must not end the run here
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
 def stop_watching() -> None:
@@ -101,7 +116,7 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
         if seconds >= limit_s:
             raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
         if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):
-            print(f"waiting: {_describe(states)}", file=sys.stderr, flush=True)  # one line for all ranks
+            _say_and_note(f"waiting: {_describe(states)}")  # one line for all ranks
         next_line_s *= 2
 
 

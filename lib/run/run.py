@@ -8,6 +8,7 @@
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
     val_only/1/    what --val-only writes
     profile/       what --profile-steps writes
+    waits.txt      which rank waited for which (lib/distributed/watchdog.py), if one had to for long
     (--record DIR  what each step took from outside: lib/rollout/replay.py)
 
 A kill at any moment leaves the run at one of its checkpoints. For this, a rewind takes out later checkpoints first,
@@ -42,6 +43,7 @@ from lib.distributed import (
     Metric,
     World,
     broadcast,
+    note_waits_in,
     on_early_end,
     on_first_rank,
     print_last,
@@ -262,6 +264,7 @@ def open_run(args: Any, world: World, script: str) -> Run:
         run.tape = Replay(Path(args.run.replay), world)
     if world.rank == 0 and world.device.type == "cuda" and run._peak_tflops is None:
         print(f"no MFU: lib/run/throughput.py has no peak of {torch.cuda.get_device_name(world.device)}", flush=True)
+    note_waits_in(folder / "waits.txt")
     if world.rank == 0 or args.run.profile_steps:
         on_early_end(run._end_early)
     return run

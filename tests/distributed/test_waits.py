@@ -28,6 +28,7 @@ from lib.distributed import (
     make_row_group,
     new_cpu_group,
     new_cpu_subgroup,
+    note_waits_in,
     run,
     shard_model,
     start_step,
@@ -94,8 +95,10 @@ def exit_code(rank: multiprocessing.Process) -> int | None:
 
 def rank_1_is_missing(args):
     """It never comes to the collective that the others wait in."""
-    timeout, what_it_does = args
+    timeout, what_it_does, *folder = args
     world = init_distributed(timeout)
+    if folder:
+        note_waits_in(folder[0] / f"waits_of_{world.rank}")
     start_step(7)
     with timed("rollout"):
         if world.rank == 1:
@@ -110,11 +113,13 @@ def hang():
 
 
 def test_who_is_waited_for_is_named_and_ends_at_the_deadline_with_its_stack(tmp_path, start_ranks):
-    first, slow, last = start_ranks(3, rank_1_is_missing, (2, hang))
+    first, slow, last = start_ranks(3, rank_1_is_missing, (2, hang, tmp_path))
     assert exit_code(slow) == 124 and exit_code(first) and exit_code(last)
     where = r"rank 1: step 7 rollout \(test_waits.py:\d+\) for \d+ s; rank 0, 2: step 7 reward \(test_waits.py:\d+\)"
     waiting = re.findall(rf"^waiting: {where}", (tmp_path / "0").read_text(), re.MULTILINE)
     assert 2 <= len(waiting) <= 5  # after 2/30 s, 4/30 s, ..., 32/30 s
+    noted = (tmp_path / "waits_of_0").read_text()
+    assert re.findall(rf"^\d{{4}}-.*:\d\d waiting: {where}", noted, re.MULTILINE) and noted.count("\n") >= len(waiting)
     stacks, reason = (tmp_path / "1").read_text().rsplit("StageTimeout: ", 1)
     assert re.match(rf"rank 1 ends after 2 s in step 7 rollout; {where}", reason)
     assert re.search(r"test_waits.py\", line \d+ in hang", stacks)

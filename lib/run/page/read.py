@@ -132,9 +132,14 @@ def _facts(folder: Path, config: dict[str, Any], starts: list[dict[str, Any]]) -
         "changed on resume": ", ".join(changes),
         "machine": last.get("machine"),
         "packages": ", ".join([f"Python {last['python']}", *versions] if "python" in last else versions),
+        "last waits": "\n".join(_lines(folder / "waits.txt")[-3:]),
         "folder": str(folder),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="replace").splitlines() if file.exists() else []
 
 
 def _differing(flags: dict[str, list] | None) -> dict[str, list[str]] | None:
