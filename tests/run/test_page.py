@@ -574,7 +574,7 @@ def test_the_measurement_runs(browser):
 
 
 def test_uplot_is_the_published_package():
-    """https://registry.npmjs.org/uplot/-/uplot-1.6.32.tgz: LICENSE (MIT) and two files of dist/."""
+    """npm package uplot 1.6.32: LICENSE (MIT) and two files of dist/."""
     assert {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in UPLOT.iterdir()} == {
         "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
         "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
