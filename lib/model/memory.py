@@ -413,8 +413,8 @@ def main(
     cpu_offload: bool = False,
     offload_activations: bool = False,
     rollout_engine: Literal["hf", "vllm"] = "vllm",
-    gpu_memory: float = 0.4,
-    engine_ranks: int = 1,
+    gpu_memory_utilization: float = 0.4,
+    rollout_tensor_parallel_size: int = 1,
 ) -> None:
     """Estimates the memory of one GPU from a config.json."""
     moments = estimate_memory(
@@ -434,8 +434,8 @@ def main(
         reward_model=reward_model,
         cpu_offload=cpu_offload,
         offload_activations=offload_activations,
-        engine_bytes=int(gpu_memory * device_gib * GIB) if rollout_engine == "vllm" else 0,
-        engine_ranks=engine_ranks,
+        engine_bytes=int(gpu_memory_utilization * device_gib * GIB) if rollout_engine == "vllm" else 0,
+        engine_ranks=rollout_tensor_parallel_size,
     )
     print(memory_table(moments, int(device_gib * GIB)))
 
