@@ -223,6 +223,13 @@ function stagesOf(run) {
   return {steps, stages};
 }
 
+/** The number of a stage's colour, the same in all runs. */
+function stageNumber(stage) {
+  const names = runs.flatMap((run) => Object.keys(run.metrics).filter((name) => name.startsWith("timing_s/")));
+  const usual = ["update", "rollout", "log_probs", "reward", "weight_sync", "advantages"];
+  return [...new Set([...usual, ...names.map((name) => name.slice("timing_s/".length)).sort(), stage])].indexOf(stage);
+}
+
 function drawTimes() {
   const timed = runs.filter((run) => run.metrics["timing_s/step"]);
   if (!timed.length) { $("times").replaceChildren(h("p", {class: "muted"}, "No step is done yet.")); return; }
@@ -243,14 +250,15 @@ function drawTimes() {
 function drawTime(name, place, read) {
   const {steps, stages} = stagesOf(runs.find((run) => run.name === name)), tops = [];
   stages.forEach(([, seconds], i) => tops.push(seconds.map((s, k) => s + (i ? tops[i - 1][k] : 0))));
-  const tint = (i, alpha) => () => colour(`c${i % COLOURS}`, i < COLOURS ? alpha : alpha / 2);
+  const numbers = stages.map(([stage]) => stageNumber(stage));
+  const tint = (i, alpha) => () => colour(`c${numbers[i] % COLOURS}`, numbers[i] < COLOURS ? alpha : alpha / 2);
   const line = (i) => ({stroke: tint(i, 1), width: 1, points: {show: false}, ...(i ? {} : {fill: tint(0, .5)})});
   const series = [{}, ...stages.map((_, i) => line(i))];
   const bands = stages.slice(1).map((_, i) => ({series: [i + 2, i + 1], fill: tint(i + 1, .5)}));
   const total = mean(tops.at(-1)) || 1;
   const share = (seconds) => `${fmt3(mean(seconds))} s, ${Math.round((100 * mean(seconds)) / total)} %`;
   place.parentElement.querySelector(".stages").replaceChildren(...stages.map(([stage, seconds], i) =>
-    h("li", {}, dot(`c${i % COLOURS}`), `${stage} ${share(seconds)}`)));
+    h("li", {}, dot(`c${numbers[i] % COLOURS}`), `${stage} ${share(seconds)}`)));
   paintDots();
   const show = (plot) => {
     const at = plot.cursor.idx;
