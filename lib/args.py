@@ -83,6 +83,8 @@ class ModelArgs(Group):
     attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
     """packed_sdpa (lib/model/attention.py) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and
     bfloat16; flash_attention_2 needs its package; with any other, rows are padded. auto: packed_sdpa (docs/gpu.md)"""
+    compile: Annotated[bool, MAY_CHANGE] = False
+    """torch.compile the layers, for packed rows: the first steps take a minute longer"""
     padding_free: Annotated[bool, MAY_CHANGE] = True
     """pack the rows of a micro-batch end to end, without padding, where the model allows it (docs/models.md)"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
@@ -700,6 +702,7 @@ def _check_parallel(args: Any) -> None:
         "--dp-replicate-size": args.shard.dp_replicate_size > 1,
         "--sequence-parallel-size": args.shard.sequence_parallel_size > 1,
         "--dry-run": args.run.dry_run > 0,
+        "--compile": args.model.compile,
         "the validation of --replay (--val-every 0 --no-val-before-train)": args.run.replay and args.validation.wanted,
     }
     for name, is_given in without_tensor_parallel.items():

@@ -45,6 +45,7 @@ from lib.model import (
     add_lora,
     check_sequence_parallel,
     check_tensor_parallel,
+    compile_layers,
     freeze,
     load_critic,
     load_model,
@@ -345,6 +346,8 @@ class Sharding:
 
     def place(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
         offload = name in self.shard.cpu_offload
+        if self.model.compile:
+            compile_layers(module)
         return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=offload)
 
     def trains(self, module: PreTrainedModel) -> PreTrainedModel:

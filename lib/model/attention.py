@@ -34,6 +34,7 @@ PACKED = ("packed_sdpa", "varlen")  # the names of packed_attention
 TELL_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes grouped heads untold
 
 
+@torch.compiler.disable  # its layouts change with each micro-batch
 def packed_attention(
     module,
     query,
@@ -71,7 +72,7 @@ def packed_attention(
     query, key, value = (rearrange(x, "1 h n d -> n h d") for x in (query, key, value))
     window = kwargs.get("sliding_window")
     if packed_sequences is None:
-        output = _attend_by_runs(query, key, value, packed_runs, window, scaling)
+        output = _attend_by_runs(query, key, value, packed_runs.runs, window, scaling)
     else:
         output = _attend_by_sequences(query, key, value, packed_sequences, window, scaling)
     if sequence_group is not None:

@@ -6,9 +6,9 @@ Dropout is off everywhere, so that sampling and training compute the same functi
 import logging
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, t
 from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import token_log_probs
 from lib.model.values import token_values, value_head
+
+COMPILER = "inductor"  # of torch.compile; tests take one that is sooner done
 
 disable_progress_bar()  # transformers would show one loading bar per rank
 # hides the table of missing and unexpected weights that each rank would print; `_from_pretrained` says it in one line
@@ -282,6 +284,23 @@ def _meta_model(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.weights_folder = folder
     return model, missing
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules)]
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compiles each layer for packed rows: once for any number of tokens and any layout, but for the attention, which
+    is a kernel of its own. What is not packed, such as hf rollouts, runs as before."""
+    for layer in decoder_layers(model):
+        compiled = torch.compile(layer.forward, dynamic=True, backend=COMPILER)
+        layer.forward = partial(_compiled_if_packed, layer.forward, compiled)
+
+
+def _compiled_if_packed(plain: Callable, compiled: Callable, *args, **kwargs):
+    packed = not kwargs.keys().isdisjoint({"packed_runs", "packed_sequences", "cu_seq_lens_q"})
+    return (compiled if packed else plain)(*args, **kwargs)
 
 
 def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:

@@ -48,7 +48,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
 from lib.distributed import trainable_parameters
-from lib.model.load import add_lora
+from lib.model.load import add_lora, decoder_layers
 from lib.model.log_probs import token_log_probs
 from lib.model.values import token_values
 
@@ -227,10 +227,6 @@ class FSDPGroups(NamedTuple):
     def whole_in_backward(self, c: int, ranks: int) -> int:
         buffers = 0 if ranks == 1 else c * self.layer + 4 * self.trained_layer
         return c * (self.root + self.layer + self.trained_layer) + buffers
-
-
-def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules)]
 
 
 # ---- measured sizes: passes on the meta device ---------------------------------------------------

@@ -7,12 +7,13 @@ several rows share stands once. lib/model/attention.py keeps the sequences apart
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel
 
 from lib.data import prompt_groups
@@ -35,7 +36,15 @@ class PackedRun(NamedTuple):
     """(tokens,), the indices of real tokens among the count * length with padding"""
 
 
-class PackedSequences(NamedTuple):
+@dataclass
+class PackedRuns:
+    """No list: into lists and tuples torch.compile looks, and would compile the layers anew for each layout."""
+
+    runs: list[PackedRun]
+
+
+@dataclass
+class PackedSequences:
     """The S sequences of the packed row, for one call of varlen attention."""
 
     keys: torch.Tensor | None
@@ -46,6 +55,10 @@ class PackedSequences(NamedTuple):
     """(S + 1,) int32: where each sequence's keys begin, and M"""
     max_q: int
     max_k: int
+
+
+register_dataclass(PackedRuns)
+register_dataclass(PackedSequences)
 
 
 class SequenceRows(NamedTuple):
@@ -118,7 +131,8 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     tensors = {name: x.chunk(n, 1)[group.rank()] for name, x in tensors.items()}
     inputs = inputs | tensors | {"sequence_group": group}
     if padding and "packed_runs" in inputs:
-        inputs["packed_runs"] = [*inputs["packed_runs"], PackedRun(padding, 1, padding, None, None, None)]
+        runs = inputs["packed_runs"].runs
+        inputs["packed_runs"] = PackedRuns([*runs, PackedRun(padding, 1, padding, None, None, None)])
     elif padding:
         inputs["packed_sequences"] = _with_padding(inputs["packed_sequences"], padding)
     return inputs, (N + padding) // n
@@ -193,7 +207,7 @@ def _response_inputs(
         if model.config._attn_implementation == "varlen":
             inputs["packed_sequences"] = _packed_sequences(order, lengths, prompt)
         else:
-            inputs["packed_runs"] = _packed_runs(order, kinds, lengths, prompt)
+            inputs["packed_runs"] = PackedRuns(_packed_runs(order, kinds, lengths, prompt))
         # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1)
     return _to(device, (inputs, select, target))
