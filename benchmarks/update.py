@@ -88,7 +88,7 @@ def computed_tokens(model, batch: DataProto, max_tokens: int, options: dict) -> 
         nonlocal tokens, queries
         runs, n = kwargs.get("packed_runs"), kwargs["input_ids"].numel()
         tokens += n
-        queries += n if runs is None else sum(run.count * run.length for run in runs)
+        queries += n if runs is None else sum(run.count * run.length for run in runs.runs)
 
     handle = model.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
     with torch.no_grad():
