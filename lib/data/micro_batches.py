@@ -35,6 +35,8 @@ def prepare_dynamic_batch(
     tokens, a micro-batch holds at most n x max_tokens tokens, so that each rank computes at most max_tokens. Each rank
     is given its own rows of every micro-batch, which may be none.
 
+    With `share_prompts` a micro-batch also has the column prompt_group (b,), the numbers of `prompt_groups`.
+
     Returns:
         (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
     """
@@ -43,7 +45,8 @@ def prepare_dynamic_batch(
     group: list = list(range(len(batch)))  # equal for rows of one prompt
     if share_prompts:
         prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1).tolist()
-        own, group = [n - p for n, p in zip(own, prompt)], prompt_groups(batch).tolist()
+        numbers = prompt_groups(batch)
+        own, group = [n - p for n, p in zip(own, prompt)], numbers.tolist()
     first = 0  # this rank's first row
     if row_group is not None:
         rank, ranks = row_group.ranks.rank(), row_group.ranks
@@ -86,7 +89,11 @@ def prepare_dynamic_batch(
             heapq.heappush(heap, (-len(half), half))
     bins = sorted((sorted(rows) for _, rows in heap), key=lambda rows: (-tokens(rows), rows))
     bins = [[row - first for row in rows if first <= row < first + len(batch)] for rows in bins]
-    return [batch[rows] for rows in bins], bins
+    micro_batches = [batch[rows] for rows in bins]
+    if share_prompts:
+        for micro, rows in zip(micro_batches, bins):
+            micro.batch["prompt_group"] = numbers[rows]
+    return micro_batches, bins
 
 
 def restore_dynamic_batch(tensor: torch.Tensor, rows: list[list[int]]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from lib.data import prepare_dynamic_batch, prompt_groups
+from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import (
     Mean,
@@ -214,9 +214,7 @@ def micro_batches(mini_batch: DataProto, *trained: Trained) -> Iterator[DataProt
     f = first.forward
     parts, rows = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
     kept = [name for name in OF_UPDATE if name in mini_batch.batch]
-    groups = prompt_groups(mini_batch)  # of the whole mini-batch, because a GPU is waited for
     for i, micro in enumerate(parts):
-        micro.batch["prompt_group"] = groups[rows[i]]
         for module in modules:
             set_gradient_sync(module, first.reduce_each_micro_batch or i == len(parts) - 1)
         yield micro

@@ -71,8 +71,8 @@ def reads_of_an_update(world, micro_batch_tokens: int, monkeypatch) -> tuple[int
             return reads.without(fn, *args, **kwargs)
 
         patch.setattr(packing, "_response_inputs", partial(counted, packing._response_inputs))
-        for name in ("prepare_dynamic_batch", "prompt_groups"):  # once a mini-batch
-            patch.setattr(trained, name, partial(reads.without, getattr(trained, name)))
+        # once a mini-batch
+        patch.setattr(trained, "prepare_dynamic_batch", partial(reads.without, trained.prepare_dynamic_batch))
         for name in ("tolist", "numpy", "cpu"):
             method = getattr(torch.Tensor, name)
             patch.setattr(torch.Tensor, name, lambda x, *a, method=method, **k: (reads.add(1), method(x, *a, **k))[1])
