@@ -67,15 +67,15 @@ def test_each_rank_writes_its_own_and_the_memory_in_use(tmp_path, capsys):
         start_step(step)
         profiler.start(step)
         with timed("update"):
-            held = torch.zeros(2**20)  # 4 MiB
+            held = torch.zeros(2**24)  # 64 MiB
         assert profiler.stop() == (step == 3)
         del held
     assert not profiler.stop() and capsys.readouterr().out == ""
     [file] = (tmp_path / "profile").iterdir()
     assert file.name == "step_000003-rank_1.json.gz"
     points = [event["args"]["MiB"] for event in trace_of(file) if event.get("ph") == "C"]
-    # what other threads allocate and release is in the sums, too
-    assert 4.0 in [after - before for before, after in pairwise([0.0, *points])]
+    # the sums also have what other threads allocate and release: some hundred KiB
+    assert any(abs(after - before - 64) < 1 for before, after in pairwise([0.0, *points]))
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict:
