@@ -1,7 +1,7 @@
 """The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
 
-The interface is RolloutEngine. `hf` samples with the trainer's own model; `vllm` is an engine in this process;
-`http://host:port` is a vLLM server that already runs.
+`hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
+`http://host:port` is a vLLM server (served_engine.py). What all have is RolloutEngine.
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. Each
 response has its own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
@@ -56,10 +56,6 @@ class RolloutEngine(Protocol):
     proved: dict[str, float]
     """the metrics of its last sync; sync_weights keeps them here"""
     pad_token_id: int
-    long_steps: bool
-    """whether one step() runs its requests to their end"""
-    shared: bool
-    """whether other ranks hold a part of this engine, and so must step together with this one"""
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
@@ -68,7 +64,7 @@ class RolloutEngine(Protocol):
     def load_weights(self, model: PreTrainedModel, version: int) -> None: ...
 
     def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
-        """Log-probs of ids[1:], at temperature 1."""
+        """Log-probs of ids[1:], at temperature 1: one row, or a row for each of several servers."""
         ...
 
     def sleep(self) -> None:
@@ -79,7 +75,14 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None: ...
 
-    # ---- single requests (lib/agent uses them), inside `with engine.session():`
+
+class SteppedEngine(RolloutEngine, Protocol):
+    """An engine in this process, which lib/agent steps. Single requests are made inside `with engine.session():`."""
+
+    long_steps: bool
+    """whether one step() runs its requests to their end"""
+    shared: bool
+    """whether other ranks hold a part of this engine, and so must step together with this one"""
 
     def session(self) -> AbstractContextManager[None]: ...
 

@@ -14,7 +14,7 @@ from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, unsharded
 from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept
-from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids
+from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
 
 LONG_PROMPT = 128  # tokens; to copy a shorter prompt's cache to each row costs less than GroupCache
@@ -22,7 +22,7 @@ NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa
 ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 
-class HFEngine(RolloutEngine):
+class HFEngine(SteppedEngine):
     """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
 
     Each distinct prompt is prefilled once. The rows of its group share its keys and values (LONG_PROMPT, can_group).

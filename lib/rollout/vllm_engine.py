@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lib import InputError, is_first_on_node
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, new_cpu_subgroup
-from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids
+from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
 BY_FLAG = {
@@ -56,7 +56,7 @@ def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
             raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(SteppedEngine):
     """A vLLM engine inside this process, on CPU or GPU. It takes weights in memory.
 
     The engine starts with dummy weights, from a folder that holds only config and tokenizer. All weights come from the

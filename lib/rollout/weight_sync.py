@@ -41,7 +41,7 @@ def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *,
             f"{engine.checksum}, the trainer has {expected}"
         )
     ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
-    difference = float((engine.probe_log_probs(ids) - _trainer_probe(model, ids)).abs().mean())
+    difference = float((engine.probe_log_probs(ids) - _trainer_probe(model, ids)).abs().mean(-1).max())
     if not difference <= tolerance:
         raise WeightSyncError(
             f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats on the probe "

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -27,10 +28,12 @@ from lib.rollout import (
     request_seeds,
     rollouts_ahead,
     served_engine,
+    served_weights,
     staleness_metrics,
     sync_weights,
 )
 from lib.rollout.served_engine import ServedEngine
+from lib.rollout.served_weights import ServedWeights
 from tests.agent.test_agent_loop import random_play, recorded, turns_of, user_of
 from tests.common import (
     SMALL,
@@ -44,7 +47,7 @@ from tests.common import (
     save_tiny,
     serve,
 )
-from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, drain, on_policy, perturb, random_prompts
+from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, on_policy, perturb, random_prompts
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 MAX_LENGTH = 400
@@ -209,9 +212,7 @@ def test_after_an_update_the_server_samples_from_the_new_weights(engine_and_mode
     sampling = Sampling(8)
 
     def sampled() -> list[int]:
-        with engine.session():
-            engine.submit("long", long, sampling, 1)
-            got = drain(engine, 1)["long"]
+        got = engine.begin(engine.sample(long, sampling, 1, 0)).result()
         ids = got.token_ids
         log_p = model(input_ids=torch.tensor([long + ids])).logits[0].log_softmax(-1)[len(long) - 1 : -1]
         assert got.log_probs == pytest.approx(log_p.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist(), abs=1e-4)
@@ -230,26 +231,23 @@ def test_after_an_update_the_server_samples_from_the_new_weights(engine_and_mode
         assert off_policy(model, out) < 1e-4
     monkeypatch.setattr(engine, "load_weights", None)  # no second load; the metrics are those of the first
     assert sync_weights(engine, model, version, tolerance=TOLERANCE) == metrics
-    assert not list(engine.folder.iterdir())  # no copy stays
+    assert not list(engine.weights.folder.iterdir())  # no copy stays
 
 
 @needs_vllm
-def test_no_request_outlives_its_abort_or_its_session(engine_and_model):
+def test_no_request_outlives_its_response(engine_and_model):
+    """A response that nobody waits for any more leaves the server. One that is too long for it never gets there."""
     engine, _ = engine_and_model
-    ids, sampling = random_prompts(4).non_tensor_batch["raw_prompt_ids"], Sampling(300, top_k=1)
-    with pytest.raises(KeyboardInterrupt), engine.session():
-        for i in range(3):
-            engine.submit(str(i), ids[i], sampling, i)
-        raise KeyboardInterrupt
-    with engine.session():
-        for i in (2, 3):
-            engine.submit(str(i), ids[i], Sampling(8), i)
-        engine.abort("2")
-        assert set(drain(engine, 1)) == {"3"}
-        with pytest.raises(ValueError, match="400 tokens"):
-            engine.submit("4", [5] * MAX_LENGTH, sampling, 1)
+    url, before = engine.servers.urls[0], generated_tokens(engine)
+    left = engine.start(random_prompts(4), Sampling(300, top_k=1), list(range(4)))
+    while generated_tokens(engine) == before:
+        time.sleep(0.01)
+    for response in left:
+        response.future.cancel()
+    with pytest.raises(ValueError, match="400 tokens"):
+        engine.begin(engine.sample([5] * MAX_LENGTH, Sampling(8), 1, 0)).result()
     deadline = time.monotonic() + 30
-    while "vllm:num_requests_running{" in (text := httpx.get(f"{engine.url}/metrics").text):
+    while "vllm:num_requests_running{" in (text := httpx.get(f"{url}/metrics").text):
         running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
         if all(float(line.split()[-1]) == 0 for line in running):
             return
@@ -260,15 +258,15 @@ def test_no_request_outlives_its_abort_or_its_session(engine_and_model):
 @needs_vllm
 def test_a_sync_that_is_skipped_stops_the_run(engine_and_model, monkeypatch):
     engine, model = engine_and_model
-    ask, version = engine._ask, engine.version
+    order, version = engine.servers.on_workers, engine.version
     with monkeypatch.context() as patch:
         patch.setattr(engine, "load_weights", lambda *_: setattr(engine, "version", version + 1))
         perturb(model, 1e-6)  # an update too small for any log-prob to tell
         with pytest.raises(WeightSyncError, match=f"version {version + 1} failed"):
             sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
     with monkeypatch.context() as patch:  # the server says yes and does nothing
-        patch.setattr(engine, "weights_by", "reload_from")
-        patch.setattr(engine, "_ask", lambda method, path, **kw: path == "/collective_rpc" or ask(method, path, **kw))
+        patch.setattr(engine.weights, "way", "reload_from")
+        patch.setattr(engine.servers, "on_workers", lambda url, method, **_: order(url, "weight_transfer_backend"))
         perturb(model)
         with pytest.raises(WeightSyncError, match="does not compute with them"):
             sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
@@ -280,10 +278,10 @@ def test_a_sync_that_is_skipped_stops_the_run(engine_and_model, monkeypatch):
 def test_every_way_gives_the_same_weights(engine_and_model, monkeypatch, way, bucket):
     """A bucket of 9000 bytes holds several of the smaller tensors; the embedding and others exceed it."""
     engine, model = engine_and_model
-    monkeypatch.setattr(engine, "weights_by", way)
-    monkeypatch.setattr(served_engine, "BUCKET_BYTES", bucket)
-    sent, real = [], engine._order
-    monkeypatch.setattr(engine, "_order", lambda path, **kw: sent.append(path) or real(path, **kw))
+    monkeypatch.setattr(engine.weights, "way", way)
+    monkeypatch.setattr(served_weights, "BUCKET_BYTES", bucket)
+    sent, real = [], engine.servers.order
+    monkeypatch.setattr(engine.servers, "order", lambda path, **kw: sent.append(path) or real(path, **kw))
     perturb(model)
     version = engine.version + 1
     assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
@@ -291,33 +289,31 @@ def test_every_way_gives_the_same_weights(engine_and_model, monkeypatch, way, bu
     assert off_policy(model, out) < 1e-4
     buckets = sent.count("/update_weights")
     assert buckets == (way == "broadcast") if bucket != 9000 else buckets > 5
-    assert not list(engine.folder.glob("*"))  # no copy stays
+    assert not list(engine.weights.folder.glob("*"))  # no copy stays
 
 
 @needs_vllm
 def test_a_server_without_the_extension_gets_a_file(engine_and_model, monkeypatch):
     """As vLLM is, a CPU server with a tied head is refused: its reload leaves the head's packed copy as it was."""
     engine, model = engine_and_model
-    ask = engine._ask
+    order = engine.servers.on_workers
 
-    def without(method, path, **kwargs):
-        if kwargs.get("json", {}).get("method") == "weight_transfer_backend":
-            kwargs["json"] = {"method": "no_such_method"}
-        return ask(method, path, **kwargs)
+    def without(url, method, **kwargs):
+        return order(url, "no_such_method" if method == "weight_transfer_backend" else method, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_ask", without)
-        assert engine._weights_by() == "reload_weights"
-        patch.setattr(engine, "weights_by", "reload_weights")
+        patch.setattr(engine.servers, "on_workers", without)
+        assert engine.weights._find_way() == "reload_weights"
+        patch.setattr(engine.weights, "way", "reload_weights")
         perturb(model)
         with pytest.raises(WeightSyncError, match="does not compute with them"):
             sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
-    assert engine._weights_by() == "broadcast"
+    assert engine.weights._find_way() == "broadcast"
     sync_weights(engine, model, engine.version + 2, tolerance=TOLERANCE)
 
 
 def generated_tokens(engine) -> float:
-    lines = httpx.get(f"{engine.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{engine.servers.urls[0]}/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
 
 
@@ -360,7 +356,7 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
 def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monkeypatch):
     engine, model = engine_and_model
     monkeypatch.setattr(served_engine, "STOP_S", 0.2)
-    engine._ask("POST", "/pause", params={"mode": "abort"})
+    engine.servers.ask(engine.servers.urls[0], "POST", "/pause", params={"mode": "abort"})
     prompts, sampling = random_prompts(6), Sampling(8)
     rows = engine.start(prompts, sampling, list(range(6)))
     while len(engine._posted) < 6:
@@ -414,9 +410,9 @@ def test_staleness_is_counted_over_sampled_tokens_and_bounded():
 
 
 def test_buckets(monkeypatch):
-    monkeypatch.setattr(served_engine, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(served_weights, "BUCKET_BYTES", 100)
     stream = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 10, 5, 5, 40, 1, 25])]  # of 4 bytes
-    assert [names for names, _ in served_engine._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
+    assert [names for names, _ in served_weights._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
 
 
 @pytest.mark.parametrize(
@@ -438,8 +434,8 @@ def test_a_broadcast_listens_on_the_way_to_its_servers(monkeypatch, ways, addres
         assert port == next(ports)
         return by_host[host]
 
-    monkeypatch.setattr(served_engine, "address_towards", towards)
-    assert served_engine._address_towards(list(ways)) == address
+    monkeypatch.setattr(served_weights, "address_towards", towards)
+    assert served_weights._address_towards(list(ways)) == address
 
 
 # ---- what a person reads --------------------------------------------------------------------------
@@ -493,7 +489,7 @@ def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
         http.shutdown()
 
 
-@pytest.mark.parametrize("join", [served_engine.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
+@pytest.mark.parametrize("join", [served_weights.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
 def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch, join):
     """It says that it will, and dies. NCCL connects in its first collective, which nothing interrupts."""
     yes = {"status": "ok"}
@@ -501,12 +497,12 @@ def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch,
     answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, "/pause": yes, "/health": yes}
     answers |= {"/get_world_size": {"world_size": 1}, "/init_weight_transfer_engine": yes}
     monkeypatch.setattr(Stub, "answers", answers, raising=False)
-    monkeypatch.setattr(served_engine, "SYNC_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(served_engine, "join_group", join)
+    monkeypatch.setattr(served_weights, "SYNC_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(served_weights, "join_group", join)
     with HTTPServer(("127.0.0.1", 0), Stub) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         engine, model = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
-        engine.weights_by = "broadcast"
+        engine.weights.way = "broadcast"
         with pytest.raises(InputError, match="the broadcast of weights broke off") as raised:
             engine.load_weights(model, 0)
         http.shutdown()
@@ -533,16 +529,16 @@ def test_no_server_there(world, tmp_path):
 def test_no_generate_before_the_weights():
     engine = ServedEngine.__new__(ServedEngine)
     engine.version = None
-    with pytest.raises(WeightSyncError, match="no weights"), engine.session():
-        pass
+    with pytest.raises(WeightSyncError, match="no weights"):
+        engine.start(random_prompts(1), Sampling(4), [1])
 
 
 def test_a_server_that_hangs(monkeypatch):
-    engine = ServedEngine.__new__(ServedEngine)
-    engine.servers = ["http://a:1", "http://b:2"]
-    monkeypatch.setattr(served_engine, "SYNC_TIMEOUT_S", 0.05)
+    weights = ServedWeights.__new__(ServedWeights)
+    weights.servers = SimpleNamespace(urls=["http://a:1", "http://b:2"])
+    monkeypatch.setattr(served_weights, "SYNC_TIMEOUT_S", 0.05)
     with pytest.raises(InputError, match=r"http://a:1,http://b:2: the broadcast .*no answer for 0.05 s"):
-        engine._finish([Future()])
+        weights._finish([Future()])
 
 
 @needs_vllm
@@ -555,21 +551,21 @@ def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
         url, save_tiny(tmp_path / "other", cls=Qwen3MoeForCausalLM, config=Qwen3MoeConfig, **MOE), tmp_path
     )
     for way in ("reload_from", "broadcast"):
-        other.weights_by = way
+        other.weights.way = way
         with pytest.raises(InputError, match="must serve the model that is trained") as raised:
             sync_weights(other, other_model, 1, tolerance=TOLERANCE)
         assert "\n" not in str(raised.value)
 
     worker = max(psutil.Process(process.pid).children(recursive=True), key=lambda child: child.memory_info().rss)
-    real_buckets = served_engine._buckets
+    real_buckets = served_weights._buckets
 
     def buckets(stream):
         for names, tensors in real_buckets(stream):
             yield names, tensors
             worker.kill()  # while one is on its way
 
-    monkeypatch.setattr(served_engine, "_buckets", buckets)
-    monkeypatch.setattr(served_engine, "BUCKET_BYTES", 9000)
+    monkeypatch.setattr(served_weights, "_buckets", buckets)
+    monkeypatch.setattr(served_weights, "BUCKET_BYTES", 9000)
     with pytest.raises(InputError, match="must serve the model that is trained") as raised:
         sync_weights(engine, model, 1, tolerance=TOLERANCE)
     assert "\n" not in str(raised.value) and "no answer" not in str(raised.value)

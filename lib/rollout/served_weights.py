@@ -1,0 +1,186 @@
+"""How vLLM servers get the trainer's weights: the first rank broadcasts to all of their workers, or writes a file."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from ipaddress import ip_address
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from lib import InputError
+from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store
+from lib.rollout.servers import Servers
+from lib.rollout.weight_sync import CheckedStream, WeightSyncError
+
+BUCKET_BYTES = 256 << 20  # of one broadcast; a larger tensor goes alone. Three buckets are in memory at a time
+SYNC_TIMEOUT_S = 300.0  # how long all servers may take to join the group, or to take a bucket
+HEALTH_S = 2.0  # time between two checks that the servers are alive
+
+
+class ServedWeights:
+    """way: what all servers can do: "broadcast" (they were started with vllm_weights.py's backend), or by a file
+    "reload_from" (only the worker extension), or "reload_weights" (vLLM alone). A collective, as is `give`."""
+
+    def __init__(self, servers: Servers, folder: Path, dtype: torch.dtype):
+        self.servers, self.folder, self.dtype = servers, folder, dtype
+        self.way = broadcast(self._find_way() if dist.get_rank() == 0 else None)
+        self._group: Any = None  # what join_group returns
+
+    def _find_way(self) -> str:
+        backends = set()
+        for url in self.servers.urls:
+            try:
+                backends |= set(self.servers.on_workers(url, "weight_transfer_backend").result()["results"])
+            except InputError:  # the server has no such method
+                return "reload_weights"
+        return "broadcast" if backends == {"broadcast"} else "reload_from"
+
+    def give(self, stream: CheckedStream, version: int) -> str | None:
+        """Gives all servers the weights. Returns, on all ranks, why that failed; a server may then hold some old and
+        some new ones. Every rank reads the stream to its end, as its tensors are gathered from all of them."""
+        failure = None
+        weights = iter(stream)
+        try:
+            if dist.get_rank() == 0:
+                if self.way == "broadcast":
+                    self._broadcast(weights, compute_device(stream.model))
+                else:
+                    self._write_and_reload(weights, self.folder / f"version_{version}")
+                self._reset_prefix_caches()  # they hold keys and values of the old weights
+        except InputError as error:
+            failure = str(error)
+        for _ in weights:
+            pass
+        failure = broadcast(failure)
+        if failure is not None and self._group is not None:
+            self.leave()
+        return failure
+
+    def _broadcast(self, weights: Iterator[tuple[str, torch.Tensor]], device: torch.device) -> None:
+        """Gathers the next bucket while one is sent."""
+        if self._group is None:
+            self._group = self._connect(device)
+        self._finish(self.servers.order("/start_weight_update"))
+        sending: tuple[list[Future], dist.Work | None] = ([], None)
+        for names, tensors in _buckets(weights):
+            shapes = [list(tensor.shape) for tensor in tensors]
+            bucket = torch.cat([tensor.flatten() for tensor in tensors])
+            self._finish(*sending)
+            update = {"names": names, "shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
+            replies = self.servers.order("/update_weights", json={"update_info": update})
+            sending = replies, self._group.broadcast(bucket, 0)
+        self._finish(*sending)
+        self._finish(self.servers.order("/finish_weight_update"))
+
+    def _connect(self, device: torch.device) -> Any:
+        """The process group of the trainer's first rank (its rank 0) and all workers, server after server."""
+        urls = self.servers.urls
+        sizes = [self.servers.ask(url, "GET", "/get_world_size")["world_size"] for url in urls]
+        host = _address_towards(urls)
+        store = listening_store(host, 0, timedelta(seconds=SYNC_TIMEOUT_S))
+        info: dict[str, Any] = {"host": host, "port": store.port, "device": device.type}
+        info |= {"size": 1 + sum(sizes), "timeout_s": SYNC_TIMEOUT_S}
+        replies = []
+        for url, first_rank in zip(urls, accumulate([1, *sizes])):
+            own = {"init_info": info | {"first_rank": first_rank}}
+            replies.append(
+                self.servers.begin(self.servers.request(url, "POST", "/init_weight_transfer_engine", json=own))
+            )
+        joined: Future = Future()
+
+        def join() -> None:
+            try:
+                joined.set_result(join_group(store, 0, info["size"], device, SYNC_TIMEOUT_S, host))
+            except RuntimeError as error:
+                joined.set_exception(error)
+
+        threading.Thread(target=join, daemon=True).start()  # NCCL may wait for ever for a worker that is gone
+        self._finish([*replies, joined])
+        return joined.result()
+
+    def _finish(self, replies: list[Future], work: dist.Work | None = None) -> None:
+        """Waits for the replies and the work. One may hang if the other failed; both, if a server lost its worker."""
+        start = asked = time.monotonic()
+        while True:
+            try:
+                for reply in replies:
+                    if reply.done():
+                        reply.result()
+                if work is not None and work.is_completed():
+                    work.wait()
+                    work = None
+            except RuntimeError as error:
+                raise self._broken_off(error) from error
+            if work is None and all(reply.done() for reply in replies):
+                return
+            if time.monotonic() > start + SYNC_TIMEOUT_S:
+                raise self._broken_off(f"no answer for {SYNC_TIMEOUT_S:g} s")
+            if time.monotonic() > asked + HEALTH_S:
+                for url in self.servers.urls:
+                    self.servers.ask(url, "GET", "/health", timeout=SYNC_TIMEOUT_S)
+                asked = time.monotonic()
+            time.sleep(0.001)
+
+    def _broken_off(self, why) -> InputError:
+        reason = str(why).partition("\n")[0]
+        return InputError(
+            f"--rollout-engine {','.join(self.servers.urls)}: the broadcast of weights broke off ({reason})"
+        )
+
+    def _write_and_reload(self, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+        """folder: a new one at each sync, since a network disk may show the old file of a known path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = {name: tensor.cpu().contiguous() for name, tensor in weights}
+        save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+        for reply in [self.servers.on_workers(url, self.way, weights_path=str(folder)) for url in self.servers.urls]:
+            reply.result()
+        shutil.rmtree(folder)
+
+    def _reset_prefix_caches(self) -> None:
+        """Also for requests that are still being aborted."""
+        for url in self.servers.urls:
+            if not self.servers.ask(url, "POST", "/reset_prefix_cache", params={"reset_running_requests": True})[
+                "success"
+            ]:
+                raise WeightSyncError(f"the vLLM server {url} kept its prefix cache")
+
+    def leave(self) -> None:
+        """Ends the group; the next `give` makes a new one."""
+        if self._group is not None:
+            wait(
+                self.servers.order("/shutdown_weight_transfer_engine"), SYNC_TIMEOUT_S
+            )  # a server that ended needs none
+            self._group.shutdown()
+            self._group = None
+
+
+def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+    """Successive tensors, in buckets of at most BUCKET_BYTES; a larger tensor is alone in its bucket."""
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    size = 0
+    for name, tensor in stream:
+        if names and size + tensor.nbytes > BUCKET_BYTES:
+            yield names, tensors
+            names, tensors, size = [], [], 0
+        names.append(name)
+        tensors.append(tensor)
+        size += tensor.nbytes
+    yield names, tensors
+
+
+def _address_towards(urls: list[str]) -> str:
+    """This machine's address on the network that leads to the servers; loopback if all of them are on this machine."""
+    addresses = []
+    for url in map(httpx.URL, urls):
+        addresses.append(address_towards(url.host, url.port or {"http": 80, "https": 443}[url.scheme]))
+    return next((address for address in addresses if not ip_address(address).is_loopback), addresses[0])

@@ -1,0 +1,72 @@
+"""vLLM servers over HTTP. Requests run on an event loop in a thread of their own."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+
+from lib import InputError
+
+DEAD = (500, 502, 503)  # how a server answers whose engine has ended
+
+
+class ServerLost(InputError):
+    """No server answers there, or one without an engine."""
+
+
+class Servers:
+    """The servers at `urls`. Errors name the server, and are InputErrors: the user started it, or gave its URL."""
+
+    def __init__(self, urls: list[str]):
+        self.urls = [url.rstrip("/") for url in urls]
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="servers", daemon=True).start()
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=1.0)  # below vLLM's 5 s
+        self._client = httpx.AsyncClient(timeout=None, limits=limits)
+
+    def begin(self, coroutine: Coroutine) -> Future:
+        """Runs it on the loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def ask(self, url: str, method: str, path: str, **kwargs) -> dict:
+        return self.begin(self.request(url, method, path, **kwargs)).result()
+
+    def order(self, path: str, **kwargs) -> list[Future]:
+        """Posts the same to all servers, and waits for none."""
+        return [self.begin(self.request(url, "POST", path, **kwargs)) for url in self.urls]
+
+    def on_workers(self, url: str, method: str, **kwargs) -> Future:
+        """Calls a method of the server's workers, on a connection of its own: if the method fails, the server silently
+        closes the connection."""
+        order = {"method": method, "kwargs": kwargs}
+        return self.begin(self.request(url, "POST", "/collective_rpc", json=order, headers={"Connection": "close"}))
+
+    async def request(self, url: str, method: str, path: str, **kwargs) -> dict:
+        """Raises ServerLost, and InputError for what the server refuses."""
+        try:
+            response = await self._client.request(method, url + path, **kwargs)
+            if response.status_code in DEAD and path != "/health":
+                await self.request(url, "GET", "/health")
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ServerLost(
+                f"--rollout-engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
+                "it, or see its log for why it ended"
+            ) from error
+        if response.status_code == 404 and not path.startswith("/v1"):
+            raise InputError(
+                f"--rollout-engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment"
+            )
+        if response.is_error:
+            what = " ".join(response.text.split())[:500]
+            kind = ServerLost if path == "/health" else InputError
+            raise kind(f"--rollout-engine {url}: {path} failed with {response.status_code}: {what}")
+        content: dict[str, Any] = response.json() if response.content else {}
+        return content
+
+    def close(self) -> None:
+        self.begin(self._client.aclose()).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
