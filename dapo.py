@@ -118,9 +118,10 @@ class Args:
         if self.adv_estimator == "gdpo" and self.kl_placement == "reward":
             raise InputError("--adv-estimator gdpo weighs --reward-keys only: --kl-placement loss")
         # DAPO: its own flags
-        if self.rollout.async_level:
+        if self.zero_variance == "refill" and self.rollout.async_order == "finished":
             raise InputError(
-                "--async-level: dapo.py samples until a step has its groups, so it cannot run ahead; use 0"
+                "--async-order finished: with --zero-variance refill a step takes batches until it has its groups, and "
+                "slow groups would grow too old; use prompts"
             )
         if self.zero_variance == "refill" and self.group_size < 2:
             raise InputError(

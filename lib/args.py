@@ -184,6 +184,9 @@ class RolloutArgs(Group):
     async_level: Annotated[int, Ge(0)] = 0
     """steps that rollouts may run ahead of training, on servers of their own (http://...); their weights are then up to
     this many steps old. Above 0, --rollout-correction has a default"""
+    async_order: Literal["prompts", "finished"] = "prompts"
+    """with --async-level: a step trains on the groups that began first, or (from level 2 on) on those that are finished
+    first, which waits less and prefers short responses"""
     max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 16
     """most tokens of a response; with --multi-turn, of a whole episode"""
     temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
@@ -201,6 +204,8 @@ class RolloutArgs(Group):
             raise InputError(
                 f"--async-level {self.async_level} needs --rollout-engine http://host:port, not a shared device"
             )
+        if self.async_order == "finished" and self.async_level < 2:
+            raise InputError("--async-order finished: needs --async-level 2 or more, of which slow groups get one")
 
 
 @configure(OmitArgPrefixes)

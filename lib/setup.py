@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.agent import MultiTurn, generate_multi_turn, load_multi_turn
+from lib.agent import Episodes, MultiTurn, load_multi_turn
 from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
 from lib.cli.flags import given, parse_json
 from lib.core_algos import (
@@ -465,9 +465,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         ranks=rollout.rollout_tensor_parallel_size,
         vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
     )
-    generate = engine.generate
-    if inputs.multi_turn is not None:
-        generate = partial(generate_multi_turn, engine, settings=inputs.multi_turn)
+    sampler = engine if inputs.multi_turn is None else Episodes(engine, inputs.multi_turn)
     loader = None
     if inputs.train_data is not None:
         loader = make_loader(
@@ -481,7 +479,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         )
     return Rollouts(
         engine,
-        generate,
+        sampler,
         loader,
         Sampling(rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k),
         world=world,
@@ -489,6 +487,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         seed=args.run.seed,
         steps=range(run.step + 1, args.run.total_steps + 1),
         async_level=rollout.async_level,
+        async_order=rollout.async_order,
         sync_tolerance=1e-3 if dtype == torch.float32 else 0.25,  # nats; bf16 engines differ by 0.03
         tape=run.tape,
     )

@@ -1,6 +1,6 @@
 """Multi-turn episodes: the model's turns, the tools that it calls, simulated users."""
 
-from lib.agent.agent_loop import agent_metrics, generate_multi_turn
+from lib.agent.agent_loop import Episodes, agent_metrics, generate_multi_turn
 from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction
 from lib.agent.multi_turn import MultiTurn, load_multi_turn
@@ -10,6 +10,7 @@ from lib.agent.tools import BaseTool, FunctionTool, ToolCall
 __all__ = [
     "BaseInteraction",
     "BaseTool",
+    "Episodes",
     "FunctionTool",
     "MultiTurn",
     "ToolCall",

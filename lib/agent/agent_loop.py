@@ -37,7 +37,7 @@ from lib.agent.multi_turn import (
 from lib.agent.tools import ERROR_KINDS, ToolCall, ToolResult, attempt, run_tool_call
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
-from lib.rollout import Generated, RolloutEngine, Sampling, add_responses, turn_seed
+from lib.rollout import Generated, Sampling, SteppedEngine, add_responses, turn_seed
 
 REPORT_S = 60.0  # how often a rollout says what it waits for
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
@@ -227,7 +227,7 @@ class EngineRequests:
     a thread would cost vLLM 0.5 ms a step and an OpenMP thread pool of its own. But a long step runs in a thread, so
     that the tools' timeouts go on. Requests that come meanwhile wait in `todo`."""
 
-    def __init__(self, engine: RolloutEngine):
+    def __init__(self, engine: SteppedEngine):
         self.engine = engine
         self.todo: list[Callable[[], None]] = []
         self.futures: dict[str, asyncio.Future[Generated]] = {}
@@ -298,8 +298,19 @@ class EngineRequests:
             self.running.remove(request_id)
 
 
+class Episodes:
+    """Samples episodes, with the interface by which an engine samples single turns."""
+
+    def __init__(self, engine: SteppedEngine, settings: MultiTurn):
+        self.engine, self.settings = engine, settings
+
+    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        """One episode per row of `prompts`: see generate_multi_turn."""
+        return generate_multi_turn(self.engine, prompts, sampling, seeds, self.settings)
+
+
 def generate_multi_turn(
-    engine: RolloutEngine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
+    engine: SteppedEngine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
 ) -> DataProto:
     """One episode per row of `prompts`, as engine.generate does for single turns; row i is sampled with seeds[i].
 
@@ -407,7 +418,7 @@ def _runner(pid: int) -> asyncio.Runner:
 
 
 async def _run_episodes(
-    engine: RolloutEngine, requests: list[AsyncRolloutRequest], sampling: Sampling, settings: MultiTurn
+    engine: SteppedEngine, requests: list[AsyncRolloutRequest], sampling: Sampling, settings: MultiTurn
 ) -> list[BaseException | None]:
     """Runs all episodes. Returns for each the exception that it raised, or None."""
     shared = EngineRequests(engine)

@@ -1,15 +1,15 @@
 """Rollout engines behind one small interface (engine.py), and a weight sync that checks itself (weight_sync.py)."""
 
+from lib.rollout.ahead import Ahead, staleness_metrics
 from lib.rollout.engine import (
     Generated,
     RolloutEngine,
     Sampling,
+    SteppedEngine,
     add_responses,
     concat_rows,
     fit_columns,
     request_seeds,
-    rollouts_ahead,
-    staleness_metrics,
     stop_token_ids,
     truncated_rows,
     turn_seed,
@@ -20,6 +20,7 @@ from lib.rollout.stream import Rollouts, check_engine_import, make_engine
 from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
 
 __all__ = [
+    "Ahead",
     "Generated",
     "HFEngine",
     "Recording",
@@ -27,6 +28,7 @@ __all__ = [
     "RolloutEngine",
     "Rollouts",
     "Sampling",
+    "SteppedEngine",
     "Tape",
     "WeightSyncError",
     "add_responses",
@@ -37,7 +39,6 @@ __all__ = [
     "forget_after",
     "make_engine",
     "request_seeds",
-    "rollouts_ahead",
     "staleness_metrics",
     "stop_token_ids",
     "sync_weights",

@@ -8,12 +8,9 @@ response has its own seed. So a sample depends on neither its batch nor its rank
 rollout_log_probs belong to the distribution that was sampled from (temperature, top-p and top-k applied).
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,8 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, all_reduce_max
-from lib.rollout.replay import Tape
+from lib.distributed import all_reduce_max
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Generated:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop" (the end token is the last), "length" or "abort"
-    weight_versions: list[int | None] = field(default_factory=list)  # one per token, if the engine records them
+    weight_versions: list[int] = field(default_factory=list)  # one per token, if the engine records them
 
 
 class RolloutEngine(Protocol):
@@ -191,46 +187,12 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
         pads = {"prompts": (left, 0)}
         pads |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), (left, right))
         of_responses = ("responses", "response_mask", "rollout_log_probs", "turn_rewards", "token_level_scores")
-        pads |= dict.fromkeys(of_responses, (0, right))
+        pads |= dict.fromkeys((*of_responses, "weight_versions"), (0, right))
         batch = batch.select()
-        batch.batch.update({key: F.pad(batch.batch[key], pad) for key, pad in pads.items() if key in batch.batch})
+        fill = {"weight_versions": -1}
+        padded = {
+            key: F.pad(batch.batch[key], pad, value=fill.get(key, 0)) for key, pad in pads.items() if key in batch.batch
+        }
+        batch.batch.update(padded)
         fitted.append(batch)
     return fitted
-
-
-# ---- sampling ahead of training ------------------------------------------------------------------
-
-
-def rollouts_ahead(
-    engine: Any,
-    generate: Callable,
-    requests: Iterator[tuple[DataProto, list[int], dict]],
-    sampling: Sampling,
-    level: int,
-    tape: Tape,
-) -> Iterator[tuple[DataProto, dict]]:
-    """Yields (rollout, info) for each of `requests`, which are (prompts, seeds, info).
-
-    level 0: a rollout is sampled when it is asked for. Otherwise a ServedEngine meanwhile samples the next `level`
-    rollouts. Their tokens may then come from weights up to `level` versions older than those of their own step.
-    """
-    if level == 0:
-        for prompts, seeds, state in requests:
-            yield tape.rollout(prompts, partial(generate, prompts, sampling, seeds)), state
-        return
-    started: deque[tuple] = deque()
-    for prompts, seeds, state in requests:
-        started.append((prompts, engine.start(prompts, sampling, seeds), state))
-        if len(started) > level:
-            prompts, rows, state = started.popleft()
-            yield tape.rollout(prompts, partial(engine.collect, prompts, sampling, rows)), state
-    for prompts, rows, state in started:
-        yield tape.rollout(prompts, partial(engine.collect, prompts, sampling, rows)), state
-
-
-def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int) -> dict[str, Metric]:
-    """weight_versions (B, T): those of ServedEngine.collect. version: that of the weights at the start of the step."""
-    stale = version - weight_versions[weight_versions >= 0]
-    oldest = int(stale.max()) if len(stale) else 0
-    assert oldest <= level, f"a token of {oldest} weight versions ago, at --async-level {level}"
-    return {"async/staleness_mean": Mean(stale.sum().item(), len(stale)), "async/staleness_max": Max(oldest)}

@@ -1,6 +1,7 @@
 """The engine of a URL: vLLM servers that already run."""
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ NEUTRAL = {  # what a request leaves out, vLLM's server takes from the model's g
     "watermarking": False,
 }
 STOP_S = 0.5  # longest gap between the answers of requests that a pause has stopped; later ones are sampled again
+BREATH_S = 0.001  # so that a rank looks once for several responses that end together
 ROUND_S = 1.0  # how long ranks wait for responses before they tell each other how they stand
 
 
@@ -195,8 +197,17 @@ class ServedEngine(RolloutEngine):
             while not done() and (left_s := deadline - time.monotonic()) > 0:
                 self._ended.wait(left_s)
                 self._ended.clear()
+                time.sleep(BREATH_S)
             if all_reduce_max(int(not done()), self._device) == 0:
                 return
+
+    def so_far(self, responses: list[Response]) -> list[Generated]:
+        """Copies of what has been sampled before the last sync, and of responses that are complete."""
+
+        async def copies() -> list[Generated]:  # where no row grows meanwhile
+            return [copy.deepcopy(response.row) for response in responses]
+
+        return self.servers.begin(copies()).result()
 
     def check_weights(self) -> None:
         if self.version is None:
@@ -214,7 +225,7 @@ class ServedEngine(RolloutEngine):
         if len(prompt_ids) >= self.max_length:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens; the server's max_model_len is {self.max_length}")
         row = row or Generated([], [], "abort")
-        while True:
+        while row.finish_reason == "abort":
             await self._open.wait()
             url, version, n = self.servers.urls[turn % len(self.servers.urls)], self.version, len(row.token_ids)
             left = replace(sampling, max_response_length=sampling.max_response_length - n)
@@ -235,8 +246,9 @@ class ServedEngine(RolloutEngine):
                 row.log_probs += choice["logprobs"]["token_logprobs"]
                 row.weight_versions += [version] * len(choice["token_ids"])
             row.finish_reason = as_finish_reason(choice["finish_reason"])
-            if self._open.is_set() or row.finish_reason != "abort":
-                return row
+            if self._open.is_set():
+                break
+        return row
 
     def _check_length(self, url: str, choice: dict, asked: int, before: int) -> None:
         asked = min(asked, self.max_length - before)

@@ -1,6 +1,6 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from lib.data import PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
-from lib.rollout.engine import RolloutEngine, Sampling, request_seeds, rollouts_ahead, staleness_metrics
+from lib.rollout.ahead import Ahead, Order, staleness_metrics
+from lib.rollout.engine import RolloutEngine, Sampling, request_seeds
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.replay import Tape
 from lib.rollout.served_engine import ServedEngine
@@ -60,8 +61,8 @@ def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None)
 
 
 class Rollouts:
-    """Samples with `generate(prompts, sampling, seeds)`: the engine's, or generate_multi_turn. Seeds and uids count
-    prompts over all ranks, so that a run samples the same on any number of ranks.
+    """Samples with `sampler`, which is the engine or lib/agent's episodes. Seeds and uids count prompts over all ranks:
+    a run samples the same on any number of ranks.
 
     steps: those still to come. sync_tolerance: in nats, see sync_weights.
     """
@@ -69,7 +70,7 @@ class Rollouts:
     def __init__(
         self,
         engine: RolloutEngine,
-        generate: Callable,
+        sampler: Any,
         loader: PromptLoader | None,
         sampling: Sampling,
         *,
@@ -78,16 +79,31 @@ class Rollouts:
         seed: int,
         steps: range,
         async_level: int,
+        async_order: Order,
         sync_tolerance: float,
         tape: Tape,
     ):
-        self.engine, self._generate, self.loader, self.sampling = engine, generate, loader, sampling
+        self.engine, self.sampler, self.loader, self.sampling = engine, sampler, loader, sampling
         self.world, self.sizes, self.seed, self.async_level = world, sizes, seed, async_level
         self.sync_tolerance, self.steps, self.tape = sync_tolerance, steps, tape
         self._prompts: Iterator | None = None
-        level = 0 if tape.replays else async_level
-        self._ahead = rollouts_ahead(engine, generate, self._requests(), sampling, level, tape)
-        self._state = {} if loader is None else loader.state_dict()
+        self._steps = iter(steps)
+        self._ahead: Ahead | None = None
+        if async_level and not tape.replays:
+            assert isinstance(engine, ServedEngine)
+            self._ahead = Ahead(
+                engine,
+                sampler,
+                lambda number: self._batch_of(number, 0)[1:],
+                sampling,
+                level=async_level,
+                order=async_order,
+                groups=sizes.local_prompts,
+                group_size=sizes.group_size,
+                begun=steps.start - 1,
+            )
+        # the prompts of such a step are known from the record alone
+        self._replays_any_order = bool(async_level) and tape.replays and async_order == "finished"
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
@@ -102,15 +118,24 @@ class Rollouts:
     @timed("rollout")
     def next(self) -> tuple[DataProto, DataProto]:
         """(responses of the next step (B,), group_size for each prompt; its prompts). Both are this rank's."""
-        batch, (prompts, self._state) = next(self._ahead)
-        return batch, prompts
+        return self._take(next(self._steps), 0, last=self.steps.stop - 1)
 
     @timed("rollout")
     def sample(self, step: int, number: int) -> DataProto:
         """The responses of batch `number` of a step that samples several."""
-        _, batch, seeds = self._batch_of(step, number * self.sizes.local_prompts * self.world.size)
-        self._state = self.loader.state_dict()
-        return self._sampled(batch, self.sampling, seeds)
+        return self._take(step, number * self.sizes.local_prompts * self.world.size, last=None)[0]
+
+    def _take(self, step: int, first: int, last: int | None) -> tuple[DataProto, DataProto]:
+        """first: the number of the batch's first prompt. last: the batch after which none is sampled ahead."""
+        if self._ahead is not None:
+            rows, responses = self._ahead.take(last)
+            batch = self.tape.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
+            return batch, rows[:: self.sizes.group_size]
+        prompts, rows, seeds = self._batch_of(step, first)
+        if self._replays_any_order:
+            batch = self.tape.take("rollout", DataProto)
+            return batch, batch[:: self.sizes.group_size]
+        return self._sampled(rows, self.sampling, seeds), prompts
 
     def generate(
         self, prompts: DataProto, sampling: Sampling, step: int, numbers: list[int] | None = None
@@ -146,29 +171,37 @@ class Rollouts:
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Epochs done and, for rollouts sampled ahead, how many weight versions old the tokens are."""
-        metrics: dict[str, Metric] = {"training/epoch": self._state["position"] / len(self.loader.dataset)}
+        position = 0 if self.loader is None else self.loader.position
+        if self._ahead is not None:
+            position -= len(self._ahead.on_their_way) * self.world.size
+        metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset)}
         if self.async_level:
-            metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1, self.async_level)
+            waited = step - batch.batch.get("sampled_at", torch.tensor(step))  # dapo.py keeps what is left over
+            bound = self.async_level + waited.view(-1, 1)
+            metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1, bound)
         return metrics
 
     def close(self) -> None:
         self.engine.close()
 
-    def state_dict(self) -> dict:
-        return self._state
+    def state_dict(self) -> dict[str, Any]:
+        """A collective where rollouts run ahead."""
+        state = {} if self.loader is None else self.loader.state_dict()
+        return state if self._ahead is None else state | self._ahead.state_dict()
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.loader is not None:  # there is none with --val-only
             self.loader.load_state_dict(state)
-            self._state = self.loader.state_dict()
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state)
+        elif "ahead" in state and not self.tape.replays:
+            raise InputError(
+                f"resume: the checkpoint has {len(state['ahead'])} responses on their way, which would be lost without "
+                "--async-level; give it as before"
+            )
 
     def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        return self.tape.rollout(prompts, partial(self._generate, prompts, sampling, seeds))
-
-    def _requests(self) -> Iterator[tuple]:
-        for step in self.steps:
-            prompts, batch, seeds = self._batch_of(step, 0)
-            yield batch, seeds, (prompts, self.loader.state_dict())
+        return self.tape.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
 
     def _batch_of(self, step: int, first: int) -> tuple[DataProto, DataProto, list[int]]:
         """(prompts, the prompts repeated group_size times, seeds). first: the number of the batch's first prompt."""

@@ -111,16 +111,21 @@ class Run:
     def load(self, models: Mapping[str, Trained], parts: Mapping[str, Any]) -> dict[str, DataProto]:
         """Loads the checkpoint, if there is one, into models and parts. Returns its `batches`. A collective.
 
-        parts: other objects with state_dict() and load_state_dict().
+        parts: other objects with state_dict() and load_state_dict(). A state is plain numbers and, if it is the same on
+        all ranks, DataProtos.
         """
         if self.checkpoint is None:
             return {}
         state = load_checkpoint(self.checkpoint, **_of_checkpoint(models))
+        batches = load_batches(self.checkpoint)
+        for place in [place for place in batches if "." in place]:
+            name, key = place.split(".")
+            state[name][key] = batches.pop(place)
         if self.new_data:
-            state["loader"] = {"position": 0}
+            state["loader"] = {key: value for key, value in state["loader"].items() if key == "begun"} | {"position": 0}
         for name, part in _with_loss_scales(parts, models).items():
             part.load_state_dict(state[name])
-        return load_batches(self.checkpoint)
+        return batches
 
     def steps(self) -> Iterator[int]:
         """The steps that are left; the first of a run is 1."""
@@ -167,11 +172,17 @@ class Run:
         if not self._is_due(self.args.save_every, step):
             return
         self._wait_for_writers()
+        states: dict[str, Any] = {"step": step}
+        batches = dict(batches or {})
+        for name, part in _with_loss_scales(parts, models).items():
+            state = part.state_dict()
+            rows = {key: value for key, value in state.items() if isinstance(value, DataProto)}
+            batches |= {f"{name}.{key}": value for key, value in rows.items()}
+            states[name] = {key: value for key, value in state.items() if key not in rows}
         self._saving = save_checkpoint(
             self.folder / "checkpoints",
             step,
-            trainer_state={"step": step}
-            | {name: part.state_dict() for name, part in _with_loss_scales(parts, models).items()},
+            trainer_state=states,
             batches=batches,
             keep=self.args.keep_checkpoints,
             config=self.config,

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World
-from lib.rollout import Recording, Replay, check_recorded, forget_after, rollouts_ahead
+from lib.rollout import Recording, Replay, check_recorded, forget_after
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran
 
 TOOLS = [
@@ -257,31 +257,3 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
     image = DataProto.from_dict(non_tensors={"image": [b"pixels", object()]})
     with pytest.raises(InputError, match=r"step 2 not written: non_tensor_batch\['image'\] row 1: a value of type"):
         tape.end(image)
-
-
-def test_rollouts_that_ran_ahead_are_recorded_with_the_step_that_took_them(tmp_path):
-    """A replay asks no server, and finds each at its step."""
-
-    class Server:
-        def start(self, prompts, sampling, seeds):
-            return seeds
-
-        def collect(self, prompts, sampling, started):
-            return prompts
-
-    def never(*args):
-        raise AssertionError
-
-    def steps_of(tape, engine, level):
-        requests = ((rollout(step), [step], step) for step in range(1, 6))
-        found = []
-        stream = rollouts_ahead(engine, never, requests, None, level, tape)
-        for step in range(1, 6):
-            tape.begin(step)
-            batch, state = next(stream)
-            tape.end(batch)
-            found.append((state, batch.batch["responses"].tolist()))
-        return found
-
-    live = steps_of(Recording(tmp_path, world()), Server(), 2)
-    assert live == steps_of(Replay(tmp_path, world()), None, 0) == [(step, [[step * 10]]) for step in range(1, 6)]

@@ -1,7 +1,6 @@
 """lib/rollout: one contract for the hf and the vLLM engine (both real), sampling by numbers, the checked sync."""
 
 import math
-import os
 import re
 from collections import Counter
 
@@ -47,14 +46,6 @@ from tests.common import TOY_MODEL, give_generation_config, rollout_batch, save_
 
 WIDTH = 24  # prompt
 TOLERANCE = 1e-3
-
-
-@pytest.fixture(scope="module")
-def world():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", os.environ.copy())  # the launch variables are for this file only
-        yield init_distributed()
-        dist.destroy_process_group()
 
 
 def close(engine):

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import threading
 import time
 from concurrent.futures import Future
@@ -14,22 +13,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib import InputError
-from lib.distributed import World, init_distributed, make_mesh, shard_model
+from lib.distributed import World, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Sampling,
-    Tape,
     WeightSyncError,
     make_engine,
     request_seeds,
-    rollouts_ahead,
     served_engine,
     served_weights,
-    staleness_metrics,
     sync_weights,
 )
 from lib.rollout.served_engine import ServedEngine
@@ -52,14 +47,6 @@ from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, on_policy, perturb,
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 MAX_LENGTH = 400
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
-
-
-@pytest.fixture(scope="module")
-def world():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", os.environ.copy())  # the launch variables are for this file only
-        yield init_distributed()
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -366,47 +353,6 @@ def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monk
     out = engine.collect(prompts, sampling, rows)
     assert set(out.batch["weight_versions"][out.batch["response_mask"].bool()].tolist()) == {engine.version}
     assert off_policy(model, out) < 1e-4
-
-
-class Recorder:
-    """An engine whose rollouts are their prompts; the order of what was asked of it."""
-
-    def __init__(self):
-        self.asked = []
-
-    def start(self, prompts, sampling, seeds):
-        self.asked.append(("start", prompts))
-
-    def collect(self, prompts, sampling, rows):
-        self.asked.append(("collect", prompts))
-        return prompts
-
-
-@pytest.mark.parametrize("level", [0, 1, 3])
-def test_prompts_ahead_are_neither_lost_nor_doubled(level):
-    """Also by a resume after any step; the prompts of step t + level start before step t."""
-    total, expected = 7, []
-    for trained in range(total):
-        engine = Recorder()
-        requests = ((step, [step], {"position": step}) for step in range(trained + 1, total + 1))
-        steps = []
-        for batch, state in rollouts_ahead(engine, lambda prompts, *_: prompts, requests, None, level, Tape()):
-            assert state == {"position": batch}
-            if level:
-                started = [prompts for what, prompts in engine.asked if what == "start"]
-                assert started[-1] == min(batch + level, total)
-            steps.append(batch)
-        expected = expected or steps
-        assert steps == expected[trained:] == list(range(trained + 1, total + 1))
-
-
-def test_staleness_is_counted_over_sampled_tokens_and_bounded():
-    versions = torch.tensor([[3, 4, -1], [-1, -1, -1], [2, 2, 4]])
-    found = staleness_metrics(versions, 4, 2)
-    assert found["async/staleness_mean"] == (5, 5) and found["async/staleness_max"] == (2,)
-    assert staleness_metrics(versions[1:2], 4, 0)["async/staleness_max"] == (0,)
-    with pytest.raises(AssertionError, match="2 weight versions ago"):
-        staleness_metrics(versions, 4, 1)
 
 
 def test_buckets(monkeypatch):

@@ -1,0 +1,158 @@
+"""Groups of responses that servers sample while ranks train."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lib.data_proto import DataProto
+from lib.distributed import Max, Mean, Metric
+from lib.rollout.engine import Generated, Sampling
+from lib.rollout.served_engine import Response, ServedEngine
+
+Order = Literal["prompts", "finished"]
+STATE = ("seed", "begun", "version")  # columns of a saved group that are not its prompt's
+
+
+@dataclass(eq=False)
+class Group:
+    """The responses to one prompt, on their way."""
+
+    rows: DataProto
+    """the prompt, once for each response"""
+    responses: list[Response]
+    version: int
+    """of the weights from which its oldest tokens may be"""
+
+    def complete(self) -> bool:
+        return all(response.future.done() for response in self.responses)
+
+
+class Ahead:
+    """Has this rank's groups on their way, and gives them batch by batch. No token is more than `level` versions older
+    than the weights when it is given, if each version takes one batch (of order "prompts": or more).
+
+    order: "prompts": a batch is the groups that began first, out of level + 1 batches on their way. "finished": the
+    groups that are complete, the oldest of them first, out of `level` batches. The one batch less leaves slow groups a
+    version more; those that would then be too old are waited for.
+
+    A response goes on over the syncs of weights in between, and over checkpoints.
+
+    begin: gives (prompts repeated group_size times, seeds) for batch 1, 2, ...
+    sampler: has start and collect, as the engine has.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        sampler: Any,
+        begin: Callable[[int], tuple[DataProto, list[int]]],
+        sampling: Sampling,
+        *,
+        level: int,
+        order: Order,
+        groups: int,
+        group_size: int,
+        begun: int,
+    ):
+        self.engine, self.sampler, self.begin, self.sampling = engine, sampler, begin, sampling
+        self.level, self.order, self.groups, self.group_size = level, order, groups, group_size
+        self.begun = begun
+        """number of the last batch that began"""
+        self.on_their_way: list[Group] = []
+        self._saved: DataProto | None = None
+
+    def take(self, last: int | None = None) -> tuple[DataProto, list[Response]]:
+        """(prompts repeated group_size times, their responses) of the next batch. last: the last batch of the run.
+
+        A collective."""
+        self.engine.check_weights()
+        version: int = self.engine.version
+        self._go_on(version)
+        batches = self.level + (self.order == "prompts")
+        while len(self.on_their_way) < batches * self.groups and self.begun != last:
+            self.begun += 1
+            rows, seeds = self.begin(self.begun)
+            self._start(rows, seeds, None, version)
+        self.engine.wait_until(lambda: self._next(version) is not None)
+        taken = self._next(version) or []
+        self.on_their_way = [group for group in self.on_their_way if group not in taken]
+        rows = DataProto.concat([group.rows for group in taken])
+        return rows, [response for group in taken for response in group.responses]
+
+    def _next(self, version: int) -> list[Group] | None:
+        """The groups of the next batch, if all of them are complete."""
+        if self.order == "prompts":
+            chosen = self.on_their_way[: self.groups]
+        else:
+            chosen = self._finished(version)
+        whole = len(chosen) == self.groups and all(group.complete() for group in chosen)
+        return chosen if whole else None
+
+    def _finished(self, version: int) -> list[Group]:
+        """The complete groups that began first, and those that must come now: of the groups that may be given until
+        `left` versions later at most, the next `left` batches can take only so many."""
+        waiting = sorted(self.on_their_way, key=lambda group: not group.complete())
+        chosen: list[Group] = []
+        for left in range(self.level + 1):
+            urgent = [group for group in waiting if group.version + self.level <= version + left]
+            must = len(urgent) - left * self.groups - len(chosen)
+            chosen += [group for group in urgent if group not in chosen][: max(must, 0)]
+        others = [group for group in waiting if group not in chosen and group.complete()]
+        return [*chosen, *others][: self.groups]
+
+    def _start(self, rows: DataProto, seeds: list[int], begun: list[Generated] | None, version: int) -> None:
+        responses = self.sampler.start(rows, self.sampling, seeds, begun)
+        for i in range(0, len(rows), self.group_size):
+            own = slice(i, i + self.group_size)
+            self.on_their_way.append(Group(rows[own], responses[own], version))
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """`begun`, and all ranks' groups on their way with what there is of their responses. A collective."""
+        parts = []
+        for group in self.on_their_way:
+            columns = {
+                "seed": [response.seed for response in group.responses],
+                "begun": [asdict(row) for row in self.engine.so_far(group.responses)],
+                "version": [group.version] * len(group.rows),
+            }
+            parts.append(group.rows.select().union(DataProto.from_dict(non_tensors=columns)))
+        if not parts:  # on all ranks, which have equally many
+            return {"begun": self.begun}
+        rows = DataProto.concat(parts).all_gather()
+        by_number = np.arange(len(rows)).reshape(dist.get_world_size(), len(parts), -1).swapaxes(0, 1).ravel()
+        return {"begun": self.begun, "ahead": rows[by_number]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """They go on at the next `take`, when the engine has weights."""
+        self.begun, self._saved = state.get("begun", self.begun), state.get("ahead")
+
+    def _go_on(self, version: int) -> None:
+        if self._saved is None:
+            return
+        saved, self._saved = self._saved, None
+        groups = np.arange(len(saved)).reshape(-1, self.group_size)[dist.get_rank() :: dist.get_world_size()]
+        for own in groups:
+            rows = saved[own]
+            columns = {name: rows.non_tensor_batch[name] for name in STATE}
+            rows = rows.select(non_tensor_batch_keys=[key for key in rows.non_tensor_batch if key not in STATE])
+            begun, since = [Generated(**row) for row in columns["begun"]], int(columns["version"][0])
+            if since < version - self.level:  # --async-level was higher
+                begun, since = None, version
+            self._start(rows, list(columns["seed"]), begun, since)
+
+
+def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int | torch.Tensor) -> dict[str, Metric]:
+    """weight_versions (B, T): those of ServedEngine.collect, -1 where no token was sampled. version: that of the
+    weights at the start of the step. level: how old a token may be, or (B, 1) for each row."""
+    sampled = weight_versions >= 0
+    stale = (version - weight_versions) * sampled
+    too_old = int((stale - level).max()) if len(stale) else 0
+    assert too_old <= 0, f"a token of {int(stale.max())} weight versions ago, {too_old} more than --async-level allows"
+    oldest = int(stale.max()) if len(stale) else 0
+    return {"async/staleness_mean": Mean(stale.sum().item(), int(sampled.sum())), "async/staleness_max": Max(oldest)}

@@ -1,0 +1,163 @@
+"""lib/rollout/ahead.py, with a server whose responses end in any order."""
+
+import copy
+import itertools
+import random
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lib.data_proto import DataProto
+from lib.rollout import Ahead, Generated, Sampling, staleness_metrics
+from lib.rollout.served_engine import Response
+
+GROUP = 2
+
+
+class Server:
+    """Samples a token of the present version for each response that is on its way at a sync. Between syncs responses
+    end in an order that `seed` shuffles."""
+
+    def __init__(self, seed: int, version: int):
+        self.random, self.version, self.running = random.Random(seed), version, []
+
+    def check_weights(self): ...
+
+    def start(self, prompts, sampling, seeds, begun):
+        rows = begun or [Generated([], [], "abort") for _ in seeds]
+        started = [Response(seed, row, Future()) for seed, row in zip(seeds, rows)]
+        for response in started:
+            if response.row.finish_reason != "abort":
+                response.future.set_result(response.row)
+        self.running += [response for response in started if not response.future.done()]
+        return started
+
+    def sample(self, response):
+        response.row.token_ids.append(response.seed)
+        response.row.weight_versions.append(self.version)
+
+    def sync(self):
+        for response in self.running:
+            self.sample(response)
+        self.version += 1
+
+    def wait_until(self, done):
+        ends = 0
+        while not done() or ends < 3:  # some end that are not needed yet
+            if not self.running:
+                assert done(), "waits for ever"
+                return
+            response = self.running.pop(self.random.randrange(len(self.running)))
+            self.sample(response)
+            response.row.finish_reason = "stop"
+            response.future.set_result(response.row)
+            ends += 1
+
+    def so_far(self, responses):
+        return [copy.deepcopy(response.row) for response in responses]
+
+
+def batch_of(groups: int, number: int):
+    names = [f"{number}-{i // GROUP}" for i in range(groups * GROUP)]
+    rows = DataProto.from_dict(
+        tensors={"input_ids": torch.full((len(names), 1), number)}, non_tensors={"uid": np.array(names, dtype=object)}
+    )
+    return rows, [1000 * number + i for i in range(len(names))]
+
+
+def on(server, level, order, groups, begun):
+    return Ahead(
+        server,
+        server,
+        lambda number: batch_of(groups, number),
+        Sampling(9),
+        level=level,
+        order=order,
+        groups=groups,
+        group_size=GROUP,
+        begun=begun,
+    )
+
+
+@pytest.mark.usefixtures("world")
+@given(
+    seed=st.integers(0, 999),
+    level=st.integers(1, 3),
+    order=st.sampled_from(["prompts", "finished"]),
+    groups=st.integers(1, 3),
+    takes=st.lists(st.integers(1, 3), min_size=4, max_size=8),
+    kills=st.sets(st.integers(1, 6)),
+)
+def test_no_prompt_is_lost_or_doubled_or_too_old(seed, level, order, groups, takes, kills):
+    """Also by a kill after any step and a resume from the step before. takes: batches of each step, as in dapo.py."""
+    if order == "finished":
+        takes, level = [1] * len(takes), level + 1
+    server, trained, checkpoints = Server(seed, 0), [], {}
+    ahead = on(server, level, order, groups, 0)
+    for step, batches in enumerate(takes, 1):
+        for again in range(1 + (step in kills)):
+            if again:  # killed after the step, and resumed with what the step before it had saved
+                server = Server(seed + step, step - 1)
+                ahead = on(server, level, order, groups, step - 1)
+                state, trained = copy.deepcopy(checkpoints.get(step - 1, ({"begun": 0}, [])))
+                ahead.load_state_dict(state)
+            assert server.version == step - 1
+            for _ in range(batches):
+                rows, responses = ahead.take()
+                uids = rows.non_tensor_batch["uid"].tolist()
+                assert len(rows) == len(responses) == groups * GROUP
+                for uid, response in zip(uids, responses):
+                    number, row = int(uid.split("-")[0]), response.future.result()
+                    assert response.seed // 1000 == number
+                    assert set(row.token_ids) == {response.seed} and len(row.token_ids) == len(row.weight_versions)
+                    assert row.weight_versions == sorted(row.weight_versions)
+                    assert step - 1 - level <= row.weight_versions[0] and row.weight_versions[-1] <= step - 1
+                trained += uids[::GROUP]
+            server.sync()
+        checkpoints[step] = copy.deepcopy((ahead.state_dict(), trained))
+    begun = [f"{number}-{i}" for number in range(1, ahead.begun + 1) for i in range(groups)]
+    waiting = [group.rows.non_tensor_batch["uid"][0] for group in ahead.on_their_way]
+    assert sorted(trained + waiting) == sorted(begun) and len(waiting) == (level - (order == "finished")) * groups
+    if order == "prompts":
+        assert trained + waiting == begun
+
+
+@pytest.mark.usefixtures("world")
+def test_no_batch_begins_behind_the_last():
+    ahead = on(Server(0, 0), 2, "finished", 2, 0)
+    taken = [ahead.take(last=4)[0] for _ in range(4)]
+    assert ahead.begun == 4 and not ahead.on_their_way
+    assert sorted(itertools.chain(*(rows.non_tensor_batch["uid"] for rows in taken))) == sorted(
+        itertools.chain(*(batch_of(2, number)[0].non_tensor_batch["uid"] for number in range(1, 5)))
+    )
+    assert ahead.state_dict() == {"begun": 4}
+
+
+@pytest.mark.usefixtures("world")
+def test_a_lower_level_begins_anew_what_would_be_too_old():
+    server = Server(0, 0)
+    ahead = on(server, 3, "prompts", 1, 0)
+    ahead.take()
+    server.sync()
+    later = Server(0, 1)
+    resumed = on(later, 1, "prompts", 1, 1)
+    resumed.load_state_dict(ahead.state_dict())
+    later.version = 3
+    _, responses = resumed.take()
+    assert [response.future.result().weight_versions for response in responses] == [[3], [3]]
+
+
+def test_staleness_is_counted_over_sampled_tokens_and_bounded():
+    versions = torch.tensor([[3, 4, -1], [-1, -1, -1], [2, 2, 4]])
+    found = staleness_metrics(versions, 4, 2)
+    assert found["async/staleness_mean"] == (5, 5) and found["async/staleness_max"] == (2,)
+    assert staleness_metrics(versions[1:2], 4, 0)["async/staleness_max"] == (0,)
+    assert staleness_metrics(versions, 4, torch.tensor([[1], [0], [2]]))["async/staleness_max"] == (2,)
+    with pytest.raises(AssertionError, match="2 weight versions ago, 1 more"):
+        staleness_metrics(versions, 4, 1)
+    with pytest.raises(AssertionError, match="2 weight versions ago, 1 more"):
+        staleness_metrics(versions, 4, torch.tensor([[1], [0], [1]]))
