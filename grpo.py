@@ -118,7 +118,7 @@ from lib import core_algos, setup
 from lib.agent import agent_metrics
 from lib.data import gather_columns
 from lib.data_proto import DataProto
-from lib.distributed import Metric, Sum, add_metrics, global_counts, init_distributed, timed, token_means
+from lib.distributed import Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
 from lib.model import Policy, micro_batches
 from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
@@ -223,8 +223,8 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
 
 def main(args: Args) -> None:
     # ---- set-up: everything that can be wrong is found before a model loads or a file is written
-    world = init_distributed(args.run.stage_timeout, args.rollout.rollout_engine)
-    sizes = shared.step_sizes(args, args.run.dry_run or world.size)
+    world = setup.join(args)  # returns on the ranks that train
+    sizes = shared.step_sizes(args, shared.training_ranks(args))
     correction = setup.check_algorithm(args, world)
     needed_log_probs = setup.needed_log_probs(args, sizes, correction)
     kl_control = setup.make_kl_control(args)

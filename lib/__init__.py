@@ -23,6 +23,11 @@ def launched_ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
+def node_begins() -> int:
+    """The first rank on this node, also before the process group exists."""
+    return int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def report_mistake(message: str) -> None:
     """Prints the message on stderr, once a node. Where torchrun or accelerate launched this process, their report of
     some forty lines, which comes below it, ends with the message too."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 from tyro.conf import OmitArgPrefixes, configure
 
-from lib import InputError, launched_ranks
+from lib import InputError, launched_ranks, node_begins
 from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, given, parse_json
 from lib.cli.user_code import load_object
 
@@ -173,17 +173,21 @@ class RolloutArgs(Group):
     rollout_engine: str = "hf"
     """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
     server that already runs (several: separate them by commas)"""
+    rollout_gpus: Annotated[int, Ge(0), MAY_CHANGE] = 0
+    """this many of the launcher's processes, the last, do not train: each runs a vLLM server on its GPU (on a CPU: as a
+    process) for the others; --rollout-engine is then vllm"""
     rollout_tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """this many neighbouring ranks share one vLLM engine, which is split over them: for models that one GPU cannot hold
-    beside training"""
-    gpu_memory_utilization: Annotated[float, Interval(gt=0, lt=1), MAY_CHANGE] = 0.4
-    """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache)"""
+    """this many neighbouring ranks share one vLLM engine, or with --rollout-gpus one server, which is split over them:
+    for models that one GPU cannot hold"""
+    gpu_memory_utilization: Annotated[float | None, Interval(gt=0, lt=1), MAY_CHANGE] = None
+    """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache); empty: 0.4, and 0.9 of a
+    GPU of its own (--rollout-gpus)"""
     vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
     """JSON object of further settings of the vLLM engine, by the names of its EngineArgs, such as {"kv_cache_dtype":
     "fp8"}, {"max_num_seqs": 512} or a "speculative_config"; a server gets its own on its command line"""
     async_level: Annotated[int, Ge(0)] = 0
-    """steps that rollouts may run ahead of training, on servers of their own (http://...); their weights are then up to
-    this many steps old. Above 0, --rollout-correction has a default"""
+    """steps that rollouts may run ahead of training, on servers (--rollout-gpus or http://...); their weights are then
+    up to this many steps old. Above 0, --rollout-correction has a default"""
     async_order: Literal["prompts", "finished"] = "prompts"
     """with --async-level: a step trains on the groups that began first, or (from level 2 on) on those that are finished
     first, which waits less and prefers short responses"""
@@ -197,15 +201,33 @@ class RolloutArgs(Group):
     """sample from the k likeliest tokens; -1: from all"""
 
     def check(self) -> None:
+        if self.rollout_gpus and self.rollout_engine not in ("hf", "vllm"):
+            raise InputError(
+                f"--rollout-gpus {self.rollout_gpus} runs vLLM servers of this job's own, --rollout-engine "
+                f"{self.rollout_engine} names others: drop one"
+            )
+        if self.rollout_gpus:
+            self.rollout_engine = "vllm"
         check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
         if parse_json("vllm_kwargs", self.vllm_kwargs) and self.rollout_engine != "vllm":
             raise InputError(f"--vllm-kwargs {self.vllm_kwargs}: needs --rollout-engine vllm")
-        if self.async_level and self.rollout_engine in ("hf", "vllm"):
+        if self.async_level and not self.on_servers:
             raise InputError(
-                f"--async-level {self.async_level} needs --rollout-engine http://host:port, not a shared device"
+                f"--async-level {self.async_level} needs --rollout-gpus or --rollout-engine http://host:port, not a "
+                "shared device"
             )
         if self.async_order == "finished" and self.async_level < 2:
             raise InputError("--async-order finished: needs --async-level 2 or more, of which slow groups get one")
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether responses are sampled outside of the processes that train."""
+        return self.rollout_gpus > 0 or self.rollout_engine not in ("hf", "vllm")
+
+    @property
+    def gpu_share(self) -> float:
+        """gpu_memory_utilization, or its default."""
+        return self.gpu_memory_utilization or (0.9 if self.rollout_gpus else 0.4)
 
 
 @configure(OmitArgPrefixes)
@@ -316,7 +338,8 @@ class RunArgs(Group):
     total_epochs: Annotated[int | None, Ge(1), MAY_CHANGE] = None
     """if given, sets total_steps to the steps that this many passes over the training prompts take, rounded up"""
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
-    """print the sizes of a step and the memory that each of this many GPUs needs, and stop before a model loads"""
+    """print the sizes of a step and the memory that each of this many GPUs needs (those that train; --rollout-gpus of
+    them do not), and stop before a model loads"""
     memory_check: Annotated[bool, NOT_COMPARED] = True
     """on a GPU, estimate the memory at the start, and refuse flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"
@@ -554,6 +577,18 @@ class Sizes:
         return self.num_mini_batches * self.update_epochs
 
 
+def training_ranks(args: Any) -> int:
+    """The ranks that train, of this job or of the one that --dry-run asks about. Raises InputError if there is none."""
+    ranks, engines = args.run.dry_run or launched_ranks(), args.rollout.rollout_gpus
+    if engines and ranks == 1 and not args.run.dry_run:
+        raise InputError(
+            f"--rollout-gpus {engines}: this is one process, and it trains: start several by torchrun (docs/scaling.md)"
+        )
+    if engines >= ranks:
+        raise InputError(f"--rollout-gpus {engines}: of {ranks} ranks at least one must train: at most {ranks - 1}")
+    return ranks - engines
+
+
 def step_sizes(args: Any, world_size: int) -> Sizes:
     """The batch sizes of a step. Raises InputError, with the formula and its numbers, where they do not fit."""
     if not args.validation.val_only and args.prompts_per_step % (world_size * args.num_mini_batches):
@@ -589,12 +624,9 @@ def step_sizes(args: Any, world_size: int) -> Sizes:
 
 def check_common_flags(args: Any) -> None:
     """Raises InputError for combinations of flags that make no sense in any script."""
-    world_size = args.run.dry_run or launched_ranks()
+    world_size = training_ranks(args)
     step_sizes(args, world_size)
-    if world_size % (ranks := args.rollout.rollout_tensor_parallel_size):
-        raise InputError(
-            f"--rollout-tensor-parallel-size {ranks}: the number of ranks, {world_size}, must be a multiple of it"
-        )
+    _check_engine_ranks(args, world_size)
     args.multi_turn.check()
     _check_models_and_files(args)
     _check_sampling(args)
@@ -603,6 +635,19 @@ def check_common_flags(args: Any) -> None:
     _check_parallel(args)
     if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction):
         raise InputError("--reward without a scorer: name one, or a --reward-model")
+
+
+def _check_engine_ranks(args: Any, world_size: int) -> None:
+    """world_size: the ranks that train."""
+    ranks, gpus = args.rollout.rollout_tensor_parallel_size, args.rollout.rollout_gpus
+    if (gpus or world_size) % ranks:
+        what = f"--rollout-gpus {gpus}" if gpus else f"the number of ranks, {world_size},"
+        raise InputError(f"--rollout-tensor-parallel-size {ranks}: {what} must be a multiple of it")
+    if gpus and not args.run.dry_run and (cut := node_begins() - world_size) > 0 and cut % ranks:
+        raise InputError(
+            f"--rollout-tensor-parallel-size {ranks}: a server would be on two nodes, as {cut} of the --rollout-gpus "
+            f"{gpus} are on the nodes before this one: that must be a multiple of {ranks}"
+        )
 
 
 def check_engine(name: str, ranks: int) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.agent import Episodes, MultiTurn, load_multi_turn
-from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
+from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes, training_ranks
 from lib.cli.flags import given, parse_json
 from lib.core_algos import (
     ADV_TENSORS,
@@ -31,6 +31,7 @@ from lib.distributed import (
     RowGroup,
     World,
     advise_out_of_memory,
+    init_distributed,
     make_mesh,
     make_row_group,
     on_first_rank,
@@ -57,10 +58,21 @@ from lib.reward import RewardManager, load_scorers
 from lib.reward.sandbox import accept as accept_sandbox
 from lib.reward.scorers import Scorer
 from lib.reward.scores import RewardModel, Rewards
-from lib.rollout import Rollouts, Sampling, check_engine_import, make_engine
+from lib.rollout import OwnServers, Rollouts, Sampling, check_engine_import, make_engine, serve
 from lib.run import Run, Validation
 
 # ---- before a model loads ------------------------------------------------------------------------
+
+
+def join(args: Any) -> World:
+    """Joins the job (init_distributed). An engine rank of --rollout-gpus does not come back: it runs its vLLM server
+    until the job is over."""
+    rollout = args.rollout
+    engine_ranks = 0 if args.run.dry_run else rollout.rollout_gpus
+    world = init_distributed(args.run.stage_timeout, rollout.rollout_engine, engine_ranks)
+    if world.rank >= world.size:
+        serve(world, rollout.rollout_tensor_parallel_size)
+    return world
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -151,8 +163,9 @@ def load_inputs(args: Any) -> Inputs:
     """
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust = {"trust_remote_code": model.trust_remote_code}
-    if not args.run.replay:
-        check_engine_import(args.rollout.rollout_engine, parse_json("vllm_kwargs", args.rollout.vllm_kwargs))
+    vllm_kwargs = parse_json("vllm_kwargs", args.rollout.vllm_kwargs)
+    if not args.run.replay and (vllm_kwargs or not args.rollout.rollout_gpus):  # else only engine ranks need vLLM
+        check_engine_import(args.rollout.rollout_engine, vllm_kwargs)
     for flag, path in {"--model": model.model, "--critic-model": getattr(args, "critic_model", "")}.items():
         if path:
             check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
@@ -199,7 +212,10 @@ def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
         return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())})"
 
     train_data, val_data, samples = inputs.train_data, inputs.val_data, args.validation.val_samples
-    ranks = f"on {args.run.dry_run or world.size} rank(s) of {world.device.type}"
+    ranks = f"on {training_ranks(args)} rank(s) of {world.device.type}"
+    if args.rollout.rollout_gpus:
+        servers = args.rollout.rollout_gpus // args.rollout.rollout_tensor_parallel_size
+        ranks += f" (and {servers} vLLM server(s) on {args.rollout.rollout_gpus} more)"
     if train_data is None:
         size = f"validation prompts: {size_of(val_data)} x {samples} = {len(val_data) * samples}"
         return f"{size} responses {ranks}"
@@ -222,13 +238,14 @@ def describe_memory(args: Any, sizes: Sizes) -> str:
     It is compared with the memory of the GPU here, or with 80 GiB where there is none.
     """
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
-    return memory_table(memory_of(args, sizes, args.run.dry_run, gpu), gpu)
+    return memory_table(memory_of(args, sizes, training_ranks(args), gpu), gpu)
 
 
 def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
     model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
+    beside = rollout.rollout_engine == "vllm" and not rollout.rollout_gpus
     return estimate_memory(
         model.model,
         ranks=ranks // shard.dp_replicate_size,
@@ -247,7 +264,7 @@ def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
         reward_model=args.reward.reward_model,
         cpu_offload="actor" in shard.cpu_offload,
         offload_activations="activations" in shard.cpu_offload,
-        engine_bytes=int(rollout.gpu_memory_utilization * gpu) if rollout.rollout_engine == "vllm" else 0,
+        engine_bytes=int(rollout.gpu_share * gpu) if beside else 0,
         engine_ranks=rollout.rollout_tensor_parallel_size,
         trust_remote_code=model.trust_remote_code,
     )
@@ -269,9 +286,9 @@ def check_memory(args: Any, sizes: Sizes, world: World) -> None:
 
 def memory_advice(args: Any, ranks: int, stage: str) -> str:
     """What to change where a stage, such as "step 3 update", ran out of the GPU's memory."""
-    if any(word in stage for word in ("rollout", "weight_sync", "validation")):
+    if any(word in stage for word in ("rollout", "weight_sync", "validation")) and not args.rollout.on_servers:
         if args.rollout.rollout_engine == "vllm":
-            return f"lower --gpu-memory-utilization (it is {args.rollout.gpu_memory_utilization:g})"
+            return f"lower --gpu-memory-utilization (it is {args.rollout.gpu_share:g})"
         return "set --rollout-engine vllm, whose cache has a limit, or fewer --prompts-per-step"
     flags = [saver.flag for saver in memory_savers(args, ranks)]
     more = f"set {flags[0]}, then {', '.join(flags[1:])}" if flags[1:] else "".join(flags) or "take more GPUs"
@@ -454,6 +471,10 @@ def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, upda
 def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
     """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
+    own = None
+    if rollout.rollout_gpus and not run.tape.replays:
+        servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
+        own = OwnServers(servers, start_s=args.run.stage_timeout)
     engine = make_engine(
         "hf" if run.tape.replays else rollout.rollout_engine,
         actor.module,
@@ -461,9 +482,10 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         folder=run.folder / "engine",
         max_length=data.max_prompt_length + rollout.max_response_length,
         dtype=dtype,
-        gpu_memory=rollout.gpu_memory_utilization,
+        gpu_memory=rollout.gpu_share,
         ranks=rollout.rollout_tensor_parallel_size,
         vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
+        own=own,
     )
     sampler = engine if inputs.multi_turn is None else Episodes(engine, inputs.multi_turn)
     loader = None

@@ -23,9 +23,13 @@ from lib.distributed.collectives import (
     on_first_rank,
 )
 from lib.distributed.launch import (
+    OVER,
+    JobOver,
     World,
     advise_out_of_memory,
     init_distributed,
+    is_on_one_node,
+    job_store,
     listening_store,
     on_early_end,
     print_last,
@@ -49,15 +53,18 @@ from lib.distributed.sharding import (
     trainable_parameters,
     unsharded,
 )
-from lib.distributed.watchdog import enter_stage, note_waits_in
+from lib.distributed.watchdog import StoreLost, enter_stage, note_waits_in
 
 __all__ = [
+    "OVER",
     "TENSOR_PARALLEL_STYLES",
+    "JobOver",
     "Max",
     "Mean",
     "Metric",
     "Min",
     "RowGroup",
+    "StoreLost",
     "Sum",
     "TakeOwn",
     "World",
@@ -77,7 +84,9 @@ __all__ = [
     "full_tensor",
     "global_counts",
     "init_distributed",
+    "is_on_one_node",
     "iter_full_params",
+    "job_store",
     "join_group",
     "listening_store",
     "make_mesh",

@@ -13,6 +13,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,24 +25,43 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from lib import InputError, is_first_on_node, report_mistake
 from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
-_job: tuple[dist.Store, int, int] | None = None  # store, rank, number of ranks: vLLM destroys the process group
+OVER = "over"  # the key in the job's store that tells engine ranks that no training rank needs them any more
+
+
+class _Job(NamedTuple):
+    store: dist.Store
+    """with the keys of this start of the job"""
+    rank: int
+    trainers: int
+    """ranks that train; not from the process group, which vLLM destroys"""
+    size: int
+    """all ranks"""
+
+
+_job: _Job | None = None
 _timeout = timedelta(days=7)  # for a collective in any group, and for the store
 _meetings = itertools.count()
 
 
 class World(NamedTuple):
-    """Where this process stands among all processes of the job."""
+    """Where this process stands among the ranks that train. The rank of an engine rank is not below the size."""
 
     rank: int
     size: int
     device: torch.device
 
 
-def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> World:
+class JobOver(Exception):
+    """Ends an engine rank in good order, from wherever it is: the training ranks have done their work."""
+
+
+def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_ranks: int = 0) -> World:
     """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
 
     stage_timeout: seconds that a stage may take (watchdog.py); 0: nobody watches. rollout_engine: the flag's value;
     NCCL is not kept on loopback if it names servers, which may be elsewhere. docs/security.md says what listens where.
+    engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
+    their GPU alone.
 
     On a CPU a process computes with one thread unless OMP_NUM_THREADS says otherwise: two threads of a tiny model spend
     their time waiting for each other.
@@ -63,15 +83,17 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
         env["MASTER_PORT"] = "0"
     on_gpu = torch.cuda.is_available() and env.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     device = torch.device("cuda", int(env["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    trainers = int(env["WORLD_SIZE"]) - engine_ranks
+    trains = int(env["RANK"]) < trainers
+    if on_gpu and trains:
         torch.cuda.set_device(device)
         # it plans each new shape for up to a second, and nearly every packed row has new shapes
         torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
+    elif not on_gpu:
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     if stage_timeout:
         _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher can say more, so it comes first
-    if _on_one_node():
+    if is_on_one_node():
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # lo0 on a Mac
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
         if not rollout_engine.startswith("http"):
@@ -81,15 +103,22 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "") -> Worl
         enter_stage("start")
         # a clone, as the main thread may be waiting in the store
         start_watching(store.clone(), rank, size, stage_timeout)  # type: ignore[attr-defined]  # not in torch's stubs
-    # "fake" returns a rank's own values, as every collective of a single rank does, and it opens no port
-    backend = "fake" if size == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
-    _job = store, rank, size
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_timeout)
-    return World(rank, size, device)
+    _job = _Job(store, rank, trainers, size)
+    if trains:
+        # "fake" returns a rank's own values, as every collective of a single rank does, and it opens no port
+        backend = "fake" if trainers == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=_timeout)
+    return World(rank, trainers, device)
 
 
-def _on_one_node() -> bool:
+def job_store() -> dist.Store:
+    """A client of the job's store that nobody else uses, with the keys of this start of the job."""
+    return _job.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
+
+
+def is_on_one_node() -> bool:
+    """True if all ranks of the job are on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 
@@ -102,7 +131,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     env = os.environ
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        if rank == 0 and _on_one_node():
+        if rank == 0 and is_on_one_node():
             print(
                 f"warning: the launcher's store listens on all network interfaces (port {env['MASTER_PORT']}); "
                 "launch/one_node.sh opens none to the network",
@@ -112,7 +141,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
         return next(dist.rendezvous("env://", timeout=timeout))
     if size == 1:
         return dist.HashStore(), rank, size
-    if not _on_one_node():
+    if not is_on_one_node():
         return next(dist.rendezvous("env://", timeout=timeout))
     address = "127.0.0.1", int(env["MASTER_PORT"])
     if rank == 0:
@@ -169,7 +198,8 @@ def run(main: Callable[[Any], None], args: Any) -> None:
 
 def _run(main: Callable[[Any], None], args: Any) -> None:
     try:
-        main(args)
+        with suppress(JobOver):
+            main(args)
         _leave()
     except InputError as error:
         _end_early(interrupted=False)
@@ -184,7 +214,7 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
         os._exit(1)  # as above
     except Exception as error:
         _end_early(interrupted=False)
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if _job is not None and _job.size > 1:
             time.sleep(2)  # launchers blame the first to end: not a rank that fails because another is gone
         get_error_handler().record_exception(error)
         raise
@@ -205,15 +235,17 @@ def _report_out_of_memory(error: torch.OutOfMemoryError) -> None:
 
 
 def _leave() -> None:
-    """Rank 0 leaves last, because the store may be in it."""
+    """Training ranks leave before engine ranks, and rank 0 leaves last, because the store may be in it."""
     if _job is None:
         return
-    store, rank, size = _job
-    if rank == 0:
-        store.wait([f"left/{r}" for r in range(1, size)])
-    else:
+    store, rank, trainers, size = _job
+    if rank > 0:
         stop_watching()  # it uses the store
         store.set(f"left/{rank}", "")
+        return
+    store.wait([f"left/{r}" for r in range(1, trainers)])
+    store.set(OVER, "")
+    store.wait([f"left/{r}" for r in range(trainers, size)])
 
 
 def collective_timeout() -> timedelta:
@@ -222,10 +254,10 @@ def collective_timeout() -> timedelta:
 
 
 def wait_for_all() -> None:
-    """Waits for every rank of the job, without the time limit of a collective: for the end of an unlimited stage."""
+    """Waits for every rank that trains, without the time limit of a collective: for the end of an unlimited stage."""
     if _job is None:
         return
-    store, rank, size = _job
+    store, rank, size, _ = _job
     place = f"meeting {next(_meetings)}"
     store.set(f"{place}/{rank}", "")
     while not store.check([f"{place}/{r}" for r in range(size)]):

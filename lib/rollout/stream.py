@@ -19,6 +19,7 @@ from lib.model import Policy
 from lib.rollout.ahead import Ahead, Order, staleness_metrics
 from lib.rollout.engine import RolloutEngine, Sampling, request_seeds
 from lib.rollout.hf_engine import HFEngine
+from lib.rollout.own_servers import OwnServers, order_servers
 from lib.rollout.replay import Tape
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
@@ -36,12 +37,16 @@ def make_engine(
     gpu_memory: float,
     ranks: int = 1,
     vllm_kwargs: Mapping[str, Any] | None = None,
+    own: OwnServers | None = None,
 ) -> RolloutEngine:
     """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
-    neighbouring ranks share one vLLM engine. vllm_kwargs: its further settings."""
+    neighbouring ranks share one vLLM engine. vllm_kwargs: its further settings. own: what "vllm" means if given."""
     if name == "hf":
         return HFEngine(model, tokenizer)
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
+    if own is not None:
+        order_servers(own, model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})
+        return ServedEngine(",".join(own.urls()), model, tokenizer, **settings)
     if name != "vllm":
         return ServedEngine(name, model, tokenizer, **settings)
     return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})

@@ -35,6 +35,7 @@ FIXED = {
     "override_generation_config",
     "logprobs_mode",
     "weight_transfer_config",
+    "worker_extension_cls",
     "distributed_executor_backend",
     "enable_sleep_mode",
     "data_parallel_size",
@@ -54,6 +55,34 @@ def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
             raise InputError(f"--vllm-kwargs {name}: set it by {BY_FLAG[name]}")
         if name in FIXED:
             raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
+
+
+def check_heads(model: PreTrainedModel, ranks: int) -> None:
+    """Raises InputError if the model cannot be split over this many ranks of vLLM."""
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % ranks:
+        raise InputError(
+            f"--rollout-tensor-parallel-size {ranks}: the model's {heads} attention heads must be a multiple of it"
+        )
+
+
+def engine_settings(max_length: int, dtype: torch.dtype, ranks: int, gpu_memory: float, on_gpu: bool) -> dict[str, Any]:
+    """What every vLLM engine of a run is started with, by the names of EngineArgs, from a folder without weights."""
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
+        "seed": 0,
+        "generation_config": "vllm",  # the model's own would change requests
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, after top-p and top-k
+        "tensor_parallel_size": ranks,
+    }
+    if on_gpu:
+        return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": 256}
+    # seeded requests and chunked prefill crash on a CPU
+    settings |= {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
+    # instead of 256: a step of a tiny model costs the scheduler's time, not that of its rows
+    return settings | {"max_num_seqs": 512}
 
 
 class VLLMEngine(SteppedEngine):
@@ -86,11 +115,7 @@ class VLLMEngine(SteppedEngine):
         ranks: int = 1,
         more: Mapping[str, Any] | None = None,
     ):
-        heads = model.config.get_text_config().num_attention_heads
-        if heads % ranks:
-            raise InputError(
-                f"--rollout-tensor-parallel-size {ranks}: the model's {heads} attention heads must be a multiple of it"
-            )
+        check_heads(model, ranks)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         on_gpu = compute_device(model).type == "cuda"
@@ -114,32 +139,14 @@ class VLLMEngine(SteppedEngine):
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         dist.barrier()
-        settings: dict[str, Any] = {
-            "enable_sleep_mode": True,
-            "gpu_memory_utilization": gpu_memory,
-            "max_num_seqs": 256,
-        }
-        if not on_gpu:  # seeded requests and chunked prefill crash on a CPU
-            settings = {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
-            # instead of 256: a step of a tiny model costs the scheduler's time, not that of its rows
-            settings["max_num_seqs"] = 512
+        settings = engine_settings(max_length, dtype, ranks, gpu_memory, on_gpu)
+        settings |= {"enable_sleep_mode": on_gpu, "weight_transfer_config": {"backend": "direct"}}
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
         settings |= more or {}
         try:
             with torch.random.fork_rng(), _groups_of_one():  # vLLM seeds the global generators
-                self.llm = vllm.LLM(
-                    str(folder),
-                    load_format="dummy",
-                    dtype=str(dtype).removeprefix("torch."),
-                    max_model_len=max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
-                    seed=0,
-                    generation_config="vllm",  # the model's own would change requests
-                    logprobs_mode="processed_logprobs",  # at the sampling temperature, after top-p and top-k
-                    weight_transfer_config={"backend": "direct"},
-                    tensor_parallel_size=ranks,
-                    **settings,
-                )
+                self.llm = vllm.LLM(str(folder), **settings)
         except (ValueError, TypeError) as error:
             if not more:
                 raise

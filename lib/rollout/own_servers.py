@@ -1,0 +1,332 @@
+"""vLLM servers on the job's last ranks (--rollout-gpus): the engine ranks, which run them, and what others see of them.
+
+They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
+URL and how often it was started, or "failed i", a message; OVER ends all.
+
+A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
+only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import torch
+import torch.distributed as dist
+import yaml
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lib import InputError, is_first_on_node
+from lib.distributed import (
+    OVER,
+    JobOver,
+    StoreLost,
+    World,
+    address_towards,
+    compute_device,
+    enter_stage,
+    is_on_one_node,
+    job_store,
+)
+from lib.rollout.vllm_engine import check_heads, engine_settings
+
+PROGRAM = ["-m", "vllm.entrypoints.openai.api_server"]  # for the Python of the engine rank
+ROOT = Path(__file__).parent.parent.parent
+POLL_S = 0.2
+GRACE_S = 10  # for a server to end by itself before it is killed
+RESTARTS = 3  # in a row; a server that was healthy for STEADY_S begins a new row
+STEADY_S = 600.0
+LAST_WORDS_S = 10.0  # for the training ranks to end the job with a server's failure
+PIECE = 4 << 20  # bytes of a value in the store, which takes 8 MiB at most
+OF_THE_LAUNCHER = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|PET|ACCELERATE)_.*")
+GUARD = f"""
+exec 3<&0
+(
+    ( read -r _
+      kill -TERM $$
+      for _ in $(seq {10 * GRACE_S}); do kill -0 $$ || break; sleep 0.1; done
+      kill -KILL -$$ ) <&3 3<&- > /dev/null 2>&1 &
+)
+exec "$@" < /dev/null 3<&-
+"""  # $$ is the process that becomes the server; the guard is nobody's child
+
+
+class OwnServers:
+    """The vLLM servers that the job's engine ranks run, as its training ranks see them.
+
+    number: of servers. start_s: how long a server may take to start; 0: without a limit.
+    """
+
+    def __init__(self, number: int, start_s: float):
+        self._store, self.number, self.start_s = job_store(), number, start_s
+
+    def order(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """Rank 0 tells the engine ranks what to start; other ranks' calls do nothing.
+
+        folder: for logs and settings; its model/ holds config and tokenizer, which engine ranks write where they do not
+        see it. settings: by the names of vLLM's EngineArgs.
+        """
+        if dist.get_rank() > 0:
+            return
+        folder = folder.resolve()
+        files = [file for file in sorted((folder / "model").rglob("*")) if file.is_file()]
+        pieces = {}
+        for number, file in enumerate(files):
+            content = file.read_bytes()
+            parts = range(0, len(content), PIECE)
+            for part in parts:
+                self._store.set(f"file {number} {part}", content[part : part + PIECE])
+            pieces[str(file.relative_to(folder))] = [f"file {number} {part}" for part in parts]
+        order = {"folder": str(folder), "files": pieces, "settings": dict(settings), "start_s": self.start_s}
+        self._store.set("order", json.dumps(order | {"program": PROGRAM}))
+
+    def urls(self) -> list[str]:
+        """Waits until every server is healthy. Raises InputError, with the end of a log, if one does not start."""
+        enter_stage("start of vLLM servers", limited=False)  # the engine ranks have the time limit
+        while not self._store.check([f"server {i}" for i in range(self.number)]):
+            self._check_failed()
+            time.sleep(POLL_S)
+        enter_stage("start")
+        return [url for url, _ in self._states()]
+
+    def starts(self) -> list[int]:
+        """How often each server has come to be healthy: it has lost its weights when its number rises.
+
+        Raises InputError if one ended too often.
+        """
+        self._check_failed()
+        return [starts for _, starts in self._states()]
+
+    def close(self) -> None:
+        """Rank 0 ends the servers; other ranks' calls do nothing. The end of the job ends them, too."""
+        if dist.get_rank() == 0:
+            self._store.set(OVER, "")
+
+    def _states(self) -> list[tuple[str, int]]:
+        return [json.loads(self._store.get(f"server {i}")) for i in range(self.number)]
+
+    def _check_failed(self) -> None:
+        for i in range(self.number):
+            if self._store.check([f"failed {i}"]):
+                raise InputError(self._store.get(f"failed {i}").decode())
+
+
+def order_servers(
+    own: OwnServers,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    folder: Path,
+    max_length: int,
+    dtype: torch.dtype,
+    gpu_memory: float,
+    ranks: int,
+    more: Mapping[str, Any],
+) -> None:
+    """Orders servers that are started as VLLMEngine starts its engine, and take weights by broadcast. Raises InputError
+    if the model's attention heads cannot be split over `ranks`."""
+    check_heads(model, ranks)
+    if dist.get_rank() == 0:
+        model.config.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+    settings = engine_settings(max_length, dtype, ranks, gpu_memory, compute_device(model).type == "cuda")
+    settings["worker_extension_cls"] = "lib.rollout.vllm_weights.WorkerExtension"
+    settings["weight_transfer_config"] = {"backend": "broadcast"}
+    own.order(folder, settings | {"uvicorn_log_level": "warning"} | dict(more))
+
+
+# ---- engine ranks --------------------------------------------------------------------------------
+
+
+def serve(world: World, tensor_parallel_size: int) -> NoReturn:
+    """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs.
+
+    Raises JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost.
+    """
+    number, place = divmod(world.rank - world.size, tensor_parallel_size)
+    store = job_store()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends first
+    try:
+        while place > 0 or not store.check(["order"]):
+            _serving(store, "waiting for the training ranks")
+        order = json.loads(store.get("order"))
+        _write_files(order, store)
+        server = Server(number, order, _environment(world, tensor_parallel_size), _own_address())
+        try:
+            keep_running(server, store, order["start_s"])
+        finally:
+            server.stop()
+    except InputError as error:
+        store.set(f"failed {number}", str(error))
+        _last_words(str(error), store)
+        raise
+    except dist.DistError as error:
+        raise StoreLost(f"engine rank {world.rank}: {error}") from error
+
+
+def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoReturn:
+    """Starts the server, and starts it again when it ends. Raises JobOver, or InputError if it does not start, or has
+    been started RESTARTS times in a row without being healthy for STEADY_S."""
+    starts = failures = 0
+    while True:
+        if healthy := server.start(store, start_s):
+            starts += 1
+            store.set(f"server {server.number}", json.dumps([server.url, starts]))
+            since = time.monotonic()
+            while server.process.poll() is None:
+                _serving(store, f"serving {server.url}")
+            if time.monotonic() - since > STEADY_S:
+                failures = 0
+        what = f"{server} {server.why_it_ended(healthy)}"
+        server.stop()
+        failures += 1
+        if not starts:
+            raise InputError(f"{what}; its log: {server.log}")
+        if failures > RESTARTS:
+            raise InputError(f"{what}; it was started {RESTARTS} times in a row before; its log: {server.log}")
+        again = f"it is started again ({failures} of {RESTARTS}) and gets the weights anew"
+        print(f"{what}; {again}; its log: {server.log}", file=sys.stderr, flush=True)
+
+
+class Server:
+    """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends."""
+
+    process: subprocess.Popen
+
+    def __init__(self, number: int, order: Mapping[str, Any], env: Mapping[str, str], host: str):
+        folder = Path(order["folder"])
+        self.number, self.env, self.log = number, env, folder / f"server_{number}.log"
+        with socket.create_server((host, 0), family=_family(host)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        settings = {"model": str(folder / "model"), "host": host, "port": port, **order["settings"]}
+        config = folder / f"server_{number}.yaml"
+        config.write_text(yaml.safe_dump({name.replace("_", "-"): value for name, value in settings.items()}))
+        self.command = [sys.executable, *order["program"], "--config", str(config)]
+        self._guard = -1
+
+    def __str__(self) -> str:
+        return f"vLLM server {self.number} ({self.url})"
+
+    def start(self, store: dist.Store, start_s: float) -> bool:
+        """Returns whether it is healthy. Otherwise it ended, or took longer than start_s (0: no limit)."""
+        enter_stage(f"starting {self}", limited=False)
+        read, self._guard = os.pipe()
+        with self.log.open("a") as log:
+            self._log_begins = log.tell()
+            self.process = subprocess.Popen(
+                ["sh", "-c", GUARD, "sh", *self.command],
+                stdin=read,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                start_new_session=True,
+            )
+        os.close(read)
+        begin = time.monotonic()
+        while self.process.poll() is None and (not start_s or time.monotonic() < begin + start_s):
+            if self._answers():
+                return True
+            _check_over(store)
+            time.sleep(POLL_S)
+        return False
+
+    def stop(self) -> None:
+        """Ends what there is of it."""
+        if self._guard < 0:
+            return
+        os.close(self._guard)
+        self._guard = -1
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its number is taken as long as the guard lives
+        self.process.wait()
+
+    def why_it_ended(self, was_healthy: bool) -> str:
+        """Also names the first error in its log, which caused those that follow, or the log's last line."""
+        code = self.process.poll()
+        ended = "did not answer in time" if code is None else f"ended with exit code {code}"
+        with self.log.open(errors="replace") as log:
+            log.seek(self._log_begins)
+            lines = [line for line in map(str.strip, log) if line]
+        errors = (found[0] for line in lines if (found := re.search(r"\b[\w.]*(Error|Exception): .+", line)))
+        return f"{ended}{'' if was_healthy else ' before it could serve'}: {next(errors, (lines or ['no word'])[-1])}"
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=POLL_S * 10, trust_env=False).is_success
+        except httpx.TransportError:
+            return False
+
+
+def _serving(store: dist.Store, stage: str) -> None:
+    """A moment in which all is well. Raises JobOver."""
+    enter_stage(stage, limited=False)  # anew, so that no rank is told to wait for this one
+    _check_over(store)
+    time.sleep(POLL_S)
+
+
+def _check_over(store: dist.Store) -> None:
+    if store.check([OVER]):
+        raise JobOver
+
+
+def _last_words(message: str, store: dist.Store) -> None:
+    """Leaves it to the training ranks to end the job with this message, which rank 0 prints. If they do not ask for
+    their servers soon, it is printed here."""
+    until = time.monotonic() + LAST_WORDS_S
+    with suppress(dist.DistError):
+        while time.monotonic() < until:
+            if store.check([OVER]):
+                return
+            time.sleep(POLL_S)
+        if not is_first_on_node():
+            print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _write_files(order: Mapping[str, Any], store: dist.Store) -> None:
+    folder = Path(order["folder"])
+    for name, pieces in order["files"].items():
+        file, content = folder / name, b"".join(store.get(piece) for piece in pieces)
+        if file.is_file() and file.read_bytes() == content:
+            continue
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it, too
+        new.write_bytes(content)
+        new.replace(file)
+
+
+def _environment(world: World, tensor_parallel_size: int) -> dict[str, str]:
+    """This process's, less the launcher's variables; with the GPUs of the server."""
+    env = {name: value for name, value in os.environ.items() if not OF_THE_LAUNCHER.fullmatch(name)}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])  # for the worker extension
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # takes weights
+    if world.device.type == "cuda":
+        first = int(os.environ["LOCAL_RANK"])
+        visible = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + tensor_parallel_size])
+        return env
+    env["TORCH_COMPILE_DISABLE"] = "1"  # it would compile C++ for many seconds at the first request
+    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | env
+
+
+def _own_address() -> str:
+    """Where this node's servers listen: loopback if the job has one node, else the address towards rank 0."""
+    if is_on_one_node():
+        return "127.0.0.1"
+    return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
