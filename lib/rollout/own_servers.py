@@ -1,7 +1,8 @@
 """vLLM servers on the job's last ranks (--rollout-gpus): the engine ranks, which run them, and what others see of them.
 
 They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
-URL and how often it was started, or "failed i", a message; OVER ends all.
+URL and how often it was started, while it is healthy, or "failed i", a message; "anew" asks for another start of all,
+which server i has begun when "begun i" has the same number; OVER ends all.
 
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
 only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
@@ -69,6 +70,7 @@ class OwnServers:
 
     def __init__(self, number: int, start_s: float):
         self._store, self.number, self.start_s = job_store(), number, start_s
+        self._anew = 0
 
     def order(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Rank 0 tells the engine ranks what to start; other ranks' calls do nothing.
@@ -100,12 +102,20 @@ class OwnServers:
         return [url for url, _ in self._states()]
 
     def starts(self) -> list[int]:
-        """How often each server has come to be healthy: it has lost its weights when its number rises.
-
-        Raises InputError if one ended too often.
-        """
-        self._check_failed()
+        """How often each server has come to be healthy: it has lost its weights when its number rises. Waits as `urls`
+        does."""
+        self.urls()
         return [starts for _, starts in self._states()]
+
+    def start_anew(self) -> None:
+        """Ends all servers; `urls` waits until they are back, without weights. A collective."""
+        if dist.get_rank() == 0:
+            self._anew += 1
+            self._store.set("anew", str(self._anew))
+            while any(_number(self._store, f"begun {i}") < self._anew for i in range(self.number)):
+                self._check_failed()
+                time.sleep(POLL_S)
+        dist.barrier()
 
     def close(self) -> None:
         """Rank 0 ends the servers; other ranks' calls do nothing. The end of the job ends them, too."""
@@ -179,12 +189,18 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
     been started RESTARTS times in a row without being healthy for STEADY_S."""
     starts = failures = 0
     while True:
+        begun = _number(store, "anew")
+        store.set(f"begun {server.number}", str(begun))
         if healthy := server.start(store, start_s):
             starts += 1
             store.set(f"server {server.number}", json.dumps([server.url, starts]))
             since = time.monotonic()
-            while server.process.poll() is None:
+            while server.process.poll() is None and _number(store, "anew") == begun:
                 _serving(store, f"serving {server.url}")
+            store.delete_key(f"server {server.number}")
+            if server.process.poll() is None:  # asked to
+                server.stop()
+                continue
             if time.monotonic() - since > STEADY_S:
                 failures = 0
         what = f"{server} {server.why_it_ended(healthy)}"
@@ -275,6 +291,10 @@ def _serving(store: dist.Store, stage: str) -> None:
     enter_stage(stage, limited=False)  # anew, so that no rank is told to wait for this one
     _check_over(store)
     time.sleep(POLL_S)
+
+
+def _number(store: dist.Store, key: str) -> int:
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def _check_over(store: dist.Store) -> None:

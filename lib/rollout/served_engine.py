@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,11 @@ from transformers import PreTrainedModel
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import all_reduce_max, compute_device
+from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device
 from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids, turn_seed
+from lib.rollout.own_servers import OwnServers
 from lib.rollout.served_weights import ServedWeights
-from lib.rollout.servers import Servers
+from lib.rollout.servers import ServerLost, Servers
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
@@ -34,6 +36,8 @@ NEUTRAL = {  # what a request leaves out, vLLM's server takes from the model's g
     "watermarking": False,
 }
 STOP_S = 0.5  # longest gap between the answers of requests that a pause has stopped; later ones are sampled again
+T = TypeVar("T")
+ATTEMPTS = 3  # to give the job's own servers weights
 BREATH_S = 0.001  # so that a rank looks once for several responses that end together
 ROUND_S = 1.0  # how long ranks wait for responses before they tell each other how they stand
 
@@ -61,14 +65,28 @@ class ServedEngine(RolloutEngine):
     --logprobs-mode processed_logprobs. It must serve this run only.
 
     A response that is being sampled when new weights come keeps its tokens and goes on with the new weights: see start
-    and collect.
+    and collect. If one of the job's `own` servers ends, others take its requests, or it takes them itself when it is
+    back and has weights: they are sampled again from the tokens of the last sync, with the same seeds.
 
     Raises:
         InputError: a server cannot be reached, was started differently, or refuses a request or the weights.
     """
 
-    def __init__(self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype: torch.dtype):
-        self.servers = Servers(urls.split(","))
+    def __init__(
+        self,
+        urls: str,
+        model,
+        tokenizer,
+        *,
+        folder: Path,
+        max_length: int,
+        dtype: torch.dtype,
+        own: OwnServers | None = None,
+    ):
+        self.servers, self.own = Servers(urls.split(",")), own
+        self._starts = own.starts() if own else []
+        self._lost: set[str] = set()
+        self._resampled = 0
         self.dtype, self.pad_token_id = dtype, tokenizer.pad_token_id
         self._device = compute_device(model)
         self.stop_ids = stop_token_ids(model, tokenizer)
@@ -78,6 +96,7 @@ class ServedEngine(RolloutEngine):
         self._open.set()
         self._ended = threading.Event()  # a response has
         self.version: int | None = None
+        self._given: tuple[PreTrainedModel, int]
         self.checksum: int | None = None
         self.proved: dict[str, float] = {}
         for url in self.servers.urls:
@@ -106,26 +125,37 @@ class ServedEngine(RolloutEngine):
         """Gives the servers the trainer's weights. Responses in progress go on with them. A collective."""
         stream = CheckedStream(model, self.dtype)
         self.version = None  # until the sync has succeeded
-        self._stop()
-        failure = self.weights.give(stream, version)
-        if failure is not None:  # a server may now hold some old and some new weights
-            raise InputError(f"{failure}; it must serve the model that is trained: start it again")
-        if dist.get_rank() == 0:
-            for reply in self.servers.order("/resume"):
-                reply.result()
+        self._on_loop(self._open.clear)
         dist.barrier()
+        attempts = 1
+        while (failure := self._pause() or self.weights.give(stream, version)) is not None:
+            if self.own is None:  # a server may now hold some old and some new weights
+                raise InputError(f"{failure}; it must serve the model that is trained: start it again")
+            if attempts == ATTEMPTS:
+                raise InputError(f"{failure}; {ATTEMPTS} starts of the servers did not help")
+            attempts += 1
+            self.own.start_anew()
+        self._given = model, version
         self.version, self.checksum = version, stream.checksum
-        self.servers.loop.call_soon_threadsafe(self._open.set)
+        self._lost.clear()
+        self._on_loop(self._open.set)
 
-    def _stop(self) -> None:
-        """No request is at a server when it returns. Each has given the tokens that it had."""
-        self.servers.loop.call_soon_threadsafe(self._open.clear)
-        dist.barrier()
+    def _pause(self) -> str | None:
+        """Ends each request with the tokens that it has. When it returns, none is at a server. Returns, on all ranks,
+        why it failed."""
+        if self.own is not None and (starts := self.own.starts()) != self._starts:
+            self._starts = starts
+            self.weights.leave()
+        failure = None
         if dist.get_rank() == 0:
-            for reply in self.servers.order("/pause", params={"mode": "abort"}):
-                reply.result()
-        dist.barrier()
+            try:
+                for reply in self.servers.order("/pause", params={"mode": "abort"}):
+                    reply.result()
+            except InputError as error:
+                failure = str(error)
+        failure = broadcast(failure)
         self.servers.begin(self._drain()).result()
+        return failure
 
     async def _drain(self) -> None:
         """Waits until no request is at the server: one that arrived after the pause would wait for the new weights."""
@@ -191,23 +221,32 @@ class ServedEngine(RolloutEngine):
         return future
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()` on every rank. What ends it must have been begun with `begin`. A collective."""
+        """Waits until `done()` on every rank. What ends it must have been begun with `begin`. Where a rank has lost all
+        servers meanwhile, they get the weights of the last sync anew. A collective."""
         while True:
             deadline = time.monotonic() + ROUND_S
-            while not done() and (left_s := deadline - time.monotonic()) > 0:
+            while not done() and self._open.is_set() and (left_s := deadline - time.monotonic()) > 0:
                 self._ended.wait(left_s)
                 self._ended.clear()
                 time.sleep(BREATH_S)
-            if all_reduce_max(int(not done()), self._device) == 0:
+            state = 0 if done() else 1 if self._open.is_set() else 2
+            if (worst := all_reduce_max(state, self._device)) == 0:
                 return
+            if worst == 2:
+                self.load_weights(*self._given)
 
     def so_far(self, responses: list[Response]) -> list[Generated]:
         """Copies of what has been sampled before the last sync, and of responses that are complete."""
 
-        async def copies() -> list[Generated]:  # where no row grows meanwhile
-            return [copy.deepcopy(response.row) for response in responses]
+        return self._on_loop(lambda: [copy.deepcopy(response.row) for response in responses])  # no row grows meanwhile
 
-        return self.servers.begin(copies()).result()
+    def _on_loop(self, act: Callable[[], T]) -> T:
+        """What `act()` returns when the event loop calls it."""
+
+        async def call() -> T:
+            return act()
+
+        return self.servers.begin(call()).result()
 
     def check_weights(self) -> None:
         if self.version is None:
@@ -227,7 +266,8 @@ class ServedEngine(RolloutEngine):
         row = row or Generated([], [], "abort")
         while row.finish_reason == "abort":
             await self._open.wait()
-            url, version, n = self.servers.urls[turn % len(self.servers.urls)], self.version, len(row.token_ids)
+            here = [url for url in self.servers.urls if url not in self._lost]
+            url, version, n = here[turn % len(here)], self.version, len(row.token_ids)
             left = replace(sampling, max_response_length=sampling.max_response_length - n)
             settings = vllm_settings(left, turn_seed(seed, -n))
             request = asyncio.create_task(self._complete(url, [*prompt_ids, *row.token_ids], **settings))
@@ -239,7 +279,13 @@ class ServedEngine(RolloutEngine):
                 self._posted.discard(request)
             if request.cancelled():
                 continue
-            choice = request.result()
+            try:
+                choice = request.result()
+            except ServerLost:
+                if self.own is None:
+                    raise
+                self._lose(url)
+                continue
             self._check_length(url, choice, settings["max_tokens"], len(prompt_ids) + n)
             if choice["token_ids"]:
                 row.token_ids += choice["token_ids"]
@@ -249,6 +295,23 @@ class ServedEngine(RolloutEngine):
             if self._open.is_set():
                 break
         return row
+
+    def _lose(self, url: str) -> None:
+        """Its requests go to the others; without others they wait for weights."""
+        self._resampled += 1
+        self._lost.add(url)
+        if len(self._lost) == len(self.servers.urls):
+            self._open.clear()
+        self._ended.set()
+
+    def metrics(self) -> dict[str, Metric]:
+        """Of the job's own servers: responses that were sampled again since the last call, and starts of servers after
+        the first."""
+        if self.own is None:
+            return {}
+        resampled, self._resampled = self._resampled, 0
+        again = sum(self._starts) - len(self._starts)
+        return {"rollout/resampled": Sum(resampled), "rollout/server_restarts": Max(again)}
 
     def _check_length(self, url: str, choice: dict, asked: int, before: int) -> None:
         asked = min(asked, self.max_length - before)

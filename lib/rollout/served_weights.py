@@ -56,6 +56,8 @@ class ServedWeights:
                 else:
                     self._write_and_reload(weights, self.folder / f"version_{version}")
                 self._reset_prefix_caches()  # they hold keys and values of the old weights
+                for reply in self.servers.order("/resume"):
+                    reply.result()
         except InputError as error:
             failure = str(error)
         for _ in weights:

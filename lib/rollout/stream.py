@@ -46,7 +46,7 @@ def make_engine(
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
     if own is not None:
         order_servers(own, model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})
-        return ServedEngine(",".join(own.urls()), model, tokenizer, **settings)
+        return ServedEngine(",".join(own.urls()), model, tokenizer, **settings, own=own)
     if name != "vllm":
         return ServedEngine(name, model, tokenizer, **settings)
     return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})
@@ -180,6 +180,8 @@ class Rollouts:
         if self._ahead is not None:
             position -= len(self._ahead.on_their_way) * self.world.size
         metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset)}
+        if isinstance(self.engine, ServedEngine):
+            metrics |= self.engine.metrics()
         if self.async_level:
             waited = step - batch.batch.get("sampled_at", torch.tensor(step))  # dapo.py keeps what is left over
             bound = self.async_level + waited.view(-1, 1)
