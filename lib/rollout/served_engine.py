@@ -305,13 +305,11 @@ class ServedEngine(RolloutEngine):
         self._ended.set()
 
     def metrics(self) -> dict[str, Metric]:
-        """Of the job's own servers: responses that were sampled again since the last call, and starts of servers after
-        the first."""
-        if self.own is None:
-            return {}
+        """Requests that were sampled again since the last call, because one of the job's own servers was lost, and
+        starts of these servers after their first."""
         resampled, self._resampled = self._resampled, 0
         again = sum(self._starts) - len(self._starts)
-        return {"rollout/resampled": Sum(resampled), "rollout/server_restarts": Max(again)}
+        return {"perf/requests_resampled": Sum(resampled), "perf/server_restarts": Max(again)}
 
     def _check_length(self, url: str, choice: dict, asked: int, before: int) -> None:
         asked = min(asked, self.max_length - before)

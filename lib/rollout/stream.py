@@ -197,6 +197,8 @@ class Rollouts:
         return state if self._ahead is None else state | self._ahead.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.tape.replays and "ahead" in state:  # the record has them, from the next step on
+            state["position"] -= len(state["ahead"]) // self.sizes.group_size
         if self.loader is not None:  # there is none with --val-only
             self.loader.load_state_dict(state)
         if self._ahead is not None:

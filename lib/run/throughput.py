@@ -44,7 +44,7 @@ def throughput_metrics(metrics: Mapping[str, float], n_devices: int, peak: float
     seconds, tokens = metrics["timing_s/step"], metrics["training/tokens"]
     update = metrics.get("timing_s/update", 0.0)
     waits = metrics.get("timing_s/reward", 0.0)
-    if "async/staleness_mean" in metrics:
+    if "perf/requests_resampled" in metrics:  # servers sample
         waits += metrics.get("timing_s/rollout", 0.0)
     waits += update * (1 - 1 / metrics.get("perf/imbalance", 1.0))
     speed = {

@@ -4,8 +4,10 @@ import importlib.util
 import json
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -16,6 +18,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib import InputError
+from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
@@ -38,6 +41,7 @@ from tests.common import (
     give_generation_config,
     metrics,
     ran,
+    rollouts,
     run_ranks,
     save_tiny,
     serve,
@@ -117,28 +121,88 @@ def ahead(url: str, path: str, level: int) -> list[str]:
     return [*SMALL, *moving, "--model", path, "--rollout-engine", url, "--async-level", str(level), "--run-name", "run"]
 
 
+def trained(run: Path) -> dict[int, list[dict]]:
+    """The rows of each step, of all ranks."""
+    steps: dict[int, list[dict]] = defaultdict(list)
+    for (step, group, _), row in rollouts(run).items():
+        steps[step].append(row | {"group": group})
+    return dict(sorted(steps.items()))
+
+
+def groups(rows: list[dict]) -> list[str]:
+    return sorted({row["group"] for row in rows})
+
+
 @needs_vllm
 def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
-    """Before this process joins the server. What is saved is where the prompts trained end, not those on their way."""
+    """Before this process joins the server. What was on its way at a checkpoint goes on, with the tokens that it had."""
     url, path, _ = server
-    args = [*ahead(url, path, 2), "--save-every", "2", "--keep-checkpoints", "0"]
-    ran(fork("grpo", tmp_path, *args, "--total-steps", "2"))
-    [saved] = (tmp_path / "run" / "checkpoints").iterdir()
-    assert json.loads((saved / "trainer.json").read_text())["trainer_state"]["loader"]["position"] == 2 * 8
-    ran(fork("grpo", tmp_path, *args, "--total-steps", "6", "--resume", "auto", "--record", str(tmp_path / "kept")))
-    found = metrics(tmp_path / "run")
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    args = [*ahead(url, path, 2), "--save-every", "2", "--keep-checkpoints", "0", "--save-rollouts", "all"]
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "6"))
+    found, whole = metrics(tmp_path / "run"), trained(tmp_path / "run")
     assert [row["training/epoch"] * 256 for row in found] == [8, 16, 24, 32, 40, 48]
-    bounds = [0, 1, 0, 1, 2, 2]  # at 3 all is sampled again
-    assert all(row["async/staleness_max"] <= bound for row, bound in zip(found, bounds))
-    assert sum(row["async/staleness_mean"] for row in found) > 0  # some of it was ahead
-    assert all(row["async/staleness_mean"] <= row["async/staleness_max"] for row in found)
+    assert [row["async/staleness_max"] for row in found] == [0, 1, 2, 2, 2, 2]
+    assert all(0 < row["async/staleness_mean"] <= row["async/staleness_max"] for row in found[1:])
     assert all(0.9 < row["rollout/is_weight"] < 1.1 for row in found)  # corrected by default
+    assert all(groups(rows) == [f"{step}-{n}" for n in range(8)] for step, rows in whole.items())
+
+    # as after a kill behind step 2: the groups of steps 3 and 4 go on
+    saved = tmp_path / "run/checkpoints/step_000002"
+    args = [*args, "--resume", str(saved), "--resume-override", "record"]
+    ran(fork("grpo", tmp_path / "again", *args, "--total-steps", "6", "--record", str(tmp_path / "kept")))
+    rest = trained(tmp_path / "again/run")
+    assert [*rest] == [3, 4, 5, 6] and all(groups(rows) == groups(whole[step]) for step, rows in rest.items())
+    kept = DataProto.load_from_disk(saved / "batch_loader.ahead.safetensors").non_tensor_batch
+    assert len(kept["uid"]) == 2 * 8 * 4
+    before = {(uid, seed): row for uid, seed, row in zip(kept["uid"], kept["seed"], kept["begun"]) if row["token_ids"]}
+    assert before  # of some there were tokens
+    rows = [(row["group"], row["response_ids"], row["weight_versions"]) for step in (3, 4) for row in rest[step]]
+    for (uid, _), row in before.items():
+        n = len(row["token_ids"])
+        assert max(row["weight_versions"]) <= 1
+        assert (uid, row["token_ids"], row["weight_versions"]) in [(uid, ids[:n], v[:n]) for uid, ids, v in rows]
+    assert all(row["async/staleness_max"] <= 2 for row in metrics(tmp_path / "again/run"))
+
     # a replay needs no server, and runs nothing ahead
     args = [*ahead("http://127.0.0.1:1", path, 2), "--total-steps", "6", "--replay", str(tmp_path / "kept")]
-    args += ["--resume", str(tmp_path / "run/checkpoints/step_000002"), "--resume-override", "replay"]
-    ran(fork("grpo", tmp_path / "again", *args))
-    assert metrics(tmp_path / "again/run") == found[2:]
+    args += ["--resume", str(saved), "--resume-override", "replay"]
+    ran(fork("grpo", tmp_path / "replay", *args))
+    assert metrics(tmp_path / "replay/run") == metrics(tmp_path / "again/run")
+
+
+@needs_vllm
+def test_dapo_runs_ahead_and_on_from_a_checkpoint(server, tmp_path):
+    """Each batch of prompts once, in order; leftovers wait one step."""
+    url, path, _ = server
+    args = [*ahead(url, path, 1), "--save-every", "3", "--keep-checkpoints", "0", "--save-rollouts", "all"]
+    args += ["--max-gen-batches", "3", "--total-steps", "6"]
+    ran(fork("dapo", tmp_path, *args))
+    found, saved = metrics(tmp_path / "run"), tmp_path / "run/checkpoints/step_000003"
+    batches = [row["training/gen_batches"] for row in found]
+    assert max(batches) > 1 and all(row["async/staleness_max"] <= 2 for row in found)
+    assert [row["training/epoch"] * 32 for row in found] == np.cumsum(batches).tolist()
+    ran(fork("dapo", tmp_path / "again", *args, "--resume", str(saved)))
+    again = metrics(tmp_path / "again/run")
+    assert again[0]["training/epoch"] * 32 == sum(batches[:3]) + again[0]["training/gen_batches"]
+    runs = [trained(tmp_path / "run"), trained(tmp_path / "again/run")]
+    for rows in (runs[0], {step: runs[0][step] for step in (1, 2, 3)} | runs[1]):
+        all_groups = [group for step in rows for group in groups(rows[step])]
+        assert len(all_groups) == 6 * 8 == len(set(all_groups))
+
+
+@needs_vllm
+def test_what_finishes_first_is_trained_first(server, tmp_path):
+    url, path, _ = server
+    args = [*ahead(url, path, 2), "--async-order", "finished", "--save-rollouts", "all", "--total-steps", "6"]
+    args += ["--record", str(tmp_path / "kept")]
+    ran(fork("grpo", tmp_path, *args))
+    steps, found = trained(tmp_path / "run"), metrics(tmp_path / "run")
+    all_groups = [group for step in steps for group in groups(steps[step])]
+    assert sorted(all_groups) == sorted(f"{step}-{n}" for step in range(1, 7) for n in range(8))
+    assert all(row["async/staleness_max"] <= 2 for row in found)
+    args = [*ahead("http://127.0.0.1:1", path, 2), "--async-order", "finished", "--total-steps", "6"]
+    ran(fork("grpo", tmp_path / "replay", *args, "--replay", str(tmp_path / "kept")))
+    assert metrics(tmp_path / "replay/run") == found
 
 
 @needs_vllm

@@ -343,7 +343,7 @@ def test_throughput():
     [
         ({}, 0.1),  # of 10 s one is spent waiting for scores
         ({"perf/imbalance": 1.25}, 0.1 + 0.5 * 0.2),  # ranks have 80 % of the costliest one's work, in 5 s
-        ({"async/staleness_mean": 0.0}, 0.1 + 0.3),  # what was sampled elsewhere was waited for
+        ({"perf/requests_resampled": 0.0}, 0.1 + 0.3),  # what was sampled elsewhere was waited for
     ],
 )
 def test_idle_is_what_ranks_wait_for(more, idle):
