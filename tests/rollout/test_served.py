@@ -135,7 +135,7 @@ def groups(rows: list[dict]) -> list[str]:
 
 @needs_vllm
 def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
-    """Before this process joins the server. What was on its way at a checkpoint goes on, with the tokens that it had."""
+    """Before this process joins the server. What was on its way at a checkpoint goes on with its tokens."""
     url, path, _ = server
     args = [*ahead(url, path, 2), "--save-every", "2", "--keep-checkpoints", "0", "--save-rollouts", "all"]
     ran(fork("grpo", tmp_path, *args, "--total-steps", "6"))
