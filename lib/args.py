@@ -715,10 +715,6 @@ def _check_models_and_files(args: Any) -> None:
 def _check_sampling(args: Any) -> None:
     if args.rollout.rollout_engine == "vllm" and not args.run.replay and importlib.util.find_spec("vllm") is None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
-    if args.rollout.async_level and args.multi_turn.wanted:
-        raise InputError(
-            f"--async-level {args.rollout.async_level}: episodes of --multi-turn do not run ahead; drop one"
-        )
     if args.old_log_probs == "rollout" and args.rollout_correction.settings():
         raise InputError("--old-log-probs rollout is the correction itself: drop it or --rollout-correction")
     reading = {"top_entropy"} & args.token_masks.settings(args.loss).keys()

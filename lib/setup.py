@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.agent import Episodes, MultiTurn, load_multi_turn
+from lib.agent import MultiTurn, load_multi_turn, make_episodes
 from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes, training_ranks
 from lib.cli.flags import given, parse_json
 from lib.core_algos import (
@@ -487,7 +487,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
         own=own,
     )
-    sampler = engine if inputs.multi_turn is None else Episodes(engine, inputs.multi_turn)
+    sampler = engine if inputs.multi_turn is None else make_episodes(engine, inputs.multi_turn)
     loader = None
     if inputs.train_data is not None:
         loader = make_loader(

@@ -1,6 +1,6 @@
 """Multi-turn episodes: the model's turns, the tools that it calls, simulated users."""
 
-from lib.agent.agent_loop import Episodes, agent_metrics, generate_multi_turn
+from lib.agent.agent_loop import Episodes, ServedEpisodes, agent_metrics, generate_multi_turn, make_episodes
 from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction
 from lib.agent.multi_turn import MultiTurn, load_multi_turn
@@ -13,10 +13,12 @@ __all__ = [
     "Episodes",
     "FunctionTool",
     "MultiTurn",
+    "ServedEpisodes",
     "ToolCall",
     "agent_metrics",
     "generate_multi_turn",
     "get_tool_parser",
     "load_multi_turn",
     "load_tools",
+    "make_episodes",
 ]

@@ -15,8 +15,8 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -37,9 +37,10 @@ from lib.agent.multi_turn import (
 from lib.agent.tools import ERROR_KINDS, ToolCall, ToolResult, attempt, run_tool_call
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
-from lib.rollout import Generated, Sampling, SteppedEngine, add_responses, turn_seed
+from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses, turn_seed
+from lib.rollout.engine import REPORT_S, report_states
+from lib.rollout.served_engine import Response, ServedEngine, add_weight_versions
 
-REPORT_S = 60.0  # how often a rollout says what it waits for
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
 LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes
 NUMBERS = itertools.count()  # numbers the episodes of this process
@@ -53,8 +54,14 @@ SHOWN: set[str] = set()  # the tracebacks already shown of failed episodes, with
 class Episode:
     """Runs one request from its prompt to a finish_reason."""
 
-    def __init__(self, request: AsyncRolloutRequest, engine: "EngineRequests", sampling: Sampling, settings: MultiTurn):
-        self.request, self.engine, self.sampling, self.settings = request, engine, sampling, settings
+    def __init__(
+        self,
+        request: AsyncRolloutRequest,
+        generate: Callable[[str, list[int], Sampling, int], Awaitable[Generated]],
+        sampling: Sampling,
+        settings: MultiTurn,
+    ):
+        self.request, self.generate, self.sampling, self.settings = request, generate, sampling, settings
         self.interaction: BaseInteraction | None = None
         self.created: list[str] = []  # names of tools
         self.not_created: dict[str, ToolResult] = {}  # tools whose create failed: the answer to every call
@@ -133,8 +140,8 @@ class Episode:
         sampling = replace(self.sampling, max_response_length=limit)
         seed = turn_seed(request.seed, request.num_turns)
         name = f"{request.request_id}-{request.num_turns}"
-        sampled = await self.engine.generate(name, request.context, sampling, seed)
-        request.append(sampled.token_ids, sampled.log_probs)
+        sampled = await self.generate(name, request.context, sampling, seed)
+        request.append(sampled.token_ids, sampled.log_probs, sampled.weight_versions)
         request.num_turns += 1
         ids = sampled.token_ids[:-1] if sampled.finish_reason == "stop" else sampled.token_ids
         text = settings.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -219,7 +226,7 @@ class Episode:
         return value
 
 
-# ---- all episodes of a batch ---------------------------------------------------------------------
+# ---- all episodes of a batch, on an engine in this process ---------------------------------------
 
 
 class EngineRequests:
@@ -325,6 +332,115 @@ def generate_multi_turn(
     Raises:
         InputError: the prompts were made without the tools, or all episodes failed.
     """
+    requests = _make_requests(engine, prompts, sampling, seeds, settings)
+    with engine.session():
+        errors = _runner(os.getpid()).run(_run_episodes(engine, requests, sampling, settings))
+    return _as_batch(engine, prompts, requests, errors)
+
+
+@cache
+def _runner(pid: int) -> asyncio.Runner:
+    """The event loop of this process. All rollouts share it, because a client that a tool keeps belongs to one loop."""
+    return asyncio.Runner()
+
+
+async def _run_episodes(
+    engine: SteppedEngine, requests: list[AsyncRolloutRequest], sampling: Sampling, settings: MultiTurn
+) -> list[BaseException | None]:
+    """Runs all episodes. Returns for each the exception that it raised, or None."""
+    shared = EngineRequests(engine)
+    tasks = [asyncio.create_task(Episode(request, shared.generate, sampling, settings).run()) for request in requests]
+    report = asyncio.create_task(_report(requests))
+    try:
+        await shared.serve(tasks)
+    finally:
+        for task in (report, *tasks):
+            task.cancel()
+        errors = await asyncio.gather(*tasks, report, return_exceptions=True)
+    return errors[:-1]
+
+
+async def _report(requests: list[AsyncRolloutRequest]) -> None:
+    start = time.monotonic()
+    while True:
+        await asyncio.sleep(REPORT_S)
+        report_states(time.monotonic() - start, [request.state.value for request in requests])
+
+
+# ---- on servers ----------------------------------------------------------------------------------
+
+
+class EngineFailed(Exception):
+    """The engine did, and not one episode. Its cause says how."""
+
+
+@dataclass(eq=False)
+class EpisodeResponse(Response):
+    request: AsyncRolloutRequest
+    """also future's result"""
+
+
+class ServedEpisodes(Episodes):
+    """Episodes on vLLM servers. They run in the thread of the engine's requests, on its event loop, and so also while
+    this thread trains. All rollouts share that loop, because a client that a tool keeps belongs to one loop.
+
+    When new weights come, a turn that is being sampled keeps its tokens and goes on with them, as a single turn does.
+    """
+
+    engine: ServedEngine
+
+    def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
+        return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
+
+    def start(
+        self, prompts: DataProto, sampling: Sampling, seeds: list[int], begun: list[Generated] | None = None
+    ) -> list[EpisodeResponse]:
+        """The first half of generate; collect is the second. Weights may be synced between the two. begun: not used.
+        An episode starts anew, for its tools may have a state, which is lost."""
+        self.engine.check_weights()
+        requests = _make_requests(self.engine, prompts, sampling, seeds, self.settings)
+        turns = self.engine.turns([request.prompt_ids for request in requests])
+        return [self._start(request, sampling, turn) for request, turn in zip(requests, turns)]
+
+    def _start(self, request: AsyncRolloutRequest, sampling: Sampling, server: int) -> EpisodeResponse:
+        async def generate(name: str, prompt_ids: list[int], limited: Sampling, seed: int) -> Generated:
+            try:
+                return await self.engine.sample(prompt_ids, limited, seed, server)
+            except InputError as error:
+                raise EngineFailed from error
+
+        async def run() -> AsyncRolloutRequest:
+            await Episode(request, generate, sampling, self.settings).run()
+            return request
+
+        future = self.engine.begin(run(), lambda: request.state.value)
+        return EpisodeResponse(request.seed, Generated([], [], "abort"), future, request)
+
+    def collect(self, prompts: DataProto, sampling: Sampling, responses: list[EpisodeResponse]) -> DataProto:
+        """What generate_multi_turn returns, and weight_versions (B, T): each token's, -1 where none was sampled. A
+        collective."""
+        self.engine.wait_until(lambda: all(response.future.done() for response in responses))
+        errors = [response.future.exception() for response in responses]
+        for error in errors:
+            if isinstance(error, EngineFailed):
+                raise error.__cause__
+        requests = [response.request for response in responses]
+        batch = _as_batch(self.engine, prompts, requests, errors)
+        add_weight_versions(batch, [request.weight_versions for request in requests])
+        return batch
+
+
+def make_episodes(engine: RolloutEngine, settings: MultiTurn) -> Episodes:
+    return ServedEpisodes(engine, settings) if isinstance(engine, ServedEngine) else Episodes(engine, settings)
+
+
+# ---- from prompts to requests, and from these to a batch -----------------------------------------
+
+
+def _make_requests(
+    engine: RolloutEngine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
+) -> list[AsyncRolloutRequest]:
+    """Raises InputError if the prompts were made without the tools."""
     rows, requests = prompts.non_tensor_batch, []
     for i, seed in enumerate(seeds):
         row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
@@ -348,8 +464,19 @@ def generate_multi_turn(
             "multi-turn: raw_prompt_ids are not what the chat template makes of raw_prompt and the tools; the data set "
             "must be given the same tools and chat_template_kwargs"
         )
-    with engine.session():
-        errors = _runner(os.getpid()).run(_run_episodes(engine, requests, sampling, settings))
+    return requests
+
+
+def _as_batch(
+    engine: RolloutEngine,
+    prompts: DataProto,
+    requests: list[AsyncRolloutRequest],
+    errors: list[BaseException | None],
+) -> DataProto:
+    """The prompts with their episodes. errors: the exception that each raised, or None. A collective.
+
+    Raises InputError if all episodes failed.
+    """
     if all(error is not None for error in errors):
         text = "".join(traceback.format_exception(errors[0]))
         raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with\n{text}")
@@ -409,34 +536,3 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
         "agent/aborted": Sum(reasons["abort"]),
         **{f"agent/{key}": Mean(totals[key], counts[key]) for key in totals if "/" in key},
     }
-
-
-@cache
-def _runner(pid: int) -> asyncio.Runner:
-    """The event loop of this process. All rollouts share it, because a client that a tool keeps belongs to one loop."""
-    return asyncio.Runner()
-
-
-async def _run_episodes(
-    engine: SteppedEngine, requests: list[AsyncRolloutRequest], sampling: Sampling, settings: MultiTurn
-) -> list[BaseException | None]:
-    """Runs all episodes. Returns for each the exception that it raised, or None."""
-    shared = EngineRequests(engine)
-    tasks = [asyncio.create_task(Episode(request, shared, sampling, settings).run()) for request in requests]
-    report = asyncio.create_task(_report(requests))
-    try:
-        await shared.serve(tasks)
-    finally:
-        for task in (report, *tasks):
-            task.cancel()
-        errors = await asyncio.gather(*tasks, report, return_exceptions=True)
-    return errors[:-1]
-
-
-async def _report(requests: list[AsyncRolloutRequest]) -> None:
-    start = time.monotonic()
-    while True:
-        await asyncio.sleep(REPORT_S)
-        states = Counter(request.state.value for request in requests)
-        waits = ", ".join(f"{count} {state}" for state, count in states.items())
-        print(f"rollout: {time.monotonic() - start:.0f} s, episodes: {waits}", flush=True)

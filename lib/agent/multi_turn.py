@@ -152,9 +152,10 @@ class AsyncRolloutRequest:
     max_response_length: int
     state: RequestState = RequestState.PENDING
     finish_reason: FinishReason | None = None
-    token_ids: list[int] = field(default_factory=list)  # tokens of the response; the next three go with them
+    token_ids: list[int] = field(default_factory=list)  # tokens of the response; the next four go with them
     loss_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)  # -1 where none is known
     position_ids: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=lambda: [0])  # where segments start; the first includes the prompt
     num_turns: int = 0
@@ -175,13 +176,16 @@ class AsyncRolloutRequest:
     def segments(self) -> list[tuple[int, int]]:
         return list(zip(self.starts, [*self.starts[1:], len(self.token_ids)]))
 
-    def append(self, token_ids: list[int], log_probs: list[float] | None = None) -> None:
+    def append(
+        self, token_ids: list[int], log_probs: list[float] | None = None, weight_versions: list[int] | None = None
+    ) -> None:
         """Appends tokens that the policy sampled or, without log_probs, tokens that it was given."""
         position = len(self.context)
         self.position_ids += range(position, position + len(token_ids))
         self.token_ids += token_ids
         self.loss_mask += [int(log_probs is not None)] * len(token_ids)
         self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
+        self.weight_versions += weight_versions or [-1] * len(token_ids)
 
     def reward(self, value: float) -> None:
         if not abs(value) <= LARGEST_SCORE:

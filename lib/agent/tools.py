@@ -133,9 +133,9 @@ async def _call(function: Callable, /, *args, **kwargs):
 async def _outcome(function: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None, str]:
     try:
         return await _call(function, *args, **kwargs), None, ""
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 SystemExit would end the loop; `attempt` itself may be cancelled
+    except BaseException as error:  # SystemExit would end the loop; `attempt` itself may be cancelled
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C; in another thread it is the function's own
         return None, "timeout" if isinstance(error, TimeoutError) else "exception", say(error)
 
 

@@ -8,6 +8,7 @@ response has its own seed. So a sample depends on neither its batch nor its rank
 rollout_log_probs belong to the distribution that was sampled from (temperature, top-p and top-k applied).
 """
 
+from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,6 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
 from lib.distributed import all_reduce_max
+
+REPORT_S = 60.0  # how often a rollout says what it waits for
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,12 @@ class SteppedEngine(RolloutEngine, Protocol):
         ...
 
     def abort(self, request_id: str) -> None: ...
+
+
+def report_states(seconds: float, states: list[str]) -> None:
+    """Says what a rollout waits for. states: one for each response."""
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(states).items())
+    print(f"rollout: {seconds:.0f} s, responses: {counts}", flush=True)
 
 
 def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:

@@ -18,7 +18,16 @@ from transformers import PreTrainedModel
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device
-from lib.rollout.engine import Generated, RolloutEngine, Sampling, add_responses, stop_token_ids, turn_seed
+from lib.rollout.engine import (
+    REPORT_S,
+    Generated,
+    RolloutEngine,
+    Sampling,
+    add_responses,
+    report_states,
+    stop_token_ids,
+    turn_seed,
+)
 from lib.rollout.own_servers import OwnServers
 from lib.rollout.served_weights import ServedWeights
 from lib.rollout.servers import ServerLost, Servers
@@ -92,6 +101,7 @@ class ServedEngine(RolloutEngine):
         self.stop_ids = stop_token_ids(model, tokenizer)
         self._turns = count(dist.get_rank())
         self._posted: set[asyncio.Task] = set()
+        self._running: dict[Future, Callable[[], str]] = {}
         self._open = asyncio.Event()  # set, except while weights come
         self._open.set()
         self._ended = threading.Event()  # a response has
@@ -196,9 +206,7 @@ class ServedEngine(RolloutEngine):
         already is of each response."""
         self.check_weights()
         prompt_ids, responses = [list(map(int, ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]], []
-        for i, (ids, seed) in enumerate(zip(prompt_ids, seeds)):
-            if i == 0 or ids != prompt_ids[i - 1]:
-                turn = next(self._turns)  # responses to one prompt share a server, and so the prompt's keys and values
+        for i, (ids, seed, turn) in enumerate(zip(prompt_ids, seeds, self.turns(prompt_ids))):
             row = begun[i] if begun else Generated([], [], "abort")
             responses.append(Response(seed, row, self.begin(self.sample(ids, sampling, seed, turn, row))))
         return responses
@@ -208,21 +216,31 @@ class ServedEngine(RolloutEngine):
         self.wait_until(lambda: all(response.future.done() for response in responses))
         rows: list[Generated] = [response.future.result() for response in responses]
         batch = add_responses(prompts, rows, self.pad_token_id)
-        versions = torch.full_like(batch.batch["responses"], -1)
-        for i, row in enumerate(rows):
-            versions[i, : len(row.weight_versions)] = torch.tensor(row.weight_versions)
-        batch.batch["weight_versions"] = versions
+        add_weight_versions(batch, [row.weight_versions for row in rows])
         return batch
 
-    def begin(self, coroutine) -> Future:
-        """Runs it on the event loop of the requests. Its end lets wait_until look again."""
+    def turns(self, prompt_ids: list[list[int]]) -> list[int]:
+        """A turn for each prompt. Neighbours that are equal share a server, and so the prompt's keys and values."""
+        found: list[int] = []
+        for i, ids in enumerate(prompt_ids):
+            found.append(found[-1] if i and ids == prompt_ids[i - 1] else next(self._turns))
+        return found
+
+    def begin(self, coroutine, state: Callable[[], str] = lambda: "running") -> Future:
+        """Runs it on the event loop of the requests. Its end lets wait_until look again. state: what it does now."""
         future = self.servers.begin(coroutine)
-        future.add_done_callback(lambda _: self._ended.set())
+        self._running[future] = state
+        future.add_done_callback(self._end)
         return future
+
+    def _end(self, future: Future) -> None:
+        del self._running[future]
+        self._ended.set()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Waits until `done()` on every rank. What ends it must have been begun with `begin`. Where a rank has lost all
         servers meanwhile, they get the weights of the last sync anew. A collective."""
+        start = reported = time.monotonic()
         while True:
             deadline = time.monotonic() + ROUND_S
             while not done() and self._open.is_set() and (left_s := deadline - time.monotonic()) > 0:
@@ -234,6 +252,9 @@ class ServedEngine(RolloutEngine):
                 return
             if worst == 2:
                 self.load_weights(*self._given)
+            if (now := time.monotonic()) - reported >= REPORT_S:
+                report_states(now - start, [state() for state in list(self._running.values())])
+                reported = now
 
     def so_far(self, responses: list[Response]) -> list[Generated]:
         """Copies of what has been sampled before the last sync, and of responses that are complete."""
@@ -323,3 +344,11 @@ class ServedEngine(RolloutEngine):
         settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
         body = {"model": self.served_model, "prompt": prompt_ids, **NEUTRAL, **settings}
         return (await self.servers.request(url, "POST", "/v1/completions", json=body))["choices"][0]
+
+
+def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
+    """Adds weight_versions (B, T): each token's, -1 where none was sampled. rows: those of each response."""
+    versions = torch.full_like(batch.batch["responses"], -1)
+    for row, own in zip(versions, rows):
+        row[: len(own)] = torch.tensor(own)
+    batch.batch["weight_versions"] = versions

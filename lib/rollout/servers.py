@@ -10,6 +10,7 @@ import httpx
 
 from lib import InputError
 
+END_S = 10.0  # for what still runs when a run ends
 DEAD = (500, 502, 503)  # how a server answers whose engine has ended
 
 
@@ -68,5 +69,14 @@ class Servers:
         return content
 
     def close(self) -> None:
-        self.begin(self._client.aclose()).result()
+        self.begin(self._end()).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+    async def _end(self) -> None:
+        """Ends what runs on the loop: a tool may have something to release."""
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=END_S)
+        await self._client.aclose()

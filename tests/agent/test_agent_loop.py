@@ -24,11 +24,13 @@ from lib.agent import (
     agent_metrics,
     generate_multi_turn,
     get_tool_parser,
+    make_episodes,
 )
 from lib.data_proto import DataProto
 from lib.distributed import World, init_distributed, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
+from lib.rollout.served_engine import ServedEngine
 from tests.common import TOY_MODEL, run_ranks, save_tiny
 
 TEMPLATE = """\
@@ -547,12 +549,33 @@ def digits(text: str) -> list[ToolCall]:
 def random_play(engine, delay=0.0, template=TEMPLATE, n=12, T=300, **kwargs):
     how = MultiTurn(tokenizer(template), {"add": Add(delay)}, digits, max_turn_tokens=20, max_turns=5, **kwargs)
     prompts = prompts_of(how, n)
-    return how, generate_multi_turn(engine, prompts, Sampling(T), request_seeds(1, 1, list(range(n))), how)
+    return how, make_episodes(engine, how).generate(prompts, Sampling(T), request_seeds(1, 1, list(range(n))))
 
 
 @contextmanager
 def recorded(engine):
     """(context, sampled tokens) of each request of each episode, as they cross the engine's border."""
+    with recorded_samples(engine) if isinstance(engine, ServedEngine) else recorded_steps(engine) as got:
+        yield got
+
+
+@contextmanager
+def recorded_samples(engine):
+    got, sample = {}, engine.sample
+
+    async def recording_sample(prompt_ids, *args):
+        turns, context = got.setdefault(asyncio.current_task().get_name(), {}), list(prompt_ids)
+        generated = await sample(prompt_ids, *args)
+        turns[len(turns)] = (context, list(generated.token_ids), generated.log_probs)
+        return generated
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "sample", recording_sample)
+        yield got
+
+
+@contextmanager
+def recorded_steps(engine):
     asked, got, submit, step = {}, {}, engine.submit, engine.step
 
     def recording_submit(request_id, prompt_ids, *args):

@@ -100,7 +100,6 @@ OWN_BAD_FLAGS = {
         "go together": ["--adv-estimator", "gdpo"],
         "--kl-placement loss": ["--adv-estimator", "gdpo", "--reward-keys", "x", "--kl-placement", "reward"],
         "--async-level 1 needs --rollout-engine http": ["--async-level", "1"],
-        "do not run ahead": [*AHEAD, "--multi-turn.tools", "calculator"],
         "without tools and without an interaction": ["--multi-turn.max-turns", "2"],
     },
     "ppo": {

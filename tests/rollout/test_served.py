@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Future
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib import InputError
+from lib.agent import FunctionTool, MultiTurn, ToolCall, agent_loop, agent_metrics, make_episodes
 from lib.data_proto import DataProto
-from lib.distributed import World, make_mesh, shard_model
+from lib.distributed import World, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Sampling,
@@ -32,7 +34,17 @@ from lib.rollout import (
 )
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.served_weights import ServedWeights
-from tests.agent.test_agent_loop import random_play, recorded, turns_of, user_of
+from tests.agent.test_agent_loop import (
+    Hostile,
+    User,
+    prompts_of,
+    random_play,
+    recorded,
+    response_ids,
+    tokenizer,
+    turns_of,
+    user_of,
+)
 from tests.common import (
     SMALL,
     TOY_MODEL,
@@ -114,6 +126,28 @@ def test_ranks_share_a_server(server, tmp_path):
     url, path, _ = server
     (off, rows), (off2, rows2) = run_ranks(2, on_a_rank, url, path, tmp_path / "engine")
     assert max(off, off2) < 1e-4 and len(rows) == len(rows2) == 4
+
+
+def episodes_on_both(world, url, path, folder):
+    """Responses and what ended them, on the server and on vLLM in this process."""
+    served, model = build(url, path, folder, world)
+    perturb(model, 0.1)
+    sync_weights(served, model, 0, tolerance=TOLERANCE)
+    here, _ = build("vllm", path, folder, world)
+    sync_weights(here, model, 0, tolerance=TOLERANCE)
+    found = []
+    for engine in (served, here):
+        _, out = random_play(engine, interaction=user_of(1))
+        found.append(([response_ids(out, row) for row in range(len(out))], out.non_tensor_batch["num_turns"].tolist()))
+    served.close()
+    return found
+
+
+@needs_vllm
+def test_episodes_are_those_of_vllm_in_this_process(server, tmp_path):
+    url, path, _ = server
+    [(served, here)] = run_ranks(1, episodes_on_both, url, path, tmp_path / "engine")
+    assert served == here and len(set(served[1])) > 1
 
 
 def ahead(url: str, path: str, level: int) -> list[str]:
@@ -213,6 +247,51 @@ def test_two_ranks_with_rollouts_ahead(server, tmp_path):
     assert first == 0 and max(later) == 1
 
 
+TALK = """
+import asyncio
+
+from lib.agent import BaseInteraction, BaseTool
+
+
+class Client(BaseTool):
+    loop = None
+
+    def get_openai_tool_schema(self):
+        return {"type": "function", "function": {"name": "client", "description": "", "parameters": {}}}
+
+    async def create(self, instance_id):
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert self.loop is asyncio.get_running_loop()
+
+
+class TalksOn(BaseInteraction):
+    async def respond(self, messages):
+        return False, "more", 0.1, {}
+"""
+
+
+@needs_vllm
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_grpo_with_episodes_ahead(server, tmp_path, ranks):
+    """A tool's client belongs to one event loop: also while validation shares the server with the next rollout."""
+    url, path, _ = server
+    (tmp_path / "talk.py").write_text(TALK)
+    with open(SMALL[SMALL.index("--train-files") + 1]) as rows:
+        (tmp_path / "val.jsonl").write_text("".join(next(rows) for _ in range(8)))
+    args = [*ahead(url, path, 1), "--total-steps", "3", "--max-response-length", "100"]
+    args += ["--multi-turn.tools", f"{tmp_path / 'talk.py'}:Client", "calculator", "--multi-turn.parser", "hermes"]
+    args += ["--multi-turn.interaction", f"{tmp_path / 'talk.py'}:TalksOn", "--multi-turn.max-turns", "3"]
+    args += ["--multi-turn.max-turn-tokens", "12", "--val-every", "2", "--val-files", str(tmp_path / "val.jsonl")]
+    ran(fork("grpo", tmp_path, *args, ranks=ranks))
+    found = [row for row in metrics(tmp_path / "run") if "agent/turns_mean" in row]
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert all(row["async/staleness_max"] <= bound for row, bound in zip(found, [0, 1, 1]))
+    assert sum(row["async/staleness_mean"] for row in found) > 0  # some of it was ahead
+    assert all(row["agent/turns_mean"] > 2 and row["agent/finish/max_turns"] > 0 for row in found)
+    assert not any(row["agent/failed"] or row["agent/tool_errors/exception"] for row in found)
+    assert all(0.9 < row["rollout/is_weight"] < 1.1 for row in found)
+
+
 @needs_vllm
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_responses_are_what_the_loss_needs(engine_and_model, sampling):
@@ -253,6 +332,102 @@ def test_episodes_train_on_what_was_sampled(engine_and_model):
         expected = [got[name][turn] for turn in range(turns[row])]
         assert [turn[:2] for turn in turns_of(out, row)] == [turn[:2] for turn in expected]
     assert off_policy(model, out) < 1e-4
+    sampled = out.batch["response_mask"].bool()
+    assert torch.equal(out.batch["weight_versions"], torch.where(sampled, engine.version, -1))
+
+
+def always_calls(engine, tool, *, turns=3, n=6, tools_kwargs=None, **limits):
+    """Episodes whose every turn but the last calls the tool, with b by the row."""
+    how = MultiTurn(tokenizer(), {"add": tool}, lambda text: [ToolCall("add", {"a": 1, "b": 2})], **limits)
+    how = replace(how, max_turns=turns, max_turn_tokens=6)
+    prompts = prompts_of(how, n, **({} if tools_kwargs is None else {"tools_kwargs": tools_kwargs}))
+    return make_episodes(engine, how).generate(prompts, Sampling(300), request_seeds(1, 2, list(range(n))))
+
+
+@needs_vllm
+def test_a_function_that_blocks_holds_nobody_else_up(engine_and_model):
+    engine, _ = engine_and_model
+    calls, others_done = [], threading.Event()
+
+    def add(a: int, b: int, waits: bool = False) -> str:
+        """Adds.
+
+        Args:
+            a: first
+            b: second
+            waits: for all calls of the other rows
+        """
+        calls.append(waits)
+        if calls.count(False) == 5 * 3:
+            others_done.set()
+        return str(others_done.wait(20) if waits else a + b)
+
+    kwargs = [{"add": {"execute_kwargs": {"waits": row == 0}}} for row in range(6)]
+    out = always_calls(engine, FunctionTool(add), turns=4, tools_kwargs=kwargs)
+    assert out.non_tensor_batch["num_turns"].tolist() == [4] * 6
+    assert out.non_tensor_batch["messages"][0][2]["content"] == "True"
+
+
+class MoreHostile(Hostile):
+    async def execute(self, instance_id, parameters, how):
+        if how == 10:
+            raise KeyboardInterrupt  # this is not the main thread: nobody pressed Ctrl-C
+        return await super().execute(instance_id, parameters | {"b": how})
+
+
+@needs_vllm
+def test_hostile_tools_neither_hang_nor_end_the_requests(engine_and_model):
+    engine, model = engine_and_model
+    kwargs = [{"add": {"execute_kwargs": {"how": how}}} for how in range(11)]
+    out = always_calls(engine, MoreHostile(), turns=2, n=11, tools_kwargs=kwargs, tool_timeout=0.3, max_tool_output=100)
+    assert out.non_tensor_batch["num_turns"].tolist() == [2] * 11
+    said = [messages[2]["content"] for messages in out.non_tensor_batch["messages"]]
+    assert all(text.startswith("Error: ") == (row not in (3, 4)) for row, text in enumerate(said))
+    found = reduce_metrics(agent_metrics(out))
+    assert found["agent/tool_errors/timeout"] == 1
+    assert found["agent/tool_errors/exception"] == 8 + 11  # and their releases
+    assert off_policy(model, out) < 1e-4
+
+
+@needs_vllm
+def test_what_a_rollout_waits_for_is_said(engine_and_model, monkeypatch, capsys):
+    engine, _ = engine_and_model
+    monkeypatch.setattr(served_engine, "REPORT_S", 0.1)
+    monkeypatch.setattr(served_engine, "ROUND_S", 0.05)
+    kwargs = [{"add": {"execute_kwargs": {"how": 0}}}] * 3
+    always_calls(engine, MoreHostile(), turns=2, n=3, tool_timeout=0.5, tools_kwargs=kwargs)
+    assert "responses: 3 tool_calling\n" in capsys.readouterr().out
+
+
+@needs_vllm
+def test_failed_episodes_on_a_server_and_a_failed_server(engine_and_model, monkeypatch, capsys):
+    engine, _ = engine_and_model
+    monkeypatch.setattr(agent_loop, "SHOWN", set())
+    how = MultiTurn(tokenizer(), interaction=User, max_turns=3, max_turn_tokens=6)
+
+    def play(*fail_at):
+        kwargs = [{"fail_at": at} for at in fail_at]
+        prompts = prompts_of(how, len(fail_at), interaction_kwargs=kwargs)
+        return make_episodes(engine, how).generate(prompts, Sampling(200), list(range(len(fail_at))))
+
+    out = play(None, 1, 2, None)
+    assert [reason == "error" for reason in out.non_tensor_batch["finish_reason"]] == [False, True, True, False]
+    assert out.batch["response_mask"].any(1).tolist() == [True, False, False, True]
+    play(None, 1)
+    assert capsys.readouterr().out.count("RuntimeError: the environment broke") == 1
+    with pytest.raises(InputError, match=r"all 2 episodes failed(.|\n)*the environment broke"):
+        play(1, 1)
+
+    sample = engine.sample
+
+    async def refused(prompt_ids, sampling, seed, turn):
+        if seed == 1:
+            raise InputError("the server refuses it")
+        return await sample(prompt_ids, sampling, seed, turn)
+
+    monkeypatch.setattr(engine, "sample", refused)
+    with pytest.raises(InputError, match=r"^the server refuses it$"):
+        play(None, None, None)
 
 
 @needs_vllm
@@ -385,10 +560,45 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
     sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
     out = engine.collect(prompts, sampling, rows)
 
+    check_versions(model, out, old_weights, old_version)
+    mask = out.batch["response_mask"].bool()
+    assert set(out.non_tensor_batch["finish_reason"]) == {"length"} and (mask.sum(1) == T).all()
+    sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
+
+
+@needs_vllm
+def test_a_sync_in_the_midst_of_episodes(engine_and_model, monkeypatch):
+    engine, model = engine_and_model
+    settings = served_engine.vllm_settings
+    monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    n, old_version, before = 12, engine.version, generated_tokens(engine)
+    how = MultiTurn(tokenizer(), interaction=user_of(9), max_turns=4, max_turn_tokens=70)
+    prompts, sampling, episodes = prompts_of(how, n), Sampling(340), make_episodes(engine, how)
+    old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "stop_ids", [])  # a turn ends at its limit
+        responses = episodes.start(prompts, sampling, request_seeds(1, 9, list(range(n))))
+        while generated_tokens(engine) < before + 100 * n:  # in the second turn
+            time.sleep(0.01)
+        perturb(model, 0.1)
+        sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
+        out = episodes.collect(prompts, sampling, responses)
+    check_versions(model, out, old_weights, old_version)
+    assert out.non_tensor_batch["num_turns"].tolist() == [4] * n
+    for row, response in enumerate(responses):
+        assert response.future.result() is response.request and response.row.token_ids == []
+        contexts = [turn[0] for turn in turns_of(out, row)]
+        assert len(contexts) == 4  # one per turn: a sync leaves no seam
+    sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
+
+
+def check_versions(model, out, old_weights, old_version):
+    """Each token's log-prob is that of the weights of its version, and of no other. Loads the old weights."""
     versions, mask = out.batch["weight_versions"], out.batch["response_mask"].bool()
     assert torch.equal(versions >= 0, mask) and set(versions[mask].tolist()) == {old_version, old_version + 1}
     both = ((versions == old_version).any(1) & (versions == old_version + 1).any(1)).sum()
-    assert both > 0 and (versions.diff() >= 0)[mask[:, 1:]].all()
+    rows = [row[row >= 0] for row in versions]
+    assert both > 0 and all((row.diff() >= 0).all() for row in rows)
     differences = {}
     for version in (old_version + 1, old_version):
         if version == old_version:
@@ -399,8 +609,6 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
         own = difference[versions == version]
         assert own.mean() < TOLERANCE / 10 and own.max() < 0.01  # roundings of large logits: 1e-3 at most was seen
         assert difference[mask & (versions != version)].mean() > 0.1
-    assert set(out.non_tensor_batch["finish_reason"]) == {"length"} and (mask.sum(1) == T).all()
-    sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
 
 
 @needs_vllm
