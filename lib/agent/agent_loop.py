@@ -380,14 +380,15 @@ class EpisodeResponse(Response):
     """also future's result"""
 
 
-class ServedEpisodes(Episodes):
+class ServedEpisodes:
     """Episodes on vLLM servers. They run in the thread of the engine's requests, on its event loop, and so also while
     this thread trains. All rollouts share that loop, because a client that a tool keeps belongs to one loop.
 
     When new weights come, a turn that is being sampled keeps its tokens and goes on with them, as a single turn does.
     """
 
-    engine: ServedEngine
+    def __init__(self, engine: ServedEngine, settings: MultiTurn):
+        self.engine, self.settings = engine, settings
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
@@ -430,7 +431,7 @@ class ServedEpisodes(Episodes):
         return batch
 
 
-def make_episodes(engine: RolloutEngine, settings: MultiTurn) -> Episodes:
+def make_episodes(engine: SteppedEngine | ServedEngine, settings: MultiTurn) -> Episodes | ServedEpisodes:
     return ServedEpisodes(engine, settings) if isinstance(engine, ServedEngine) else Episodes(engine, settings)
 
 

@@ -17,7 +17,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
 from lib.rollout.ahead import Ahead, Order, staleness_metrics
-from lib.rollout.engine import RolloutEngine, Sampling, request_seeds
+from lib.rollout.engine import RolloutEngine, Sampling, SteppedEngine, request_seeds
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.own_servers import OwnServers, order_servers
 from lib.rollout.replay import Tape
@@ -38,7 +38,7 @@ def make_engine(
     ranks: int = 1,
     vllm_kwargs: Mapping[str, Any] | None = None,
     own: OwnServers | None = None,
-) -> RolloutEngine:
+) -> SteppedEngine | ServedEngine:
     """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
     neighbouring ranks share one vLLM engine. vllm_kwargs: its further settings. own: what "vllm" means if given."""
     if name == "hf":

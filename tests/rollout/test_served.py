@@ -271,21 +271,28 @@ class TalksOn(BaseInteraction):
 
 
 @needs_vllm
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_grpo_with_episodes_ahead(server, tmp_path, ranks):
-    """A tool's client belongs to one event loop: also while validation shares the server with the next rollout."""
+def test_grpo_with_episodes_ahead_and_a_resume(server, tmp_path):
+    """On two ranks, and then on one. A tool's client belongs to one event loop: also while validation shares the server
+    with the next rollout."""
     url, path, _ = server
     (tmp_path / "talk.py").write_text(TALK)
     with open(SMALL[SMALL.index("--train-files") + 1]) as rows:
         (tmp_path / "val.jsonl").write_text("".join(next(rows) for _ in range(8)))
-    args = [*ahead(url, path, 1), "--total-steps", "3", "--max-response-length", "100"]
+    args = [*ahead(url, path, 1), "--max-response-length", "100", "--save-every", "2"]
     args += ["--multi-turn.tools", f"{tmp_path / 'talk.py'}:Client", "calculator", "--multi-turn.parser", "hermes"]
     args += ["--multi-turn.interaction", f"{tmp_path / 'talk.py'}:TalksOn", "--multi-turn.max-turns", "3"]
     args += ["--multi-turn.max-turn-tokens", "12", "--val-every", "2", "--val-files", str(tmp_path / "val.jsonl")]
-    ran(fork("grpo", tmp_path, *args, ranks=ranks))
-    found = [row for row in metrics(tmp_path / "run") if "agent/turns_mean" in row]
-    assert [row["step"] for row in found] == [1, 2, 3]
-    assert all(row["async/staleness_max"] <= bound for row, bound in zip(found, [0, 1, 1]))
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "3", ranks=2))
+    check_episodes_ahead(tmp_path / "run", [0, 1, 1])
+    saved = tmp_path / "run/checkpoints/step_000002"
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "4", "--resume", str(saved)))
+    check_episodes_ahead(tmp_path / "run", [0, 1, 0, 1])  # at 3 all begin anew
+
+
+def check_episodes_ahead(run, staleness):
+    found = [row for row in metrics(run) if "agent/turns_mean" in row]
+    assert [row["step"] for row in found] == list(range(1, len(staleness) + 1))
+    assert all(row["async/staleness_max"] <= bound for row, bound in zip(found, staleness))
     assert sum(row["async/staleness_mean"] for row in found) > 0  # some of it was ahead
     assert all(row["agent/turns_mean"] > 2 and row["agent/finish/max_turns"] > 0 for row in found)
     assert not any(row["agent/failed"] or row["agent/tool_errors/exception"] for row in found)
