@@ -134,8 +134,8 @@ class ServedEngine(RolloutEngine):
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Gives the servers the trainer's weights. Responses in progress go on with them. A collective."""
         stream = CheckedStream(model, self.dtype)
-        self.version = None  # until the sync has succeeded
         self._on_loop(self._open.clear)
+        self.version = None  # until the sync has succeeded
         dist.barrier()
         attempts = 1
         while (failure := self._pause() or self.weights.give(stream, version)) is not None:

@@ -619,6 +619,29 @@ def check_versions(model, out, old_weights, old_version):
 
 
 @needs_vllm
+def test_requests_of_the_moment_before_a_sync_are_of_the_old_weights(engine_and_model, monkeypatch):
+    """An episode's next turn may begin at any moment."""
+    engine, model = engine_and_model
+    before, old_version, on_loop, late = generated_tokens(engine), engine.version, engine._on_loop, []
+
+    def on_loop_later(act):
+        if not late:
+            late.append(engine.begin(engine.sample([5, 6], Sampling(390, top_k=1), 1, 0)))
+            while generated_tokens(engine) == before:
+                time.sleep(0.01)
+        return on_loop(act)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_on_loop", on_loop_later)
+        patch.setattr(engine, "stop_ids", [])
+        patch.setattr(served_engine, "NEUTRAL", served_engine.NEUTRAL | {"ignore_eos": True})
+        perturb(model, 0.1)
+        sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
+        versions = late[0].result().weight_versions
+    assert versions == sorted(versions) and set(versions) == {old_version, old_version + 1}
+
+
+@needs_vllm
 def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monkeypatch):
     engine, model = engine_and_model
     monkeypatch.setattr(served_engine, "STOP_S", 0.2)
