@@ -10,6 +10,7 @@ of the row. The whole text is its prompt, position_ids start again from 0, and l
 own.
 """
 
+import copy
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -124,6 +125,9 @@ def load_multi_turn(
     known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
     if unknown := settings.keys() - known:
         raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    tokenizer = copy.deepcopy(
+        tokenizer
+    )  # on servers episodes have a thread, which must not find a data set's truncation
     limits = {name: value for name, value in settings.items() if name not in ("tools", "parser", "interaction")}
     tools, interaction = load_tools(tuple(settings.get("tools", ()))), settings.get("interaction")
     if not (tools or interaction):

@@ -24,6 +24,7 @@ from lib.agent import (
     agent_metrics,
     generate_multi_turn,
     get_tool_parser,
+    load_multi_turn,
     make_episodes,
 )
 from lib.data_proto import DataProto
@@ -354,6 +355,14 @@ def test_prompts_made_without_the_tools_are_refused():
     prompts.non_tensor_batch["raw_prompt_ids"][0] = tokenizer()("0?")["input_ids"]
     with pytest.raises(InputError, match="the same tools"):
         generate_multi_turn(Scripted(["x"], ["x"]), prompts, Sampling(9), [0, 0], how)
+
+
+def test_a_data_set_that_cuts_its_text_does_not_cut_that_of_episodes():
+    """transformers keeps the limit in the tokenizer, where another thread would find it."""
+    shared = load_tokenizer(TOY_MODEL)
+    how = load_multi_turn({"tools": ["calculator"], "parser": "hermes"}, shared, {}, 32)
+    shared("1+1", truncation=True, max_length=2)
+    assert how.tokenizer.backend_tokenizer.truncation is None
 
 
 @pytest.mark.parametrize("wrong", [{"max_turns": 0}, {"tool_timeout": 0}, {"max_turn_tokens": -1}])
