@@ -125,9 +125,7 @@ def load_multi_turn(
     known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
     if unknown := settings.keys() - known:
         raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
-    tokenizer = copy.deepcopy(
-        tokenizer
-    )  # on servers episodes have a thread, which must not find a data set's truncation
+    tokenizer = copy.deepcopy(tokenizer)  # where episodes have a thread, a data set's truncation would cut their text
     limits = {name: value for name, value in settings.items() if name not in ("tools", "parser", "interaction")}
     tools, interaction = load_tools(tuple(settings.get("tools", ()))), settings.get("interaction")
     if not (tools or interaction):

@@ -1,0 +1,199 @@
+"""One episode: the turns of the policy, and what tools or a user answer."""
+
+import asyncio
+import copy
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lib.agent.interactions import BaseInteraction
+from lib.agent.multi_turn import (
+    REFUSALS,
+    AsyncRolloutRequest,
+    FinishReason,
+    MultiTurn,
+    RequestState,
+    add_messages,
+    assistant_message,
+    call_id,
+)
+from lib.agent.tools import ToolCall, ToolResult, attempt, run_tool_call
+from lib.rollout import Generated, Sampling, turn_seed
+
+
+class Episode:
+    """Runs one request from its prompt to a finish_reason."""
+
+    def __init__(
+        self,
+        request: AsyncRolloutRequest,
+        generate: Callable[[str, list[int], Sampling, int], Awaitable[Generated]],
+        sampling: Sampling,
+        settings: MultiTurn,
+    ):
+        self.request, self.generate, self.sampling, self.settings = request, generate, sampling, settings
+        self.interaction: BaseInteraction | None = None
+        self.created: list[str] = []  # names of tools
+        self.not_created: dict[str, ToolResult] = {}  # tools whose create failed: the answer to every call
+
+    async def run(self) -> None:
+        """Raises what the parser, the template and the interaction raise."""
+        request = self.request
+        try:
+            async with asyncio.timeout(self.settings.episode_timeout) as limit:
+                await self._start()
+                reason = await self._converse()
+                if reason != FinishReason.ABORTED:
+                    request.reward(await self._final_reward())
+                request.finish_reason = reason
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            request.finish_reason = FinishReason.ABORTED
+        finally:
+            done = request.finish_reason not in (None, FinishReason.ABORTED)
+            request.state = RequestState.COMPLETED if done else RequestState.FAILED
+            for name in self.created:
+                await self._tool(name, "release")
+            if self.interaction:
+                await attempt(self.interaction.stop, timeout_s=self.settings.tool_timeout)
+
+    async def _start(self) -> None:
+        for name in self.settings.tools:
+            _, kind, what = await self._tool(name, "create")
+            if kind is None:
+                self.created.append(name)
+            else:
+                self.not_created[name] = ToolResult(f"Error: {name} did not start: {what}", error_kind=kind)
+        if self.settings.interaction:
+            self.interaction = self.settings.interaction()
+            await self._interact("start", self.request.request_id, **self.request.interaction_kwargs)
+
+    async def _converse(self) -> FinishReason:
+        request, settings = self.request, self.settings
+        while True:
+            turn, reason = await self._sample_turn()
+            if reason == "abort":
+                return FinishReason.ABORTED
+            ended, last = reason == "stop", request.num_turns == settings.max_turns
+            calls = settings.parse(turn)
+            message = assistant_message(turn, calls, settings.parse, request.metrics["tool_calls"])
+            said, finish = [*request.messages, message], None
+            if calls and request.room == 0 and not ended:
+                finish = FinishReason.LENGTH
+            elif calls and last:
+                finish = FinishReason.TOOL_CALL
+            elif calls:
+                answers = await self._call_tools(calls)
+            elif self.interaction:
+                over, answers = await self._respond(said)
+                finish = FinishReason.STOP if over else FinishReason.MAX_TURNS if last else None
+            else:
+                finish = FinishReason.STOP if ended else FinishReason.LENGTH
+            if finish is not None:
+                request.messages = said
+                return finish
+            plain = {"role": "assistant", "content": turn}
+            try:
+                fits = add_messages(request, settings, turn, ended, [[message, *answers], [plain, *answers]])
+            except REFUSALS:  # the template wants a call before each answer, and a malformed call is none
+                answers = [{"role": "user", "content": answer["content"]} for answer in answers]
+                fits = add_messages(request, settings, turn, ended, [[plain, *answers]])
+            if not fits:
+                return FinishReason.LENGTH
+
+    async def _sample_turn(self) -> tuple[str, str]:
+        """(text without the end token, the engine's finish_reason)."""
+        request, settings = self.request, self.settings
+        request.state = RequestState.RUNNING
+        limit = min(request.room, settings.max_turn_tokens or request.room)
+        sampling = replace(self.sampling, max_response_length=limit)
+        seed = turn_seed(request.seed, request.num_turns)
+        name = f"{request.request_id}-{request.num_turns}"
+        sampled = await self.generate(name, request.context, sampling, seed)
+        request.append(sampled.token_ids, sampled.log_probs, sampled.weight_versions)
+        request.num_turns += 1
+        ids = sampled.token_ids[:-1] if sampled.finish_reason == "stop" else sampled.token_ids
+        text = settings.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text, sampled.finish_reason
+
+    async def _call_tools(self, calls: list[ToolCall]) -> list[dict]:
+        """Runs the calls and returns their messages. One after the other: a later call may build on an earlier one."""
+        request, settings = self.request, self.settings
+        request.state = RequestState.TOOL_CALLING
+        instance_ids = dict.fromkeys(settings.tools, request.request_id)
+        answers = []
+        for i, call in enumerate(calls):
+            start = time.monotonic()
+            if i >= settings.max_tool_calls:
+                result = ToolResult(f"Error: only the first {settings.max_tool_calls} calls of a turn are run")
+                request.metrics["too_many"] += 1
+            elif call.name in self.not_created:
+                result = self.not_created[call.name]
+            else:
+                result = await run_tool_call(
+                    settings.tools,
+                    call,
+                    instance_ids,
+                    settings.tool_timeout,
+                    settings.max_tool_output,
+                    settings.truncate,
+                    request.tools_kwargs,
+                )
+            answer = {"role": "tool", "name": call.name, "tool_call_id": call_id(request.metrics["tool_calls"])}
+            answers.append(answer | {"content": settings.defused(result.text)})
+            request.reward(result.reward)
+            request.metrics.update({"tool_calls": 1, "tool_seconds": time.monotonic() - start})  # adds, as a Counter
+            request.metrics.update({f"tool/{key}": value for key, value in result.metrics.items()})
+            if result.error_kind is not None:
+                request.metrics[result.error_kind] += 1
+        return answers
+
+    async def _respond(self, messages: list[dict]) -> tuple[bool, list[dict]]:
+        """(whether the episode is over, the user's message)."""
+        self.request.state = RequestState.INTERACTING
+        over, text, reward, metrics = await self._interact("respond", copy.deepcopy(messages))
+        self.request.reward(reward)
+        for key, value in metrics.items():
+            self.request.metrics[f"interaction/{key}"] = value
+        return over, [{"role": "user", "content": self.settings.defused(text)}]
+
+    async def _final_reward(self) -> float:
+        """The sum of the tools' calc_reward and the interaction's score."""
+        total = 0.0
+        for name in self.created:
+            reward, kind, _ = await self._tool(name, "calc_reward")
+            if isinstance(reward, int | float) and math.isfinite(reward):
+                total += reward
+            elif kind is None:
+                self.request.metrics["exception"] += 1
+        return total + (await self._interact("score") if self.interaction else 0.0)
+
+    async def _tool(self, name: str, method: str) -> tuple[Any, str | None, str]:
+        """Calls `attempt` on the tool's create, calc_reward or release, with the row's kwargs, and counts failures."""
+        function = getattr(self.settings.tools[name], method)
+        kwargs = (self.request.tools_kwargs.get(name) or {}).get(f"{method}_kwargs") or {}
+        request_id, timeout_s = self.request.request_id, self.settings.tool_timeout
+        value, kind, what = await attempt(partial(function, request_id, **kwargs), timeout_s=timeout_s)
+        if kind is not None:
+            self.request.metrics[kind] += 1
+        return value, kind, what
+
+    async def _interact(self, method: str, *args, **kwargs) -> Any:
+        """Calls the interaction's method. What it raises keeps its traceback, which `attempt` would drop."""
+        raised = []
+
+        async def call():
+            try:
+                return await getattr(self.interaction, method)(*args, **kwargs)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        value, kind, what = await attempt(call, timeout_s=self.settings.tool_timeout)
+        if kind is not None:
+            raise raised[0] if raised else RuntimeError(f"the interaction's {method}: {kind}: {what}")
+        return value
