@@ -8,6 +8,7 @@ from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,7 @@ from lib.rollout import (
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.served_weights import ServedWeights
 from tests.agent.test_agent_loop import (
+    Add,
     Hostile,
     User,
     prompts_of,
@@ -394,6 +396,34 @@ def test_hostile_tools_neither_hang_nor_end_the_requests(engine_and_model):
     assert found["agent/tool_errors/timeout"] == 1
     assert found["agent/tool_errors/exception"] == 8 + 11  # and their releases
     assert off_policy(model, out) < 1e-4
+
+
+@needs_vllm
+def test_an_episode_out_of_time_on_a_server(engine_and_model):
+    engine, _ = engine_and_model
+    _, out = random_play(engine, delay=3.0, episode_timeout=1.0)
+    aborted = torch.tensor([reason == "abort" for reason in out.non_tensor_batch["finish_reason"]])
+    assert aborted.any() and torch.equal(out.batch["response_mask"].any(1), ~aborted)
+
+
+@needs_vllm
+def test_the_end_of_a_run_releases_tools(engine_and_model, server, tmp_path):
+    url, path, _ = server
+    engine, _ = build(url, path, tmp_path / "engine")
+    engine.version = 0
+    tool = Add(delay=1000.0)
+    how = MultiTurn(tokenizer(), {"add": tool}, lambda text: [ToolCall("add", {"a": 1, "b": 2})], max_turn_tokens=6)
+    responses = make_episodes(engine, how).start(prompts_of(how, 3), Sampling(200), [1, 2, 3])
+    while {response.request.state.value for response in responses} != {"tool_calling"}:
+        time.sleep(0.01)
+    engine.close()
+    assert [kind for kind, *_ in tool.log].count("release") == 3
+
+
+def test_equal_prompts_share_a_server():
+    engine = ServedEngine.__new__(ServedEngine)
+    engine._turns = count()
+    assert engine.turns([[1], [1], [2], [2], [1]]) == [0, 0, 1, 1, 2]
 
 
 @needs_vllm
