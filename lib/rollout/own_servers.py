@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,16 +51,17 @@ STEADY_S = 600.0
 LAST_WORDS_S = 10.0  # for the training ranks to end the job with a server's failure
 PIECE = 4 << 20  # bytes of a value in the store, which takes 8 MiB at most
 OF_THE_LAUNCHER = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|PET|ACCELERATE)_.*")
-GUARD = f"""
+ERROR = re.compile(r"(?:\(.+? pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?([\w.]+(?:Error|Exception): .+)")  # in vLLM's log
+GUARD = """
 exec 3<&0
 (
     ( read -r _
       kill -TERM $$
-      for _ in $(seq {10 * GRACE_S}); do kill -0 $$ || break; sleep 0.1; done
+      for _ in $(seq $((10 * $0))); do kill -0 $$ || break; sleep 0.1; done
       kill -KILL -$$ ) <&3 3<&- > /dev/null 2>&1 &
 )
 exec "$@" < /dev/null 3<&-
-"""  # $$ is the process that becomes the server; the guard is nobody's child
+"""  # $0: GRACE_S. $$: the process that becomes the server. The guard is nobody's child
 
 
 class OwnServers:
@@ -170,7 +172,13 @@ def serve(world: World, tensor_parallel_size: int) -> NoReturn:
         while place > 0 or not store.check(["order"]):
             _serving(store, "waiting for the training ranks")
         order = json.loads(store.get("order"))
-        _write_files(order, store)
+        try:
+            _write_files(order, store)
+        except OSError as error:
+            raise InputError(
+                f"--rollout-gpus: {order['folder']} cannot be written on {socket.gethostname()}: {error.strerror}; "
+                "give an --output-dir that all nodes have"
+            ) from error
         server = Server(number, order, _environment(world, tensor_parallel_size), _own_address())
         try:
             keep_running(server, store, order["start_s"])
@@ -241,7 +249,7 @@ class Server:
         with self.log.open("a") as log:
             self._log_begins = log.tell()
             self.process = subprocess.Popen(
-                ["sh", "-c", GUARD, "sh", *self.command],
+                ["sh", "-c", GUARD, str(GRACE_S), *self.command],
                 stdin=read,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -276,7 +284,7 @@ class Server:
         with self.log.open(errors="replace") as log:
             log.seek(self._log_begins)
             lines = [line for line in map(str.strip, log) if line]
-        errors = (found[0] for line in lines if (found := re.search(r"\b[\w.]*(Error|Exception): .+", line)))
+        errors = (found[1] for line in lines if (found := ERROR.match(line)))
         return f"{ended}{'' if was_healthy else ' before it could serve'}: {next(errors, (lines or ['no word'])[-1])}"
 
     def _answers(self) -> bool:
@@ -345,7 +353,14 @@ def _own_address() -> str:
     """Where this node's servers listen: loopback if the job has one node, else the address towards rank 0."""
     if is_on_one_node():
         return "127.0.0.1"
-    return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    host = os.environ["MASTER_ADDR"]
+    address = address_towards(host, int(os.environ["MASTER_PORT"]))
+    if ip_address(address).is_loopback:
+        raise InputError(
+            f"--rollout-gpus: {host}, rank 0's address, is loopback on {socket.gethostname()}: other nodes would not "
+            "reach a server there; give torchrun --local-addr with this node's address"
+        )
+    return address
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -1,0 +1,400 @@
+"""Servers of a job's own (--rollout-gpus). No process of a job outlives it, however it ends, and a server that dies
+comes back: with real processes and launchers, and a stand-in for vLLM's server. vLLM itself runs once."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import grpo
+from lib import InputError
+from lib.args import RENAMED
+from lib.cli.flags import parse_flags
+from lib.distributed import World, init_distributed
+from lib.rollout import OwnServers, own_servers, serve
+from tests.common import (
+    ONE_NODE,
+    ROOT,
+    SMALL,
+    command,
+    environment,
+    fork,
+    free_port,
+    metrics,
+    ran,
+    rollouts,
+    skip_without_vllm,
+)
+from tests.distributed.test_waits import exit_code, start, start_ranks, store  # noqa: F401  two fixtures
+from tests.scripts.test_launch_files import LAUNCH, two_nodes  # noqa: F401  a fixture
+from tests.scripts.test_scripts import saved
+
+WAIT_S = 60  # for what has to come in that time at the latest
+MARK = "PLAINRL_TEST_JOB"
+STAND_IN = """
+import http.server, json, os, signal, subprocess, sys, yaml
+config = yaml.safe_load(open(sys.argv[sys.argv.index("--config") + 1]))
+if "fails" in config:
+    print("(EngineCore pid=1) ERROR 11-22 10:00:00 [core.py:1] ValueError: out of luck")
+    sys.exit("RuntimeError: see the root cause above")
+subprocess.Popen(["sleep", "1000"])  # as an engine's process, which a kill leaves behind
+if "stubborn" in config:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if "sick" in config else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps([os.getpid(), dict(os.environ)]).encode())
+    def log_message(self, *_):
+        pass
+http.server.HTTPServer((config["host"], config["port"]), Health).serve_forever()
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """(folder with the stand-in, the job's mark in the environment of what its processes start)."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
+    return tmp_path, mark
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """Those that were started with this mark and live."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_none_left(mark: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while left := processes_of(mark):
+        assert time.monotonic() < deadline, [process.cmdline() for process in left]
+        time.sleep(0.05)
+
+
+def servers_of(engine_ranks: int, folder: Path, settings: dict, start_s: float = WAIT_S) -> tuple[OwnServers, World]:
+    """On a training rank; an engine rank does not come back."""
+    own_servers.PROGRAM = [str(folder / "stand_in.py")]
+    world = init_distributed(WAIT_S, engine_ranks=engine_ranks)
+    if world.rank >= world.size:
+        serve(world, settings.get("tensor_parallel_size", 1))
+    own = OwnServers(engine_ranks // settings.get("tensor_parallel_size", 1), start_s)
+    own.order(folder, settings)
+    return own, world
+
+
+def asked(url: str) -> tuple[int, dict]:
+    """The process and the environment of a stand-in."""
+    pid, env = httpx.get(url).json()
+    return pid, env
+
+
+def await_file(file: Path) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- ranks that are forked from this process, which has the job's store as a launcher has it ------
+
+
+def on_one_node(monkeypatch, ranks: int) -> int:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    return ranks
+
+
+def train(args) -> None:
+    how, folder, settings = args
+    own, world = servers_of(1, folder, settings)
+    [url] = own.urls()
+    assert url.startswith("http://127.0.0.1:") and own.starts() == [1]
+    asked(url)
+    dist.barrier()
+    (folder / "runs").touch()
+    if how == "mistake" and world.rank == 1:
+        raise InputError("found late")
+    if how != "end":
+        signal.pause()
+
+
+@pytest.mark.parametrize("how", ["end", "mistake", "interrupt", "kill rank 0", "kill the engine rank"])
+def test_no_server_outlives_its_job(job, start_ranks, monkeypatch, how):  # noqa: F811
+    """Of two ranks that train and one with a server, which also has a process of its own."""
+    folder, mark = job
+    monkeypatch.setattr(own_servers, "GRACE_S", 1)
+    ranks = start_ranks(on_one_node(monkeypatch, 3), train, (how, folder, {"stubborn": "engine" in how}))
+    await_file(folder / "runs")
+    assert how == "end" or len(processes_of(mark)) == 3  # server, its child, guard; the kernel knows no mark of a fork
+    if how == "interrupt":
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGINT)
+    if how in ("mistake", "kill rank 0"):
+        if how == "mistake":
+            assert exit_code(ranks[1]) == 2
+        else:
+            ranks[0].kill()
+        for rank in ranks:  # as the launcher does then
+            rank.terminate()
+    if how == "kill the engine rank":
+        ranks[2].kill()
+    expected = {"end": [0, 0, 0], "interrupt": [130, 130, 130]}
+    if how in expected:
+        assert [exit_code(rank) for rank in ranks] == expected[how]
+    assert_none_left(mark)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fails": True}, "ended with exit code 1 before it could serve: ValueError: out of luck"),
+        ({"sick": True}, "did not answer in time before it could serve: no word"),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_a_server_that_does_not_start_is_one_line(job, start_ranks, monkeypatch, settings, message):  # noqa: F811
+    folder, mark = job
+    monkeypatch.setattr(own_servers, "LAST_WORDS_S", 0.5)
+
+    def main(_):
+        own, _ = servers_of(1, folder, settings, start_s=2 if "sick" in settings else WAIT_S)
+        own.urls()
+
+    ranks = start_ranks(on_one_node(monkeypatch, 2), main)
+    assert [exit_code(rank) for rank in ranks] == [2, 2]
+    *_, line = (folder / "0").read_text().splitlines()
+    assert line.startswith("error: vLLM server 0 (http://127.0.0.1:") and message in line
+    assert line.endswith(f"; its log: {folder / 'server_0.log'}")
+    assert_none_left(mark)
+
+
+def test_a_killed_server_starts_again_at_its_url_and_not_for_ever(job, start_ranks, monkeypatch):  # noqa: F811
+    """Its children go with it. What was healthy for long begins a new row of restarts."""
+    folder, mark = job
+
+    def kill(own, url) -> int:
+        [before], (pid, _) = own.starts(), asked(url)
+        child = psutil.Process(pid).children()[0]
+        os.kill(pid, signal.SIGKILL)
+        while own.starts() == [before]:
+            time.sleep(0.01)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        return own.starts()[0]
+
+    def main(steady):
+        own_servers.STEADY_S = 0 if steady else WAIT_S
+        own, _ = servers_of(1, folder, {})
+        [url] = own.urls()
+        assert [kill(own, url) for _ in range(3)] == [2, 3, 4] and own.urls() == [url]
+        assert kill(own, url) == 5
+
+    ranks = start_ranks(on_one_node(monkeypatch, 2), main, True)
+    assert [exit_code(rank) for rank in ranks] == [0, 0]
+    said = (folder / "1").read_text().splitlines()
+    assert len(said) == 4 and all("ended with exit code -9" in line and "(1 of 3)" in line for line in said)
+    monkeypatch.setattr(own_servers, "LAST_WORDS_S", 0.5)
+    ranks = start_ranks(2, main, False)
+    assert [exit_code(rank) for rank in ranks] == [2, 2]
+    assert re.search(r"exit code -9: .*; it was started 3 times in a row before; its log", (folder / "0").read_text())
+    assert_none_left(mark)
+
+
+def test_two_servers_of_two_ranks_have_no_launcher(job, start_ranks, monkeypatch):  # noqa: F811
+    """Nothing in the servers' environment makes them ranks of the job."""
+    folder, mark = job
+
+    def main(_):
+        own, _ = servers_of(4, folder, {"tensor_parallel_size": 2})
+        urls = own.urls()
+        (_, env), (_, env1) = map(asked, urls)
+        assert len(set(urls)) == 2 and own.starts() == [1, 1] and env.keys() == env1.keys()
+        words = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
+        assert not [name for name in env for word in words if word in name]
+        assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["PYTHONPATH"].startswith(str(ROOT))
+
+    ranks = start_ranks(on_one_node(monkeypatch, 5), main)
+    assert [exit_code(rank) for rank in ranks] == [0] * 5
+    assert_none_left(mark)
+
+
+def test_a_server_has_the_gpus_of_its_ranks(monkeypatch):
+    world = World(6, 4, torch.device("cuda", 2))
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a,GPU-b")
+    assert own_servers._environment(world, 2)["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert own_servers._environment(world, 1)["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+def test_the_model_reaches_nodes_that_do_not_see_the_folder(tmp_path, monkeypatch):
+    """A tokenizer may be larger than what the store takes in one value."""
+    box = dist.HashStore()
+    monkeypatch.setattr(own_servers, "job_store", lambda: box)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    model, here = tmp_path / "model", tmp_path.rename(tmp_path.with_name("here"))
+    contents = {"config.json": b"{}", "tokenizer.json": os.urandom(own_servers.PIECE + 1), "more/empty": b""}
+    for name, content in contents.items():
+        (here / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "model" / name).write_bytes(content)
+    OwnServers(1, 0).order(here, {})
+    order = json.loads(box.get("order")) | {"folder": str(tmp_path)}
+    own_servers._write_files(order, box)
+    assert {name: (model / name).read_bytes() for name in contents} == contents
+    assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == len(contents)
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+PROBE = """
+import sys, pathlib
+from lib.distributed import run
+from tests.rollout.test_own_servers import train
+run(train, ("wait", pathlib.Path(sys.argv[1]), {}))
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """By what happens: launcher, folder, mark. All at once, for the time that they take to start."""
+    jobs = {}
+    for name in ("launcher", "rank 0", "Ctrl-C"):
+        folder, mark = tmp_path_factory.mktemp("job"), uuid.uuid4().hex
+        (folder / "stand_in.py").write_text(STAND_IN)
+        (folder / "probe.py").write_text(PROBE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(MARK, mark)
+            patch.setenv("GPUS", "3")
+            arguments = ["env", "GPUS=3", *ONE_NODE[2:], str(folder / "probe.py"), str(folder)]
+            jobs[name] = start(["setsid", *arguments], folder / "log"), folder, mark
+    return jobs
+
+
+@pytest.mark.parametrize("who", ["launcher", "rank 0", "Ctrl-C"])
+def test_nothing_outlives_a_launcher_or_its_ranks(jobs, who):
+    launcher, folder, mark = jobs[who]
+    await_file(folder / "runs")
+    assert len(processes_of(mark)) >= 1 + 3 + 3  # launcher, ranks, server with its child and its guard
+    if who == "launcher":
+        launcher.kill()
+    elif who == "rank 0":
+        [rank] = [p for p in psutil.Process(launcher.pid).children() if p.environ()["RANK"] == "0"]
+        rank.kill()
+    else:  # the terminal's, to the foreground processes: the launcher's ranks have sessions of their own
+        os.killpg(launcher.pid, signal.SIGINT)
+    assert launcher.wait(WAIT_S) != 0
+    assert_none_left(mark)
+
+
+# ---- two nodes -----------------------------------------------------------------------------------
+
+TWO_NODES = """
+import json, os, pathlib, sys
+from lib.distributed import run
+from tests.rollout.test_own_servers import asked, servers_of
+def main(folder):
+    own, world = servers_of(1, folder, {})
+    [url] = own.urls()
+    (folder / "seen").write_text(json.dumps([url, os.environ["GROUP_RANK"], asked(url)[1][os.environ["MARK"]]]))
+run(main, pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_the_last_node_is_the_engine(job, two_nodes):  # noqa: F811
+    """Its server listens on the address between the nodes, and nowhere else."""
+    folder, mark = job
+    (folder / "probe.py").write_text(TWO_NODES)
+    more = {"GPUS": "1", "PORT": str(free_port()), "PYTHONPATH": str(ROOT), "MARK": MARK}
+    arguments = [*two_nodes, str(LAUNCH / "torchrun_nodes.sh"), str(folder / "probe.py"), str(folder)]
+    ran(subprocess.run(arguments, env=environment() | more, capture_output=True, text=True, timeout=200))
+    url, trainer, seen = json.loads((folder / "seen").read_text())
+    assert (trainer, seen) == ("0", mark)
+    if "unshare" in two_nodes:
+        assert url.startswith("http://10.77.0.2:")
+    assert_none_left(mark)
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        ("2", {"WORLD_SIZE": "2"}, "--rollout-gpus 2: of 2 ranks at least one must train: at most 1"),
+        ("8 --dry-run 8", {}, "--rollout-gpus 8: of 8 ranks at least one must train: at most 7"),
+        (
+            "3 --rollout-tensor-parallel-size 2",
+            {"WORLD_SIZE": "7"},
+            "--rollout-tensor-parallel-size 2: --rollout-gpus 3 must be a multiple of it",
+        ),
+        (
+            "4 --rollout-tensor-parallel-size 2",  # training ranks 0, 1; servers on 2, 3 and 4, 5; nodes of three ranks
+            {"WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1"},
+            "a server would be on two nodes, as 1 of the --rollout-gpus 4 are on the nodes before this one",
+        ),
+        ("3 --prompts-per-step 9", {"WORLD_SIZE": "5"}, "9 / (2 x 1) = 4.5"),
+    ],
+)
+def test_flags_that_make_no_sense_are_one_line(monkeypatch, flags, environ, message):
+    """For those of a single process see BAD_FLAGS of tests/cli/test_args.py."""
+    for name, value in ({"RANK": "0"} | environ if environ else {}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError) as refused:
+        parse_flags(grpo.Args, ["--rollout-gpus", *flags.split()], RENAMED)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_servers_mean_vllm_with_the_whole_gpu(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    rollout = parse_flags(grpo.Args, ["--rollout-gpus", "4", "--async-level", "1"], RENAMED).rollout
+    assert (rollout.rollout_engine, rollout.gpu_share) == ("vllm", 0.9)
+    beside = parse_flags(grpo.Args, ["--rollout-engine", "vllm"], RENAMED).rollout
+    assert beside.gpu_share == 0.4
+
+
+def test_a_dry_run_counts_the_gpus_that_train(tmp_path):
+    """Beside no engine: what vLLM takes is on the others."""
+    said = ran(fork("grpo", tmp_path, "--dry-run", "8", "--rollout-gpus", "4")).stdout
+    assert "256 responses a step on 4 rank(s) of cpu (and 4 vLLM server(s) on 4 more)" in said
+    assert "vLLM   " not in said
+    assert "vLLM   " in ran(fork("grpo", tmp_path, "--dry-run", "4", "--rollout-engine", "vllm")).stdout
+
+
+# ---- vLLM ----------------------------------------------------------------------------------------
+
+
+def test_a_job_with_its_own_server_trains_as_with_an_engine_in_process(tmp_path):
+    """At level 0, two ranks and a server: bit for bit the same tokens, log-probs, rewards, metrics and weights."""
+    skip_without_vllm()
+    mark, args = uuid.uuid4().hex, [*SMALL, "--total-steps", "3", "--save-every", "3", "--save-rollouts", "all"]
+    launcher = ["env", "GPUS=3", f"{MARK}={mark}", *ONE_NODE[2:]]
+    arguments = command("grpo", tmp_path, *args, "--run-name", "own", "--rollout-gpus", "1", launcher=launcher)
+    ran(subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=400))
+    assert_none_left(mark)
+    ran(fork("grpo", tmp_path, *args, "--run-name", "inside", "--rollout-engine", "vllm", ranks=2))
+    own, inside = tmp_path / "own", tmp_path / "inside"
+    assert metrics(own) == metrics(inside)
+    ours, theirs = rollouts(own), rollouts(inside)
+    assert ours.keys() == theirs.keys() and len(ours) == 3 * 32
+    for key, row in ours.items():
+        del row["weight_versions"]
+        assert {name for name in row if row[name] != theirs[key][name]} == set()
+    ours, theirs = (saved(run / "checkpoints/step_000003") for run in (own, inside))
+    assert ours == theirs
