@@ -381,20 +381,28 @@ def test_a_dry_run_counts_the_gpus_that_train(tmp_path):
 
 
 def test_a_job_with_its_own_server_trains_as_with_an_engine_in_process(tmp_path):
-    """At level 0, two ranks and a server: bit for bit the same tokens, log-probs, rewards, metrics and weights."""
+    """At level 0, two ranks and a server: bit for bit the same tokens, log-probs, rewards, metrics and weights. Also
+    where the server is killed in the midst: what it had not answered is sampled again with the same seeds."""
     skip_without_vllm()
-    mark, args = uuid.uuid4().hex, [*SMALL, "--total-steps", "3", "--save-every", "3", "--save-rollouts", "all"]
+    own, inside = tmp_path / "own", tmp_path / "inside"
+    mark, args = uuid.uuid4().hex, [*SMALL, "--total-steps", "5", "--save-every", "5", "--save-rollouts", "all"]
     launcher = ["env", "GPUS=3", f"{MARK}={mark}", *ONE_NODE[2:]]
     arguments = command("grpo", tmp_path, *args, "--run-name", "own", "--rollout-gpus", "1", launcher=launcher)
-    ran(subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=400))
+    process = start(arguments, tmp_path / "log")
+    while not (own / "metrics.jsonl").exists() or not metrics(own):
+        assert process.poll() is None, (tmp_path / "log").read_text()[-5000:]
+        time.sleep(0.02)
+    [server] = [p for p in processes_of(mark) if p.cmdline()[1:3] == own_servers.PROGRAM]
+    server.kill()
+    assert process.wait(400) == 0, (tmp_path / "log").read_text()[-5000:]
     assert_none_left(mark)
+    assert metrics(own, timings=True)[-1]["perf/server_restarts"] == 1
     ran(fork("grpo", tmp_path, *args, "--run-name", "inside", "--rollout-engine", "vllm", ranks=2))
-    own, inside = tmp_path / "own", tmp_path / "inside"
     assert metrics(own) == metrics(inside)
     ours, theirs = rollouts(own), rollouts(inside)
-    assert ours.keys() == theirs.keys() and len(ours) == 3 * 32
+    assert ours.keys() == theirs.keys() and len(ours) == 5 * 32
     for key, row in ours.items():
         del row["weight_versions"]
         assert {name for name in row if row[name] != theirs[key][name]} == set()
-    ours, theirs = (saved(run / "checkpoints/step_000003") for run in (own, inside))
+    ours, theirs = (saved(run / "checkpoints/step_000005") for run in (own, inside))
     assert ours == theirs
