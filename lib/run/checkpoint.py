@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from itertools import chain, groupby
 from pathlib import Path
@@ -97,7 +98,8 @@ def save_checkpoint(
     }
     trainer_json = _exact_json(trainer)  # before anything is written
     group = _background_group(dist.group.WORLD)
-    state = DefaultStager(StagingOptions(False, False, False, False)).stage(_state_to_save(models))  # a copy
+    pinned = any(next(module.parameters()).is_cuda for module, _ in models.values())
+    state = (_pinned_stager() if pinned else DefaultStager(NOT_PINNED)).stage(_state_to_save(models))  # a copy
     rng_state = _rng_state()
     hashes: dict[str, str] = {}  # hashes of the shards' files
     batches = {name: batch[np.arange(len(batch))] for name, batch in (batches or {}).items() if rank == 0}
@@ -158,6 +160,18 @@ def save_checkpoint(
     saving = writer.submit(write)
     writer.shutdown(wait=False)
     return saving
+
+
+NOT_PINNED = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+
+
+@cache
+def _pinned_stager() -> DefaultStager:
+    """Its memory stays for all saves, since to pin it takes longer than to copy. A GPU copies into it several times
+    faster."""
+    return DefaultStager(replace(NOT_PINNED, use_pinned_memory=True, use_non_blocking_copy=True))
 
 
 def newest_complete(checkpoint_dir: Path) -> Path | None:
