@@ -23,9 +23,11 @@ from lib.model.packing import of_responses
 
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
-# How torch.compile compiles the part of LinearLogProbs behind its matrix product, by the type of device. The options
-# keep the order of a row's sums the same for any number of rows: a run that is resumed may begin with another one.
-COMPILE: dict[str, dict] = {"cuda": {"options": {"split_reductions": False, "dynamic_scale_rblock": False}}}
+# How torch.compile compiles what follows the matrix product of LinearLogProbs, by the type of device. The first two
+# options keep the order of a row's sums the same for any number of rows: a resumed run may begin with another number.
+# The third: maximum and sum in one loop save nothing where the entropy needs another loop, and cost exponentials.
+OPTIONS = {"split_reductions": False, "dynamic_scale_rblock": False, "online_softmax": False}
+COMPILE: dict[str, dict] = {"cuda": {"options": OPTIONS}}
 CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort all takes ten times as long
 
 
