@@ -7,6 +7,8 @@
 Each run is a process of its own, with one thread, and does the same: a random Llama of 0.66 M parameters in float32,
 prompts, group size, temperature 1, one optimizer update a step, no KL term, no importance-sampling correction, no
 validation, no checkpoint, scores from the training process; for TRL no gradient checkpointing, which it has by default.
+With vLLM TRL stands twice: trl samples in float32, as grpo.py does; trl_bfloat16 is TRL as it comes. It names no dtype,
+and for a float32 model vLLM takes its platform's first choice, on a CPU bfloat16, while the trainer stays in float32.
 Both programs compute the same tokens, because the model counts down: the last token of a prompt is a state 1 to 256,
 after state s come state s - 1 (one of its two tokens, sampled) and so on, after 1 the end. So a response has as many
 tokens as its prompt says, in both, which is checked in every step. Micro-batches: of grpo.py 16384 tokens, 4096 where
@@ -18,7 +20,8 @@ that is as fast; of TRL, which counts rows, as many as was fastest of 8, 16, 32,
     update    forward, backward, optimizer (in grpo.py timing_s/update)
 
 All are medians over the steps of all runs but the first steps of each run. peak_mib is the process's largest resident
-set, start-up included. ratio is TRL's figure over grpo.py's: above 1 where grpo.py needs less.
+set, start-up included. ratio is TRL's figure over grpo.py's: above 1 where grpo.py needs less; ratio_bfloat16 that of
+trl_bfloat16.
 """
 
 import json
@@ -181,8 +184,12 @@ def run_plainrl(folder: Path, setting: Setting, steps: int, flags: str) -> tuple
     ], peak
 
 
-def run_trl(folder: Path, setting: Setting, steps: int, engine: str) -> tuple[list[dict], float]:
+def run_trl(
+    folder: Path, setting: Setting, steps: int, engine: str, dtype: str = "float32"
+) -> tuple[list[dict], float]:
+    """dtype: that of vLLM; all else is in float32."""
     command = [sys.executable, "-m", "benchmarks.vs_trl", "trl", "--folder", str(folder), "--engine", engine]
+    command += ["--dtype", dtype]
     command += ["--prompts", str(len(setting.response_lengths)), "--prompt-length", str(setting.prompt_length)]
     command += ["--response-length", str(max(setting.response_lengths))]
     command += ["--micro-batch-rows", str(setting.trl_rows), "--steps", str(steps)]
@@ -193,6 +200,7 @@ def run_trl(folder: Path, setting: Setting, steps: int, engine: str) -> tuple[li
 def train_with_trl(
     folder: Path,
     engine: Literal["hf", "vllm"],
+    dtype: str,
     prompts: int,
     prompt_length: int,
     response_length: int,
@@ -233,7 +241,7 @@ def train_with_trl(
     if engine == "vllm":  # with what grpo.py's engine has on a CPU, no compilation and 1 GiB of KV cache
         torch.compiler.set_stance("force_eager")
         generation = trl.generation.vllm_generation
-        generation.LLM = partial(generation.LLM, enforce_eager=True, kv_cache_memory_bytes=1 << 30)
+        generation.LLM = partial(generation.LLM, dtype=dtype, enforce_eager=True, kv_cache_memory_bytes=1 << 30)
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=micro_batch_rows,
@@ -350,8 +358,13 @@ def compare(
             flags = f"--rollout-engine {engine} --micro-batch-tokens {SETTINGS[name].tokens}"
             programs = {"plainrl": partial(run_plainrl, flags=flags)}
             programs |= {"trl": partial(run_trl, engine=engine)}
+            if engine == "vllm":
+                programs |= {"trl_bfloat16": partial(run_trl, engine=engine, dtype="bfloat16")}
             results = in_turns(SETTINGS[name], programs, rounds, steps)
-            results["ratio"] = {metric: results["trl"][metric] / results["plainrl"][metric] for metric in METRICS}
+            ours = results["plainrl"]
+            for theirs in list(programs)[1:]:
+                ratios = {metric: results[theirs][metric] / ours[metric] for metric in METRICS}
+                results[theirs.replace("trl", "ratio")] = ratios
             sizes = {
                 "trl_version": version("trl"),
                 "trl_rows": SETTINGS[name].trl_rows,

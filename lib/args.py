@@ -364,6 +364,8 @@ class RunArgs(Group):
     0: none"""
     export_model: Annotated[bool, MAY_CHANGE] = True
     """after the last step save the policy in Hugging Face form to <run>/model"""
+    export_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], MAY_CHANGE] = "auto"
+    """of that model's weights; auto: --compute-dtype's, in which rollouts were sampled"""
     track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], MAY_CHANGE] = ()
     """log to these too; metrics.jsonl is always written. trackio is a package that you install"""
     profile_steps: Annotated[tuple[int, ...], Ge(1), NOT_COMPARED] = ()

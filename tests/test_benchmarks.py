@@ -48,9 +48,12 @@ def test_the_skewed_lengths_are_those_of_the_docstring():
     assert max(lengths) == 128 and sum(n < 20 for n in lengths) == 8
 
 
-def test_grpo_and_trl_are_compared(tmp_path):
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_grpo_and_trl_are_compared(engine, tmp_path):
     pytest.importorskip("trl", reason="TRL has a virtual environment of its own")
-    compare(("toy",), ("hf",), rounds=1, steps=1, output=tmp_path / "vs_trl.json")
-    record = json.loads((tmp_path / "vs_trl.json").read_text())["toy/hf"]
+    compare(("toy",), (engine,), rounds=1, steps=1, output=tmp_path / "vs_trl.json")
+    record = json.loads((tmp_path / "vs_trl.json").read_text())[f"toy/{engine}"]
     assert record["trl_version"] and record["rows"] == 16
-    assert all(record["ratio"][key] == record["trl"][key] / record["plainrl"][key] > 0 for key in METRICS)
+    for suffix in ["", "_bfloat16"] if engine == "vllm" else [""]:
+        ratio, theirs = record[f"ratio{suffix}"], record[f"trl{suffix}"]
+        assert all(ratio[key] == theirs[key] / record["plainrl"][key] > 0 for key in METRICS)

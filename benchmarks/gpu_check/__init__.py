@@ -3,7 +3,7 @@
     hardware     versions, the driver, the ceilings of the GPU and its host
     numerics     packed_sdpa and varlen against the padded eager model: log-probs, entropies, gradients; LoRA in bf16
     attention    the speed of varlen, packed_sdpa, windows, cuDNN's SDPA
-    log_probs    LinearLogProbs by its chunk, liger-kernel beside it
+    log_probs    LinearLogProbs by its chunk; uncompiled, compiled, and liger-kernel beside it
     update       MFU of an update (forward, backward, AdamW), host syncs, GAE, hf rollouts
     vllm_engine  where vLLM is installed: two syncs, sleep and wake, log-probs, tokens per second
     ranks        two ranks against one, what a weight sync gathers, time limits

@@ -27,7 +27,7 @@ CLAIMS = {
     "G7": Claim("CUDA 13 needs a driver of 580 or newer"),
     "G8": Claim("cuDNN's SDPA plans each new shape"),
     "G9": Claim("packed_sdpa is slower than varlen"),
-    "G10": Claim("chunks of 256 tokens read the head too often"),
+    "G10": Claim("log-probs: chunks of 256 tokens read the head too often, and PyTorch's own operators the logits"),
     "G11": Claim("about 45 host syncs a micro-batch"),
     "G12": Claim("a weight sync gathers fp32, twice the bytes"),
     "G13": Claim("GAE launches 8 kernels a column of tokens"),

@@ -1,18 +1,23 @@
-"""Part `log_probs`: LinearLogProbs by its chunk of tokens, and liger-kernel's fused loss beside it."""
+"""Part `log_probs`: LinearLogProbs by its chunk of tokens; uncompiled, compiled and liger-kernel's fused loss compared.
+
+On a CPU, too, it compiles here, to show that it works: training does not.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig
 
 from benchmarks.gpu_check.common import Options, attempt, claim, peak_bytes, peak_flops, row, seconds_of, shape, skipped
-from lib.model import LinearLogProbs
+from lib.model import LinearLogProbs, log_probs
 from lib.model.log_probs import GPU_CHUNK
 
 PARAMETERS = {"qwen2.5-0.5b": 0.49e9, "qwen2.5-7b": 7.6e9}
 CHUNKS = (256, 1024, 2048, 4096)
+SIDES = {"uncompiled": {}, "compiled": log_probs.COMPILE["cuda"]}
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:
@@ -38,9 +43,8 @@ def head(options: Options, device: torch.device, name: str) -> Iterator[dict]:
 
     for entropy in (False, True):
         for chunk in CHUNKS:
-            ours = partial(run, LinearLogProbs.apply, h, weight, y, chunk, entropy)
             label = f"chunks of {chunk}{', with the gradient of the entropy' * entropy}"
-            seconds[chunk, entropy], r = measured(label, ours)
+            seconds[chunk, entropy], r = measured(label, partial(run, h, weight, y, chunk, entropy))
             yield r
     ratio = seconds[256, False] / seconds[GPU_CHUNK, False]
     said = f"chunks of 256 take {ratio:.2f} times as long as those of {GPU_CHUNK}, {name}"
@@ -48,17 +52,41 @@ def head(options: Options, device: torch.device, name: str) -> Iterator[dict]:
     ratio = seconds[GPU_CHUNK, True] / seconds[GPU_CHUNK, False]
     yield row(f"{name}: with / without the entropy's gradient", ratio, "")
 
-    for who, r in exactness(options, device, config.hidden_size, config.vocab_size).items():
-        for quantity, x in r.items():
-            ok = x < 0.05 if who == "ours" else None
+    once: dict[str, float] = {}
+    results: dict[str, list[torch.Tensor]] = {}
+    few = inputs(64 if options.tiny else 512, config.hidden_size, config.vocab_size, device)
+    fp32 = [x.detach().float().requires_grad_() for x in few[:2]]
+    exact = step(lambda h, w, y: (h @ w.T).log_softmax(-1).gather(-1, y[:, None])[:, 0], {}, *fp32, few[2])
+
+    def measure(who: str, side: Callable) -> Iterator[dict]:
+        once[who], r = measured(f"{who}, forward and backward", partial(side, h, weight, y))
+        yield r
+        yield row(f"{name}: {who}, memory", peak_bytes(partial(side, h, weight, y), device) / 2**20, "MiB")
+        results[who] = side(*few)
+        for quantity, x in errors(results[who], exact).items():
+            ok = x < 0.05 if who in SIDES and "largest" not in quantity else None
             yield row(f"{name}: {who}, {quantity}, against fp32", x, "", ok)
+
+    for who, compile in SIDES.items():
+        side = partial(step, ours, compile and {device.type: compile})
+        yield from attempt(f"{name}: {who}", partial(measure, who, side))
+    if len(results) == 2:
+        ratio = once["uncompiled"] / once["compiled"]
+        said = f"uncompiled takes {ratio:.2f} times as long as compiled, {name}"
+        yield row(f"{name}: uncompiled / compiled", ratio, "", None, claim(device, "G10", ratio > 1.05, said))
+        # both take the same bf16 logits and compute in fp32, so only a gradient that is rounded to bf16 may come out
+        # as its neighbour, 2^-8 away
+        for quantity, x in errors(results["compiled"], results["uncompiled"]).items():
+            ok = x < (1e-4 if "log-probs" in quantity else 2**-8)
+            yield row(f"{name}: compiled, {quantity}, against uncompiled", x, "", ok)
     if not find_spec("liger_kernel"):
         yield skipped(f"{name}: liger-kernel", "it is not installed")
     elif device.type == "cpu":
         yield skipped(f"{name}: liger-kernel", "its kernels need a GPU")
     else:
-        once, r = measured("liger-kernel's fused cross entropy", lambda: (-liger(h, weight, y).sum()).backward())
-        yield r | {"ours_ms": 1e3 * seconds[GPU_CHUNK, False], "ours_over_liger": seconds[GPU_CHUNK, False] / once}
+        yield from attempt(f"{name}: liger-kernel", partial(measure, "liger-kernel", partial(step, liger, {})))
+        if {"compiled", "liger-kernel"} <= once.keys():
+            yield row(f"{name}: compiled / liger-kernel", once["compiled"] / once["liger-kernel"], "")
 
 
 def inputs(tokens: int, width: int, vocabulary: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -69,9 +97,27 @@ def inputs(tokens: int, width: int, vocabulary: int, device: torch.device) -> tu
     return h, weight, torch.randint(0, vocabulary, (tokens,), device=device)
 
 
-def run(apply: Callable, h: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, chunk: int, entropy: bool) -> None:
-    log_probs, entropies = apply(h, weight, y, 1.0, chunk)
-    (log_probs.sum() + 0.1 * entropies.sum() if entropy else log_probs.sum()).backward()
+def run(h: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, chunk: int, entropy: bool) -> None:
+    chosen, entropies = LinearLogProbs.apply(h, weight, y, 1.0, chunk)
+    (chosen.sum() + 0.1 * entropies.sum() if entropy else chosen.sum()).backward()
+
+
+def step(
+    log_probs_of: Callable, compile: dict, h: torch.Tensor, weight: torch.Tensor, y: torch.Tensor
+) -> list[torch.Tensor]:
+    """Log-probs of y (N,) and the gradients of h and weight. Each token has a weight of its own, as its advantage: a
+    fused loss that scaled a summed gradient would show. compile is log_probs.COMPILE; RuntimeError if it fails."""
+    with patch.object(log_probs, "COMPILE", left := dict(compile)):
+        result = log_probs_of(h, weight, y)
+        factor = torch.linspace(-1, 1, len(y), device=y.device)
+        gradients = torch.autograd.grad((result.float() * factor).sum(), (h, weight))
+    if left != compile:
+        raise RuntimeError("torch.compile failed; the line above says why")
+    return [result.detach(), *gradients]
+
+
+def ours(h: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return LinearLogProbs.apply(h, weight, y, 1.0, GPU_CHUNK)[0]
 
 
 def liger(h: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -85,25 +131,10 @@ def liger(h: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return -loss(weight, h, y)
 
 
-def exactness(options: Options, device: torch.device, width: int, vocabulary: int) -> dict[str, dict[str, float]]:
-    """Errors of log-probs (mean, nats) and gradients (relative), of bf16 inputs, against full logits in fp32. Each
-    token has a weight of its own, as its advantage: a fused loss that scales a summed gradient would show."""
-    tokens = 64 if options.tiny else 512
-    h, weight, y = inputs(tokens, width, vocabulary, device)
-    factor = torch.linspace(-1, 1, tokens, device=device)
-
-    def results(log_probs: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
-        return [log_probs.detach(), *torch.autograd.grad((log_probs.float() * factor).sum(), leaves)]
-
-    fp32 = [x.detach().float().requires_grad_() for x in (h, weight)]
-    exact = results((fp32[0] @ fp32[1].T).log_softmax(-1).gather(-1, y[:, None])[:, 0], *fp32)
-    sides = {"ours": lambda: results(LinearLogProbs.apply(h, weight, y, 1.0, GPU_CHUNK)[0], h, weight)}
-    if find_spec("liger_kernel") and device.type == "cuda":
-        sides["liger-kernel"] = lambda: results(liger(h, weight, y), h, weight)
-    errors = {}
-    for who, side in sides.items():
-        log_probs, *gradients = (x.float() for x in side())
-        errors[who] = {"log-probs, mean error in nats": (log_probs - exact[0]).abs().mean().item()}
-        for what, a, b in zip(("hidden states", "head"), gradients, exact[1:]):
-            errors[who][f"gradient of the {what}, relative"] = ((a - b).norm() / b.norm()).item()
-    return errors
+def errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> dict[str, float]:
+    """Of log-probs in nats, of gradients over their norm."""
+    difference, *gradients = (a.float() - b.float() for a, b in zip(found, exact))
+    said = {"log-probs, largest": difference.abs().max().item(), "log-probs, mean": difference.abs().mean().item()}
+    for what, a, b in zip(("hidden states", "head"), gradients, exact[1:]):
+        said[f"gradient of the {what}"] = (a.norm() / b.float().norm()).item()
+    return said

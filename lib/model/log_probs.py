@@ -5,14 +5,16 @@ chunks. This is exact.
 """
 
 import itertools
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
+from textwrap import shorten
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from lib import InputError
+from lib import InputError, is_first_on_node
 from lib.data import prepare_dynamic_batch, restore_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, all_gather_lists
@@ -21,9 +23,15 @@ from lib.model.packing import of_responses
 
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
+# How torch.compile compiles what follows the matrix product of LinearLogProbs, by the type of device. The first two
+# options keep the order of a row's sums the same for any number of rows: a resumed run may begin with another number.
+# The third: maximum and sum in one loop save nothing where the entropy needs another loop, and cost exponentials.
+OPTIONS = {"split_reductions": False, "dynamic_scale_rblock": False, "online_softmax": False}
+COMPILE: dict[str, dict] = {"cuda": {"options": OPTIONS}}
 CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort all takes ten times as long
 
 
+@torch.compiler.disable
 @torch.no_grad()
 def least_kept(z: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
     """(N, 1): the lowest of the logits z (N, V) that sampling keeps. Top-k first keeps the top_k likeliest tokens (all,
@@ -58,27 +66,18 @@ class LinearLogProbs(torch.autograd.Function):
     def forward(ctx, h, weight, y, inv_temperature, chunk, sum_pi_squared=False, top_p=1.0, top_k=-1):
         ctx.set_materialize_grads(False)  # a loss without entropy costs none of its gradient
         # h (N, D), weight (V, D), y (N,)
+        truncated = top_p < 1 or top_k > 0
         dtype = torch.promote_types(h.dtype, torch.float32)
-        logp, entropy, lse = (torch.empty(len(h), dtype=dtype, device=h.device) for _ in range(3))
-        squares = torch.empty_like(lse) if sum_pi_squared else None
-        least, outside = (torch.empty_like(lse) if top_p < 1 or top_k > 0 else None for _ in range(2))
+        results = [torch.empty(len(h), dtype=dtype, device=h.device) for _ in range(3 + sum_pi_squared + 2 * truncated)]
         for i in range(0, len(h), chunk):
             s = slice(i, i + chunk)
-            z = torch.mm(h[s], weight.T).to(dtype).mul_(inv_temperature)  # (chunk, V)
-            z_y = z.gather(-1, y[s, None])
-            if least is not None:
-                kept = least_kept(z, top_p, top_k)
-                outside[s], least[s] = (z_y < kept)[:, 0], torch.minimum(z_y, kept)[:, 0]
-                z.masked_fill_(z < least[s, None], NEVER)
-            lse[s] = torch.logsumexp(z, -1)
-            logp[s] = z_y[:, 0] - lse[s]
-            p = z.sub(lse[s, None]).exp_()
-            entropy[s] = lse[s] - torch.einsum("nv,nv->n", p, z)
-            if sum_pi_squared:
-                squares[s] = torch.einsum("nv,nv->n", p, p)
+            parts = with_logits(_of_tokens, h[s], weight, y[s, None], inv_temperature, sum_pi_squared, top_p, top_k)
+            for result, part in zip(results, parts, strict=True):
+                result[s] = part[:, 0]
+        lse, logp, entropy, *constants = results
+        least = constants.pop() if truncated else None
         ctx.save_for_backward(h, weight, y, lse, entropy, least)
         ctx.inv_temperature, ctx.chunk = inv_temperature, chunk
-        constants = [x for x in (squares, outside) if x is not None]
         ctx.mark_non_differentiable(*constants)
         return logp, entropy, *constants
 
@@ -87,25 +86,78 @@ class LinearLogProbs(torch.autograd.Function):
         h, weight, y, lse, entropy, least = ctx.saved_tensors
         if grad_logp is None:
             grad_logp = torch.zeros_like(lse)
+        of_tokens = (y, lse, entropy, least, grad_logp, grad_entropy)
         dh = torch.empty_like(h)
         dw = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
         for i in range(0, len(h), ctx.chunk):
             s = slice(i, i + ctx.chunk)
-            z = torch.mm(h[s], weight.T).to(lse.dtype).mul_(ctx.inv_temperature)
-            if least is not None:
-                z.masked_fill_(z < least[s, None], NEVER)
-            log_p = z.sub_(lse[s, None])
-            if grad_entropy is None:
-                dz = log_p.exp_().mul_(-grad_logp[s, None])
-            else:
-                dz = log_p.add(entropy[s, None]).mul_(-grad_entropy[s, None]).sub_(grad_logp[s, None])
-                dz = dz.mul_(log_p.exp_())
-            dz.scatter_add_(1, y[s, None], grad_logp[s, None]).mul_(ctx.inv_temperature)
-            dz = dz.to(h.dtype)
+            parts = [None if x is None else x[s, None] for x in of_tokens]
+            dz = with_logits(_gradient, h[s], weight, h.dtype, ctx.inv_temperature, *parts)
             torch.mm(dz, weight, out=dh[s])
             if dw is not None:
                 dw += dz.T @ h[s]
         return dh, None if dw is None else dw.to(weight.dtype), *[None] * 6
+
+
+def _of_tokens(logits, y, inv_temperature, sum_pi_squared, top_p, top_k):
+    """(lse, logp, entropy), then sum_v p_v^2 if asked for, then, with top_p or top_k, whether y is outside the set
+    and the least logit in it; each (n, 1). logits (n, V), y (n, 1)."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(inv_temperature)
+    z_y, truncation = z.gather(-1, y), []
+    if top_p < 1 or top_k > 0:
+        kept = least_kept(z, top_p, top_k)
+        truncation = [z_y < kept, torch.minimum(z_y, kept)]
+        z.masked_fill_(z < truncation[1], NEVER)
+    top = z.amax(-1, keepdim=True)
+    exp = z.sub_(top).exp()
+    total = exp.sum(-1, keepdim=True)
+    lse = top + total.log()
+    entropy = total.log() - z.mul_(exp).sum(-1, keepdim=True) / total
+    squares = [exp.square_().sum(-1, keepdim=True) / total.square()] if sum_pi_squared else []
+    return lse, z_y - lse, entropy, *squares, *truncation
+
+
+def _gradient(logits, dtype, inv_temperature, y, lse, entropy, least, grad_logp, grad_entropy):
+    """d loss / d logits, in dtype. logits (n, V), the others (n, 1); least and grad_entropy may be None."""
+    grad_logp = grad_logp * inv_temperature
+    grad_entropy = None if grad_entropy is None else grad_entropy * inv_temperature
+
+    def through_p(x: torch.Tensor) -> torch.Tensor:
+        """-p (grad_logp + grad_entropy (log p + H)), of logits (n, V) or (n, 1)"""
+        z = x.to(lse.dtype).mul_(inv_temperature)
+        log_p = (z if least is None else z.masked_fill_(z < least, NEVER)).sub_(lse)
+        factor = -grad_logp
+        if grad_entropy is not None:
+            factor = torch.addcmul(factor - grad_entropy * entropy, log_p, grad_entropy, value=-1)
+        return log_p.exp_().mul_(factor)
+
+    at_y = through_p(logits.gather(-1, y)) + grad_logp  # gathered from the result, it would need that in fp32
+    return through_p(logits).to(dtype).scatter_(-1, y, at_y.to(dtype))
+
+
+def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
+    """fn(h W^T, *args); fn may overwrite the logits. On the devices of COMPILE it is compiled: into two loops over the
+    logits forward and one backward, which make no other tensor of that size than the gradient. What does not compile
+    runs as it is, from then on."""
+    if h.device.type in COMPILE:
+        # of a view torch.compile also looks at the whole, and compiles anew for other sizes of that
+        whole = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+        try:
+            return _compiled(fn, h.device.type)(torch.mm(h, weight.T), *whole)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  a compiler may raise anything
+            COMPILE.clear()
+            if is_first_on_node():
+                why = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+                print(f"log-probs run uncompiled, which gives the same numbers more slowly: {why}", flush=True)
+    # cast here: logits that were only an argument would live until fn has ended
+    return fn(torch.mm(h, weight.T).to(torch.promote_types(h.dtype, torch.float32)), *args)
+
+
+@cache
+def _compiled(fn: Callable, device_type: str) -> Callable:
+    return torch.compile(fn, dynamic=True, **COMPILE[device_type])
 
 
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:

@@ -20,10 +20,15 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +38,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 from blake3 import blake3
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -93,7 +98,8 @@ def save_checkpoint(
     }
     trainer_json = _exact_json(trainer)  # before anything is written
     group = _background_group(dist.group.WORLD)
-    state = DefaultStager(StagingOptions(False, False, False, False)).stage(_state_to_save(models))  # a copy
+    pinned = any(next(module.parameters()).is_cuda for module, _ in models.values())
+    state = (_pinned_stager() if pinned else DefaultStager(NOT_PINNED)).stage(_state_to_save(models))  # a copy
     rng_state = _rng_state()
     hashes: dict[str, str] = {}  # hashes of the shards' files
     batches = {name: batch[np.arange(len(batch))] for name, batch in (batches or {}).items() if rank == 0}
@@ -154,6 +160,18 @@ def save_checkpoint(
     saving = writer.submit(write)
     writer.shutdown(wait=False)
     return saving
+
+
+NOT_PINNED = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+
+
+@cache
+def _pinned_stager() -> DefaultStager:
+    """Its memory stays for all saves, since to pin it takes longer than to copy. A GPU copies into it several times
+    faster."""
+    return DefaultStager(replace(NOT_PINNED, use_pinned_memory=True, use_non_blocking_copy=True))
 
 
 def newest_complete(checkpoint_dir: Path) -> Path | None:
@@ -238,25 +256,31 @@ def load_batches(path: str | Path) -> dict[str, DataProto]:
 
 
 def export_hf(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: str | Path, dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer.
 
     For a model with LoRA adapters it writes the merged weights, and the adapters to `out_dir`/adapter, a folder for
-    peft. Every rank calls it. Rank 0 gathers the weights in CPU memory, writes a temporary folder and renames it.
+    peft. Every rank calls it. Rank 0 gathers the weights of one file of at most `max_shard_bytes` in CPU memory, or one
+    layer if that is more, writes them and goes on. The folder has a temporary name until it is complete.
     """
-    first = dist.get_rank() == 0
-    weights = {name: weight.cpu() for name, weight in iter_full_params(model, dtype) if first}
+    first, out_dir = dist.get_rank() == 0, Path(out_dir)
+    tmp = out_dir.with_name(out_dir.name + ".tmp")
+    shards = _shards(model, dtype, max_shard_bytes)
+    if first:
+        shutil.rmtree(tmp, ignore_errors=True)
+        with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
+            whole = type(model)(deepcopy(model.config))
+        _write_shards(shards, whole, tmp)
+    else:
+        for _ in shards:
+            pass
     adapter = {name: full_tensor(p.detach()).cpu() for name, p in model.named_parameters() if ".lora_" in name}
     if first:
-        out_dir = Path(out_dir)
-        tmp = out_dir.with_name(out_dir.name + ".tmp")
-        shutil.rmtree(tmp, ignore_errors=True)
-        buffers = dict(model.named_buffers())
-        weights |= {name: value.cpu() for name, value in model.state_dict().items() if name in buffers}
-        with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
-            whole = type(model)(model.config)
-        whole.to(next(iter(weights.values())).dtype).save_pretrained(tmp, state_dict=weights)
         own = getattr(model, "generation_config", None)  # save_pretrained may refuse it (temperature, no do_sample)
         if adapter:
             model.generation_config = getattr(whole, "generation_config", None)
@@ -291,6 +315,59 @@ def _first_failure(stage: Callable[[], None], group: dist.ProcessGroup) -> str |
     failures = [None] * dist.get_world_size()
     dist.all_gather_object(failures, own, group=group)
     return next(filter(None, failures), None)
+
+
+# ---- export --------------------------------------------------------------------------------------
+
+
+def _shards(model: PreTrainedModel, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields whole weights and buffers by name, some layers at a time, in rank 0's CPU memory. Other ranks get one
+    empty dict. A dict is emptied when the next is asked for. A collective.
+
+    A layer stays together, because transformers may convert some of its weights together (experts).
+    """
+    first, buffers = dist.get_rank() == 0, dict(model.named_buffers())
+    saved_buffers = ((name, value) for name, value in model.state_dict().items() if name in buffers)
+    shard: dict[str, torch.Tensor] = {}
+    for _, weights in groupby(chain(iter_full_params(model, dtype), saved_buffers), lambda weight: _layer(weight[0])):
+        layer = {name: weight.cpu() for name, weight in weights if first}
+        if shard and sum(weight.nbytes for weight in (*shard.values(), *layer.values())) > max_bytes:
+            yield shard
+            shard.clear()
+        shard |= layer
+    yield shard
+
+
+def _layer(name: str) -> str:
+    """The path of the decoder layer that the weight is in, or else of its module."""
+    layer = re.match(r".*?\.\d+\.", name)
+    return layer[0] if layer else name.rpartition(".")[0]
+
+
+def _write_shards(shards: Iterator[dict[str, torch.Tensor]], model: PreTrainedModel, folder: Path) -> None:
+    """Writes model.safetensors, or several files and their index, under the names that files have, and the config.
+
+    save_pretrained writes each shard as if it were the model, whose own weights may be on the meta device.
+    """
+    files: list[Path] = []
+    total_size = 0
+    for shard in shards:
+        total_size += sum(weight.nbytes for weight in shard.values())
+        if not files:
+            model.to(next(iter(shard.values())).dtype)  # goes to the config
+        model.save_pretrained(folder, state_dict=shard, max_shard_size=sys.maxsize)
+        files.append((folder / "model.safetensors").rename(folder / f"shard_{len(files)}"))
+    if len(files) == 1:
+        files[0].rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, file in enumerate(files, 1):
+        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        with safe_open(file.rename(folder / name), "pt") as weights:
+            weight_map |= dict.fromkeys(weights.keys(), name)
+    metadata = {"total_parameters": model.num_parameters(), "total_size": total_size}
+    index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
+    (folder / "model.safetensors.index.json").write_text(index + "\n")
 
 
 # ---- state ---------------------------------------------------------------------------------------

@@ -202,7 +202,9 @@ class Run:
     def export(self, actor: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
         """With --export-model, writes the policy in Hugging Face form to the run's folder. A collective."""
         if self.args.export_model and not self.validation.val_only:
-            export_hf(actor.module, tokenizer, self.folder / "model")
+            name = self.args.export_dtype
+            dtype = actor.forward.compute_dtype if name == "auto" else getattr(torch, name)
+            export_hf(actor.module, tokenizer, self.folder / "model", dtype)
 
     def close(self) -> None:
         """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""

@@ -286,7 +286,7 @@ def export(world, path, folder):
     with torch.no_grad():
         model(input_ids=torch.arange(4, 9)[None])  # leaves the root's parameters whole
     model.generation_config.temperature = 0.6  # without do_sample: transformers loads it and does not save it
-    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
+    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported", max_shard_bytes=50_000)
     with torch.no_grad():
         return model(input_ids=torch.arange(4, 20)[None]).logits
 
@@ -323,7 +323,7 @@ def export_moe(world, path, folder):
     add_lora(model, **LORA, target_modules=".*[qkvo]_proj")
     randomize_lora_b(model)
     model = shard_model(model, make_mesh(world), torch.float32)
-    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
+    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported", max_shard_bytes=50_000)
     with torch.no_grad():
         return model(input_ids=torch.arange(4, 20)[None]).logits
 

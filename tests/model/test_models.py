@@ -5,12 +5,14 @@
 
 import contextlib
 import inspect
+import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -30,6 +32,7 @@ from lib.model import (
 from lib.model.attention import STATE_LAYERS, packed_attention
 from lib.model.memory import kv_bytes_per_token, meta_model
 from lib.rollout import HFEngine, Sampling, hf_engine, request_seeds
+from lib.run.checkpoint import export_hf
 from tests.common import ROOT, SMALL, TOY_MODEL, VOCAB, fork, metrics, ran, rollout_batch, run_ranks
 
 SIZES = {  # a config takes of these what it knows
@@ -314,6 +317,39 @@ def test_the_document_has_every_family_with_its_layout():
 def test_every_family_is_in_the_table_or_known_to_be_none_for_it():
     listed = {*FAMILIES, *REFUSED, *UNTESTED}
     assert sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - listed) == []
+
+
+def exported(world, folder):
+    """The families whose export is not what transformers' save_pretrained writes of the whole model."""
+    different, tokenizer = [], load_tokenizer(TOY_MODEL)
+    for family in FAMILIES:
+        whole, ours = folder / family / "whole", folder / family / "ours"
+        model = AutoModelForCausalLM.from_pretrained(save(family, folder / family))
+        with torch.no_grad():
+            export_hf(model, tokenizer, ours, max_shard_bytes=1)  # each layer is a file
+        untouched = isinstance(model.config.dtype, torch.dtype)  # save_pretrained makes it a string
+        model.save_pretrained(whole)
+        expected, files = load_file(whole / "model.safetensors"), list(ours.glob("*.safetensors"))
+        index = json.loads((ours / "model.safetensors.index.json").read_text())
+        weights = {name: weight for file in files for name, weight in load_file(file).items()}
+        again, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
+        state = model.state_dict()
+        if not (
+            untouched
+            and len(files) > 2
+            and weights.keys() == expected.keys() == index["weight_map"].keys()
+            and all(torch.equal(weights[name], weight) for name, weight in expected.items())
+            and all(torch.equal(state[name], weight) for name, weight in again.state_dict().items())
+            and not any(info.values())
+            and index["metadata"]["total_size"] == sum(weight.nbytes for weight in expected.values())
+            and (ours / "config.json").read_text() == (whole / "config.json").read_text()
+        ):
+            different.append(family)
+    return different
+
+
+def test_an_export_in_files_holds_what_save_pretrained_writes_at_once(tmp_path):
+    assert run_ranks(1, exported, tmp_path) == [[]]
 
 
 def checkpointed(model, batch):

@@ -92,7 +92,7 @@ def trained(world, path, folder, tensor, resume=None):
         if resume is None
         else None
     )
-    export_hf(model, AutoTokenizer.from_pretrained(TOY_MODEL), folder / "model")
+    export_hf(model, AutoTokenizer.from_pretrained(TOY_MODEL), folder / "model", max_shard_bytes=50_000)
     return norm, clipped, dict(iter_full_params(model)), weight_checksum(model, torch.float32), checkpoint
 
 

@@ -20,11 +20,20 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from blake3 import blake3
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
+from lib.model.memory import LiveBytes
 from lib.run.checkpoint import export_hf, file_hash, load_batches, load_checkpoint, newest_complete, save_checkpoint
 from tests.common import run_ranks
 
@@ -591,12 +600,12 @@ def test_export_reloads_equal(size, tied, tmp_path):
         model.generation_config.max_new_tokens = 17
         model.generation_config.temperature = 0.6  # without do_sample: transformers loads it and does not save it
         expected = model(input_ids=ids).logits
-        model = shard_model(model, make_mesh(world), torch.float32)
+        model = shard_model(model, make_mesh(world), torch.bfloat16)
         with torch.no_grad():
-            model(input_ids=ids)  # leaves the root's parameters whole
+            model(input_ids=ids)  # leaves the root's parameters whole, in bfloat16
         export_hf(model, _tokenizer(), folder / "fp32")
-        export_hf(model, _tokenizer(), folder / "fp32")  # replaces
-        export_hf(model, _tokenizer(), folder / "bf16", dtype=torch.bfloat16)
+        export_hf(model, _tokenizer(), folder / "bf16")
+        export_hf(model, _tokenizer(), folder / "bf16", dtype=torch.bfloat16, max_shard_bytes=20_000)  # replaces
         if world.rank == 0:
             torch.save(expected.detach(), folder / "logits.pt")
 
@@ -613,6 +622,75 @@ def test_export_reloads_equal(size, tied, tmp_path):
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
     assert half.dtype == torch.bfloat16
     assert same(half.state_dict(), tiny_model(3, tied).bfloat16().state_dict())
-    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("fp32", "bf16")]
+    files = [[file.stat().st_size for file in (tmp_path / name).glob("*.safetensors")] for name in ("fp32", "bf16")]
+    assert [len(sizes) for sizes in files] == [1, 3 if tied else 4]
     parameters = sum(p.numel() for p in again.parameters())  # a tied head counts once
-    assert 0 < sizes[0] - 4 * parameters < 8192 and 0 < sizes[1] - 2 * parameters < 8192
+    assert 0 < sum(files[0]) - 4 * parameters < 8192 and 0 < sum(files[1]) - 2 * parameters < 8192
+    assert max(files[1]) < 20_000 + 4096  # its header
+    index = json.loads((tmp_path / "bf16/model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_parameters": parameters, "total_size": 2 * parameters}
+
+
+class HostBytes(LiveBytes):
+    """Of tensors in the host's memory."""
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta:
+            super()._add(tensor)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_export_holds_one_file_and_a_layer_in_memory(size, experts, tmp_path):
+    """And what gathers a weight: some five times that (its shards, the whole, the weight before). Other ranks hold no
+    more; a thread of gloo may let go of a piece late."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
+    file_bytes = 2 * 2**20
+
+    def export(world, folder):
+        cls, config = (MixtralForCausalLM, MixtralConfig) if experts else (Qwen2ForCausalLM, Qwen2Config)
+        more = {"num_local_experts": 2} if experts else {}
+        model = cls(config(num_hidden_layers=24, num_key_value_heads=2, **sizes, **more))
+        counts = [p.numel() for p in model.model.layers[0].parameters()]
+        whole, layer, largest = (2 * n for n in (model.num_parameters(), sum(counts), max(counts)))
+        if size > 1:
+            model = shard_model(model, make_mesh(world), torch.float32)
+        peaks = []
+        for most in (10**12, file_bytes):
+            with torch.no_grad(), HostBytes(model) as held:
+                export_hf(model, _tokenizer(), folder / "model", torch.bfloat16, most)
+            peaks.append(held.peak)
+        return whole, layer, largest, peaks
+
+    [(whole, layer, largest, (at_once, by_files)), *others] = run_ranks(size, export, tmp_path)
+    assert at_once >= whole  # it is counted
+    split = 2 if experts else 1  # transformers copies the matrices of stacked experts, which are apart in files
+    assert by_files < split * file_bytes + layer + 6 * largest < whole / 2
+    assert all(peak <= 6 * largest for *_, peaks in others for peak in peaks)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() == whole / 2
+
+
+def test_an_export_that_breaks_off_leaves_the_one_before(tmp_path, monkeypatch):
+    def export(world, folder):
+        model, calls = tiny_model(3, tied=True), []
+
+        def save_pretrained(*args, save=PreTrainedModel.save_pretrained, **kwargs):
+            calls.append(args)
+            if len(calls) == 3:
+                raise OSError("the disk is full")
+            save(*args, **kwargs)
+
+        export_hf(model, _tokenizer(), folder / "model")
+        before = file_hash(folder / "model/model.safetensors")
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="disk is full"):
+            patch.setattr(PreTrainedModel, "save_pretrained", save_pretrained)
+            export_hf(tiny_model(4, tied=True), _tokenizer(), folder / "model", max_shard_bytes=1)
+        assert sorted(path.name for path in folder.iterdir()) == ["model", "model.tmp"]
+        assert file_hash(folder / "model/model.safetensors") == before
+        with pytest.raises(OSError, match="no file named"):
+            AutoModelForCausalLM.from_pretrained(folder / "model.tmp")
+        export_hf(model, _tokenizer(), folder / "model")  # removes what is left
+        assert [path.name for path in folder.iterdir()] == ["model"]
+        assert [path.name for path in (folder / "model").glob("*.safetensors")] == ["model.safetensors"]
+
+    run_ranks(1, export, tmp_path)
