@@ -3,7 +3,7 @@
 #
 # torchrun by itself listens on all interfaces and unpickles what it is sent there. Here it meets itself in a file, which
 # nobody else can open, and the ranks' store is in rank 0, on loopback. GPUS (8) may be set; torchrun reads its other
-# options from PET_*, such as PET_MAX_RESTARTS=3, with --resume auto.
+# options from PET_*, such as PET_MAX_RESTARTS=3, with --resume auto. With --rollout-gpus 4 half of the GPUs sample.
 set -euo pipefail
 file=$(mktemp)
 exec 9<> "$file"

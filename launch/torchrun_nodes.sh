@@ -3,6 +3,8 @@
 #
 #     HEAD=node-0 launch/torchrun_nodes.sh grpo.py --run-name r1 --resume auto --model ...
 #
+# With --rollout-gpus 8 the last node samples for the others.
+#
 # NODES (2), GPUS a node (8) and PORT (29500) may be set too. torchrun reads its own options from PET_*:
 # PET_LOCAL_ADDR=10.0.0.1, this node's address, where its name does not resolve; PET_RDZV_CONF=is_host=1 on the first
 # node and is_host=0 on the others where HEAD is an address that the first does not know as its own;

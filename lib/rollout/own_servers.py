@@ -346,6 +346,7 @@ def _environment(world: World, tensor_parallel_size: int) -> dict[str, str]:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + tensor_parallel_size])
         return env
     env["TORCH_COMPILE_DISABLE"] = "1"  # it would compile C++ for many seconds at the first request
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process less
     return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | env
 
 

@@ -82,6 +82,9 @@ BAD_FLAGS = {  # what the message says, by flags
     "--rollout-tensor-parallel-size 2 splits a vLLM": ["--rollout-tensor-parallel-size", "2", "--dry-run", "2"],
     "--rollout-tensor-parallel-size 2: the number": ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"],
     "--async-level -1: must be at least 0": ["--async-level", "-1"],
+    "--rollout-gpus 1: this is one process": ["--rollout-gpus", "1"],
+    "--rollout-gpus -1: must be at least 0": ["--rollout-gpus", "-1"],
+    "--rollout-gpus 1 runs vLLM servers": ["--rollout-gpus", "1", "--rollout-engine", "http://127.0.0.1:1"],
     "top_entropy": ["--old-log-probs", "rollout", "--token-masks.top-entropy", "0.2"],
     "--tensor-parallel-size 2: must divide": ["--tensor-parallel-size", "2"],
     "--resume auto needs the --run-name": ["--resume", "auto"],
@@ -99,7 +102,7 @@ OWN_BAD_FLAGS = {
         "invalid choice 'remax'": ["--adv-estimator", "remax"],
         "go together": ["--adv-estimator", "gdpo"],
         "--kl-placement loss": ["--adv-estimator", "gdpo", "--reward-keys", "x", "--kl-placement", "reward"],
-        "--async-level 1 needs --rollout-engine http": ["--async-level", "1"],
+        "--async-level 1 needs --rollout-gpus or": ["--async-level", "1"],
         "without tools and without an interaction": ["--multi-turn.max-turns", "2"],
     },
     "ppo": {

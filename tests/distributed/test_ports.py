@@ -22,10 +22,9 @@ ip link set lo up && ip addr add 10.77.0.1/24 dev cable0 && ip link set cable0 u
 exec "$@"
 """
 UNSHARE = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
-needs_namespaces = pytest.mark.skipif(
-    subprocess.run([*UNSHARE, "ip", "link", "add", "name", "cable0", "type", "veth"], capture_output=True).returncode,
-    reason="needs network namespaces",
-)
+CABLE = [*UNSHARE, "ip", "link", "add", "name", "cable0", "type", "veth"]
+NO_NAMESPACES = subprocess.run(CABLE, capture_output=True).returncode != 0
+needs_namespaces = pytest.mark.skipif(NO_NAMESPACES, reason="needs network namespaces")
 
 
 def listening(pid: int) -> set[str]:
