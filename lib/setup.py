@@ -474,7 +474,9 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
     own = None
     if rollout.rollout_gpus and not run.tape.replays:
         servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
-        own = OwnServers(servers, start_s=args.run.stage_timeout)
+        own = OwnServers(
+            servers, start_s=0.9 * args.run.stage_timeout
+        )  # before this rank's own limit: it has the reason
     engine = make_engine(
         "hf" if run.tape.replays else rollout.rollout_engine,
         actor.module,

@@ -49,6 +49,7 @@ GRACE_S = 10  # for a server to end by itself before it is killed
 RESTARTS = 3  # in a row; a server that was healthy for STEADY_S begins a new row
 STEADY_S = 600.0
 LAST_WORDS_S = 10.0  # for the training ranks to end the job with a server's failure
+END = 500  # lines of a log: the traceback of each of its processes, and little more
 PIECE = 4 << 20  # bytes of a value in the store, which takes 8 MiB at most
 OF_THE_LAUNCHER = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|PET|ACCELERATE)_.*")
 ERROR = re.compile(r"(?:\(.+? pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?([\w.]+(?:Error|Exception): .+)")  # in vLLM's log
@@ -95,8 +96,8 @@ class OwnServers:
         self._store.set("order", json.dumps(order | {"program": PROGRAM}))
 
     def urls(self) -> list[str]:
-        """Waits until every server is healthy. Raises InputError, with the end of a log, if one does not start."""
-        enter_stage("start of vLLM servers", limited=False)  # the engine ranks have the time limit
+        """Waits until every server is healthy; the same order always. Raises InputError if one does not start."""
+        enter_stage("start of vLLM servers")
         while not self._store.check([f"server {i}" for i in range(self.number)]):
             self._check_failed()
             time.sleep(POLL_S)
@@ -278,12 +279,12 @@ class Server:
         self.process.wait()
 
     def why_it_ended(self, was_healthy: bool) -> str:
-        """Also names the first error in its log, which caused those that follow, or the log's last line."""
+        """Also names the first error at the log's end, which caused those that follow, or else its last line."""
         code = self.process.poll()
         ended = "did not answer in time" if code is None else f"ended with exit code {code}"
         with self.log.open(errors="replace") as log:
             log.seek(self._log_begins)
-            lines = [line for line in map(str.strip, log) if line]
+            lines = [line for line in map(str.strip, log) if line][-END:]
         errors = (found[1] for line in lines if (found := ERROR.match(line)))
         return f"{ended}{'' if was_healthy else ' before it could serve'}: {next(errors, (lines or ['no word'])[-1])}"
 
@@ -316,8 +317,7 @@ def _last_words(message: str, store: dist.Store) -> None:
     until = time.monotonic() + LAST_WORDS_S
     with suppress(dist.DistError):
         while time.monotonic() < until:
-            if store.check([OVER]):
-                return
+            _check_over(store)
             time.sleep(POLL_S)
         if not is_first_on_node():
             print(f"error: {message}", file=sys.stderr, flush=True)
@@ -359,7 +359,7 @@ def _own_address() -> str:
     if ip_address(address).is_loopback:
         raise InputError(
             f"--rollout-gpus: {host}, rank 0's address, is loopback on {socket.gethostname()}: other nodes would not "
-            "reach a server there; give torchrun --local-addr with this node's address"
+            "reach a server there; set PET_LOCAL_ADDR for torchrun on the first node (launch/torchrun_nodes.sh)"
         )
     return address
 
