@@ -53,7 +53,7 @@ from lib.distributed.sharding import (
     trainable_parameters,
     unsharded,
 )
-from lib.distributed.watchdog import StoreLost, enter_stage, note_waits_in
+from lib.distributed.watchdog import StoreLost, current_stage, enter_stage, note_waits_in
 
 __all__ = [
     "OVER",
@@ -79,6 +79,7 @@ __all__ = [
     "broadcast",
     "clip_grad_norm",
     "compute_device",
+    "current_stage",
     "enter_stage",
     "fsdp_modules",
     "full_tensor",

@@ -114,7 +114,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
 
 def job_store() -> dist.Store:
     """A client of the job's store that nobody else uses, with the keys of this start of the job."""
-    return _job.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
+    return _job.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def is_on_one_node() -> bool:

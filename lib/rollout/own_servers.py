@@ -36,6 +36,7 @@ from lib.distributed import (
     World,
     address_towards,
     compute_device,
+    current_stage,
     enter_stage,
     is_on_one_node,
     job_store,
@@ -90,18 +91,21 @@ class OwnServers:
             content = file.read_bytes()
             parts = range(0, len(content), PIECE)
             for part in parts:
-                self._store.set(f"file {number} {part}", content[part : part + PIECE])
+                piece: Any = content[part : part + PIECE]  # torch's stubs know str only
+                self._store.set(f"file {number} {part}", piece)
             pieces[str(file.relative_to(folder))] = [f"file {number} {part}" for part in parts]
         order = {"folder": str(folder), "files": pieces, "settings": dict(settings), "start_s": self.start_s}
         self._store.set("order", json.dumps(order | {"program": PROGRAM}))
 
     def urls(self) -> list[str]:
         """Waits until every server is healthy; the same order always. Raises InputError if one does not start."""
-        enter_stage("start of vLLM servers")
-        while not self._store.check([f"server {i}" for i in range(self.number)]):
-            self._check_failed()
-            time.sleep(POLL_S)
-        enter_stage("start")
+        keys, stage = [f"server {i}" for i in range(self.number)], current_stage()
+        if not self._store.check(keys):
+            enter_stage(f"{stage}: start of vLLM servers")
+            while not self._store.check(keys):
+                self._check_failed()
+                time.sleep(POLL_S)
+            enter_stage(stage)
         return [url for url, _ in self._states()]
 
     def starts(self) -> list[int]:
