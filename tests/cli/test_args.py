@@ -95,7 +95,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
     "--profile-memory needs --profile-steps": ["--profile-memory"],
 }
-AHEAD = ["--async-level", "1", "--rollout-engine", "http://127.0.0.1:1"]
+SERVER = ["--rollout-engine", "http://127.0.0.1:1", "--async-order", "finished"]
 OWN_BAD_FLAGS = {
     "grpo": {
         "invalid choice 'gae'": ["--adv-estimator", "gae"],
@@ -103,6 +103,7 @@ OWN_BAD_FLAGS = {
         "go together": ["--adv-estimator", "gdpo"],
         "--kl-placement loss": ["--adv-estimator", "gdpo", "--reward-keys", "x", "--kl-placement", "reward"],
         "--async-level 1 needs --rollout-gpus or": ["--async-level", "1"],
+        "--async-order finished: needs --async-level 2": [*SERVER, "--async-level", "1"],
         "without tools and without an interaction": ["--multi-turn.max-turns", "2"],
     },
     "ppo": {
@@ -116,7 +117,7 @@ OWN_BAD_FLAGS = {
         "--zero-variance refill compares": ["--group-size", "1"],
         "--max-gen-batches 0": ["--max-gen-batches", "0"],
         "--overlong-buffer 17: must be at most 16": ["--overlong-buffer", "17"],
-        "cannot run ahead": AHEAD,
+        "slow groups would grow too old": [*SERVER, "--async-level", "2"],
     },
 }
 
