@@ -10,8 +10,9 @@ from ipaddress import ip_address
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -128,7 +129,7 @@ class ServedWeights:
                 raise self._broken_off(f"no answer for {SYNC_TIMEOUT_S:g} s")
             if time.monotonic() > asked + HEALTH_S:
                 for url in self.servers.urls:
-                    self.servers.ask(url, "GET", "/health", timeout=SYNC_TIMEOUT_S)
+                    self.servers.ask(url, "GET", "/health", timeout=aiohttp.ClientTimeout(total=SYNC_TIMEOUT_S))
                 asked = time.monotonic()
             time.sleep(0.001)
 
@@ -149,10 +150,9 @@ class ServedWeights:
 
     def _reset_prefix_caches(self) -> None:
         """Also for requests that are still being aborted."""
+        which = {"reset_running_requests": "true"}
         for url in self.servers.urls:
-            if not self.servers.ask(url, "POST", "/reset_prefix_cache", params={"reset_running_requests": True})[
-                "success"
-            ]:
+            if not self.servers.ask(url, "POST", "/reset_prefix_cache", params=which)["success"]:
                 raise WeightSyncError(f"the vLLM server {url} kept its prefix cache")
 
     def leave(self) -> None:
@@ -183,6 +183,6 @@ def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[
 def _address_towards(urls: list[str]) -> str:
     """This machine's address on the network that leads to the servers; loopback if all of them are on this machine."""
     addresses = []
-    for url in map(httpx.URL, urls):
-        addresses.append(address_towards(url.host, url.port or {"http": 80, "https": 443}[url.scheme]))
+    for url in map(urlsplit, urls):
+        addresses.append(address_towards(url.hostname, url.port or {"http": 80, "https": 443}[url.scheme]))
     return next((address for address in addresses if not ip_address(address).is_loopback), addresses[0])

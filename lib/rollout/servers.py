@@ -1,12 +1,16 @@
-"""vLLM servers over HTTP. Requests run on an event loop in a thread of their own."""
+"""vLLM servers over HTTP. Requests run on an event loop in a thread of their own.
+
+aiohttp, because of 512 requests at a time each takes 8 ms of CPU with httpx, and 0.3 ms with aiohttp.
+"""
 
 import asyncio
+import json
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-import httpx
+import aiohttp
 
 from lib import InputError
 
@@ -25,8 +29,11 @@ class Servers:
         self.urls = [url.rstrip("/") for url in urls]
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="servers", daemon=True).start()
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=1.0)  # below vLLM's 5 s
-        self._client = httpx.AsyncClient(timeout=None, limits=limits)
+        self._client = self.begin(self._connect()).result()
+
+    async def _connect(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)  # below vLLM's 5 s
+        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
     def begin(self, coroutine: Coroutine) -> Future:
         """Runs it on the loop."""
@@ -48,24 +55,25 @@ class Servers:
     async def request(self, url: str, method: str, path: str, **kwargs) -> dict:
         """Raises ServerLost, and InputError for what the server refuses."""
         try:
-            response = await self._client.request(method, url + path, **kwargs)
-            if response.status_code in DEAD and path != "/health":
+            async with self._client.request(method, url + path, **kwargs) as response:
+                status, body = response.status, await response.read()
+            if status in DEAD and path != "/health":
                 await self.request(url, "GET", "/health")
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerLost(
                 f"--rollout-engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
                 "it, or see its log for why it ended"
             ) from error
-        if response.status_code == 404 and not path.startswith("/v1"):
+        if status == 404 and not path.startswith("/v1"):
             raise InputError(
                 f"--rollout-engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
                 "environment"
             )
-        if response.is_error:
-            what = " ".join(response.text.split())[:500]
+        if status >= 400:
+            what = " ".join(body.decode(errors="replace").split())[:500]
             kind = ServerLost if path == "/health" else InputError
-            raise kind(f"--rollout-engine {url}: {path} failed with {response.status_code}: {what}")
-        content: dict[str, Any] = response.json() if response.content else {}
+            raise kind(f"--rollout-engine {url}: {path} failed with {status}: {what}")
+        content: dict[str, Any] = json.loads(body) if body else {}
         return content
 
     def close(self) -> None:
@@ -79,4 +87,4 @@ class Servers:
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=END_S)
-        await self._client.aclose()
+        await self._client.close()
