@@ -93,7 +93,7 @@ def assert_none_left(mark: str) -> None:
 def servers_of(engine_ranks: int, folder: Path, settings: dict, start_s: float = WAIT_S) -> tuple[OwnServers, World]:
     """On a training rank; an engine rank does not come back."""
     own_servers.PROGRAM = [str(folder / "stand_in.py")]
-    world = init_distributed(WAIT_S, engine_ranks=engine_ranks)
+    world = init_distributed(WAIT_S / 2, engine_ranks=engine_ranks)
     if world.rank >= world.size:
         serve(world, settings.get("tensor_parallel_size", 1))
     own = OwnServers(engine_ranks // settings.get("tensor_parallel_size", 1), start_s)
@@ -217,21 +217,22 @@ def test_a_killed_server_starts_again_at_its_url_and_not_for_ever(job, start_ran
     assert_none_left(mark)
 
 
-def test_two_servers_of_two_ranks_have_no_launcher(job, start_ranks, monkeypatch):  # noqa: F811
-    """Nothing in the servers' environment makes them ranks of the job."""
+@pytest.mark.parametrize("ranks_of_a_server", [1, 2])
+def test_two_engine_ranks_are_two_servers_or_one(job, start_ranks, monkeypatch, ranks_of_a_server):  # noqa: F811
+    """Nothing in a server's environment makes it a rank of the job."""
     folder, mark = job
 
     def main(_):
-        own, _ = servers_of(4, folder, {"tensor_parallel_size": 2})
+        own, _ = servers_of(2, folder, {"tensor_parallel_size": ranks_of_a_server})
         urls = own.urls()
-        (_, env), (_, env1) = map(asked, urls)
-        assert len(set(urls)) == 2 and own.starts() == [1, 1] and env.keys() == env1.keys()
-        words = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
-        assert not [name for name in env for word in words if word in name]
-        assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["PYTHONPATH"].startswith(str(ROOT))
+        assert len(set(urls)) == len(own.starts()) == 2 // ranks_of_a_server and set(own.starts()) == {1}
+        for _, env in map(asked, urls):
+            words = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
+            assert not [name for name in env for word in words if word in name]
+            assert env["VLLM_SERVER_DEV_MODE"] == "1" and env["PYTHONPATH"].startswith(str(ROOT))
 
-    ranks = start_ranks(on_one_node(monkeypatch, 5), main)
-    assert [exit_code(rank) for rank in ranks] == [0] * 5
+    ranks = start_ranks(on_one_node(monkeypatch, 3), main)
+    assert [exit_code(rank) for rank in ranks] == [0] * 3
     assert_none_left(mark)
 
 
