@@ -228,20 +228,20 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
 
 
 class Server:
-    """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends."""
+    """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends.
+
+    Each start has a port of its own: a request for the one before must not reach a server that has no weights yet.
+    """
 
     process: subprocess.Popen
+    url = ""
 
     def __init__(self, number: int, order: Mapping[str, Any], env: Mapping[str, str], host: str):
         folder = Path(order["folder"])
-        self.number, self.env, self.log = number, env, folder / f"server_{number}.log"
-        with socket.create_server((host, 0), family=_family(host)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        settings = {"model": str(folder / "model"), "host": host, "port": port, **order["settings"]}
-        config = folder / f"server_{number}.yaml"
-        config.write_text(yaml.safe_dump({name.replace("_", "-"): value for name, value in settings.items()}))
-        self.command = [sys.executable, *order["program"], "--config", str(config)]
+        self.number, self.env, self.log, self.host = number, env, folder / f"server_{number}.log", host
+        self.settings = {"model": str(folder / "model"), "host": host, **order["settings"]}
+        self.config = folder / f"server_{number}.yaml"
+        self.command = [sys.executable, *order["program"], "--config", str(self.config)]
         self._guard = -1
 
     def __str__(self) -> str:
@@ -249,6 +249,7 @@ class Server:
 
     def start(self, store: dist.Store, start_s: float) -> bool:
         """Returns whether it is healthy. Otherwise it ended, or took longer than start_s (0: no limit)."""
+        self._take_port()
         enter_stage(f"starting {self}", limited=False)
         read, self._guard = os.pipe()
         with self.log.open("a") as log:
@@ -269,6 +270,15 @@ class Server:
             _check_over(store)
             time.sleep(POLL_S)
         return False
+
+    def _take_port(self) -> None:
+        before = self.url
+        while self.url == before:
+            with socket.create_server((self.host, 0), family=_family(self.host)) as free:
+                port = free.getsockname()[1]
+            self.url = f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
+        settings = self.settings | {"port": port}
+        self.config.write_text(yaml.safe_dump({name.replace("_", "-"): value for name, value in settings.items()}))
 
     def stop(self) -> None:
         """Ends what there is of it."""

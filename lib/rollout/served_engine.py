@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device
+from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, on_first_rank
 from lib.rollout.engine import (
     REPORT_S,
     Generated,
@@ -153,9 +153,12 @@ class ServedEngine(RolloutEngine):
     def _pause(self) -> str | None:
         """Ends each request with the tokens that it has. When it returns, none is at a server. Returns, on all ranks,
         why it failed."""
-        if self.own is not None and (starts := self.own.starts()) != self._starts:
-            self._starts = starts
-            self.weights.leave()
+        if self.own is not None:
+            own = self.own
+            starts, urls = on_first_rank(lambda: (own.starts(), own.urls()))
+            if starts != self._starts:
+                self.weights.leave()
+                self._starts, self.servers.urls = starts, urls
         failure = None
         if dist.get_rank() == 0:
             try:
