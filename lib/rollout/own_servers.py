@@ -211,7 +211,8 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
             while server.process.poll() is None and _number(store, "anew") == begun:
                 _serving(store, f"serving {server.url}")
             store.delete_key(f"server {server.number}")
-            if server.process.poll() is None:  # asked to
+            if server.process.poll() is None:
+                print(f"{server} is started again, as weights did not reach it; its log: {server.log}", file=sys.stderr)
                 server.stop()
                 continue
             if time.monotonic() - since > STEADY_S:
