@@ -124,12 +124,8 @@ class OwnServers:
                 time.sleep(POLL_S)
         dist.barrier()
 
-    def close(self) -> None:
-        """Rank 0 ends the servers; other ranks' calls do nothing. The end of the job ends them, too."""
-        if dist.get_rank() == 0:
-            self._store.set(OVER, "")
-
     def _states(self) -> list[tuple[str, int]]:
+        """(URL, starts) of each server. A key that is deleted meanwhile, when its server ends, comes back with it."""
         return [json.loads(self._store.get(f"server {i}")) for i in range(self.number)]
 
     def _check_failed(self) -> None:

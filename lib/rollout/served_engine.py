@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -144,6 +145,8 @@ class ServedEngine(RolloutEngine):
             if attempts == ATTEMPTS:
                 raise InputError(f"{failure}; {ATTEMPTS} starts of the servers did not help")
             attempts += 1
+            if dist.get_rank() == 0:
+                print(f"{failure}; all servers are started anew", file=sys.stderr, flush=True)
             self.own.start_anew()
         self._given = model, version
         self.version, self.checksum = version, stream.checksum
