@@ -141,7 +141,9 @@ def test_no_server_outlives_its_job(job, start_ranks, monkeypatch, how):  # noqa
     """Of two ranks that train and one with a server, which also has a process of its own."""
     folder, mark = job
     monkeypatch.setattr(own_servers, "GRACE_S", 1)
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
     ranks = start_ranks(on_one_node(monkeypatch, 3), train, (how, folder, {"stubborn": "engine" in how}))
+    signal.signal(signal.SIGINT, ignored)
     await_file(folder / "runs")
     assert how == "end" or len(processes_of(mark)) == 3  # server, its child, guard; the kernel knows no mark of a fork
     if how == "interrupt":

@@ -60,7 +60,7 @@ from tests.common import (
     save_tiny,
     serve,
 )
-from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, on_policy, perturb, random_prompts
+from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, close, on_policy, perturb, random_prompts
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 MAX_LENGTH = 400
@@ -142,6 +142,7 @@ def episodes_on_both(world, url, path, folder):
         _, out = random_play(engine, interaction=user_of(1))
         found.append(([response_ids(out, row) for row in range(len(out))], out.non_tensor_batch["num_turns"].tolist()))
     served.close()
+    close(here)
     return found
 
 
