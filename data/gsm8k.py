@@ -14,9 +14,8 @@ if __name__ == "__main__":  # this folder holds math.py, which would hide Python
 
 from pathlib import Path
 
-from data.rows import make_row, run_script, write_rows
+from data.rows import make_row, read_split, run_script, write_rows
 from lib import InputError
-from lib.data import load_split
 
 HUB_ID = "openai/gsm8k"
 INSTRUCTION = 'Think step by step, and end with the final answer, a number, after "####".'
@@ -32,10 +31,11 @@ def main(out: Path, local_dir: Path | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
         rows = []
-        for i, row in enumerate(load_split(HUB_ID, split, config="main", local_dir=local_dir)):
+        source = read_split(HUB_ID, split, {"question": str, "answer": str}, config="main", local_dir=local_dir)
+        for i, (place, row) in enumerate(source):
             _, mark, answer = row["answer"].rpartition("####")
             if not mark:
-                raise InputError(f"{local_dir or HUB_ID} {split} row {i}: its answer has no '####'; is this GSM8K?")
+                raise InputError(f"{place}: its answer has no '####'; is this GSM8K?")
             prompt, truth = f"{row['question']}\n\n{INSTRUCTION}", answer.strip().replace(",", "")
             info = {"split": split, "index": i, "question": row["question"], "answer": row["answer"]}
             rows.append(make_row(HUB_ID, prompt, truth, info))

@@ -16,9 +16,8 @@ if __name__ == "__main__":  # this folder holds math.py, which would hide Python
 
 from pathlib import Path
 
-from data.rows import make_row, run_script, write_rows
+from data.rows import make_row, read_split, run_script, write_rows
 from lib import InputError
-from lib.data import load_split
 from rewards.math import last_boxed
 
 HUB_IDS = {"train": "DigitalLearningGmbH/MATH-lighteval", "test": "HuggingFaceH4/MATH-500"}
@@ -35,10 +34,8 @@ def main(out: Path, local_dir: Path | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for split, hub_id in HUB_IDS.items():
         rows, n_read = [], 0
-        for i, row in enumerate(load_split(hub_id, split, local_dir=local_dir)):
+        for i, (_, row) in enumerate(read_split(hub_id, split, {"problem": str}, local_dir=local_dir)):
             n_read += 1
-            if "problem" not in row:
-                raise InputError(f"{local_dir or hub_id} {split} row {i}: no column 'problem'; it has {', '.join(row)}")
             answer = row.get("answer") or last_boxed(row.get("solution") or "")
             if not answer:
                 continue

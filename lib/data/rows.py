@@ -120,7 +120,8 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
     files = sorted(path for path in folder.rglob(f"{split}*") if path.suffix in (".parquet", ".jsonl", ".json"))
     if not files:
         raise InputError(f"{folder}: no {split}*.parquet, {split}*.jsonl or {split}*.json in it; check --local-dir")
-    return [row for path in files for row in read_rows(path)]
+    parts = [read_rows(path) for path in files]
+    return parts[0] if len(parts) == 1 else [row for rows in parts for row in rows]  # one alone stays in its file
 
 
 @contextmanager

@@ -421,6 +421,8 @@ def test_load_split_of_a_local_copy(tmp_path):
     assert list(rows) == [{"config": "main"}] * 2
     with pytest.raises(InputError, match=r"no test\*\.parquet"):
         load_split("any/name", "test", local_dir=tmp_path)
+    datasets.Dataset.from_list([{"config": "main"}]).to_parquet(tmp_path / "test.parquet")
+    assert isinstance(load_split("any/name", "test", local_dir=tmp_path), datasets.Dataset)  # not all in memory
 
 
 def test_load_dataset_class(tmp_path, tokenizer):

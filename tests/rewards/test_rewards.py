@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
 
+import rewards
 from lib import InputError
 from rewards import gsm8k, scorer_module
 from rewards import math as math_reward
@@ -448,6 +449,39 @@ def test_reasoning_gym_script(tmp_path):
             gym_reward.compute_score(row["data_source"], f"<answer>{entry['answer']}</answer>", truth)["score"] == 1.0
         )
         assert gym_reward.compute_score(row["data_source"], "<answer>x</answer>", truth)["score"] == 0.0
+
+
+def make(script, tmp_path, **flags):
+    """Runs a script's main on the copy in tmp_path/copy; the rows of each file that it writes."""
+    importlib.import_module(f"data.{script}").main(out=tmp_path / "made", local_dir=tmp_path / "copy", **flags)
+    return {path.stem: read(path) for path in (tmp_path / "made").glob("*.parquet")}
+
+
+def score(row, response):
+    truth = row["reward_model"]["ground_truth"]
+    return rewards.compute_score(row["data_source"], response, truth, row["extra_info"])["score"]
+
+
+def test_every_script_can_import_what_the_modules_beside_it_hide():
+    parent = "os.path.dirname(os.path.dirname(os.path.abspath(__file__)))"
+    start = ["import os", "import sys", f"if __name__ == '__main__':\n    sys.path[0] = {parent}"]
+    scripts = [path for path in (ROOT / "data").glob("*.py") if path.name != "rows.py"]
+    assert len(scripts) > 4
+    for script in scripts:
+        _docstring, *nodes = ast.parse(script.read_text()).body
+        assert [ast.unparse(node) for node in nodes[:3]] == start, script
+
+
+def test_a_row_without_its_columns_is_named(tmp_path):
+    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": "#### 1"}, {"answer": "#### 1"}])
+    with pytest.raises(InputError, match=r"copy train row 1: no column 'question'; it has answer$"):
+        make("gsm8k", tmp_path)
+    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": None}])
+    with pytest.raises(InputError, match=r"copy train row 0: no column 'answer'; it has question$"):
+        make("gsm8k", tmp_path)
+    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": 5, "answer": "#### 1"}])
+    with pytest.raises(InputError, match=r"copy train row 0: its 'question' is '5', which is no str$"):
+        make("gsm8k", tmp_path)
 
 
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
