@@ -484,6 +484,25 @@ def test_a_row_without_its_columns_is_named(tmp_path):
         make("gsm8k", tmp_path)
 
 
+def test_countdown_script(tmp_path):
+    puzzles = [{"target": 98, "nums": [44, 19, 35]}, {"target": 64, "nums": [63, 95, 96]}]
+    puzzles += [{"target": 98, "nums": [19, 44, 35]}, {"target": 28, "nums": [95, 11, 56]}]  # the third is the first
+    datasets.Dataset.from_list(puzzles).to_parquet(tmp_path / "copy/data/train-00000-of-00001.parquet")
+    files = make("countdown", tmp_path, test_size=1)
+    check_rows(files["train"], 2), check_rows(files["test"], 1)
+    rows = files["test"] + files["train"]
+    equations = ["44 + 19 + 35", "96 - (95 - 63)", "95 - 11 - 56"]
+    for i, row in enumerate(rows):
+        scores = [score(row, f"<think>hm</think><answer>{equation}</answer>") for equation in equations]
+        assert [s == 1.0 for s in scores] == [i == j for j in range(3)]
+    assert "44, 19, 35" in rows[0]["prompt"][0]["content"] and "to make 98." in rows[0]["prompt"][0]["content"]
+    assert make("countdown", tmp_path, size=1, test_size=1)["test"] == files["test"]  # whatever the size of train
+    with pytest.raises(InputError, match="copy: 3 puzzles, none left for train; lower --test-size"):
+        make("countdown", tmp_path)
+    with pytest.raises(InputError, match="--size 0 --test-size 1024: each at least 1"):
+        make("countdown", tmp_path, size=0)
+
+
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
     done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -505,6 +524,7 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
         ("gsm8k", {"local_dir": "none"}, r"none: no train\*.parquet"),
         ("gsm8k", {"local_dir": "copy"}, "copy train row 0: its answer has no '####'"),
         ("math", {"local_dir": "copy"}, "copy train row 0: no column 'problem'; it has question"),
+        ("countdown", {"local_dir": "copy"}, "copy train row 0: no column 'target'; it has question, answer"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
