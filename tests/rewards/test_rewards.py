@@ -503,6 +503,37 @@ def test_countdown_script(tmp_path):
         make("countdown", tmp_path, size=0)
 
 
+def dapo_row(problem, answer, name):
+    """A row of DAPO-Math-17k, which has verl's form."""
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": problem, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": name},
+    }
+
+
+def test_dapo_math_script(tmp_path, capsys):
+    rows = [dapo_row("One?", "1", "a"), dapo_row("Two or three?", "2", "b"), dapo_row("Ten?", "10", "c")] * 3
+    rows.append(dapo_row("Two or three?", "3", "d"))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "copy/data/dapo-math-17k.parquet")
+    train = make("dapo_math", tmp_path)["train"]
+    check_rows(train, 2)
+    assert "2 rows, from 10; 1 problems left out (different answers)" in capsys.readouterr().out
+    assert [row["prompt"][0]["content"] for row in train] == ["One?", "Ten?"]
+    assert [row["extra_info"]["id"] for row in train] == ["a", "c"]
+    assert [score(train[1], f"So it is.\nAnswer: {n}") for n in (10, 1)] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("broken", [{"prompt": []}, {"prompt": ["One?"]}, {"reward_model": {"style": "rule"}}])
+def test_dapo_math_script_names_a_row_of_another_form(tmp_path, broken):
+    row = dapo_row("One?", "1", "a")
+    write_jsonl(tmp_path / "copy/dapo-math-17k.jsonl", [row, row | broken])
+    with pytest.raises(InputError, match="row 1: not one message and a ground truth; is this DAPO-Math-17k"):
+        make("dapo_math", tmp_path)
+
+
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
     done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -525,6 +556,7 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
         ("gsm8k", {"local_dir": "copy"}, "copy train row 0: its answer has no '####'"),
         ("math", {"local_dir": "copy"}, "copy train row 0: no column 'problem'; it has question"),
         ("countdown", {"local_dir": "copy"}, "copy train row 0: no column 'target'; it has question, answer"),
+        ("dapo_math", {"local_dir": "copy"}, r"copy: no dapo-math-17k\*.parquet"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
