@@ -16,6 +16,8 @@ SCORERS = {
     "openai/gsm8k": "gsm8k",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
+    "HuggingFaceH4/aime_2024": "math",
+    "math-ai/aime25": "math",
     "lighteval/MATH": "math",
     "numina_*": "math",
     "math_dapo": "math_dapo",

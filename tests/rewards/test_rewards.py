@@ -16,6 +16,7 @@ import datasets
 import pytest
 import reasoning_gym
 import sympy
+import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
@@ -534,6 +535,30 @@ def test_dapo_math_script_names_a_row_of_another_form(tmp_path, broken):
         make("dapo_math", tmp_path)
 
 
+def test_math_val_script(tmp_path):
+    math500 = {"problem": r"Let $S=\{a\}$. Half?", "solution": "", "answer": r"\frac{1}{2}", "subject": "Algebra"}
+    write_jsonl(tmp_path / "copy/math500/test.jsonl", [{**math500, "level": 2, "unique_id": "test/algebra/1.json"}])
+    aime24 = {"id": 60, "problem": "How many?", "solution": "", "answer": "033", "url": "", "year": "2024"}
+    datasets.Dataset.from_list([aime24]).to_parquet(tmp_path / "copy/aime24/data/train-00000-of-00001.parquet")
+    write_jsonl(tmp_path / "copy/aime25/test.jsonl", [{"problem": "Which?", "answer": 70, "id": "0"}])
+    boxed = make("math_val", tmp_path)
+    assert boxed.keys() == {"math500", "aime24", "aime25"}
+    for rows, right in ((boxed["math500"], "0.5"), (boxed["aime24"], "33"), (boxed["aime25"], "70")):
+        check_rows(rows, 1)
+        assert [score(rows[0], rf"\boxed{{{answer}}}") for answer in (right, "71")] == [1.0, 0.0]
+    prompt = boxed["math500"][0]["prompt"][0]["content"]
+    assert prompt.startswith(math500["problem"]) and prompt.endswith(r"within \boxed{}.")
+
+    main = importlib.import_module("data.math_val").main
+    flags = ["--form", "answer", "--sets", "aime24", "aime25", "--local-dir", f"{tmp_path}/copy"]
+    tyro.cli(main, args=[*flags, "--out", f"{tmp_path}/answer"])
+    assert {path.name for path in (tmp_path / "answer").iterdir()} == {"aime24.parquet", "aime25.parquet"}
+    for name, right in (("aime24", "33"), ("aime25", "70")):
+        [row] = read(tmp_path / f"answer/{name}.parquet")
+        assert [score(row, f"Answer: {answer}") for answer in (right, "71")] == [1.0, -1.0]
+        assert row["prompt"][0]["content"].count("Answer:") == 2
+
+
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
     done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -557,6 +582,7 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
         ("math", {"local_dir": "copy"}, "copy train row 0: no column 'problem'; it has question"),
         ("countdown", {"local_dir": "copy"}, "copy train row 0: no column 'target'; it has question, answer"),
         ("dapo_math", {"local_dir": "copy"}, r"copy: no dapo-math-17k\*.parquet"),
+        ("math_val", {"local_dir": "copy"}, r"copy/math500: no test\*.parquet"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
