@@ -559,6 +559,27 @@ def test_math_val_script(tmp_path):
         assert row["prompt"][0]["content"].count("Answer:") == 2
 
 
+def test_search_qa_script(tmp_path, capsys):
+    nq = [{"id": f"test_{i}", "question": "who wrote it", "golden_answers": ["The Bard", "W. S."]} for i in range(3)]
+    hotpot = {"question": "Which river?", "golden_answers": ["Seine"], "metadata": {"type": "bridge"}}
+    for split in ("train", "test"):
+        write_jsonl(tmp_path / f"copy/nq/{split}.jsonl", nq)
+    write_jsonl(tmp_path / "copy/hotpotqa/train.jsonl", [hotpot, {**hotpot, "golden_answers": [" "]}])
+    write_jsonl(tmp_path / "copy/hotpotqa/dev.jsonl", [hotpot])
+    files = make("search_qa", tmp_path, test_size=2)
+    check_rows(files["train"], 4), check_rows(files["test"], 3)
+    assert "train.parquet: 4 rows, 1 left out (no answer)" in capsys.readouterr().out
+    first, last = files["test"][0], files["test"][-1]
+    assert (first["data_source"], last["data_source"]) == ("nq", "hotpotqa")
+    assert first["prompt"][0]["content"].startswith("who wrote it?\n")
+    assert last["prompt"][0]["content"].startswith("Which river?\n")
+    for row, scores in ((first, [1.0, 1.0, 0.0]), (last, [0.0, 0.0, 1.0])):
+        assert [score(row, f"<answer>{text}</answer>") for text in ("bard", "w. s.!", "the Seine")] == scores
+    (tmp_path / "copy/nq").rename(tmp_path / "copy/other")
+    with pytest.raises(InputError, match=r"copy/nq: no train\*.parquet"):
+        make("search_qa", tmp_path)
+
+
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
     done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -583,6 +604,7 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
         ("countdown", {"local_dir": "copy"}, "copy train row 0: no column 'target'; it has question, answer"),
         ("dapo_math", {"local_dir": "copy"}, r"copy: no dapo-math-17k\*.parquet"),
         ("math_val", {"local_dir": "copy"}, r"copy/math500: no test\*.parquet"),
+        ("search_qa", {"local_dir": "copy"}, r"copy/nq: no train\*.parquet"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
