@@ -23,6 +23,7 @@ from reasoning_gym.factory import DATASETS
 
 import rewards
 from lib import InputError
+from rewards import code as code_reward
 from rewards import gsm8k, scorer_module
 from rewards import math as math_reward
 from rewards import reasoning_gym as gym_reward
@@ -580,6 +581,31 @@ def test_search_qa_script(tmp_path, capsys):
         make("search_qa", tmp_path)
 
 
+@pytest.fixture
+def programs_run(monkeypatch):
+    """At the weakest level, which is enough for the programs here; tests/reward/test_code.py has the others."""
+    monkeypatch.setattr(code_reward, "sandbox_level", lambda: "rlimits")
+
+
+def test_mbpp_script(tmp_path, programs_run):
+    row = {"task_id": 601, "text": "Write a function to add two numbers.", "code": "", "challenge_test_list": []}
+    row |= {"test_list": ["assert add(1, 2) == 3", "assert add(2, two) == 4"], "test_setup_code": "two = 2"}
+    for split in ("train", "test"):
+        datasets.Dataset.from_list([row]).to_parquet(tmp_path / f"copy/full/{split}-00000-of-00001.parquet")
+    write_jsonl(tmp_path / "copy/sanitized/train.jsonl", [{"prompt": "not this"}])
+    files = make("mbpp", tmp_path)
+    check_rows(files["train"], 1), check_rows(files["test"], 1)
+    [made] = files["train"]
+    prompt = made["prompt"][0]["content"]
+    assert row["text"] in prompt and row["test_list"][0] in prompt and row["test_list"][1] not in prompt
+    assert score(made, "```python\ndef add(a, b):\n    return a + b\n```") == 1.0
+    assert score(made, "```python\ndef add(a, b):\n    return 3\n```") == 0.0  # right for the assert that is shown
+    write_jsonl(tmp_path / "copy/full/train.jsonl", [{**row, "test_list": []}])
+    (tmp_path / "copy/full/train-00000-of-00001.parquet").unlink()
+    with pytest.raises(InputError, match="copy train row 0: its test_list is empty"):
+        make("mbpp", tmp_path)
+
+
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
     done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -605,6 +631,7 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
         ("dapo_math", {"local_dir": "copy"}, r"copy: no dapo-math-17k\*.parquet"),
         ("math_val", {"local_dir": "copy"}, r"copy/math500: no test\*.parquet"),
         ("search_qa", {"local_dir": "copy"}, r"copy/nq: no train\*.parquet"),
+        ("mbpp", {"local_dir": "copy"}, "copy train row 0: no column 'text'; it has question, answer"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
