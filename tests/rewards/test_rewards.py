@@ -606,6 +606,32 @@ def test_mbpp_script(tmp_path, programs_run):
         make("mbpp", tmp_path)
 
 
+def test_taco_script(tmp_path, capsys, programs_run):
+    inputs, outputs = [f"{n} {n}\n" for n in range(100)], [f"{2 * n}\n" for n in range(100)]
+    stdin = {"question": "Add.", "starter_code": "", "input_output": json.dumps({"inputs": inputs, "outputs": outputs})}
+    calls = json.dumps({"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [[3], [7]]})
+    call = {"question": "Write add.", "starter_code": "def add(a, b):\n\t", "input_output": calls}
+    bare = {"question": "Write add, too.", "input_output": calls}
+    rows = [stdin, call, bare, stdin, {**stdin, "input_output": ""}, {**stdin, "input_output": '{"inputs": ["1"]}'}]
+    write_jsonl(tmp_path / "copy/train.jsonl", rows)
+    files = make("taco", tmp_path, test_size=1, max_tests=12)
+    check_rows(files["train"], 2), check_rows(files["test"], 1)
+    assert "3 of 6 problems left out" in capsys.readouterr().out
+    assert make("taco", tmp_path, test_size=1, max_tests=12) == files  # the same split each time
+    made = {row["prompt"][0]["content"].partition("\n")[0]: row for row in files["train"] + files["test"]}
+    truth = json.loads(made["Add."]["reward_model"]["ground_truth"])
+    assert truth == {"inputs": inputs[10:22], "outputs": outputs[10:22]}  # twelve of the longest
+    assert "standard input" in made["Add."]["prompt"][0]["content"]
+    assert "begins like this:\ndef add(a, b):\n" in made["Write add."]["prompt"][0]["content"]
+    assert "begins like this:\ndef add(\n" in made["Write add, too."]["prompt"][0]["content"]
+    program = "def add(a, b):\n    return a + b\n"
+    reads = "print(sum(map(int, input().split())))"
+    for question, scores in {"Add.": [0.0, 1.0], "Write add.": [1.0, 0.0], "Write add, too.": [1.0, 0.0]}.items():
+        assert [score(made[question], f"```python\n{text}\n```") for text in (program, reads)] == scores, question
+    with pytest.raises(InputError, match="copy: 3 problems of 6 rows, none left for train"):
+        make("taco", tmp_path)
+
+
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
     done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -632,6 +658,7 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
         ("math_val", {"local_dir": "copy"}, r"copy/math500: no test\*.parquet"),
         ("search_qa", {"local_dir": "copy"}, r"copy/nq: no train\*.parquet"),
         ("mbpp", {"local_dir": "copy"}, "copy train row 0: no column 'text'; it has question, answer"),
+        ("taco", {"local_dir": "copy"}, "copy train row 0: no column 'input_output'; it has question, answer"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
