@@ -3,9 +3,24 @@
 import gc
 import os
 
+import pytest
+
 os.environ["PLAINRL_SANDBOX_LEVEL"] = "none"
 gc.disable()  # imports make a million objects that stay: the collector takes a quarter of their time
 
 
 def pytest_collection_finish():
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A process group of one."""
+    import torch.distributed as dist  # not by the tests that need none
+
+    from lib.distributed import init_distributed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", os.environ.copy())  # the launch variables are for this file only
+        yield init_distributed()
+        dist.destroy_process_group()

@@ -96,11 +96,11 @@ class Ahead:
         """The complete groups that began first, and those that must come now: of the groups that may be given until
         `left` versions later at most, the next `left` batches can take only so many."""
         waiting = sorted(self.on_their_way, key=lambda group: not group.complete())
-        chosen: list[Group] = []
+        chosen: dict[Group, None] = {}
         for left in range(self.level + 1):
             urgent = [group for group in waiting if group.version + self.level <= version + left]
             must = len(urgent) - left * self.groups - len(chosen)
-            chosen += [group for group in urgent if group not in chosen][: max(must, 0)]
+            chosen |= dict.fromkeys([group for group in urgent if group not in chosen][: max(must, 0)])
         others = [group for group in waiting if group not in chosen and group.complete()]
         return [*chosen, *others][: self.groups]
 

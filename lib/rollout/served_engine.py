@@ -264,7 +264,6 @@ class ServedEngine(RolloutEngine):
 
     def so_far(self, responses: list[Response]) -> list[Generated]:
         """Copies of what has been sampled before the last sync, and of responses that are complete."""
-
         return self._on_loop(lambda: [copy.deepcopy(response.row) for response in responses])  # no row grows meanwhile
 
     def _on_loop(self, act: Callable[[], T]) -> T:

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import itertools
-import os
 import random
 import sys
 import time
@@ -521,14 +520,6 @@ def test_ranks_with_different_numbers_of_turns(tmp_path):
     (first, off, metrics), (second, off2, metrics2) = run_ranks(2, on_a_rank, save_tiny(tmp_path))
     assert (first, second) == ([1] * 3, [5] * 3) and max(off, off2) < 1e-4
     assert metrics == metrics2 and metrics["agent/turns_mean"] == 3
-
-
-@pytest.fixture(scope="module")
-def world():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", os.environ.copy())  # the launch variables are for this file only
-        yield init_distributed()
-        dist.destroy_process_group()
 
 
 def build(name, path, folder):
