@@ -4,12 +4,16 @@ import base64
 import io
 import json
 import pickle
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModel, AutoProcessor, Idefics3Config, LlavaConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
@@ -30,6 +34,7 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 QWEN = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
 TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
+KEYS = st.sampled_from(["bytes", "path", "image", "video", "frames", "fps", "type", "text"])
 PER_IMAGE = {"idefics3": 9, "llava": 16}  # placeholders after expansion
 
 
@@ -259,6 +264,34 @@ def test_a_wrong_number_of_places_is_named(tmp_path, case):
     row, message = WRONG[case]
     said = error_of(write(tmp_path / "a.jsonl", [make_row("no image"), row]))
     assert said.startswith(f"{tmp_path}/a.jsonl row 1: ") and message in said
+
+
+GOOD = base64_of(picture())
+odd = st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.sampled_from(["", "a", "image", GOOD])
+odd = st.recursive(
+    odd, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=5
+)
+image = st.just(GOOD) | st.just({"bytes": GOOD}) | odd
+video = st.fixed_dictionaries({"frames": st.lists(image, max_size=2)}, optional={"fps": odd}) | odd
+part = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "video"]) | odd}, optional={"text": odd, "image": image}
+)
+content = st.lists(part, max_size=3) | st.sampled_from(["<image>", "<image><image>", "<video>", "text"]) | odd
+
+
+@settings(deadline=None, max_examples=200)
+@given(content=content, images=st.lists(image, max_size=2) | odd, videos=st.lists(video, max_size=2) | odd)
+def test_any_row_makes_an_item_or_one_line(content, images, videos):
+    vision = vision_of()
+    vision.config.video_token_id = processor_of("idefics3").tokenizer.convert_tokens_to_ids("x")  # as if it took them
+    with tempfile.TemporaryDirectory() as folder:
+        file = write(Path(folder, "a.jsonl"), [make_row(content, images, videos=videos)])
+        try:
+            dataset = open_rows(file, vision)
+        except InputError as error:
+            assert str(file) in str(error) and "\n" not in str(error)
+        else:
+            collate_fn([dataset[0], dataset[0]])
 
 
 def test_a_text_model_takes_no_images(tmp_path):
