@@ -54,6 +54,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--top-p 0.0: must be above 0 and at most 1": ["--top-p", "0"],
     "--adam-betas 1.0: must be at least 0 and below 1": ["--adam-betas", "0.9", "1"],
     "--val-samples 0: must be at least 1": ["--val-samples", "0"],
+    "--min-pixels 9: more than --max-pixels 8": ["--min-pixels", "9", "--max-pixels", "8"],
     "--dp-replicate-size 0: must be at least 1": ["--dp-replicate-size", "0"],
     "--seed -1: must be at least 0 and below 4294967296": ["--seed", "-1"],
     "--seed 4294967296: must be at least 0 and below": ["--seed", "4294967296"],

@@ -15,7 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoModel, AutoProcessor, Idefics3Config, LlavaConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import (
+    AutoModel,
+    AutoProcessor,
+    Gemma3Config,
+    Idefics3Config,
+    LlavaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+)
 
 from data import toy
 from lib import InputError
@@ -35,7 +44,7 @@ QWEN = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 1
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
 TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
 KEYS = st.sampled_from(["bytes", "path", "image", "video", "frames", "fps", "type", "text"])
-PER_IMAGE = {"idefics3": 9, "llava": 16}  # placeholders after expansion
+PER_IMAGE = {"idefics3": 9, "llava": 16, "gemma3": 4}  # placeholders after expansion
 
 
 @cache
@@ -49,6 +58,17 @@ def processor_of(kind):
         pictures = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
         tokenizer = toy.make_tokenizer(words, TEMPLATE)
         return Idefics3Processor(pictures, tokenizer, image_seq_len=9, chat_template=TEMPLATE)
+    if kind == "gemma3":  # one token in the text, others for the features
+        from transformers import Gemma3Processor
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        words = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+        template = TEMPLATE.replace("<image>", "<start_of_image>")
+        core = toy.make_tokenizer([*toy.ROLES, *words.values()]).backend_tokenizer
+        special = {"pad_token": "<pad>", "eos_token": "<|im_end|>", "extra_special_tokens": words}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **special)
+        pictures = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+        return Gemma3Processor(pictures, tokenizer, chat_template=template, image_seq_length=4)
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -89,6 +109,8 @@ def config_of(kind):
         return Idefics3Config(image_token_id=processor_of(kind).image_token_id)
     if kind == "llava":
         return LlavaConfig(image_token_id=processor_of(kind).image_token_id)
+    if kind == "gemma3":
+        return Gemma3Config(image_token_id=processor_of(kind).tokenizer.image_token_id)
     if kind == "qwen2_5_vl":
         return Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": MROPE}, vision_config=TOWER, **QWEN)
     rope = MROPE | {"mrope_interleaved": True}
@@ -318,16 +340,16 @@ def test_an_item(tmp_path, kind):
     file = write(tmp_path / "a.jsonl", [make_row("<image>red", [base64_of(image)]), make_row("red", index=1)])
     dataset = open_rows(file, vision_of(kind))
     item, plain = dataset[0], dataset[1]
-    text = "<|im_start|>user\n<image>red<|im_end|>\n<|im_start|>assistant\n"
+    text = f"<|im_start|>user\n{processor.image_token}red<|im_end|>\n<|im_start|>assistant\n"
     whole = processor(images=[image], text=[text], return_tensors="pt")
     ids = whole["input_ids"][0].tolist()
     assert item["input_ids"][-len(ids) :].tolist() == ids
     assert item["attention_mask"].sum() == len(ids)
     assert item["position_ids"].tolist() == [0] * (100 - len(ids)) + list(range(len(ids)))
     assert item["raw_prompt_ids"] == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-    image_id = processor.image_token_id
-    assert (ids.count(image_id), item["raw_prompt_ids"].count(image_id)) == (PER_IMAGE[kind], 1)
-    assert item["multi_modal_inputs"].keys() == whole.keys() - {"input_ids", "attention_mask"}
+    [feature_id] = processor.image_token_ids
+    assert ids.count(feature_id) == PER_IMAGE[kind] and item["raw_prompt_ids"].count(processor.image_token_id) == 1
+    assert item["multi_modal_inputs"].keys() == whole.keys() - {"input_ids", "attention_mask", "token_type_ids"}
     assert all(torch.equal(x, whole[name]) for name, x in item["multi_modal_inputs"].items())
     assert item["multi_modal_hash"].dtype == torch.int64 and item["multi_modal_hash"].shape == ()
     assert plain["multi_modal_data"] == plain["multi_modal_inputs"] == {} and plain["multi_modal_hash"] == 0
