@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import datasets
 
 SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizing in one
-SERIAL_ROWS_OF_IMAGES = 500
+SERIAL_ROWS_OF_IMAGES = 500  # decoding and resizing take longer
 
 
 class Prompt(NamedTuple):
