@@ -101,7 +101,9 @@ def qwen_processor(kind):
     tokenizer = toy.make_tokenizer([*toy.ROLES, *words], template)
     of_videos = Qwen2VLVideoProcessor if kind == "qwen2_5_vl" else Qwen3VLVideoProcessor
     processor = Qwen2_5_VLProcessor if kind == "qwen2_5_vl" else Qwen3VLProcessor
-    return processor(Qwen2VLImageProcessor(**size), tokenizer, of_videos(**size), chat_template=template)
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if kind == "qwen3_vl" else {}  # as the published one has
+    of_images = Qwen2VLImageProcessor(**size, **half)
+    return processor(of_images, tokenizer, of_videos(**size), chat_template=template)
 
 
 def config_of(kind):
