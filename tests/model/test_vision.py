@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText, DynamicCache, LlavaConfig
 
 from lib import InputError
@@ -186,6 +188,27 @@ def test_the_images_of_a_shared_prompt_are_encoded_once(tmp_path, kind):
     response_log_probs(model, text, 1.0)
     response_log_probs(model, batch[[6, 7]], 1.0)
     assert calls == []  # no images, no tower
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3"])
+def model_of_any_rows(request, tmp_path_factory):
+    return load_model(save(request.param, tmp_path_factory.mktemp("model")), dtype=torch.float64)
+
+
+A_ROW = st.builds(VisionRow, st.integers(0, 2), st.integers(1, 2), st.integers(1, 3), st.integers(0, 1))
+
+
+@settings(max_examples=6, deadline=None)
+@given(rows=st.lists(A_ROW, min_size=1, max_size=4), tokens=st.integers(30, 200))
+def test_any_rows_in_any_micro_batches_are_each_row_alone(model_of_any_rows, rows, tokens):
+    kind = model_of_any_rows.config.model_type
+    if kind == "gemma3":
+        rows = [row._replace(videos=0) for row in rows]
+    batch = vision_batch(kind, tuple(rows))
+    ours = batched_log_probs(model_of_any_rows, batch, 1.0, tokens)
+    alone = [response_log_probs(model_of_any_rows, batch[[i]], 1.0, padding_free=False) for i in range(len(batch))]
+    for a, b in zip(ours, zip(*alone), strict=True):
+        torch.testing.assert_close(a, torch.cat(b).detach(), rtol=1e-12, atol=1e-12)
 
 
 def refusal_of_rows(world, path: str, batch: DataProto) -> str | None:
