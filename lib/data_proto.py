@@ -25,6 +25,7 @@ Where it departs from verl:
 import base64
 import copy
 import functools
+import io
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
@@ -533,6 +535,13 @@ def _copy_objects(x: np.ndarray, memo: dict) -> np.ndarray:
 
 def _object_array(values) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))
+
+
+def to_png(image: Image.Image) -> bytes:
+    """The image as a PNG file, without loss."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def _equal(a, b) -> bool:
