@@ -69,6 +69,7 @@ def test_positions_go_on_after_the_highest_of_the_prompt():
     positions, before = out.batch["position_ids"], prompts.batch["position_ids"]
     assert positions.shape == (8, 4, P + 8)
     assert torch.equal(positions[..., :P], before)
+    assert torch.equal(out.batch["multi_modal_hash"], prompts.batch["multi_modal_hash"])
     for row, last in zip(positions, before.amax(-1)):
         assert torch.equal(row[:, P:], last[:, None] + torch.arange(1, 9))
     assert (positions[:6, 0, P:] > positions[:6, 1, P:]).all()  # those with images
