@@ -16,6 +16,8 @@ from lib.distributed import World, make_mesh, shard_model
 from lib.model import load_model, response_log_probs
 from lib.rollout import (
     HFEngine,
+    Recording,
+    Replay,
     Sampling,
     WeightSyncError,
     concat_rows,
@@ -84,9 +86,7 @@ def test_positions_go_on_after_the_highest_of_the_prompt():
 
 def test_a_prompt_that_an_engine_expands_otherwise_is_refused():
     check_expanded("vllm", [5, 8, 8, 6], (5, 8, 8, 6))
-    with pytest.raises(
-        InputError, match=r"--rollout-engine vllm: .* the engine made 3 tokens, training 4, "
-    ):
+    with pytest.raises(InputError, match=r"--rollout-engine vllm: .* the engine made 3 tokens, training 4, "):
         check_expanded("vllm", [5, 8, 8, 6], [5, 8, 6])
     with pytest.raises(InputError, match=r"http://a:1: .* other ones.*start the server with this run's --model"):
         check_expanded("http://a:1", [5, 8, 8, 6], [5, 8, 8, 7])
@@ -182,12 +182,12 @@ def processor():
     return make_processor()
 
 
-def save_idefics3(processor, folder) -> str:
+def idefics3_config(processor) -> Idefics3Config:
     """The head is tied, which only the whole model's config says."""
     size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = size | {"model_type": "llama", "vocab_size": len(processor.tokenizer), "num_key_value_heads": 1}
     text |= {"head_dim": 32, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3}
-    config = Idefics3Config(
+    return Idefics3Config(
         text_config=text | {"max_position_embeddings": 256},
         vision_config=size | {"image_size": 24, "patch_size": 4},
         scale_factor=2,
@@ -195,8 +195,11 @@ def save_idefics3(processor, folder) -> str:
         pad_token_id=0,
         tie_word_embeddings=True,
     )
+
+
+def save_idefics3(processor, folder) -> str:
     torch.manual_seed(0)
-    model = Idefics3ForConditionalGeneration(config)
+    model = Idefics3ForConditionalGeneration(idefics3_config(processor))
     for p in model.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
     model.save_pretrained(folder)
@@ -208,24 +211,26 @@ def noise(seed: int, height: int = 24, width: int = 24) -> Image.Image:
 
 
 def visual_prompts(processor, model) -> DataProto:
-    """The same six kinds of rows as above, of pictures; one is of another size."""
+    """Seven: one image for three, the same ids with another image for two, two images (one larger), none."""
     vision, A, B, wide = Vision(processor, model.config), noise(1), noise(2), noise(3, 30, 50)
-    contents = [(["red?"], [A])] * 3 + [(["red?"], [B])] * 2 + [(["red", "or this?"], [A, wide]), (["how many"], [])]
-    encoded, data = [], []
-    for texts, images in contents:
-        message = "".join(("<image>" if images else "") + text for text in texts)
-        text = processor.apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True)
-        data.append({"image": images} if images else {})
-        encoded.append(vision.encode(text, data[-1]))
-    P = max(len(row.ids) for row in encoded)
-    ids, mask = torch.zeros(len(encoded), P, dtype=torch.long), torch.zeros(len(encoded), P, dtype=torch.long)
-    for i, row in enumerate(encoded):
-        ids[i, P - len(row.ids) :], mask[i, P - len(row.ids) :] = torch.tensor(row.ids), 1
+    columns: dict[str, list] = {
+        name: [] for name in ("ids", "multi_modal_data", "raw_prompt_ids", "multi_modal_inputs")
+    }
+    for content, images in (("<image>red?", [A]), ("<image>red?", [B]), ("<image>or<image>", [A, wide]), ("red", [])):
+        message = [{"role": "user", "content": content}]
+        text = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        data = {"image": images} if images else {}
+        encoded = vision.encode(text, data)
+        for name, value in zip(columns, (encoded.ids, data, encoded.raw_ids, encoded.inputs)):
+            columns[name].append(value)
+    rows = columns.pop("ids")
+    P = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), P, dtype=torch.long), torch.zeros(len(rows), P, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, P - len(row) :], mask[i, P - len(row) :] = torch.tensor(row), 1
     tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    tensors["multi_modal_hash"] = torch.tensor([media_hash(row.inputs) for row in encoded])
-    objects = {"raw_prompt_ids": [row.raw_ids for row in encoded], "multi_modal_data": data}
-    objects["multi_modal_inputs"] = [row.inputs for row in encoded]
-    return DataProto.from_dict(tensors=tensors, non_tensors=objects)
+    tensors["multi_modal_hash"] = torch.tensor([media_hash(inputs) for inputs in columns["multi_modal_inputs"]])
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)[[0, 0, 0, 1, 1, 2, 3]]
 
 
 def engine_of(name, processor, path, folder):
@@ -325,3 +330,32 @@ def test_gemma_3_is_refused_by_vllm_on_a_cpu(world, processor, tmp_path):
     settings = {"folder": tmp_path, "max_length": 80, "dtype": torch.float32, "gpu_memory": 0.3, "ranks": 1, "more": {}}
     with pytest.raises(InputError, match="Gemma 3's all see each other: take hf"):
         VLLMEngine(model, processor.tokenizer, processor=processor, max_images=1, **settings)
+
+
+# ---- record and replay ---------------------------------------------------------------------------
+
+
+def test_a_recorded_rollout_has_its_images_once_and_is_for_no_other_images(world, processor, tmp_path):
+    model = Idefics3ForConditionalGeneration(idefics3_config(processor))
+    prompts = visual_prompts(processor, model)
+    rows = [hf_engine.Generated([5, 6], [0.0, -0.5], "length")] * len(prompts)
+    of, recorded = World(0, 1, torch.device("cpu")), add_responses(prompts, rows, 0)
+    tape = Recording(tmp_path, of)
+    tape.begin(1)
+    tape.rollout(prompts, lambda: recorded)
+    tape.end(recorded)
+    replay = Replay(tmp_path, of)
+    replay.begin(1)
+    again = replay.rollout(prompts, None)
+    for key, column in recorded.batch.items():
+        assert torch.equal(column, again.batch[key])
+    for mine, theirs in zip(media_of(recorded), media_of(again)):
+        assert (mine and mine.hash) == (theirs and media_hash(theirs.inputs))
+        for before, after in zip(*(own.data["image"] if own else [] for own in (mine, theirs))):
+            assert np.array_equal(before, after)
+    inputs = again.non_tensor_batch["multi_modal_inputs"]
+    assert inputs[0]["pixel_values"] is inputs[2]["pixel_values"] is not inputs[3]["pixel_values"]
+    other = prompts[[3, 1, 2, 0, 4, 5, 6]]  # the same tokens
+    replay.begin(1)
+    with pytest.raises(InputError, match="the prompts of step 1 are not those recorded"):
+        replay.rollout(other, None)
