@@ -170,7 +170,7 @@ class RLHFDataset(Dataset):
             wanted = [*required, "extra_info", *self.media_keys]
             rows = rows.select_columns([column for column in wanted if column in rows.column_names])
             has_media = not {*self.media_keys}.isdisjoint(rows.column_names)
-            return name, UndecodedRows(rows) if has_media else rows
+            return name, UndecodedRows(rows) if has_media else rows  # type: ignore[return-value]  # it has what is used
         for i, row in enumerate(rows):
             for column in required:
                 if column not in row:

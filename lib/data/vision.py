@@ -29,12 +29,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lib import InputError
 from lib.data.rows import _shown
-from lib.data_proto import DataProto, to_png
+from lib.data_proto import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
-
-__all__ = ["Encoded", "Media", "Vision", "media_hash", "media_of", "text_positions", "to_png"]
 
 MARKER = re.compile("<(image|video)>")
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # of a processor's output
@@ -247,7 +245,7 @@ class Vision:
 
 def _parts(messages: list[dict]) -> list[dict]:
     """The content parts of all messages, one after the other; text as parts, cut at its markers."""
-    parts = []
+    parts: list[dict] = []
     for message in messages:
         content = message.get("content")
         if not isinstance(content, str):
@@ -329,10 +327,9 @@ def media_of(prompts: DataProto) -> list[Media | None]:
     t, objects, rows = prompts.batch, prompts.non_tensor_batch, []
     for i, inputs in enumerate(objects["multi_modal_inputs"]):
         attended = t["attention_mask"][i].bool()
-        own = [t["input_ids"][i][attended].tolist(), t["position_ids"][i][..., attended]]
-        rows.append(
-            Media(objects["multi_modal_data"][i], inputs, *own, int(t["multi_modal_hash"][i])) if inputs else None
-        )
+        ids, positions = t["input_ids"][i][attended].tolist(), t["position_ids"][i][..., attended]
+        data, number = objects["multi_modal_data"][i], int(t["multi_modal_hash"][i])
+        rows.append(Media(data, inputs, ids, positions, number) if inputs else None)
     return rows
 
 
@@ -350,3 +347,10 @@ def media_hash(inputs: dict[str, torch.Tensor]) -> int:
 def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
     """(B, L), of (B, L) or with mrope (B, 4, L)."""
     return position_ids if position_ids.ndim == 2 else position_ids[:, 0]
+
+
+def to_png(image: Image.Image) -> bytes:
+    """Without loss."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
