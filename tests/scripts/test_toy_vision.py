@@ -2,6 +2,7 @@
 the four scripts on it."""
 
 import base64
+import functools
 import io
 import random
 from collections import Counter
@@ -14,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data import toy, toy_vision
 from rewards.arithmetic import compute_score
+from tests.common import fork, metrics, ran, rollouts, skip_without_vllm, unexplained_metrics
 
 MODEL = toy_vision.FOLDER / "model"
 
@@ -149,3 +151,37 @@ def test_warm_up_learns_and_repeats_itself(tmp_path: Path):
     again, _ = toy_vision.warm_up(processor, set(), **sizes)
     for p, q in zip(model.parameters(), again.parameters()):
         assert torch.equal(p, q)
+
+
+# ---- the scripts ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """flags(blank=False): those of a small run, on all rows, seen or blank."""
+
+    @functools.cache
+    def flags(blank: bool = False) -> list[str]:
+        folder = tmp_path_factory.mktemp("rows")
+        toy_vision.write_rows(folder, blank)
+        files = [*("--train-files", str(folder / "val.jsonl")), *("--val-files", str(folder / "val.jsonl"))]
+        sizes = ["--prompts-per-step", "8", "--group-size", "4", "--micro-batch-tokens", "400"]
+        return ["--model", str(MODEL), *files, *sizes, "--val-every", "0", "--no-val-before-train", "--save-every", "0"]
+
+    return flags
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
+def test_every_script_takes_images(tmp_path, flags, script):
+    ran(fork(script, tmp_path, *flags(), "--run-name", "run", "--total-steps", "2", "--kl-coef", "0.01"))
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2]
+    assert all(row["rollout/logp_diff_max"] < 1e-4 for row in rows if "reward/mean" in row)
+    assert unexplained_metrics(tmp_path / "run", f"{script}.md", "grpo.md") == []
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run/model")
+    start = AutoModelForImageTextToText.from_pretrained(MODEL)
+    for name, p in start.named_parameters():  # the tower and the projector, too
+        assert not torch.equal(p, model.get_parameter(name)), name
+    exported = AutoProcessor.from_pretrained(tmp_path / "run/model")
+    assert exported.to_dict() == AutoProcessor.from_pretrained(MODEL).to_dict()
+    assert exported.chat_template == exported.tokenizer.chat_template == toy_vision.CHAT_TEMPLATE
