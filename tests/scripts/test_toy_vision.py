@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data import toy, toy_vision
 from rewards.arithmetic import compute_score
-from tests.common import fork, metrics, ran, rollouts, skip_without_vllm, unexplained_metrics
+from tests.common import fork, metrics, ran, unexplained_metrics
 
 MODEL = toy_vision.FOLDER / "model"
 
