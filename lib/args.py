@@ -153,6 +153,16 @@ class DataArgs(Group):
     """drop longer training and validation prompts; their number is printed"""
     chat_template_kwargs: Annotated[str, ROWS] = "{}"
     """JSON of keyword arguments for the chat template, such as {"enable_thinking": false}"""
+    max_pixels: Annotated[int, Ge(1), ROWS] = 1003520
+    """a larger image, and each frame of a video, is made smaller, to about this many pixels (1280 x 28 x 28)"""
+    min_pixels: Annotated[int, Ge(1), ROWS] = 3136
+    """a smaller one is made larger, to about this many; the model's processor then resizes by its own rules"""
+    max_images: Annotated[int, Ge(1), ROWS] = 8
+    """most images of a prompt, and most videos; rows with more are dropped, and their number is printed"""
+    video_fps: Annotated[float, Gt(0), ROWS] = 2.0
+    """frames that are taken of each second of a video file"""
+    max_frames: Annotated[int, Ge(1), ROWS] = 32
+    """most frames of a video; of a longer one they are taken evenly"""
     allow_special_tokens: bool = False
     """text in a message that spells a special token, such as <|im_end|>, becomes that token; otherwise a space breaks
     it up, so that it stays text"""
@@ -163,6 +173,8 @@ class DataArgs(Group):
 
     def check(self) -> None:
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
+        if self.min_pixels > self.max_pixels:
+            raise InputError(f"--min-pixels {self.min_pixels}: more than --max-pixels {self.max_pixels}")
 
 
 @configure(OmitArgPrefixes)

@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
@@ -380,10 +381,13 @@ class DataProto:
 
     def save_to_disk(self, filepath):
         """Write a safetensors file. Values may be None, bool, int, float, str, bytes, tensors, ndarrays, numpy scalars,
-        and lists, tuples and dicts of them. Raises InputError with the key and row of any other value."""
+        PIL images of 8 bits, and lists, tuples and dicts of them. A tensor, an image or an ndarray of uint8 that rows
+        share is written once, and shared by the loaded rows. Raises InputError with the key and row of any other value.
+        """
         tensors = {f"batch/{key}": x for key, x in (self.batch.items() if self.batch is not None else ())}
-        arrays = {key: _encode(x, f"non_tensor_batch[{key!r}]", tensors) for key, x in self.non_tensor_batch.items()}
-        meta_info = _encode(self.meta_info, "meta_info", tensors)
+        encode = _Encoder(tensors)
+        arrays = {key: encode(x, f"non_tensor_batch[{key!r}]") for key, x in self.non_tensor_batch.items()}
+        meta_info = encode(self.meta_info, "meta_info")
         document = {"batch": None, "rows": len(self), "non_tensor_batch": arrays, "meta_info": meta_info}
         if self.batch is not None:
             document["batch"] = list(self.batch.keys())
@@ -594,32 +598,50 @@ def _gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
     return out if min(lengths) == longest else torch.cat([piece[:n] for piece, n in zip(pieces, lengths)])
 
 
-def _encode(x, where: str, tensors: dict):
-    """A value as JSON; a type that JSON lacks becomes {"!tag": ...}, and tensors are put into `tensors`."""
-    kind = type(x)
-    if kind in ATOMS and kind is not bytes:
-        return x
-    if kind in (list, tuple):
-        values = [_encode(v, where, tensors) for v in x]
-        return values if kind is list else {"!tuple": values}
-    if kind is dict:
-        items = {key: _encode(v, f"{where}[{key!r}]", tensors) for key, v in x.items()}
-        if all(type(key) is str and not key.startswith("!") for key in x):
-            return items
-        return {"!dict": [[_encode(key, where, tensors), v] for key, v in items.items()]}
-    if kind is bytes:
-        return {"!bytes": base64.b64encode(x).decode()}
-    if isinstance(x, torch.Tensor) and not x.is_sparse:
-        name = f"value/{len(tensors)}"
-        tensors[name] = x
-        return {"!tensor": name}
-    if kind is np.ndarray and x.dtype == object:
-        rows = [_encode(v, f"{where} row {i}" if x.ndim == 1 else where, tensors) for i, v in enumerate(x.flat)]
-        return {"!objects": [list(x.shape), rows]}
-    if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufcSUMm":
-        tag = "!scalar" if isinstance(x, np.generic) else "!array"
-        return {tag: [x.dtype.str, list(x.shape), base64.b64encode(x.tobytes()).decode()]}
-    raise InputError(f"{where}: a value of type {kind.__name__} cannot be saved; drop it or make it plain data first")
+class _Encoder:
+    """encode(value, where) gives it as JSON; a type that JSON lacks becomes {"!tag": ...}, and tensors and pixels are
+    put into `tensors`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.tensors = tensors
+        self.names: dict[int, str] = {}  # by id
+
+    def __call__(self, x, where: str):
+        kind = type(x)
+        if kind in ATOMS and kind is not bytes:
+            return x
+        if kind in (list, tuple):
+            values = [self(v, where) for v in x]
+            return values if kind is list else {"!tuple": values}
+        if kind is dict:
+            items = {key: self(v, f"{where}[{key!r}]") for key, v in x.items()}
+            if all(type(key) is str and not key.startswith("!") for key in x):
+                return items
+            return {"!dict": [[self(key, where), v] for key, v in items.items()]}
+        if kind is bytes:
+            return {"!bytes": base64.b64encode(x).decode()}
+        if isinstance(x, torch.Tensor) and not x.is_sparse:
+            return {"!tensor": self._named(x, lambda: x)}
+        if isinstance(x, Image.Image) and x.mode in ("L", "RGB", "RGBA"):
+            return {"!image": self._named(x, lambda: torch.from_numpy(np.array(x)))}
+        if kind is np.ndarray and x.dtype == np.uint8:
+            return {"!uint8": self._named(x, lambda: torch.from_numpy(np.require(x, requirements=["C", "W"])))}
+        if kind is np.ndarray and x.dtype == object:
+            rows = [self(v, f"{where} row {i}" if x.ndim == 1 else where) for i, v in enumerate(x.flat)]
+            return {"!objects": [list(x.shape), rows]}
+        if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufcSUMm":
+            tag = "!scalar" if isinstance(x, np.generic) else "!array"
+            return {tag: [x.dtype.str, list(x.shape), base64.b64encode(x.tobytes()).decode()]}
+        raise InputError(
+            f"{where}: a value of type {kind.__name__} cannot be saved; drop it or make it plain data first"
+        )
+
+    def _named(self, x, as_tensor: Callable[[], torch.Tensor]) -> str:
+        """The name under which `tensors` has x, of which rows may have the same object."""
+        if id(x) not in self.names:
+            self.names[id(x)] = f"value/{len(self.tensors)}"
+            self.tensors[self.names[id(x)]] = as_tensor()
+        return self.names[id(x)]
 
 
 def _decode(x, tensors: dict):
@@ -639,6 +661,12 @@ def _decode(x, tensors: dict):
         return base64.b64decode(body)
     if tag == "!tensor":
         return tensors[body]
+    if tag == "!image":
+        if isinstance(tensors[body], torch.Tensor):  # the first row that has it
+            tensors[body] = Image.fromarray(tensors[body].numpy())
+        return tensors[body]
+    if tag == "!uint8":
+        return tensors[body].numpy()
     if tag == "!objects":
         return _object_array([_decode(v, tensors) for v in body[1]]).reshape(body[0])
     if tag in ("!array", "!scalar"):

@@ -11,9 +11,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from lib import InputError, data_proto
+from lib.data import exchange_groups
 from lib.data_proto import (
     POOLED_FROM,
     DataProto,
@@ -605,6 +608,81 @@ def test_files_hold_arrays_scalars_and_tensors(tmp_path):
         assert torch.equal(loaded.batch[key], x)
 
 
+def with_images(offset=0):
+    """Rows 0 and 1 share an image and its tensors, as a group of responses does. Row 2 has it, too, another and a
+    video. Row 3 has none."""
+    rng = np.random.default_rng(offset)
+
+    def image():
+        return Image.fromarray(rng.integers(0, 256, (4, 5, 3), dtype=np.uint8))
+
+    shared = {"image": [image()]}, {"pixel_values": torch.from_numpy(rng.random((2, 3)))}
+    video = (rng.integers(0, 256, (2, 4, 5, 3), dtype=np.uint8), {"fps": 2.0, "frames_indices": [0, 3]})
+    several = {"image": [image(), shared[0]["image"][0]], "video": [video]}, {"pixel_values": torch.ones(7, 3)}
+    data, inputs = zip(shared, shared, several, ({}, {}))
+    objects = {"multi_modal_data": list(data), "multi_modal_inputs": list(inputs)}
+    positions = torch.arange(4 * 4 * 6).view(4, 4, 6) + offset
+    ids = torch.arange(4) + 10 * offset
+    return DataProto.from_dict({"input_ids": ids[:, None], "position_ids": positions, "ids": ids}, objects)
+
+
+def media_rows(data):
+    """The slow reference: plain values of each row."""
+    rows = []
+    for i, media, inputs in zip(data.batch["ids"].tolist(), *data.non_tensor_batch.values()):
+        pictures = [np.asarray(image).tolist() for image in media.get("image", [])]
+        videos = [(frames.dtype, frames.tolist(), metadata) for frames, metadata in media.get("video", [])]
+        rows.append((i, pictures, videos, {name: x.tolist() for name, x in inputs.items()}))
+    return rows
+
+
+def test_a_file_holds_what_rows_share_once(tmp_path):
+    data = with_images()
+    data.save_to_disk(tmp_path / "f")
+    held = load_file(tmp_path / "f")
+    assert sum(name.startswith("value/") for name in held) == 2 + 2 + 1  # images, tensors, the video
+    loaded = DataProto.load_from_disk(tmp_path / "f")
+    assert media_rows(loaded) == media_rows(data)
+    assert torch.equal(loaded.batch["position_ids"], data.batch["position_ids"])
+    first, second, third, _ = loaded.non_tensor_batch["multi_modal_data"]
+    assert first["image"][0] is second["image"][0] is third["image"][1] and first["image"][0].mode == "RGB"
+    first, second, *_ = loaded.non_tensor_batch["multi_modal_inputs"]
+    assert first["pixel_values"] is second["pixel_values"]
+    loaded.save_to_disk(tmp_path / "g")
+    assert (tmp_path / "g").stat().st_size == (tmp_path / "f").stat().st_size
+    data.repeat(8).save_to_disk(tmp_path / "g")
+    assert len(load_file(tmp_path / "g")) == len(held)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+def test_images_of_each_mode_go_into_a_file(tmp_path, mode):
+    image = Image.linear_gradient("L").resize((7, 5)).convert(mode)
+    DataProto.from_dict(non_tensors={"o": [image]}).save_to_disk(tmp_path / "f")
+    [loaded] = DataProto.load_from_disk(tmp_path / "f").non_tensor_batch["o"]
+    assert loaded.mode == mode and loaded.size == (7, 5) and loaded.tobytes() == image.tobytes()
+    with pytest.raises(InputError, match=r"non_tensor_batch\['o'\] row 0: a value of type Image cannot be saved"):
+        DataProto.from_dict(non_tensors={"o": [image.convert("CMYK")]}).save_to_disk(tmp_path / "f")
+
+
+def test_images_go_with_their_rows():
+    data, rows = with_images(), media_rows(with_images())
+    assert media_rows(data.repeat(2)) == [row for row in rows for _ in range(2)]
+    assert media_rows(data.repeat(2, interleave=False)) == rows * 2
+    assert [media_rows(part) for part in data.split(3)] == [rows[:3], rows[3:]]
+    assert media_rows(data[[3, 0]]) == [rows[3], rows[0]]
+    assert media_rows(DataProto.concat([data[2:], data[:2]])) == rows[2:] + rows[:2]
+    assert media_rows(data.select(deepcopy=True)) == rows
+    repeated = data.repeat(8)
+    sent = pickle.dumps(repeated)
+    assert len(sent) < 2 * len(pickle.dumps(data)) + 8 * 4 * 6 * 4 * 8  # images once; positions by row
+    restored = pickle.loads(sent)  # noqa: S301
+    assert media_rows(restored) == media_rows(repeated)
+    first, second = restored.non_tensor_batch["multi_modal_inputs"][:2]
+    assert first is second
+    assert "multi_modal_inputs" in data.get_data_info() and "multi_modal_inputs" in data[3:].get_data_info()
+    assert len(data.union(with_images()[:])) == 4  # equal values
+
+
 @pytest.mark.parametrize("data", [DataProto(), DataProto.from_dict(non_tensors={"o": [1, "a"]}, meta_info={"a": 1})])
 def test_files_without_tensors(tmp_path, data):
     data.save_to_disk(tmp_path / "f")
@@ -684,6 +762,11 @@ def gather_rank(rank, store, folder):
     assert len(DataProto().all_gather()) == 0
     objects = DataProto.from_dict(non_tensors={"o": [rank, None, {"rank": rank}]})
     assert objects.all_gather().non_tensor_batch["o"].tolist() == [0, None, {"rank": 0}, 1, None, {"rank": 1}]
+    images = with_images(rank).all_gather()
+    both = media_rows(with_images(0)) + media_rows(with_images(1))
+    assert media_rows(images) == both and images.batch["position_ids"].shape == (8, 4, 6)
+    moved = media_rows(exchange_groups(with_images(rank), [[0, 3], [1, 2]]))  # groups of two rows
+    assert moved == (both[:2] + both[6:], both[2:6])[rank]
     other_group = dist.new_group([0, 1])
     assert len(make(2).all_gather(other_group)) == 4
     with pytest.raises(ValueError, match="ranks 0 and 1 differ"):

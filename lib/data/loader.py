@@ -19,7 +19,8 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchd
 
 def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
     """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). In input_ids, attention_mask
-    and position_ids (B, P), P is the length of the longest prompt: columns that are padding in all rows are cut."""
+    and position_ids (B, P), with mrope (B, 4, P), P is the length of the longest prompt: columns that are padding in
+    all rows are cut."""
     batch: dict[str, torch.Tensor | np.ndarray] = {}
     for key in items[0]:
         values = [item[key] for item in items]
@@ -29,7 +30,7 @@ def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
             batch[key] = np.fromiter(values, dtype=object, count=len(values))
     if "attention_mask" in batch:
         longest = int(batch["attention_mask"].sum(1).max())
-        batch |= {key: batch[key][:, -longest:] for key in ("input_ids", "attention_mask", "position_ids")}
+        batch |= {key: batch[key][..., -longest:] for key in ("input_ids", "attention_mask", "position_ids")}
     return batch
 
 

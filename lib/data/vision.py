@@ -1,20 +1,41 @@
-"""Images and videos of prompts: from a row's files to what the model and the engines take."""
+"""Images and videos of prompts: from a row's files to what the model and the engines take.
+
+Traps that this module avoids:
+- Equal ids are not equal prompts: a prompt's images may differ. So each row has a hash of its pixels.
+- The picture that a processor gets and the one that an engine gets are one object, made here: turned as its EXIF says,
+  without alpha, of the size that --max-pixels and --min-pixels allow. Each processor then resizes by its own rules.
+- Pillow reads a file lazily: one that is cut off is found only when its pixels are asked for.
+- A template may leave an image out, and an engine then says nothing: the placeholders in the text are counted.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import copy
 import hashlib
+import io
+import math
+import re
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
 
+from lib import InputError
+from lib.data.rows import _shown
 from lib.data_proto import DataProto
 
 if TYPE_CHECKING:
-    from PIL import Image
     from transformers import PreTrainedConfig, ProcessorMixin
+
+MARKER = re.compile("<(image|video)>")
+TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # of a processor's output
 
 
 class Encoded(NamedTuple):
@@ -38,24 +59,252 @@ class Vision:
     video_fps: float = 2.0
     max_frames: int = 32
 
+    def entries(self, messages: list[dict], images: list, videos: list) -> tuple[list, list]:
+        """(images, videos) in the order of their places: what a content part holds, else the next of the column."""
+        columns: dict[str, list] = {"image": list(images), "video": list(videos)}
+        found: dict[str, list] = {"image": [], "video": []}
+        for part in _parts(messages):
+            if (kind := part.get("type")) in found:
+                own = [part[kind]] if kind in part else [columns[kind].pop(0)] if columns[kind] else []
+                found[kind] += own
+        return found["image"] + columns["image"], found["video"] + columns["video"]
+
     def media(self, images: list, videos: list, where: str, folder: Path) -> dict:
-        """multi_modal_data: {"image": [PIL], "video": [(frames (F, H, W, 3) uint8, metadata)]}. Raises InputError."""
-        raise NotImplementedError
+        """multi_modal_data: {"image": [PIL], "video": [(frames (F, H, W, 3) uint8, metadata)]}, with the kinds that
+        there are. A relative path is one in `folder`. Raises InputError."""
+        if videos and not self.takes_videos:
+            raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
+        data: dict[str, list] = {}
+        if images:
+            data["image"] = [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)]
+        if videos:
+            data["video"] = [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)]
+        return data
 
     def messages(self, messages: list[dict], data: dict, where: str) -> list[dict]:
-        """The messages with <image> and <video> as content parts, as many as data has. Raises InputError."""
-        raise NotImplementedError
+        """The messages with text as content parts, and <image> and <video> in it as parts too; as many as data has.
+        In a list of parts, text is text. Raises InputError."""
+        counts = dict.fromkeys(("image", "video"), 0)
+        for part in _parts(messages):
+            if part.get("type") in counts:
+                counts[part["type"]] += 1
+        for kind, places in counts.items():
+            if places and kind == "video" and not self.takes_videos:
+                raise InputError(f"{where}: has a <video>; models of type {self.config.model_type} take none")
+            if places != len(data.get(kind, ())):
+                raise InputError(
+                    f"{where}: {places} <{kind}> in the messages, but {len(data.get(kind, ()))} {kind}s in the row; "
+                    f"write one for each (text that is to stay text: in a list of content parts)"
+                )
+        return [
+            {**message, "content": [_bare(part) for part in _parts([message])]} if message.get("content") else message
+            for message in messages
+        ]
 
     def encode(self, text: str, data: dict) -> Encoded:
-        raise NotImplementedError
+        """A templated text, whose placeholders are those of the images and videos in `data`. Raises InputError."""
+        raw_ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        for kind in ("image", "video"):
+            shown = text.count(token) if (token := getattr(self.processor, f"{kind}_token", None)) else 0
+            if shown != len(data.get(kind, ())):
+                raise InputError(
+                    f"the templated prompt has {shown} {kind} placeholders ({token}) for {len(data.get(kind, ()))} "
+                    f"{kind}s; does the chat template show {kind}s, or does a message spell this token?"
+                )
+        if not data:
+            return Encoded(raw_ids, raw_ids, {})
+        kwargs: dict[str, Any] = {"images": data.get("image")}
+        if "video" in data:
+            frames, metadata = zip(*data["video"])
+            # a copy: Qwen3-VL's processor appends to frames_indices
+            kwargs |= {"videos": list(frames), "video_metadata": copy.deepcopy(list(metadata))}
+            kwargs["do_sample_frames"] = False
+        try:
+            out = self.processor(text=[text], return_tensors="pt", add_special_tokens=False, **kwargs)
+        except Exception as error:  # a processor's code may raise anything
+            raise InputError(f"the model's processor refuses these images: {_reason(error)}") from error
+        inputs = {name: torch.as_tensor(x) for name, x in out.items() if name not in TEXT_INPUTS}
+        return Encoded(raw_ids, out["input_ids"][0].tolist(), inputs)
 
     def positions(self, ids: list[int], inputs: dict) -> torch.Tensor:
-        """(L,), or with mrope (4, L): text, temporal, height, width."""
-        raise NotImplementedError
+        """(L,), or with mrope (4, L): text, temporal, height, width. ids are expanded; the model's own get_rope_index.
+
+        Every placeholder in ids must be one of an image or video of `inputs`.
+        """
+        text = torch.arange(len(ids))
+        if not self.mrope:
+            return text
+        if not inputs:
+            return text.repeat(4, 1)
+        row = torch.tensor([ids])
+        kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
+        rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)  # (3, 1, L)
+        return torch.cat([text[None], rope[:, 0].to(text.dtype)])
 
     def joined(self, first: dict, more: dict) -> dict:
         """The inputs of one row whose later turn has more images."""
-        raise NotImplementedError
+        # SmolVLM's and Idefics 3's tensors are (1, images, ...), and only they have this mask
+        dim = int("pixel_attention_mask" in first or "pixel_attention_mask" in more)
+        both = {name: torch.cat([first[name], more[name]], dim) for name in first.keys() & more.keys()}
+        return first | more | both
+
+    @property
+    def takes_videos(self) -> bool:
+        return getattr(self.config, "video_token_id", None) is not None
+
+    @property
+    def mrope(self) -> bool:
+        """Whether a token has three rotary positions."""
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None)
+        return "mrope_section" in (rope or {})
+
+    @cached_property
+    def _without_layers(self) -> Any:
+        """The model, without layers and weights, for its get_rope_index."""
+        from transformers import AutoModel
+
+        config = copy.deepcopy(self.config)
+        config.text_config.num_hidden_layers = config.vision_config.depth = 0
+        if getattr(config.text_config, "layer_types", None):
+            config.text_config.layer_types = []
+        with torch.device("meta"):
+            return AutoModel.from_config(config)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_without_layers"}
+
+    def _image(self, entry: Any, where: str, folder: Path) -> Image.Image:
+        """RGB, with its pixels in memory, of a size that the limits allow."""
+        source = _bytes_or_image(entry, where, folder)
+        try:
+            image = Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I;16"):  # convert("RGB") would make all above 255 white
+                image = image.point(lambda x: x / 257).convert("L")
+            if image.has_transparency_data:
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image.convert("RGBA"))
+            return self._sized(image.convert("RGB"))
+        except Exception as error:  # Pillow's decoders may raise anything
+            raise InputError(f"{where}: not a readable image ({_reason(error)})") from error
+
+    def _sized(self, image: Image.Image) -> Image.Image:
+        """At most max_pixels, at least min_pixels, of the same aspect ratio."""
+        width, height = image.size
+        pixels = width * height
+        if self.min_pixels <= pixels <= self.max_pixels:
+            return image
+        scale = math.sqrt((self.max_pixels if pixels > self.max_pixels else self.min_pixels) / pixels)
+        around = math.floor if scale < 1 else math.ceil
+        return image.resize((max(1, around(width * scale)), max(1, around(height * scale))), Image.Resampling.BICUBIC)
+
+    def _video(self, entry: Any, where: str, folder: Path) -> tuple[np.ndarray, dict]:
+        """(frames (F, H, W, 3) uint8, metadata, whose names are those of transformers' VideoMetadata): a file at
+        video_fps, a list of frames as it is; of both at most max_frames, evenly."""
+        fps = self.video_fps
+        if isinstance(entry, dict):
+            fps = float(entry.get("fps", fps))
+            entry = next((entry[name] for name in ("frames", "video", "path") if name in entry), None)
+        if isinstance(entry, list) and entry:
+            taken = _evenly(len(entry), self.max_frames)
+            images = [self._image(entry[i], f"{where}: frame {i}", folder) for i in taken]
+            total, backend = len(entry), "frames"
+        elif isinstance(entry, str | Path):
+            frames, total, fps, taken = self._read_video(str(entry), where, folder)
+            images, backend = [self._sized(Image.fromarray(frame)) for frame in frames], "opencv"
+        else:
+            raise InputError(f"{where}: {_shown(entry)}; it must be a path, or a list of frames")
+        if len({image.size for image in images}) > 1:
+            raise InputError(f"{where}: its frames have several sizes: {sorted({image.size for image in images})}")
+        metadata = {"total_num_frames": total, "fps": fps, "frames_indices": taken, "duration": total / fps}
+        metadata |= {"width": images[0].width, "height": images[0].height, "video_backend": backend}
+        return np.stack([np.asarray(image) for image in images]), metadata
+
+    def _read_video(self, name: str, where: str, folder: Path) -> tuple[np.ndarray, int, float, list[int]]:
+        """(frames, how many the file has, its frames a second, which of them were taken)."""
+        if not find_spec("cv2"):
+            raise InputError(f"{where}: reading video files needs a package: pip install opencv-python-headless")
+        from transformers.video_utils import load_video
+
+        def indices(metadata, **_) -> list[int]:
+            return _evenly(metadata.total_num_frames, min(self.max_frames, round(metadata.duration * self.video_fps)))
+
+        try:
+            path = _file(name, where, folder)
+        except FileNotFoundError as missing:
+            raise InputError(f"{where}: {_shown(name)} is no file in {folder}") from missing
+        try:
+            frames, metadata = load_video(str(path), backend="opencv", sample_indices_fn=indices)
+        except Exception as error:  # the decoder has no class of errors of its own
+            raise InputError(f"{where}: {path}: not a readable video ({_reason(error)})") from error
+        taken = metadata.frames_indices
+        if len(frames) != len(taken):
+            raise InputError(f"{where}: {path}: only {len(frames)} of {len(taken)} frames can be read; is it whole?")
+        return frames, metadata.total_num_frames, metadata.fps or self.video_fps, taken
+
+
+def _parts(messages: list[dict]) -> list[dict]:
+    """The content parts of all messages, one after the other; text as parts, cut at its markers."""
+    parts: list[dict] = []
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, str):
+            parts += content or []
+            continue
+        for i, piece in enumerate(MARKER.split(content)):  # text, kind, text, kind, ..., text
+            if i % 2:
+                parts.append({"type": piece})
+            elif piece:
+                parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def _bare(part: dict) -> dict:
+    """Without the image or video itself."""
+    return {key: value for key, value in part.items() if key != part.get("type") or key == "text"}
+
+
+def _evenly(total: int, most: int) -> list[int]:
+    """The numbers of at most `most`, at least 1, of `total` frames."""
+    return np.linspace(0, total - 1, max(1, min(total, most))).round().astype(int).tolist()
+
+
+def _bytes_or_image(entry: Any, where: str, folder: Path) -> bytes | Image.Image:
+    if isinstance(entry, dict):  # {"bytes": ..., "path": ...} of the datasets library, {"image": ...} of verl
+        entry = next((entry[name] for name in ("bytes", "image", "path") if name in entry), entry)
+    if isinstance(entry, bytes | Image.Image):
+        return entry
+    if not isinstance(entry, str):
+        raise InputError(f"{where}: {_shown(entry)}; it must be a path, bytes, base64 text or a PIL image")
+    try:
+        return _file(entry, where, folder).read_bytes()
+    except FileNotFoundError as missing:
+        try:
+            return base64.b64decode(entry.partition(",")[2] if entry.startswith("data:") else entry, validate=True)
+        except (binascii.Error, ValueError):
+            raise InputError(f"{where}: {_shown(entry)} is no file in {folder}, and no base64") from missing
+    except OSError as error:
+        raise InputError(f"{where}: {entry}: cannot be read ({error.strerror})") from error
+
+
+def _file(name: str, where: str, folder: Path) -> Path:
+    """Raises FileNotFoundError if there is none, and InputError for a URL."""
+    if name.startswith(("http://", "https://")):
+        raise InputError(f"{where}: {_shown(name)}: images and videos are read from disk, not from the network")
+    path = folder / name.removeprefix("file://")
+    try:
+        found = path.is_file()
+    except (OSError, ValueError):  # base64 text may be too long for a name
+        found = False
+    if not found:
+        raise FileNotFoundError(path)
+    return path
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "no format that Pillow knows"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -78,10 +327,9 @@ def media_of(prompts: DataProto) -> list[Media | None]:
     t, objects, rows = prompts.batch, prompts.non_tensor_batch, []
     for i, inputs in enumerate(objects["multi_modal_inputs"]):
         attended = t["attention_mask"][i].bool()
-        own = [t["input_ids"][i][attended].tolist(), t["position_ids"][i][..., attended]]
-        rows.append(
-            Media(objects["multi_modal_data"][i], inputs, *own, int(t["multi_modal_hash"][i])) if inputs else None
-        )
+        ids, positions = t["input_ids"][i][attended].tolist(), t["position_ids"][i][..., attended]
+        data, number = objects["multi_modal_data"][i], int(t["multi_modal_hash"][i])
+        rows.append(Media(data, inputs, ids, positions, number) if inputs else None)
     return rows
 
 
@@ -102,4 +350,7 @@ def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def to_png(image: Image.Image) -> bytes:
-    raise NotImplementedError
+    """Without loss."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

@@ -311,8 +311,14 @@ def _markdown(row: Mapping[str, Any]) -> str:
 
 
 def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages without the chat template."""
-    return "\n".join(str(message.get("content") or "") for message in messages)
+    """The messages without the chat template; an image is shown as <image>, a video as <video>."""
+
+    def text_of(content: Any) -> str:
+        if not isinstance(content, list):
+            return str(content or "")
+        return "".join(str(part["text"]) if "text" in part else f"<{part.get('type')}>" for part in content)
+
+    return "\n".join(text_of(message.get("content")) for message in messages)
 
 
 def turns_of(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from lib import InputError
 from lib.model import load_tokenizer
-from lib.run.tracking import Tracker, plot_curve, sample_rows
+from lib.run.tracking import Tracker, plot_curve, prompt_text, sample_rows
 from tests.common import TOY_MODEL, rollout_batch
 
 STEP = {"reward/mean": 0.5, "response_length/mean": 230.4, "perf/tokens_per_s": 12345.6, "actor/loss": -0.1}
@@ -330,6 +330,12 @@ def test_a_sample_of_a_prompt_with_a_call_is_shown_without_content():
     batch.non_tensor_batch |= {key: np.fromiter(values, object, count=2) for key, values in columns.items()}
     rows = sample_rows(batch, load_tokenizer(TOY_MODEL))
     assert [row["prompt"] for row in rows] == ["2*3\n"] * 2 and rows[0]["score"] == 0
+
+
+def test_a_sample_of_a_prompt_with_images_shows_where_they_stand():
+    parts = [{"type": "image"}, {"type": "text", "text": "or "}, {"type": "video"}, {"type": "text", "text": "?"}]
+    messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts}]
+    assert prompt_text(messages) == "Look.\n<image>or <video>?"
 
 
 def test_curve(tmp_path):

@@ -1,0 +1,506 @@
+"""lib/data/vision.py and the rows of RLHFDataset that have images: real files, real processors of tiny size."""
+
+import base64
+import io
+import json
+import pickle
+from functools import cache
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModel, AutoProcessor, Idefics3Config, LlavaConfig, Qwen2_5_VLConfig, Qwen3VLConfig
+
+from data import toy
+from lib import InputError
+from lib.data import RLHFDataset, collate_fn, make_loader
+from lib.data.vision import Vision, media_hash, media_of, text_positions, to_png
+from lib.data_proto import DataProto
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image>{% elif c['type'] == 'video' %}<video>{% else %}"
+    "{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 128, "pad_token_id": 0}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+QWEN = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
+TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
+TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
+PER_IMAGE = {"idefics3": 9, "llava": 16}  # placeholders after expansion
+
+
+@cache
+def processor_of(kind):
+    if kind == "idefics3":
+        from transformers import Idefics3Processor
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+        words = [*toy.ROLES, "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+        size = {"longest_edge": 24}
+        pictures = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+        tokenizer = toy.make_tokenizer(words, TEMPLATE)
+        return Idefics3Processor(pictures, tokenizer, image_seq_len=9, chat_template=TEMPLATE)
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    tokenizer = toy.make_tokenizer([*toy.ROLES, "<image>"], TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
+    return LlavaProcessor(
+        pictures,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+
+
+def config_of(kind):
+    if kind == "idefics3":
+        return Idefics3Config(image_token_id=processor_of(kind).image_token_id)
+    if kind == "llava":
+        return LlavaConfig(image_token_id=processor_of(kind).image_token_id)
+    if kind == "qwen2_5_vl":
+        return Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": MROPE}, vision_config=TOWER, **QWEN)
+    rope = MROPE | {"mrope_interleaved": True}
+    tower = TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return Qwen3VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=tower, **QWEN)
+
+
+def vision_of(kind="idefics3", **limits):
+    processor = processor_of(kind) if kind in PER_IMAGE else None
+    return Vision(processor, config_of(kind), **{"min_pixels": 1} | limits)
+
+
+def picture(seed=0, width=24, height=24):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def encoded(image, kind="PNG"):
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def make_row(content, images=None, index=0, **columns):
+    row = {"prompt": [{"role": "user", "content": content}], "data_source": "toy"}
+    row |= {"reward_model": {"ground_truth": "1"}, "extra_info": {"index": index}} | columns
+    return row if images is None else row | {"images": images}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def open_rows(source, vision=None, **kwargs):
+    vision = vision or vision_of()
+    return RLHFDataset(source, vision.processor.tokenizer, **{"max_prompt_length": 100, "vision": vision} | kwargs)
+
+
+def base64_of(image):
+    return base64.b64encode(to_png(image)).decode()
+
+
+def pixels(image):
+    return np.asarray(image).tolist()
+
+
+# ---- forms ----
+
+
+def forms(folder, image):
+    png = to_png(image)
+    (folder / "pictures").mkdir()
+    (folder / "pictures/a.png").write_bytes(png)
+    text = base64.b64encode(png).decode()
+    return {
+        "bytes": png,
+        "undecoded": {"bytes": png, "path": "a.png"},
+        "undecoded, with a path alone": {"bytes": None, "path": "pictures/a.png"},
+        "pil": image,
+        "verl": {"image": png},
+        "path": "pictures/a.png",
+        "absolute path": str(folder / "pictures/a.png"),
+        "file url": f"file://{folder}/pictures/a.png",
+        "data url": f"data:image/png;base64,{text}",
+        "base64": text,
+    }
+
+
+def test_each_form_of_an_image_is_the_same_image(tmp_path):
+    image = picture()
+    for name, form in forms(tmp_path, image).items():
+        form = {k: v for k, v in form.items() if v is not None} if isinstance(form, dict) else form
+        [read] = vision_of().media([form], [], "a row", tmp_path)["image"]
+        assert read.mode == "RGB" and pixels(read) == pixels(image), name
+
+
+def test_the_column_of_each_kind_of_file(tmp_path):
+    """Also datasets.Image, decoded or not, in memory and in parquet."""
+    image = picture()
+    text = [make_row("<image>red", [base64_of(image)])]
+    feature = datasets.List(datasets.Image())
+    rows = datasets.Dataset.from_list([make_row("<image>red", [{"bytes": to_png(image), "path": None}])])
+    rows.to_parquet(tmp_path / "plain.parquet")
+    rows = rows.cast_column("images", feature)
+    rows.to_parquet(tmp_path / "feature.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    pil = datasets.Dataset.from_list([make_row("<image>red", [image])])
+    sources = [write(tmp_path / "a.jsonl", text), tmp_path / "plain.parquet", tmp_path / "feature.parquet"]
+    items = [open_rows(source)[0] for source in [*sources, tmp_path / "saved", rows, pil]]
+    assert isinstance(pil[0]["images"][0], Image.Image)
+    for item in items:
+        assert pixels(item["multi_modal_data"]["image"][0]) == pixels(image)
+        assert item["multi_modal_hash"] == items[0]["multi_modal_hash"] != 0
+        assert item["raw_prompt"] == [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red"}]}]
+
+
+def test_a_turned_picture_is_turned_back_and_alpha_is_white(tmp_path):
+    turned = picture(width=8, height=4)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    file = io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    clear = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
+    half = Image.new("RGBA", (4, 4), (255, 255, 255, 255))
+    grey = Image.fromarray(np.full((2, 2), 257 * 100, np.uint16))
+    read = vision_of().media([file.getvalue(), clear, half, grey], [], "a row", tmp_path)["image"]
+    assert pixels(read[0]) == pixels(turned.rotate(-90, expand=True))
+    assert pixels(read[1]) == pixels(read[2]) == pixels(Image.new("RGB", (4, 4), "white"))
+    assert pixels(read[3]) == [[[100] * 3] * 2] * 2  # 16 bits
+
+
+@pytest.mark.parametrize(("width", "height"), [(24, 24), (200, 50), (10, 2), (4, 9)])
+def test_the_size_is_kept_within_the_limits(tmp_path, width, height):
+    vision = vision_of(max_pixels=576, min_pixels=100)
+    [read] = vision.media([picture(width=width, height=height)], [], "a row", tmp_path)["image"]
+    assert 100 <= read.width * read.height <= 576
+    assert read.width / read.height == pytest.approx(width / height, rel=0.1)  # whole pixels
+    if 100 <= width * height <= 576:
+        assert read.size == (width, height)
+
+
+# ---- what is wrong: file, row, reason ----
+
+
+def error_of(*args, **kwargs):
+    with pytest.raises(InputError) as caught:
+        open_rows(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+BROKEN = {
+    "missing": ("none.png", "image 1: 'none.png' is no file in "),
+    "url": ("https://example.com/a.png", "images and videos are read from disk, not from the network"),
+    "torn": (base64.b64encode(encoded(picture(), "JPEG")[:-200]).decode(), "not a readable image (OSError: "),
+    "text": (base64.b64encode(b"this is no picture").decode(), "not a readable image (no format that Pillow knows)"),
+    "number": (7, "image 1: 7; it must be a path, bytes, base64 text or a PIL image"),
+    "null": (None, "image 1: null; it must be a path"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_image_is_named(tmp_path, case):
+    entry, message = BROKEN[case]
+    good = base64_of(picture())
+    rows = [make_row("<image>", [good]), make_row("<image><image>", [good, entry])]
+    said = error_of(write(tmp_path / "a.jsonl", rows))
+    assert said.startswith(f"{tmp_path}/a.jsonl row 1: image 1: ") and message in said
+
+
+def test_a_broken_image_of_a_feature_is_named(tmp_path):
+    rows = [make_row("<image>", [{"bytes": to_png(picture()), "path": None}]) for _ in range(2)]
+    rows[1]["images"][0]["bytes"] = rows[1]["images"][0]["bytes"][:100]
+    rows = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    rows.to_parquet(tmp_path / "a.parquet")
+    assert f"{tmp_path}/a.parquet row 1: image 0: not a readable image" in error_of(tmp_path / "a.parquet")
+
+
+WRONG = {
+    "too few": (make_row("<image> and <image>", ["one"]), "2 <image> in the messages, but 1 images in the row"),
+    "too many": (make_row("<image>", ["one", "two"]), "1 <image> in the messages, but 2 images in the row"),
+    "none": (make_row("<image>"), "1 <image> in the messages, but 0 images in the row"),
+    "parts": (make_row([{"type": "image"}, {"type": "image"}], ["one"]), "2 <image> in the messages, but 1 images"),
+    "text in parts": (make_row([{"type": "text", "text": "<image>"}], ["one"]), "0 <image> in the messages, but 1"),
+    "a video": (make_row("<video>", videos=["a.mp4"]), "has a <video>; models of type idefics3 take none"),
+    "no list": (make_row("<image>", "one"), "'images' is 'one'; it must be a list"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_number_of_places_is_named(tmp_path, case):
+    row, message = WRONG[case]
+    said = error_of(write(tmp_path / "a.jsonl", [make_row("no image"), row]))
+    assert said.startswith(f"{tmp_path}/a.jsonl row 1: ") and message in said
+
+
+def test_a_text_model_takes_no_images(tmp_path):
+    file = write(tmp_path / "a.jsonl", [make_row("<image>"), make_row("<image>", [base64_of(picture())])])
+    tokenizer = processor_of("idefics3").tokenizer
+    with pytest.raises(InputError, match=r"a\.jsonl row 1: has images or videos; .* takes none"):
+        RLHFDataset(file, tokenizer, max_prompt_length=100)
+
+
+def test_a_template_that_leaves_images_out_is_found(tmp_path):
+    file = write(tmp_path / "a.jsonl", [make_row("<image>", [base64_of(picture())])])
+    blind = "{% for m in messages %}{% for c in m['content'] %}{{ c['text'] }}{% endfor %}{% endfor %}"
+    said = error_of(file, chat_template_kwargs={"chat_template": blind})
+    assert f"{file} row 0: the templated prompt has 0 image placeholders (<image>) for 1 images" in said
+
+
+# ---- what is made ----
+
+
+@pytest.mark.parametrize("kind", PER_IMAGE)
+def test_an_item(tmp_path, kind):
+    """Against the processor, given the picture itself."""
+    processor, image = processor_of(kind), picture(width=30, height=40)
+    file = write(tmp_path / "a.jsonl", [make_row("<image>red", [base64_of(image)]), make_row("red", index=1)])
+    dataset = open_rows(file, vision_of(kind))
+    item, plain = dataset[0], dataset[1]
+    text = "<|im_start|>user\n<image>red<|im_end|>\n<|im_start|>assistant\n"
+    whole = processor(images=[image], text=[text], return_tensors="pt")
+    ids = whole["input_ids"][0].tolist()
+    assert item["input_ids"][-len(ids) :].tolist() == ids
+    assert item["attention_mask"].sum() == len(ids)
+    assert item["position_ids"].tolist() == [0] * (100 - len(ids)) + list(range(len(ids)))
+    assert item["raw_prompt_ids"] == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    image_id = processor.image_token_id
+    assert (ids.count(image_id), item["raw_prompt_ids"].count(image_id)) == (PER_IMAGE[kind], 1)
+    assert item["multi_modal_inputs"].keys() == whole.keys() - {"input_ids", "attention_mask"}
+    assert all(torch.equal(x, whole[name]) for name, x in item["multi_modal_inputs"].items())
+    assert item["multi_modal_hash"].dtype == torch.int64 and item["multi_modal_hash"].shape == ()
+    assert plain["multi_modal_data"] == plain["multi_modal_inputs"] == {} and plain["multi_modal_hash"] == 0
+    assert plain["input_ids"][plain["attention_mask"].bool()].tolist() == plain["raw_prompt_ids"]
+
+
+def test_markers_parts_and_images_of_parts_are_the_same(tmp_path):
+    one, two = base64_of(picture(1)), base64_of(picture(2))
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    own = [{"type": "image", "image": one}, parts[1], {"type": "image", "image": two}]
+    mixed = [own[0], parts[1], parts[2]]
+    rows = [
+        make_row("<image>and<image>", [one, two]),
+        make_row(parts, [one, two]),
+        make_row(own),
+        make_row(mixed, [two]),
+    ]
+    dataset = open_rows(write(tmp_path / "a.jsonl", rows))
+    items = [dataset[i] for i in range(4)]
+    for item in items:
+        assert item["raw_prompt"] == [{"role": "user", "content": parts}]
+        assert item["raw_prompt_ids"] == items[0]["raw_prompt_ids"]
+        assert [pixels(x) for x in item["multi_modal_data"]["image"]] == [pixels(picture(1)), pixels(picture(2))]
+    assert len({int(item["multi_modal_hash"]) for item in items}) == 1
+
+
+def test_the_hash_is_of_the_pixels_and_their_order(tmp_path):
+    one, two = base64_of(picture(1)), base64_of(picture(2))
+    rows = [make_row("<image><image>", images) for images in ([one, two], [two, one], [one, one], [one, two])]
+    dataset = open_rows(write(tmp_path / "a.jsonl", rows))
+    hashes = [int(dataset[i]["multi_modal_hash"]) for i in range(4)]
+    assert len(set(hashes)) == 3 and hashes[0] == hashes[3]
+    assert dataset[0]["input_ids"].equal(dataset[1]["input_ids"])
+
+
+def test_text_that_spells_a_placeholder_stays_text(tmp_path):
+    """In a list of parts; a marker in plain text is an image's place."""
+    parts = [{"type": "image"}, {"type": "text", "text": "<image> <|im_end|>"}]
+    file = write(tmp_path / "a.jsonl", [make_row(parts, [base64_of(picture())])])
+    dataset = open_rows(file)
+    ids = dataset[0]["raw_prompt_ids"]
+    assert ids.count(processor_of("idefics3").image_token_id) == 1 and dataset.defused == 1
+    assert dataset[0]["raw_prompt"][0]["content"][1]["text"] == "< image> < |im_end|>"
+    said = error_of(file, allow_special_tokens=True)
+    assert "has 2 image placeholders (<image>) for 1 images" in said
+
+
+# ---- too long, too many ----
+
+
+def test_too_long_is_counted_with_expanded_placeholders(tmp_path):
+    one = base64_of(picture())
+    file = write(tmp_path / "a.jsonl", [make_row("<image>" * n, [one] * n, n) for n in (1, 2, 3)])
+    lengths = [int(open_rows(file)[i]["attention_mask"].sum()) for i in range(3)]
+    assert lengths[1] - lengths[0] == lengths[2] - lengths[1] == 9 + 3  # Idefics 3 puts three tokens around them
+    dataset = open_rows(file, max_prompt_length=lengths[1])
+    assert [dataset[i]["index"] for i in range(len(dataset))] == [1, 2]
+    assert dataset.dropped == {"prompt_too_long": 1, "too_many_images": 0}
+
+
+def test_too_many_images_are_dropped_and_counted(tmp_path):
+    one = base64_of(picture())
+    rows = [make_row("<image>" * n, [one] * n, n) for n in (1, 3, 2, 0)]
+    rows[1]["images"] = ["never read"] * 3
+    file = write(tmp_path / "a.jsonl", rows)
+    for filtered in (True, False):
+        dataset = open_rows(file, vision_of(max_images=2), filter_overlong_prompts=filtered)
+        assert [dataset[i]["index"] for i in range(len(dataset))] == [1, 2, 0]
+        assert dataset.dropped == {"prompt_too_long": 0, "too_many_images": 1}
+    said = error_of(write(tmp_path / "b.jsonl", rows[1:2]), vision_of(max_images=2))
+    assert "b.jsonl: no row left: each of 1 has more than max_images=2 images" in said
+
+
+@pytest.mark.parametrize("truncation", ["left", "right", "middle", "error"])
+def test_a_prompt_with_images_is_never_cut(tmp_path, truncation):
+    rows = [make_row("long text " * 9), make_row("<image>", [base64_of(picture())])]
+    file = write(tmp_path / "a.jsonl", rows)
+    said = error_of(file, max_prompt_length=10, truncation=truncation, filter_overlong_prompts=False)
+    assert "a prompt with images cannot be cut" in said if truncation != "error" else "row 0" in said
+    dataset = open_rows(
+        write(tmp_path / "b.jsonl", rows[:1]), max_prompt_length=10, truncation="left", filter_overlong_prompts=False
+    )
+    assert dataset[0]["raw_prompt_ids"] == dataset[0]["input_ids"].tolist()
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_the_check_in_processes_says_the_same(tmp_path, num_proc):
+    one = base64_of(picture())
+    file = write(tmp_path / "a.jsonl", [make_row("<image>" * n, [one] * n, n) for n in (1, 9, 0, 2)])
+    dataset = open_rows(file, vision_of(max_images=8), max_prompt_length=40, num_proc=num_proc)
+    assert dataset.kept.tolist() == [0, 2, 3] and dataset.dropped["too_many_images"] == 1
+    broken = write(tmp_path / "b.jsonl", [make_row("<image>", [one]), make_row("<image>", ["none.png"])])
+    assert f"{broken} row 1: image 0" in error_of(broken, num_proc=num_proc)
+
+
+# ---- positions ----
+
+
+def rope_model(kind):
+    config = config_of(kind)
+    config.text_config.num_hidden_layers = 1
+    return AutoModel.from_config(config)
+
+
+def grid_prompt(kind):
+    """(ids, inputs) with an image of 2 x 3 merged patches, then a video of two steps; Qwen3-VL wraps each step."""
+    start, end = 102, 103
+    steps = [101] * 4 + ([end, 7, 8, start] if kind == "qwen3_vl" else []) + [101] * 4
+    ids = [5, 6, start, *[100] * 6, end, 9, start, *steps, end, 10, 11]
+    inputs = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "video_grid_thw": torch.tensor([[2, 4, 4]])}
+    inputs |= {"pixel_values": torch.zeros(24, 96), "pixel_values_videos": torch.zeros(32, 96)}
+    return ids, inputs | ({"second_per_grid_ts": torch.tensor([1.0])} if kind == "qwen2_5_vl" else {})
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_mrope_positions_are_those_of_the_models_whole_forward(kind):
+    model, (ids, inputs) = rope_model(kind), grid_prompt(kind)
+    row = torch.tensor([ids])
+    seen = {}
+
+    def keep(module, args, kwargs):
+        seen["positions"] = kwargs["position_ids"]
+
+    model.language_model.register_forward_pre_hook(keep, with_kwargs=True)
+    kinds = (row == 100).int() + 2 * (row == 101).int()
+    with torch.no_grad():
+        model(input_ids=row, mm_token_type_ids=kinds, attention_mask=torch.ones_like(row), **inputs)
+    positions = vision_of(kind).positions(ids, inputs)
+    assert positions.dtype == torch.int64 and positions.shape == (4, len(ids))
+    assert positions[0].tolist() == list(range(len(ids)))
+    assert torch.equal(positions[1:], seen["positions"][-3:, 0])
+    assert positions[1:].max() < len(ids) - 1  # an image takes fewer positions than tokens
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_text_has_four_times_the_same_positions_under_mrope(kind):
+    vision = vision_of(kind)
+    assert vision.positions([5, 6, 7], {}).tolist() == [[0, 1, 2]] * 4
+    again = pickle.loads(pickle.dumps(vision))  # noqa: S301
+    ids, inputs = grid_prompt(kind)
+    assert torch.equal(again.positions(ids, inputs), vision.positions(ids, inputs))
+    pickle.dumps(vision)  # also after the first use
+
+
+def test_joined_inputs_are_those_of_both_at_once():
+    vision, images = vision_of(), [picture(i) for i in range(3)]
+    both = vision.encode("<image><image><image>", {"image": images}).inputs
+    parts = [vision.encode("<image>" * len(part), {"image": part}).inputs for part in (images[:1], images[1:])]
+    joined = vision.joined(*parts)
+    assert joined.keys() == both.keys() and all(torch.equal(joined[name], both[name]) for name in both)
+    assert vision.joined({}, both) == both == vision.joined(both, {})
+    image = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.ones(1, 3)}
+    video = {"pixel_values_videos": torch.zeros(8, 96), "video_grid_thw": torch.ones(1, 3)}
+    qwen = vision_of("qwen3_vl").joined(image, image | video)
+    assert {name: len(x) for name, x in qwen.items()} == {
+        "pixel_values": 8,
+        "image_grid_thw": 2,
+        "pixel_values_videos": 8,
+        "video_grid_thw": 1,
+    }
+
+
+# ---- batches ----
+
+
+def test_a_batch(tmp_path):
+    one, two = base64_of(picture(1)), base64_of(picture(2))
+    rows = [
+        make_row("<image>", [one]),
+        make_row("<image>", [two]),
+        make_row("text"),
+        make_row("<image><image>", [one, two]),
+    ]
+    dataset = open_rows(write(tmp_path / "a.jsonl", rows))
+    batch = DataProto.from_single_dict(collate_fn([dataset[i] for i in range(4)]))
+    assert batch.batch["multi_modal_hash"].shape == (4,) and batch.batch["input_ids"].shape == (4, 12 * 2 + 8)
+    media = media_of(batch)
+    assert media[2] is None
+    for i in (0, 1, 3):
+        item = dataset[i]
+        attended = item["attention_mask"].bool()
+        assert media[i].ids == item["input_ids"][attended].tolist() and media[i].inputs is not None
+        assert media[i].positions.tolist() == list(range(len(media[i].ids)))
+        assert media[i].hash == media_hash(item["multi_modal_inputs"])
+    positions = batch.batch["position_ids"]
+    assert text_positions(positions) is positions
+    assert torch.equal(text_positions(positions[:, None].repeat(1, 4, 1)), positions)
+
+
+def test_positions_of_mrope_are_cut_with_their_columns():
+    item = {"input_ids": torch.arange(6), "attention_mask": torch.tensor([0, 0, 0, 1, 1, 1])}
+    item |= {"position_ids": torch.arange(24).view(4, 6)}
+    batch = collate_fn([item, item])
+    assert batch["position_ids"].shape == (2, 4, 3)
+    assert torch.equal(batch["position_ids"][1], item["position_ids"][:, 3:])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_loader_goes_on_where_it_was(tmp_path, num_workers):
+    rows = [make_row("<image>red", [base64_of(picture(i))], i) for i in range(5)]
+    dataset = open_rows(write(tmp_path / "a.jsonl", rows))
+
+    def loader():
+        return make_loader(dataset, 2, rank=0, world_size=1, seed=0, num_workers=num_workers)
+
+    whole = loader()
+    batches = iter(whole)
+    next(batches)
+    state, second = whole.state_dict(), next(batches)
+    resumed = loader()
+    resumed.load_state_dict(state)
+    again = next(iter(resumed))
+    assert torch.equal(second["multi_modal_hash"], again["multi_modal_hash"])
+    for a, b in zip(second["multi_modal_inputs"], again["multi_modal_inputs"]):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    for data, index in zip(again["multi_modal_data"], again["index"]):
+        assert pixels(data["image"][0]) == pixels(picture(index))
+
+
+def test_a_saved_processor_makes_the_same(tmp_path):
+    processor_of("idefics3").save_pretrained(tmp_path)
+    again = Vision(AutoProcessor.from_pretrained(tmp_path), config_of("idefics3"))
+    data = {"image": [picture(width=50, height=30)]}
+    one, two = (vision.encode("<image>red", data) for vision in (vision_of(), again))
+    assert one.ids == two.ids and media_hash(one.inputs) == media_hash(two.inputs)
+
+
+# ---- videos ----
