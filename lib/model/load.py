@@ -166,10 +166,7 @@ def load_model(
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     options["trust_remote_code"] = trust_remote_code
-    auto_class = AutoModelForCausalLM
-    if family_of(_config(path, flag, trust_remote_code)):
-        auto_class = AutoModelForImageTextToText
-    model, missing = _from_pretrained(auto_class, path, flag, {}, on_meta=on_meta, **options)
+    model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, flag)
     lay_out(model, f"{flag} {path}", attn_implementation, padding_free, share_prompts)
     if family_of(model.config) is None:
@@ -204,10 +201,6 @@ def load_critic(
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
     options["trust_remote_code"] = trust_remote_code
-    config = _config(path, "--critic-model", trust_remote_code)
-    if family_of(config):
-        cls = value_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
-        AutoModelForTokenClassification.register(type(config), cls, exist_ok=True)
     # classifier_dropout must be set: transformers' default drops 10 % of the head's input
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
     model, missing = _from_pretrained(
@@ -261,6 +254,8 @@ def _from_pretrained(
     folder, gguf = split_gguf(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        if family_of(config):
+            auto_class = _vision_class(auto_class, config)
         attn_implementation, _ = attention_and_packing(config, attn_implementation)
         parts = (config, config.get_text_config(), getattr(config, "vision_config", None) or config)
         for part in parts:  # sampling and training must compute the same log-probs
@@ -297,6 +292,15 @@ def _from_pretrained(
         for name in ("hf_quantizer", "quantization_method"):
             vars(model).pop(name, None)
     return model, set(info["missing_keys"])
+
+
+def _vision_class(auto_class: Any, config: PreTrainedConfig) -> Any:
+    if auto_class is AutoModelForCausalLM:
+        return AutoModelForImageTextToText
+    if auto_class is AutoModelForTokenClassification:
+        cls = value_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
+        auto_class.register(type(config), cls, exist_ok=True)
+    return auto_class
 
 
 def _meta_model(

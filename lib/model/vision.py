@@ -276,5 +276,6 @@ def value_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def get_output_embeddings(self) -> None:
             return None
 
-    WithValue.__name__ = WithValue.__qualname__ = f"{cls.__name__}WithValue"
+    # by its name and module transformers knows how to convert the weights of a class that it loads
+    WithValue.__name__, WithValue.__qualname__, WithValue.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return WithValue
