@@ -204,6 +204,8 @@ def add_responses(
         "response_mask": response_mask.to(device),
         "rollout_log_probs": rollout_log_probs.to(device),
     }
+    if "multi_modal_hash" in prompts.batch:
+        tensors["multi_modal_hash"] = prompts.batch["multi_modal_hash"]
     objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
