@@ -200,6 +200,9 @@ def load_inputs(args: Any) -> Inputs:
     train_data = None if validation.val_only else load(list(data.train_files))
     val_data = load(list(data.val_files)) if validation.wanted else None
     trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
+    seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
+    if reward.reward_model and seen:
+        raise InputError(f"{seen} has images: --reward-model reads text only")
     kwargs = parse_json("reward_kwargs", reward.reward_kwargs)
     scored = trained if validation.val_reward else [*trained, *validated]
     scorers = load_scorers(reward.reward, scored, kwargs, reward.reward_weights)

@@ -83,9 +83,7 @@ def test_positions_go_on_after_the_highest_of_the_prompt():
 
 def test_a_prompt_that_an_engine_expands_otherwise_is_refused():
     check_expanded("vllm", [5, 8, 8, 6], (5, 8, 8, 6))
-    with pytest.raises(
-        InputError, match=r"--rollout-engine vllm: .* the engine made 3 tokens, training 4, "
-    ):
+    with pytest.raises(InputError, match=r"--rollout-engine vllm: .* the engine made 3 tokens, training 4, "):
         check_expanded("vllm", [5, 8, 8, 6], [5, 8, 6])
     with pytest.raises(InputError, match=r"http://a:1: .* other ones.*start the server with this run's --model"):
         check_expanded("http://a:1", [5, 8, 8, 6], [5, 8, 8, 7])

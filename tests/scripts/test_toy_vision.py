@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data import toy, toy_vision
 from rewards.arithmetic import compute_score
-from tests.common import fork, metrics, ran, unexplained_metrics
+from tests.common import TOY_MODEL, fork, metrics, ran, rollouts, skip_without_vllm, unexplained_metrics
 
 MODEL = toy_vision.FOLDER / "model"
 
@@ -158,7 +158,7 @@ def test_warm_up_learns_and_repeats_itself(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """flags(blank=False): those of a small run, on all rows, seen or blank."""
+    """flags(blank=False): those of a small run, on the held-out rows with their images or with white ones."""
 
     @functools.cache
     def flags(blank: bool = False) -> list[str]:
@@ -171,17 +171,79 @@ def flags(tmp_path_factory):
     return flags
 
 
+def of_steps(folder: Path) -> list[dict]:
+    return [row for row in metrics(folder) if "reward/mean" in row]
+
+
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
-def test_every_script_takes_images(tmp_path, flags, script):
+def test_every_script_trains_the_whole_model_and_exports_it(tmp_path, flags, script):
     ran(fork(script, tmp_path, *flags(), "--run-name", "run", "--total-steps", "2", "--kl-coef", "0.01"))
-    rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2]
-    assert all(row["rollout/logp_diff_max"] < 1e-4 for row in rows if "reward/mean" in row)
+    rows = of_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["rollout/logp_diff_max"] < 1e-4  # it trains on what the engine saw
     assert unexplained_metrics(tmp_path / "run", f"{script}.md", "grpo.md") == []
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run/model")
-    start = AutoModelForImageTextToText.from_pretrained(MODEL)
-    for name, p in start.named_parameters():  # the tower and the projector, too
+    start, model = (AutoModelForImageTextToText.from_pretrained(path) for path in (MODEL, tmp_path / "run/model"))
+    for name, p in start.named_parameters():
         assert not torch.equal(p, model.get_parameter(name)), name
-    exported = AutoProcessor.from_pretrained(tmp_path / "run/model")
-    assert exported.to_dict() == AutoProcessor.from_pretrained(MODEL).to_dict()
+    exported, ours = (AutoProcessor.from_pretrained(path) for path in (tmp_path / "run/model", MODEL))
+    assert exported.to_dict() == ours.to_dict()
     assert exported.chat_template == exported.tokenizer.chat_template == toy_vision.CHAT_TEMPLATE
+
+
+def test_the_image_decides_what_is_learnt(tmp_path, flags):
+    """The same steps with white images gain nothing: 0.20 is what one answer to all questions earns."""
+    accuracy = {}
+    for blank in (False, True):
+        sizes = ["--prompts-per-step", "32", "--group-size", "8", "--lr", "5e-4", "--micro-batch-tokens", "16384"]
+        args = [*flags(blank), *sizes, "--total-steps", "6", "--val-every", "6", "--val-before-train"]
+        ran(fork("grpo", tmp_path, *args, "--no-export-model", "--run-name", str(blank)))
+        rows = metrics(tmp_path / str(blank))
+        accuracy[blank] = [row["val/toy/vision/mean@1"] for row in rows if "val/toy/vision/mean@1" in row]
+    assert accuracy[False][0] < 0.4 and accuracy[False][-1] > 0.8
+    assert max(accuracy[True]) < 0.3
+
+
+def test_vllm_sees_the_same_images(tmp_path, flags):
+    skip_without_vllm()
+    args = [*flags(), "--total-steps", "2", "--lr", "1e-3", "--rollout-engine", "vllm", "--no-export-model"]
+    ran(fork("grpo", tmp_path, *args, "--run-name", "run"))
+    rows = of_steps(tmp_path / "run")
+    assert len(rows) == 2 and all(row["rollout/logp_diff_max"] < 1e-4 for row in rows)
+
+
+def test_two_ranks_train_as_one(tmp_path, flags):
+    """Two updates of two micro-batches and more. 1e-3: as in test_scripts.py."""
+    args = [*flags(), "--total-steps", "2", "--num-mini-batches", "2", "--no-export-model", "--save-rollouts", "all"]
+    for ranks in (1, 2):
+        ran(fork("grpo", tmp_path, *args, "--run-name", str(ranks), ranks=ranks))
+    one, two = (of_steps(tmp_path / name) for name in ("1", "2"))
+    assert len(one) == len(two) == 2
+    for ours, theirs in zip(two, one):
+        for key, value in theirs.items():
+            if key.startswith(("reward/", "response_length/", "training/")):
+                assert ours[key] == value, key
+            elif key.startswith(("actor/", "advantages/")) and "clipfrac" not in key:
+                assert ours[key] == pytest.approx(value, rel=1e-3, abs=1e-6), key
+    one, two = (
+        {key: (row["response"], row["score"]) for key, row in rollouts(tmp_path / name).items()} for name in ("1", "2")
+    )
+    assert one == two
+
+
+def test_resumed_equals_never_interrupted(tmp_path, flags):
+    """dapo.py also saves groups that are left over, with their images."""
+    args = [*flags(), "--save-every", "1", "--num-mini-batches", "2", "--group-size", "8"]
+    ran(fork("dapo", tmp_path, *args, "--run-name", "whole", "--total-steps", "4"))
+    for steps in ("2", "4"):
+        args += ["--resume", "auto"] if steps == "4" else []
+        ran(fork("dapo", tmp_path, *args, "--run-name", "resumed", "--total-steps", steps))
+    rows = metrics(tmp_path / "whole")
+    assert rows[1]["training/rows_left_over"] > 0
+    assert metrics(tmp_path / "resumed") == rows
+    assert rollouts(tmp_path / "resumed") == rollouts(tmp_path / "whole")
+
+
+def test_a_reward_model_is_refused(tmp_path, flags):
+    done = fork("grpo", tmp_path, *flags(), "--reward-model", TOY_MODEL)
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and "val.jsonl row 0 has images: --reward-model reads text only" in error
