@@ -218,15 +218,15 @@ class RLHFDataset(Dataset):
 
     def _with_media(self, row: int, fields: dict, messages: list[dict]) -> tuple[list[dict], list, list]:
         """The messages with <image> and <video> as content parts, and the images and videos as they are in the row."""
+        if self.vision is None:
+            if any(fields.get(key) for key in self.media_keys):
+                name = self.tokenizer.name_or_path or "the model"
+                raise InputError(f"{self._where(row)}: has images or videos; {name} takes none")
+            return messages, [], []
         columns = [fields.get(key) or [] for key in self.media_keys]
         for key, column in zip(self.media_keys, columns):
             if not isinstance(column, list):
                 raise InputError(f"{self._where(row)}: {key!r} is {_shown(column)}; it must be a list")
-        if self.vision is None:
-            if any(columns):
-                name = self.tokenizer.name_or_path or "the model"
-                raise InputError(f"{self._where(row)}: has images or videos; {name} takes none")
-            return messages, [], []
         images, videos = self.vision.entries(messages, *columns)
         return self.vision.messages(messages, {"image": images, "video": videos}, self._where(row)), images, videos
 
@@ -274,11 +274,12 @@ class RLHFDataset(Dataset):
         if not isinstance(source, str):
             raise InputError(f"{self._where(row)}: 'data_source' is {_shown(source)}; it must be text")
         has_truth = "ground_truth" in fields.get("reward_model", {})
-        messages, *media = self._with_media(row, fields, self._messages(row, fields.get(self.prompt_key)))
-        n_media = max(map(len, media))
+        messages = self._messages(row, fields.get(self.prompt_key))
+        messages, images, videos = self._with_media(row, fields, messages)
+        n_media = max(len(images), len(videos))
         if self.vision and n_media > self.vision.max_images:
             return 0, has_truth, False, n_media
-        prompt = self._prompt(row, messages, *media)
+        prompt = self._prompt(row, messages, images, videos)
         return len(prompt.encoded.ids), has_truth, prompt.defused, n_media
 
     def _check_rows(self, n_read: int, num_proc: int | None) -> np.ndarray:
