@@ -226,7 +226,7 @@ def test_checkpointing_changes_nothing(tmp_path, kind):
         calls = count_images(model)
         found.append(gradients(model, weighted(response_log_probs(model, batch, 1.0))))
         assert len(calls) == (2 if kind.startswith("qwen") else 1)  # images and videos; layers are repeated, not all
-    assert distance(*found) < 1e-12 if kind != "gemma3" else 1e-6
+    assert distance(*found) < (1e-12 if kind != "gemma3" else 1e-6)
 
 
 @pytest.mark.parametrize("kind", VISION)
@@ -348,13 +348,16 @@ def test_placeholders_and_images_that_do_not_match_are_refused(tmp_path):
     with pytest.raises(InputError, match="have 12 features, their prompts 11 placeholder tokens"):
         response_log_probs(model, cut, 1.0)
     batch.non_tensor_batch["multi_modal_inputs"][0] = {}
-    with pytest.raises(InputError, match=r"placeholder tokens \(id 100\) of images, and no images"):
+    with pytest.raises(InputError, match="has placeholders and no images: those of qwen2_5_vl are tokens 100"):
         response_log_probs(model, batch, 1.0)
+    model.config.image_token_id = 99  # another model's
+    with pytest.raises(InputError, match="has images and no placeholders: those of qwen2_5_vl are tokens 99"):
+        response_log_probs(model, vision_batch("qwen2_5_vl"), 1.0)
 
 
 def test_a_text_model_takes_no_images(tmp_path):
     model, batch = load_model(save_tiny(tmp_path)), vision_batch("llava")
-    with pytest.raises(InputError, match="its type qwen2 takes no images; known are qwen2_5_vl"):
+    with pytest.raises(InputError, match="of type qwen2 takes no images; known are qwen2_5_vl"):
         response_log_probs(model, batch, 1.0)
     batch = batch[[6, 7]]
     response_log_probs(model, batch, 1.0)
