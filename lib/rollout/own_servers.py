@@ -157,6 +157,8 @@ def order_servers(
     settings = engine_settings(max_length, dtype, ranks, gpu_memory, on_gpu, max_images)
     settings["worker_extension_cls"] = "lib.rollout.vllm_weights.WorkerExtension"
     settings["weight_transfer_config"] = {"backend": "broadcast"}
+    if processor is not None:
+        settings["enable_scale_out"] = True  # for the route that takes images
     own.order(folder, settings | {"uvicorn_log_level": "warning"} | dict(more))
 
 

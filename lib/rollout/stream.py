@@ -55,11 +55,11 @@ def make_engine(
         engine = HFEngine(model, tokenizer)
     elif own is not None:
         order_servers(own, model, tokenizer, **settings, **started)
-        engine = ServedEngine(",".join(own.urls()), model, tokenizer, **settings, own=own)
+        engine = ServedEngine(",".join(own.urls()), model, tokenizer, **settings, images=probe is not None, own=own)
     elif name == "vllm":
         engine = VLLMEngine(model, tokenizer, **settings, **started)
     else:
-        engine = ServedEngine(name, model, tokenizer, **settings)
+        engine = ServedEngine(name, model, tokenizer, **settings, images=probe is not None)
     engine.image_probe = probe
     return engine
 

@@ -1,12 +1,18 @@
 """Prompts with images in the engines: hf in all families of models, vLLM (real, on the CPU) with an Idefics3."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import Gemma3ForConditionalGeneration, Idefics3Config, Idefics3ForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3ForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+)
 
 from data.toy_vision import make_processor
 from lib import InputError
@@ -16,6 +22,8 @@ from lib.distributed import World, make_mesh, shard_model
 from lib.model import load_model, response_log_probs
 from lib.rollout import (
     HFEngine,
+    Recording,
+    Replay,
     Sampling,
     WeightSyncError,
     concat_rows,
@@ -25,8 +33,8 @@ from lib.rollout import (
     sync_weights,
 )
 from lib.rollout.engine import add_responses, check_expanded
-from lib.rollout.vllm_engine import VLLMEngine
-from tests.common import VISION, tiny_vision, vision_batch
+from lib.rollout.vllm_engine import VLLMEngine, save_files
+from tests.common import VISION, serve, tiny_vision, vision_batch
 from tests.rollout.test_rollout import close, perturb
 
 TOLERANCE = 1e-4  # nats, fp32: other kernels sum in another order
@@ -69,6 +77,7 @@ def test_positions_go_on_after_the_highest_of_the_prompt():
     positions, before = out.batch["position_ids"], prompts.batch["position_ids"]
     assert positions.shape == (8, 4, P + 8)
     assert torch.equal(positions[..., :P], before)
+    assert torch.equal(out.batch["multi_modal_hash"], prompts.batch["multi_modal_hash"])
     for row, last in zip(positions, before.amax(-1)):
         assert torch.equal(row[:, P:], last[:, None] + torch.arange(1, 9))
     assert (positions[:6, 0, P:] > positions[:6, 1, P:]).all()  # those with images
@@ -179,12 +188,12 @@ def processor():
     return make_processor()
 
 
-def save_idefics3(processor, folder) -> str:
+def idefics3_config(processor) -> Idefics3Config:
     """The head is tied, which only the whole model's config says."""
     size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = size | {"model_type": "llama", "vocab_size": len(processor.tokenizer), "num_key_value_heads": 1}
     text |= {"head_dim": 32, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3}
-    config = Idefics3Config(
+    return Idefics3Config(
         text_config=text | {"max_position_embeddings": 256},
         vision_config=size | {"image_size": 24, "patch_size": 4},
         scale_factor=2,
@@ -192,8 +201,11 @@ def save_idefics3(processor, folder) -> str:
         pad_token_id=0,
         tie_word_embeddings=True,
     )
+
+
+def save_idefics3(processor, folder) -> str:
     torch.manual_seed(0)
-    model = Idefics3ForConditionalGeneration(config)
+    model = Idefics3ForConditionalGeneration(idefics3_config(processor))
     for p in model.parameters():
         p.data.add_(0.1 * torch.randn_like(p))
     model.save_pretrained(folder)
@@ -205,24 +217,34 @@ def noise(seed: int, height: int = 24, width: int = 24) -> Image.Image:
 
 
 def visual_prompts(processor, model) -> DataProto:
-    """The same six kinds of rows as above, of pictures; one is of another size."""
+    """Eight: one image for three, the same ids with another image for two, two images (one larger), none, and the first
+    image with another text."""
     vision, A, B, wide = Vision(processor, model.config), noise(1), noise(2), noise(3, 30, 50)
-    contents = [(["red?"], [A])] * 3 + [(["red?"], [B])] * 2 + [(["red", "or this?"], [A, wide]), (["how many"], [])]
-    encoded, data = [], []
-    for texts, images in contents:
-        message = "".join(("<image>" if images else "") + text for text in texts)
-        text = processor.apply_chat_template([{"role": "user", "content": message}], add_generation_prompt=True)
-        data.append({"image": images} if images else {})
-        encoded.append(vision.encode(text, data[-1]))
-    P = max(len(row.ids) for row in encoded)
-    ids, mask = torch.zeros(len(encoded), P, dtype=torch.long), torch.zeros(len(encoded), P, dtype=torch.long)
-    for i, row in enumerate(encoded):
-        ids[i, P - len(row.ids) :], mask[i, P - len(row.ids) :] = torch.tensor(row.ids), 1
+    columns: dict[str, list] = {
+        name: [] for name in ("ids", "multi_modal_data", "raw_prompt_ids", "multi_modal_inputs")
+    }
+    rows = [
+        ("<image>red?", [A]),
+        ("<image>red?", [B]),
+        ("<image>or<image>", [A, wide]),
+        ("red", []),
+        ("or<image>", [A]),
+    ]
+    for content, images in rows:
+        message = [{"role": "user", "content": content}]
+        text = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        data = {"image": images} if images else {}
+        encoded = vision.encode(text, data)
+        for name, value in zip(columns, (encoded.ids, data, encoded.raw_ids, encoded.inputs)):
+            columns[name].append(value)
+    rows = columns.pop("ids")
+    P = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), P, dtype=torch.long), torch.zeros(len(rows), P, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, P - len(row) :], mask[i, P - len(row) :] = torch.tensor(row), 1
     tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    tensors["multi_modal_hash"] = torch.tensor([media_hash(row.inputs) for row in encoded])
-    objects = {"raw_prompt_ids": [row.raw_ids for row in encoded], "multi_modal_data": data}
-    objects["multi_modal_inputs"] = [row.inputs for row in encoded]
-    return DataProto.from_dict(tensors=tensors, non_tensors=objects)
+    tensors["multi_modal_hash"] = torch.tensor([media_hash(inputs) for inputs in columns["multi_modal_inputs"]])
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)[[0, 0, 0, 1, 1, 2, 3, 4]]
 
 
 def engine_of(name, processor, path, folder):
@@ -249,7 +271,7 @@ def test_vllm_samples_from_the_policy_that_is_trained(vllm, processor):
     raw = prompts.non_tensor_batch["raw_prompt_ids"]
     assert raw[0] == raw[4]
     for _ in range(2):  # the second time from its caches
-        out = engine.generate(prompts, Sampling(8), [7] * 7)
+        out = engine.generate(prompts, Sampling(8), [7] * 8)
         assert trainer_difference(model, out) < TOLERANCE
         first = out.batch["rollout_log_probs"][:, 0]
         assert abs(first[0] - first[3]) > 1e-3
@@ -260,7 +282,7 @@ def test_vllm_and_hf_sample_from_the_same_policy(vllm, processor):
     engine, model = vllm
     prompts = visual_prompts(processor, model)
     hf = HFEngine(model, processor.tokenizer)
-    greedy = [of.generate(prompts, Sampling(8, temperature=0.0), [0] * 7) for of in (engine, hf)]
+    greedy = [of.generate(prompts, Sampling(8, temperature=0.0), [0] * 8) for of in (engine, hf)]
     assert torch.equal(*(out.batch["responses"] for out in greedy))
 
 
@@ -273,10 +295,10 @@ def test_vllm_forgets_the_features_of_old_weights(vllm, processor):
     """Without reset_encoder_cache the same images are more than a nat off."""
     engine, model = vllm
     prompts = visual_prompts(processor, model)
-    engine.generate(prompts, Sampling(2), [7] * 7)  # their features are in the cache
+    engine.generate(prompts, Sampling(2), [7] * 8)  # their features are in the cache
     perturb(model.model.vision_model)
     engine.load_weights(model, engine.version + 1)
-    out = engine.generate(prompts, Sampling(8), [7] * 7)
+    out = engine.generate(prompts, Sampling(8), [7] * 8)
     assert trainer_difference(model, out) < TOLERANCE
 
 
@@ -322,3 +344,90 @@ def test_gemma_3_is_refused_by_vllm_on_a_cpu(world, processor, tmp_path):
     settings = {"folder": tmp_path, "max_length": 80, "dtype": torch.float32, "gpu_memory": 0.3, "ranks": 1, "more": {}}
     with pytest.raises(InputError, match="Gemma 3's all see each other: take hf"):
         VLLMEngine(model, processor.tokenizer, processor=processor, max_images=1, **settings)
+
+
+# ---- a server ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(world, processor, tmp_path_factory):
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("served")
+    path = save_idefics3(processor, folder / "model")
+    save_files(Path(path), AutoModelForImageTextToText.from_pretrained(path), processor.tokenizer, processor)
+    with serve(path, 128, "--enable-scale-out") as (url, _):
+        engine, model = engine_of(url, processor, path, folder / "engine")
+        perturb(model, 0.1)  # not what the server read at its start
+        sync_weights(engine, model, 0, tolerance=TOLERANCE)
+        yield engine, model
+        engine.close()
+
+
+def test_a_server_samples_from_the_policy_that_is_trained(served, processor):
+    """Before and after a sync: the server keeps no features of old weights either."""
+    engine, model = served
+    prompts = visual_prompts(processor, model)
+    for _ in range(2):
+        out = engine.generate(prompts, Sampling(8), list(range(8)))
+        assert trainer_difference(model, out) < TOLERANCE
+        perturb(model.model.vision_model)
+        sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+
+
+def test_a_group_shares_a_server_if_its_images_are_the_same(served):
+    engine, _ = served
+    keys = [((5, 6), 1), ((5, 6), 1), ((5, 6), 2)]
+    first, again, other = engine.turns(keys)
+    assert first == again != other
+
+
+def test_a_response_with_an_image_goes_on_with_new_weights(served, processor):
+    engine, model = served
+    prompts, sampling = visual_prompts(processor, model)[:3], Sampling(40)
+    engine.stop_ids, stop_ids = [], engine.stop_ids
+    responses = engine.start(prompts, sampling, [1, 2, 3])
+    while not any(response.row.token_ids for response in responses):
+        engine.load_weights(model, engine.version + 1)
+    out = engine.collect(prompts, sampling, responses)
+    engine.stop_ids = stop_ids
+    assert (out.batch["weight_versions"].amax(1) > out.batch["weight_versions"].amin(1)).any()
+    assert out.batch["response_mask"].sum(1).tolist() == [40] * 3
+    assert trainer_difference(model, out) < TOLERANCE
+
+
+def test_a_server_must_expand_a_prompt_as_training_does(served, processor):
+    engine, model = served
+    [media] = media_of(visual_prompts(processor, model)[:1])
+    pictures = engine.pictures(replace(media, ids=media.ids[1:]))
+    raw = visual_prompts(processor, model).non_tensor_batch["raw_prompt_ids"][0]
+    with pytest.raises(InputError, match=r"of a prompt with images the engine made .* start the server with this run"):
+        engine.begin(engine.sample(raw, Sampling(2), 0, 0, pictures=pictures)).result()
+
+
+# ---- record and replay ---------------------------------------------------------------------------
+
+
+def test_a_recorded_rollout_has_its_images_once_and_is_for_no_other_images(world, processor, tmp_path):
+    model = Idefics3ForConditionalGeneration(idefics3_config(processor))
+    prompts = visual_prompts(processor, model)
+    rows = [hf_engine.Generated([5, 6], [0.0, -0.5], "length")] * len(prompts)
+    of, recorded = World(0, 1, torch.device("cpu")), add_responses(prompts, rows, 0)
+    tape = Recording(tmp_path, of)
+    tape.begin(1)
+    tape.rollout(prompts, lambda: recorded)
+    tape.end(recorded)
+    replay = Replay(tmp_path, of)
+    replay.begin(1)
+    again = replay.rollout(prompts, None)
+    for key, column in recorded.batch.items():
+        assert torch.equal(column, again.batch[key])
+    for mine, theirs in zip(media_of(recorded), media_of(again)):
+        assert (mine and mine.hash) == (theirs and media_hash(theirs.inputs))
+        for before, after in zip(*(own.data["image"] if own else [] for own in (mine, theirs))):
+            assert np.array_equal(before, after)
+    inputs = again.non_tensor_batch["multi_modal_inputs"]
+    assert inputs[0]["pixel_values"] is inputs[2]["pixel_values"] is not inputs[3]["pixel_values"]
+    other = prompts[[3, 1, 2, 0, 4, 5, 6, 7]]  # the same tokens
+    replay.begin(1)
+    with pytest.raises(InputError, match="the prompts of step 1 are not those recorded"):
+        replay.rollout(other, None)
