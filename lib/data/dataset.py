@@ -59,8 +59,9 @@ class RLHFDataset(Dataset):
     leaves out a prompt longer than P if filter_overlong_prompts; otherwise `truncation` says what is cut: "left" (the
     start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` counts
     those that will be cut; `without_ground_truth` is the file and number of the first kept row without a ground truth,
-    for scorers that need one. Unless allow_special_tokens, a space breaks up message text that spells a special token,
-    in raw_prompt too; `defused` counts the prompts with such text.
+    for scorers that need one; `with_images` is that of the first with images or videos. Unless allow_special_tokens, a
+    space breaks up message text that spells a special token, in raw_prompt too; `defused` counts the prompts with such
+    text.
 
     With `vision`, for models that see, a row's images and videos are those of the columns image_key and video_key, in
     the order of <image> and <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature
@@ -146,6 +147,8 @@ class RLHFDataset(Dataset):
         without = self.kept[has_truth[self.kept] == 0]
         self.without_ground_truth = self._where(int(without[0])) if len(without) else None
         self.defused = int(broken_up[self.kept].sum())
+        seen = self.kept[n_media[self.kept] > 0]
+        self.with_images = self._where(int(seen[0])) if len(seen) else None
 
     def _raise_no_row_left(self, names: str, lengths: np.ndarray, too_many: np.ndarray) -> None:
         if len(lengths) == 0:
@@ -215,15 +218,15 @@ class RLHFDataset(Dataset):
 
     def _with_media(self, row: int, fields: dict, messages: list[dict]) -> tuple[list[dict], list, list]:
         """The messages with <image> and <video> as content parts, and the images and videos as they are in the row."""
+        if self.vision is None:
+            if any(fields.get(key) for key in self.media_keys):
+                name = self.tokenizer.name_or_path or "the model"
+                raise InputError(f"{self._where(row)}: has images or videos; {name} takes none")
+            return messages, [], []
         columns = [fields.get(key) or [] for key in self.media_keys]
         for key, column in zip(self.media_keys, columns):
             if not isinstance(column, list):
                 raise InputError(f"{self._where(row)}: {key!r} is {_shown(column)}; it must be a list")
-        if self.vision is None:
-            if any(columns):
-                name = self.tokenizer.name_or_path or "the model"
-                raise InputError(f"{self._where(row)}: has images or videos; {name} takes none")
-            return messages, [], []
         images, videos = self.vision.entries(messages, *columns)
         return self.vision.messages(messages, {"image": images, "video": videos}, self._where(row)), images, videos
 
@@ -271,11 +274,12 @@ class RLHFDataset(Dataset):
         if not isinstance(source, str):
             raise InputError(f"{self._where(row)}: 'data_source' is {_shown(source)}; it must be text")
         has_truth = "ground_truth" in fields.get("reward_model", {})
-        messages, *media = self._with_media(row, fields, self._messages(row, fields.get(self.prompt_key)))
-        n_media = max(map(len, media))
+        messages = self._messages(row, fields.get(self.prompt_key))
+        messages, images, videos = self._with_media(row, fields, messages)
+        n_media = max(len(images), len(videos))
         if self.vision and n_media > self.vision.max_images:
             return 0, has_truth, False, n_media
-        prompt = self._prompt(row, messages, *media)
+        prompt = self._prompt(row, messages, images, videos)
         return len(prompt.encoded.ids), has_truth, prompt.defused, n_media
 
     def _check_rows(self, n_read: int, num_proc: int | None) -> np.ndarray:

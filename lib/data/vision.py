@@ -61,13 +61,13 @@ class Vision:
 
     def entries(self, messages: list[dict], images: list, videos: list) -> tuple[list, list]:
         """(images, videos) in the order of their places: what a content part holds, else the next of the column."""
-        columns: dict[str, list] = {"image": list(images), "video": list(videos)}
-        found: dict[str, list] = {"image": [], "video": []}
-        for part in _parts(messages):
-            if (kind := part.get("type")) in found:
-                own = [part[kind]] if kind in part else [columns[kind].pop(0)] if columns[kind] else []
-                found[kind] += own
-        return found["image"] + columns["image"], found["video"] + columns["video"]
+        found = []
+        for kind, column in (("image", images), ("video", videos)):
+            rest = list(column)
+            places = [part for part in _parts(messages) if part.get("type") == kind]
+            found.append([part[kind] if kind in part else rest.pop(0) for part in places if kind in part or rest])
+            found[-1] += rest
+        return found[0], found[1]
 
     def media(self, images: list, videos: list, where: str, folder: Path) -> dict:
         """multi_modal_data: {"image": [PIL], "video": [(frames (F, H, W, 3) uint8, metadata)]}, with the kinds that
@@ -84,17 +84,15 @@ class Vision:
     def messages(self, messages: list[dict], data: dict, where: str) -> list[dict]:
         """The messages with text as content parts, and <image> and <video> in it as parts too; as many as data has.
         In a list of parts, text is text. Raises InputError."""
-        counts = dict.fromkeys(("image", "video"), 0)
-        for part in _parts(messages):
-            if part.get("type") in counts:
-                counts[part["type"]] += 1
-        for kind, places in counts.items():
+        for kind in ("image", "video"):
+            places = sum(part.get("type") == kind for part in _parts(messages))
+            there = len(data.get(kind, ()))
             if places and kind == "video" and not self.takes_videos:
                 raise InputError(f"{where}: has a <video>; models of type {self.config.model_type} take none")
-            if places != len(data.get(kind, ())):
+            if places != there:
                 raise InputError(
-                    f"{where}: {places} <{kind}> in the messages, but {len(data.get(kind, ()))} {kind}s in the row; "
-                    f"write one for each (text that is to stay text: in a list of content parts)"
+                    f"{where}: {places} <{kind}> in the messages, but {there} {kind}s in the row; write one for each "
+                    f"(text that is to stay text: in a list of content parts)"
                 )
         return [
             {**message, "content": [_bare(part) for part in _parts([message])]} if message.get("content") else message
@@ -203,8 +201,10 @@ class Vision:
         video_fps, a list of frames as it is; of both at most max_frames, evenly."""
         fps = self.video_fps
         if isinstance(entry, dict):
-            fps = float(entry.get("fps", fps))
+            fps = entry.get("fps", fps)
             entry = next((entry[name] for name in ("frames", "video", "path") if name in entry), None)
+        if not (isinstance(fps, int | float) and 0 < fps < math.inf):
+            raise InputError(f"{where}: its fps is {_shown(fps)}; it must be a positive number")
         if isinstance(entry, list) and entry:
             taken = _evenly(len(entry), self.max_frames)
             images = [self._image(entry[i], f"{where}: frame {i}", folder) for i in taken]

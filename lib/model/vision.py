@@ -125,9 +125,7 @@ def images_of(
         return None
     family = family_of(model.config)
     if family is None:
-        raise InputError(
-            f"--model: its type {model.config.model_type} takes no images; known are {', '.join(FAMILIES)}"
-        )
+        raise InputError(f"a model of type {model.config.model_type} takes no images; known are {', '.join(FAMILIES)}")
     images = Images({}, {}, {}, torch.full(tuple(shape), -1) if family.bidirectional else None)
     for kind, own in _kinds(model).items():
         is_place = ids == own.token_id
@@ -135,12 +133,16 @@ def images_of(
         seen = is_place & attended
         needed = seen.any(1).nonzero()[:, 0]
         at = seen.flatten().nonzero()[:, 0]
-        if len(needed) == 0 and kind not in run_tower:
-            continue
         inputs = [{name: rows[r][name] for name in own.inputs if name in rows[r]} for r in needed.tolist()]
-        if not all(inputs):
-            raise InputError(f"a prompt has placeholder tokens (id {own.token_id}) of {kind}s, and no {kind}s")
         counts = is_place.sum(1)
+        without = any(own.inputs[0] in row and n == 0 for row, n in zip(rows, counts.tolist()))
+        if without or not all(inputs):
+            has, lacks = (f"{kind}s", "placeholders") if without else ("placeholders", f"{kind}s")
+            raise InputError(
+                f"a prompt has {has} and no {lacks}: those of {model.config.model_type} are tokens {own.token_id}"
+            )
+        if not inputs and kind not in run_tower:
+            continue
         first = torch.zeros(len(ids), dtype=torch.long)  # the first feature of each row
         first[needed] = counts[needed].cumsum(0) - counts[needed]
         images.inputs[kind] = _joined(inputs, family.join) if inputs else _dummy(model, own)

@@ -4,12 +4,16 @@ import base64
 import io
 import json
 import pickle
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModel, AutoProcessor, Idefics3Config, LlavaConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 
@@ -30,6 +34,7 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 QWEN = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
 TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
+KEYS = st.sampled_from(["bytes", "path", "image", "video", "frames", "fps", "type", "text"])
 PER_IMAGE = {"idefics3": 9, "llava": 16}  # placeholders after expansion
 
 
@@ -58,6 +63,25 @@ def processor_of(kind):
         num_additional_image_tokens=1,
         chat_template=TEMPLATE,
     )
+
+
+def qwen_processor(kind):
+    """Its image and video processors need torchvision."""
+    from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    size = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    size |= {"size": {"shortest_edge": 64, "longest_edge": 4096}}
+    words = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    template = TEMPLATE
+    for name in ("image", "video"):
+        template = template.replace(f"<{name}>", f"<|vision_start|><|{name}_pad|><|vision_end|>")
+    tokenizer = toy.make_tokenizer([*toy.ROLES, *words], template)
+    of_videos = Qwen2VLVideoProcessor if kind == "qwen2_5_vl" else Qwen3VLVideoProcessor
+    processor = Qwen2_5_VLProcessor if kind == "qwen2_5_vl" else Qwen3VLProcessor
+    return processor(Qwen2VLImageProcessor(**size), tokenizer, of_videos(**size), chat_template=template)
 
 
 def config_of(kind):
@@ -240,6 +264,34 @@ def test_a_wrong_number_of_places_is_named(tmp_path, case):
     row, message = WRONG[case]
     said = error_of(write(tmp_path / "a.jsonl", [make_row("no image"), row]))
     assert said.startswith(f"{tmp_path}/a.jsonl row 1: ") and message in said
+
+
+GOOD = base64_of(picture())
+odd = st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.sampled_from(["", "a", "image", GOOD])
+odd = st.recursive(
+    odd, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=5
+)
+image = st.just(GOOD) | st.just({"bytes": GOOD}) | odd
+video = st.fixed_dictionaries({"frames": st.lists(image, max_size=2)}, optional={"fps": odd}) | odd
+part = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "video"]) | odd}, optional={"text": odd, "image": image}
+)
+content = st.lists(part, max_size=3) | st.sampled_from(["<image>", "<image><image>", "<video>", "text"]) | odd
+
+
+@settings(deadline=None, max_examples=200)
+@given(content=content, images=st.lists(image, max_size=2) | odd, videos=st.lists(video, max_size=2) | odd)
+def test_any_row_makes_an_item_or_one_line(content, images, videos):
+    vision = vision_of()
+    vision.config.video_token_id = processor_of("idefics3").tokenizer.convert_tokens_to_ids("x")  # as if it took them
+    with tempfile.TemporaryDirectory() as folder:
+        file = write(Path(folder, "a.jsonl"), [make_row(content, images, videos=videos)])
+        try:
+            dataset = open_rows(file, vision)
+        except InputError as error:
+            assert str(file) in str(error) and "\n" not in str(error)
+        else:
+            collate_fn([dataset[0], dataset[0]])
 
 
 def test_a_text_model_takes_no_images(tmp_path):
@@ -498,9 +550,119 @@ def test_the_loader_goes_on_where_it_was(tmp_path, num_workers):
 def test_a_saved_processor_makes_the_same(tmp_path):
     processor_of("idefics3").save_pretrained(tmp_path)
     again = Vision(AutoProcessor.from_pretrained(tmp_path), config_of("idefics3"))
-    data = {"image": [picture(width=50, height=30)]}
-    one, two = (vision.encode("<image>red", data) for vision in (vision_of(), again))
-    assert one.ids == two.ids and media_hash(one.inputs) == media_hash(two.inputs)
+    one, two = (vision.encode("<image>red", {"image": [picture()]}) for vision in (vision_of(), again))
+    assert one.ids == two.ids and one.inputs.keys() == two.inputs.keys()
+    for name, x in one.inputs.items():  # with torchvision it is another class, which rounds in another order
+        torch.testing.assert_close(x, two.inputs[name], rtol=0, atol=1e-6)
 
 
 # ---- videos ----
+
+
+def frames_of(data):
+    [(frames, metadata)] = data["video"]
+    assert frames.dtype == np.uint8 and len(frames) == len(metadata["frames_indices"])
+    return frames, metadata
+
+
+def test_a_list_of_frames(tmp_path):
+    """At most max_frames of them, evenly."""
+    frames = [picture(i) for i in range(5)]
+    (tmp_path / "0.png").write_bytes(to_png(frames[0]))
+    vision = vision_of("qwen2_5_vl", max_frames=3)
+    form = {"frames": ["0.png", *frames[1:4], {"bytes": to_png(frames[4])}], "fps": 4.0}
+    taken, metadata = frames_of(vision.media([], [form], "a row", tmp_path))
+    assert [x.tolist() for x in taken] == [pixels(frames[i]) for i in (0, 2, 4)]
+    assert metadata["frames_indices"] == [0, 2, 4] and metadata["total_num_frames"] == 5
+    assert metadata["fps"] == 4.0 and metadata["duration"] == 1.25
+    bare, metadata = frames_of(vision.media([], [frames[:2]], "a row", tmp_path))
+    assert len(bare) == 2 and metadata["fps"] == vision.video_fps
+    small, _ = frames_of(vision_of("qwen2_5_vl", max_pixels=100).media([], [frames], "a row", tmp_path))
+    assert small.shape == (5, 10, 10, 3)
+
+
+def write_video(path, n, fps=10.0, size=(32, 16)):
+    """Frame i is grey, of brightness 10 i."""
+    cv2 = pytest.importorskip("cv2")
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), fps, size)
+    for i in range(n):
+        writer.write(np.full((size[1], size[0], 3), 10 * i, np.uint8))
+    writer.release()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("max_frames", "taken"), [(32, [0, 6, 13, 19]), (3, [0, 10, 19]), (1, [0])]
+)  # 2 seconds at 2 frames a second
+def test_a_video_file_is_sampled(tmp_path, max_frames, taken):
+    write_video(tmp_path / "a.avi", 20)
+    vision = vision_of("qwen2_5_vl", max_frames=max_frames)
+    for form in ("a.avi", {"video": f"file://{tmp_path}/a.avi"}, {"path": str(tmp_path / "a.avi")}):
+        frames, metadata = frames_of(vision.media([], [form], "a row", tmp_path))
+        assert metadata["frames_indices"] == taken and metadata["total_num_frames"] == 20
+        assert metadata["fps"] == 10.0 and metadata["duration"] == 2.0
+        assert frames.shape == (len(taken), 16, 32, 3)
+        assert abs(frames.mean((1, 2, 3)) - [10 * i for i in taken]).max() < 3  # JPEG
+
+
+def test_a_broken_video_is_named(tmp_path):
+    whole = write_video(tmp_path / "a.avi", 20).read_bytes()
+    (tmp_path / "torn.avi").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.avi").write_text("no video")
+    vision = vision_of("qwen2_5_vl")
+    for video, message in {
+        "none.mp4": "'none.mp4' is no file in ",
+        "torn.avi": "torn.avi: ",
+        "text.avi": "text.avi: not a readable video",
+        "https://example.com/a.mp4": "are read from disk, not from the network",
+    }.items():
+        with pytest.raises(InputError, match=r"^a row: video 0: ") as caught:
+            vision.media([], [video], "a row", tmp_path)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    for video, message in [
+        (7, "video 0: 7; it must be a path, or a list of frames"),
+        ([], r"video 0: \[\]; it must be"),
+        (["none.png"], "video 0: frame 0: 'none.png' is no file"),
+        ([picture(), picture(width=8)], "video 0: its frames have several sizes"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            vision.media([], [video], "a row", tmp_path)
+    with pytest.raises(InputError, match="a row: has videos; models of type idefics3 take none"):
+        vision_of().media([], ["a.avi"], "a row", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_of_qwen_with_images_and_a_video(tmp_path, kind):
+    """Against the processor and the model's own positions."""
+    pytest.importorskip("torchvision")
+    processor = qwen_processor(kind)
+    config = config_of(kind)
+    config.image_token_id, config.video_token_id = processor.image_token_id, processor.video_token_id
+    frames = [picture(i, 16, 24) for i in range(5)]
+    row = make_row("<image>a<video>b<image>", [base64_of(picture(1)), base64_of(picture(2, 16, 32))])
+    row["videos"] = [{"frames": [base64_of(frame) for frame in frames], "fps": 4.0}]
+    file = write(tmp_path / "a.jsonl", [row, make_row("text")])
+    dataset = open_rows(file, Vision(processor, config, min_pixels=1), return_full_prompt=True)
+    item, plain = dataset[0], dataset[1]
+    whole = processor(
+        text=[item["full_prompts"]],
+        images=[picture(1), picture(2, 16, 32)],
+        videos=[np.stack(frames)],
+        video_metadata=[{"total_num_frames": 5, "fps": 4.0, "frames_indices": [*range(5)]}],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    attended = item["attention_mask"].bool()
+    assert item["input_ids"][attended].tolist() == whole["input_ids"][0].tolist()
+    assert item["raw_prompt_ids"].count(config.image_token_id) == 2
+    assert item["raw_prompt_ids"].count(config.video_token_id) == 1
+    assert item["multi_modal_data"]["video"][0][1]["frames_indices"] == [*range(5)]  # no frame was added for a pair
+    inputs = {name: x for name, x in whole.items() if name not in ("input_ids", "attention_mask")}
+    model = rope_model(kind)
+    model.config.image_token_id, model.config.video_token_id = config.image_token_id, config.video_token_id
+    rope, _ = model.get_rope_index(whole["input_ids"], **inputs)
+    assert torch.equal(item["position_ids"][1:, attended], rope[:, 0])
+    assert plain["position_ids"].shape == (4, 100) and plain["multi_modal_hash"] == 0
+    batch = DataProto.from_single_dict(collate_fn([item, plain]))
+    [media, none] = media_of(batch)
+    assert none is None and torch.equal(media.positions, item["position_ids"][:, attended])

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import io
 import json
 import os
 import re
@@ -13,12 +14,14 @@ from decimal import Decimal
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import reasoning_gym
 import sympy
 import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from reasoning_gym.factory import DATASETS
 
 import rewards
@@ -474,6 +477,29 @@ def test_every_script_can_import_what_the_modules_beside_it_hide():
         assert [ast.unparse(node) for node in nodes[:3]] == start, script
 
 
+def test_geometry3k_script(tmp_path):
+    """The hub's form: images is a list of datasets.Image, and the problem begins with <image>."""
+    figures = [Image.fromarray(np.full((9, 12, 3), 40 * i, np.uint8)) for i in range(3)]
+    files = [io.BytesIO() for _ in figures]
+    for figure, file, kind in zip(figures, files, ("PNG", "PNG", "JPEG")):
+        figure.save(file, kind)
+    problems = [
+        {"images": [{"bytes": file.getvalue(), "path": None}], "problem": f"<image>Find $x_{i}$.", "answer": f"{i}"}
+        for i, file in enumerate(files)
+    ]
+    copy = datasets.Dataset.from_list(problems).cast_column("images", datasets.Sequence(datasets.Image()))
+    copy.select([0, 2]).to_parquet(tmp_path / "copy/data/train-00000-of-00001.parquet")
+    copy.select([1]).to_parquet(tmp_path / "copy/data/test-00000-of-00001.parquet")
+    files = make("geometry3k", tmp_path)
+    for split, numbers in {"train": [0, 2], "test": [1]}.items():
+        for row, i in zip(files[split], numbers, strict=True):
+            [figure] = row.pop("images")
+            assert np.array_equal(figure, copy[i]["images"][0]) and figure.format == "PNG"
+            assert row["prompt"][0]["content"].startswith(f"<image>Find $x_{i}$.\n\nFirst think")
+            assert score(row, f"<think>hm</think>\\boxed{{{i}}}") == 1.0 and score(row, f"\\boxed{{{i}}}") == 0.9
+        check_rows(files[split], len(numbers))
+
+
 def test_a_row_without_its_columns_is_named(tmp_path):
     write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": "#### 1"}, {"answer": "#### 1"}])
     with pytest.raises(InputError, match=r"copy train row 1: no column 'question'; it has answer$"):
@@ -659,6 +685,7 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
         ("search_qa", {"local_dir": "copy"}, r"copy/nq: no train\*.parquet"),
         ("mbpp", {"local_dir": "copy"}, "copy train row 0: no column 'text'; it has question, answer"),
         ("taco", {"local_dir": "copy"}, "copy train row 0: no column 'input_output'; it has question, answer"),
+        ("geometry3k", {"local_dir": "copy"}, "copy train row 0: no column 'images'; it has question, answer"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
