@@ -179,8 +179,8 @@ class ServedEngine(RolloutEngine):
         self._on_loop(self._open.set)
 
     def _pause(self) -> str | None:
-        """Ends each request with the tokens that it has. When it returns, none is at a server. Returns, on all ranks,
-        why it failed."""
+        """Ends each request with the tokens that it has. When it returns, none is at a server, and servers have forgotten
+        the features of images. Returns, on all ranks, why it failed."""
         if self.own is not None:
             own = self.own
             starts, urls = on_first_rank(lambda: (own.starts(), own.urls()))
