@@ -278,7 +278,7 @@ def main(args: Args) -> None:
             run.tracker.log(validate(actor, step), step)
         run.save(step, models, parts)
 
-    run.export(actor, inputs.tokenizer)
+    run.export(actor, inputs.processor)
     run.close()
     rewards.close()
     validate.close()

@@ -404,16 +404,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(model: str, max_length: int) -> Iterator[tuple[str, subprocess.Popen]]:
+def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/scaling.md says, but with the
-    model's generation config."""
+    model's generation config. more: further flags."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
     command += ["--max-model-len", str(max_length), "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
     command += ["--worker-extension-cls", "lib.rollout.vllm_weights.WorkerExtension"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
+    command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"}), *more]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.args import Sizes
@@ -23,7 +23,7 @@ from lib.rollout.own_servers import OwnServers, order_servers
 from lib.rollout.replay import Tape
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
-from lib.rollout.weight_sync import sync_weights
+from lib.rollout.weight_sync import image_probe, sync_weights
 
 
 def make_engine(
@@ -36,20 +36,32 @@ def make_engine(
     dtype: torch.dtype,
     gpu_memory: float,
     ranks: int = 1,
+    processor: ProcessorMixin | None = None,
+    max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
     own: OwnServers | None = None,
 ) -> SteppedEngine | ServedEngine:
     """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
-    neighbouring ranks share one vLLM engine. vllm_kwargs: its further settings. own: what "vllm" means if given."""
-    if name == "hf":
-        return HFEngine(model, tokenizer)
+    neighbouring ranks share one vLLM engine. processor: of a vision model, whose prompts have at most max_images
+    images. vllm_kwargs: its further settings. own: what "vllm" means if given."""
+    probe = None if processor is None else image_probe(processor, tokenizer, model)
+    if probe is not None:
+        max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
-    if own is not None:
-        order_servers(own, model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})
-        return ServedEngine(",".join(own.urls()), model, tokenizer, **settings, own=own)
-    if name != "vllm":
-        return ServedEngine(name, model, tokenizer, **settings)
-    return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})
+    started = {"gpu_memory": gpu_memory, "ranks": ranks, "processor": processor, "max_images": max_images}
+    started["more"] = vllm_kwargs or {}
+    engine: SteppedEngine | ServedEngine
+    if name == "hf":
+        engine = HFEngine(model, tokenizer)
+    elif own is not None:
+        order_servers(own, model, tokenizer, **settings, **started)
+        engine = ServedEngine(",".join(own.urls()), model, tokenizer, **settings, images=probe is not None, own=own)
+    elif name == "vllm":
+        engine = VLLMEngine(model, tokenizer, **settings, **started)
+    else:
+        engine = ServedEngine(name, model, tokenizer, **settings, images=probe is not None)
+    engine.image_probe = probe
+    return engine
 
 
 def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None) -> None:
