@@ -187,6 +187,7 @@ def load_inputs(args: Any) -> Inputs:
     if args.multi_turn.wanted:
         multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length)
         template = template | {"tools": multi_turn.schemas or None}
+    seeing: dict[str, Any] = {} if vision is None else {"vision": vision}  # no matter of a text model's dataset class
     load = partial(
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
         tokenizer=tokenizer,
@@ -195,7 +196,7 @@ def load_inputs(args: Any) -> Inputs:
         filter_overlong_prompts=data.filter_overlong_prompts,
         chat_template_kwargs=template,
         allow_special_tokens=data.allow_special_tokens,
-        **({} if vision is None else {"vision": vision}),  # a text model's dataset class need not know of it
+        **seeing,
     )
     train_data = None if validation.val_only else load(list(data.train_files))
     val_data = load(list(data.val_files)) if validation.wanted else None
@@ -215,14 +216,14 @@ def load_inputs(args: Any) -> Inputs:
 
 def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
     """How the images of prompts become inputs of --model; None for a text model. Raises InputError."""
-    trust = {"trust_remote_code": model.trust_remote_code}
-    processor = load_processor(model.model, **trust)
+    processor = load_processor(model.model, trust_remote_code=model.trust_remote_code)
     if processor is None:
         return None
     limits = {
         name: getattr(data, name) for name in ("max_pixels", "min_pixels", "max_images", "video_fps", "max_frames")
     }
-    return Vision(processor, AutoConfig.from_pretrained(model.model, **trust), **limits)
+    config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
+    return Vision(processor, config, **limits)
 
 
 # ---- what a run will do --------------------------------------------------------------------------
