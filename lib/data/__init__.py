@@ -1,6 +1,6 @@
 """Prompts: rows -> tokens -> each rank's share of a step. Batches: balanced over ranks, split into micro-batches."""
 
-from lib.data.balance import attention_width, balance_groups, exchange_groups, gather_columns
+from lib.data.balance import attention_width, balance_groups, count_patches, exchange_groups, gather_columns
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class
 from lib.data.loader import PromptLoader, collate_fn, make_loader
 from lib.data.micro_batches import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
@@ -15,6 +15,7 @@ __all__ = [
     "attention_width",
     "balance_groups",
     "collate_fn",
+    "count_patches",
     "exchange_groups",
     "gather_columns",
     "load_dataset_class",

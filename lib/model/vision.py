@@ -74,6 +74,14 @@ def vision_names(model: PreTrainedModel, part: str) -> list[str]:
     return {"tower": tower, "projector": projector, "vision": tower + projector}[part]
 
 
+def patches_per_feature(config: PreTrainedConfig) -> int:
+    """How many patches of the tower become one token of the decoder."""
+    tower = config.vision_config
+    if config.model_type == "gemma3":
+        return (tower.image_size // tower.patch_size) ** 2 // config.mm_tokens_per_image
+    return getattr(tower, "spatial_merge_size", getattr(config, "scale_factor", 1)) ** 2
+
+
 # ---- which images a forward needs, and where their features go -----------------------------------
 
 
