@@ -49,6 +49,8 @@ NEUTRAL = {  # what a request leaves out, vLLM's server takes from the model's g
     "watermarking": False,
 }
 GENERATE = "/inference/v1/generate"
+# vLLM sends an image to its engine process once. If a pause ends that request before, those after it fail, each once
+PICTURE_ATTEMPTS = 3
 STOP_S = 0.5  # longest gap between the answers of requests that a pause has stopped; later ones are sampled again
 T = TypeVar("T")
 ATTEMPTS = 3  # to give the job's own servers weights
@@ -177,8 +179,8 @@ class ServedEngine(RolloutEngine):
         self._on_loop(self._open.set)
 
     def _pause(self) -> str | None:
-        """Ends each request with the tokens that it has. When it returns, none is at a server. Returns, on all ranks,
-        why it failed."""
+        """Ends each request with the tokens that it has. When it returns, none is at a server, and servers have forgotten
+        the features of images. Returns, on all ranks, why it failed."""
         if self.own is not None:
             own = self.own
             starts, urls = on_first_rank(lambda: (own.starts(), own.urls()))
@@ -404,7 +406,13 @@ class ServedEngine(RolloutEngine):
         """What _complete returns. /v1/completions would ignore the images without a word."""
         settings = NEUTRAL | settings | {"stop_token_ids": self.stop_ids, "detokenize": False}
         body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": settings}
-        reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
+        for attempt in range(1, PICTURE_ATTEMPTS + 1):
+            try:
+                reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
+                break
+            except InputError as error:
+                if isinstance(error, ServerLost) or attempt == PICTURE_ATTEMPTS:
+                    raise
         check_expanded(url, pictures.ids, reply["prompt_token_ids"])
         [choice] = reply["choices"]
         log_probs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]

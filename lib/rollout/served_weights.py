@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 
 from lib import InputError
 from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store
-from lib.model.vision import family_of
 from lib.rollout.servers import Servers
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
@@ -58,9 +57,6 @@ class ServedWeights:
                 else:
                     self._write_and_reload(weights, self.folder / f"version_{version}")
                 self._reset_prefix_caches()  # they hold keys and values of the old weights
-                if family_of(stream.model.config) is not None:  # and these features of images
-                    for reply in self.servers.order("/reset_encoder_cache"):
-                        reply.result()
                 for reply in self.servers.order("/resume"):
                     reply.result()
         except InputError as error:

@@ -1,5 +1,6 @@
 """Prompts with images in the engines: hf in all families of models, vLLM (real, on the CPU) with an Idefics3."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +31,14 @@ from lib.rollout import (
     hf_engine,
     make_engine,
     request_seeds,
+    served_engine,
     sync_weights,
 )
 from lib.rollout.engine import add_responses, check_expanded
 from lib.rollout.vllm_engine import VLLMEngine, save_files
 from tests.common import VISION, serve, tiny_vision, vision_batch
 from tests.rollout.test_rollout import close, perturb
+from tests.rollout.test_served import check_versions, generated_tokens
 
 TOLERANCE = 1e-4  # nats, fp32: other kernels sum in another order
 
@@ -381,18 +384,49 @@ def test_a_group_shares_a_server_if_its_images_are_the_same(served):
     assert first == again != other
 
 
-def test_a_response_with_an_image_goes_on_with_new_weights(served, processor):
+def test_a_response_with_an_image_goes_on_with_new_weights(served, processor, monkeypatch):
     engine, model = served
-    prompts, sampling = visual_prompts(processor, model)[:3], Sampling(40)
-    engine.stop_ids, stop_ids = [], engine.stop_ids
-    responses = engine.start(prompts, sampling, [1, 2, 3])
-    while not any(response.row.token_ids for response in responses):
-        engine.load_weights(model, engine.version + 1)
+    settings = served_engine.vllm_settings
+    monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    monkeypatch.setattr(engine, "stop_ids", [])
+    prompts, sampling, version = visual_prompts(processor, model), Sampling(90), engine.version
+    old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    before = generated_tokens(engine)
+    responses = engine.start(prompts, sampling, list(range(8)))
+    while generated_tokens(engine) < before + 10 * 8:
+        time.sleep(0.01)
+    perturb(model, 0.1)
+    sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
     out = engine.collect(prompts, sampling, responses)
-    engine.stop_ids = stop_ids
-    assert (out.batch["weight_versions"].amax(1) > out.batch["weight_versions"].amin(1)).any()
-    assert out.batch["response_mask"].sum(1).tolist() == [40] * 3
+    check_versions(model, out, old_weights, version)
+    sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
+
+
+def test_syncs_at_the_moment_that_requests_begin(served, processor):
+    """A request may be stopped when the server has taken it for sent to its engine process."""
+    engine, model = served
+    prompts = visual_prompts(processor, model)
+    responses = engine.start(prompts, Sampling(8), list(range(8)))
+    for _ in range(4):
+        engine.load_weights(model, engine.version + 1)
+    out = engine.collect(prompts, Sampling(8), responses)
     assert trainer_difference(model, out) < TOLERANCE
+
+
+def test_a_request_that_the_server_could_not_do_is_made_again(served, processor, monkeypatch):
+    """Such as one whose image the server has lost: see PICTURE_ATTEMPTS."""
+    engine, model = served
+    prompts, request, failed = visual_prompts(processor, model), engine.servers.request, []
+
+    async def fails(url, method, path, **kwargs):
+        if len(failed) < served_engine.PICTURE_ATTEMPTS - 1 and path == served_engine.GENERATE:
+            failed.append(path)
+            raise InputError("failed with 500")
+        return await request(url, method, path, **kwargs)
+
+    monkeypatch.setattr(engine.servers, "request", fails)
+    out = engine.generate(prompts[:1], Sampling(8), [1])
+    assert failed and trainer_difference(model, out) < TOLERANCE
 
 
 def test_a_server_must_expand_a_prompt_as_training_does(served, processor):
