@@ -187,7 +187,6 @@ def load_inputs(args: Any) -> Inputs:
     if args.multi_turn.wanted:
         multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length)
         template = template | {"tools": multi_turn.schemas or None}
-    seeing: dict[str, Any] = {} if vision is None else {"vision": vision}  # no matter of a text model's dataset class
     load = partial(
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
         tokenizer=tokenizer,
@@ -196,8 +195,9 @@ def load_inputs(args: Any) -> Inputs:
         filter_overlong_prompts=data.filter_overlong_prompts,
         chat_template_kwargs=template,
         allow_special_tokens=data.allow_special_tokens,
-        **seeing,
     )
+    if vision is not None:  # the dataset class of a text model need not know of it
+        load = partial(load, vision=vision)
     train_data = None if validation.val_only else load(list(data.train_files))
     val_data = load(list(data.val_files)) if validation.wanted else None
     trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
