@@ -127,7 +127,7 @@ def shard_model(
     options["mp_policy"] = MixedPrecisionPolicy()
     if any(p.dtype != compute_dtype for p in model.parameters()):
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
-    layer_classes = set(getattr(model, "fsdp_layer_classes", model._no_split_modules))
+    layer_classes = getattr(model, "fsdp_layer_classes", set(model._no_split_modules))
     for module in [m for m in model.modules() if type(m).__name__ in layer_classes]:
         fully_shard(module, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

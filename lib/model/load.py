@@ -254,8 +254,7 @@ def _from_pretrained(
     folder, gguf = split_gguf(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
-        if family_of(config):
-            auto_class = _vision_class(auto_class, config)
+        auto_class = class_of(auto_class, config)
         attn_implementation, _ = attention_and_packing(config, attn_implementation)
         parts = (config, config.get_text_config(), getattr(config, "vision_config", None) or config)
         for part in parts:  # sampling and training must compute the same log-probs
@@ -294,7 +293,10 @@ def _from_pretrained(
     return model, set(info["missing_keys"])
 
 
-def _vision_class(auto_class: Any, config: PreTrainedConfig) -> Any:
+def class_of(auto_class: Any, config: PreTrainedConfig) -> Any:
+    """The auto class that makes this kind of model, of a text or a vision model."""
+    if family_of(config) is None:
+        return auto_class
     if auto_class is AutoModelForCausalLM:
         return AutoModelForImageTextToText
     if auto_class is AutoModelForTokenClassification:
@@ -337,6 +339,15 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in decoder.modules() if type(module).__name__ in set(model._no_split_modules)]
 
 
+def fsdp_layer_classes(model: PreTrainedModel) -> set[str]:
+    """The classes whose modules are groups of their own. Of a vision model, transformers' own list has odd parts of
+    some towers."""
+    family = family_of(model.config)
+    if family is None:
+        return set(model._no_split_modules)
+    return {type(layer).__name__ for layer in decoder_layers(model)}.union(family.blocks)
+
+
 def compile_layers(model: PreTrainedModel) -> None:
     """Compiles each layer for packed rows: once for any number of tokens and any layout, but for the attention, which
     is a kernel of its own. What is not packed, such as hf rollouts, runs as before."""
@@ -375,9 +386,7 @@ def _prepare(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    family = family_of(model.config)
-    if family is not None:  # transformers' own list has odd parts of some towers
-        model.fsdp_layer_classes = {type(layer).__name__ for layer in decoder_layers(model)}.union(family.blocks)
+    model.fsdp_layer_classes = fsdp_layer_classes(model)
     method = _keeping_activations_on_cpu(forward) if offload_activations else forward
     setattr(model, forward.__name__, types.MethodType(method, model))
     model.fsdp_forward_methods = (forward.__name__,)

@@ -9,10 +9,18 @@ from transformers import AutoModelForImageTextToText, DynamicCache, LlavaConfig
 from lib import InputError
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import full_tensor, make_mesh, set_gradient_sync, shard_model
+from lib.distributed import (
+    clip_grad_norm,
+    full_tensor,
+    make_mesh,
+    set_gradient_sync,
+    shard_model,
+    trainable_parameters,
+)
 from lib.model import (
     add_lora,
     batched_log_probs,
+    batched_values,
     check_rows,
     check_sequence_parallel,
     check_tensor_parallel,
@@ -293,6 +301,30 @@ def test_two_ranks_are_one_where_one_has_no_image(tmp_path, kind):
         assert distance(grads, expected) < 1e-6  # in other groups of rows; norms cast to fp32
         assert same
     torch.testing.assert_close(torch.cat([x for _, x, _ in results]), theirs.detach(), rtol=1e-11, atol=1e-11)
+
+
+def critic_on_ranks(world, path: str, rows: list[list[int]]) -> tuple:
+    """(the norm of the gradient, values after a step) of a critic that starts as a policy."""
+    model = shard_model(load_critic(path, dtype=torch.float64, on_meta=True), make_mesh(world), torch.float64)
+    batch = vision_batch(model.config.model_type)[rows[world.rank]]
+    optimizer = torch.optim.SGD(trainable_parameters(model), lr=1e-3)
+    [micro], _ = prepare_dynamic_batch(batch, 1000, share_prompts=True)
+    for _ in range(2):  # in the first, the head is zero and the tower's gradient too
+        optimizer.zero_grad()
+        ((response_values(model, micro) - 1).square().sum() * world.size).backward()
+        norm = clip_grad_norm(trainable_parameters(model), 1e9)
+        optimizer.step()
+    return norm, batched_values(model, batch, 1000)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+def test_a_critic_trains_alike_on_two_ranks_of_which_one_has_no_image(tmp_path, kind):
+    path, rows = save(kind, tmp_path), [[0, 3], [6, 7]]
+    [(norm, values)] = run_ranks(1, critic_on_ranks, path, [[0, 3, 6, 7]])
+    results = run_ranks(2, critic_on_ranks, path, rows)
+    assert [n for n, _ in results] == pytest.approx([norm] * 2, rel=1e-6)  # norms cast to fp32
+    assert values.any()
+    torch.testing.assert_close(torch.cat([own for _, own in results]), values, rtol=1e-6, atol=1e-7)
 
 
 # ---- what is trained -----------------------------------------------------------------------------
