@@ -4,6 +4,7 @@ Traps it avoids: numpy makes a 2-D array of equally long lists, but collate_fn n
 loader's position counts the rows that were handed out, not those that were prepared.
 """
 
+import pickle
 import warnings
 from collections.abc import Iterator
 
@@ -31,6 +32,15 @@ def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
     if "attention_mask" in batch:
         longest = int(batch["attention_mask"].sum(1).max())
         batch |= {key: batch[key][..., -longest:] for key in ("input_ids", "attention_mask", "position_ids")}
+    return batch
+
+
+def _collate_in_worker(items: list[dict]) -> dict:
+    """Torch sends a tensor, also one in an object, as a file descriptor that stays open while the tensor lives: a few
+    hundred prompts with images would reach the limit of a process, and the loader then hangs. So pixels go as bytes."""
+    batch: dict = collate_fn(items)
+    if "multi_modal_inputs" in batch:
+        batch["multi_modal_inputs"] = pickle.dumps(batch["multi_modal_inputs"])
     return batch
 
 
@@ -70,8 +80,9 @@ class PromptLoader(StatefulDataLoader):
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
         # Its own generator: otherwise worker seeds come from the global one, at another point of it after a resume.
         generator = torch.Generator().manual_seed(sampler.seed)
+        collate = _collate_in_worker if num_workers else collate_fn
         super().__init__(
-            dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate_fn, generator=generator
+            dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate, generator=generator
         )
         self.position = 0
 
@@ -79,6 +90,8 @@ class PromptLoader(StatefulDataLoader):
         self.batch_sampler.start = self.position
         for batch in super().__iter__():
             self.position += self.batch_sampler.prompts_per_step
+            if self.num_workers and "multi_modal_inputs" in batch:
+                batch["multi_modal_inputs"] = pickle.loads(batch["multi_modal_inputs"])  # noqa: S301 (of our process)
             yield batch
 
     def state_dict(self) -> dict[str, int | bool]:

@@ -547,6 +547,17 @@ def test_the_loader_goes_on_where_it_was(tmp_path, num_workers):
         assert pixels(data["image"][0]) == pixels(picture(index))
 
 
+def test_pixels_from_workers_take_no_file_descriptors(tmp_path):
+    """They took one for each tensor as long as it lived; at the limit the loader hung."""
+    rows = [make_row("<image>red", [base64_of(picture(i))], i) for i in range(40)]
+    dataset = open_rows(write(tmp_path / "a.jsonl", rows))
+    batches = iter(make_loader(dataset, 20, rank=0, world_size=1, seed=0, num_workers=1))
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    batch = next(batches)
+    assert len(list(Path("/proc/self/fd").iterdir())) - open_before < 20
+    assert isinstance(batch["multi_modal_inputs"][19]["pixel_values"], torch.Tensor)
+
+
 def test_a_saved_processor_makes_the_same(tmp_path):
     processor_of("idefics3").save_pretrained(tmp_path)
     again = Vision(AutoProcessor.from_pretrained(tmp_path), config_of("idefics3"))
