@@ -219,11 +219,15 @@ def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
     processor = load_processor(model.model, trust_remote_code=model.trust_remote_code)
     if processor is None:
         return None
-    limits = {
-        name: getattr(data, name) for name in ("max_pixels", "min_pixels", "max_images", "video_fps", "max_frames")
-    }
-    config = AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code)
-    return Vision(processor, config, **limits)
+    return Vision(
+        processor,
+        AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code),
+        max_pixels=data.max_pixels,
+        min_pixels=data.min_pixels,
+        max_images=data.max_images,
+        video_fps=data.video_fps,
+        max_frames=data.max_frames,
+    )
 
 
 # ---- what a run will do --------------------------------------------------------------------------
