@@ -3,8 +3,9 @@
 `hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
 `http://host:port` is a vLLM server (served_engine.py). What all have is RolloutEngine.
 
-Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. Each
-response has its own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
+Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. A prompt
+with images has one placeholder for each there; vLLM expands it, and `check_expanded` compares. Each response has its
+own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
 rollout_log_probs belong to the distribution that was sampled from (temperature, top-p and top-k applied).
 """
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -179,8 +179,8 @@ class ServedEngine(RolloutEngine):
         self._on_loop(self._open.set)
 
     def _pause(self) -> str | None:
-        """Ends each request with the tokens that it has. When it returns, none is at a server, and servers have forgotten
-        the features of images. Returns, on all ranks, why it failed."""
+        """Ends each request with the tokens that it has. When it returns, none is at a server, whose caches (also of
+        images' features) are empty. Returns, on all ranks, why it failed."""
         if self.own is not None:
             own = self.own
             starts, urls = on_first_rank(lambda: (own.starts(), own.urls()))
@@ -240,7 +240,9 @@ class ServedEngine(RolloutEngine):
         self.check_weights()
         raw_ids, media = prompts.non_tensor_batch["raw_prompt_ids"], media_of(prompts)
         keys = [(tuple(map(int, ids)), own.hash if own else 0) for ids, own in zip(raw_ids, media)]
-        pictures = {key: self.pictures(own) for key, own in dict(zip(keys, media)).items()}
+        distinct = dict(zip(keys, media))
+        with ThreadPoolExecutor() as pool:
+            pictures = dict(zip(distinct, pool.map(self.pictures, distinct.values())))
         responses = []
         for i, (key, seed, turn) in enumerate(zip(keys, seeds, self.turns(keys))):
             row = begun[i] if begun else Generated([], [], "abort")

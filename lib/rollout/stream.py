@@ -44,7 +44,7 @@ def make_engine(
     """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
     neighbouring ranks share one vLLM engine. processor: of a vision model, whose prompts have at most max_images
     images. vllm_kwargs: its further settings. own: what "vllm" means if given."""
-    probe = None if processor is None else image_probe(processor, model)
+    probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}

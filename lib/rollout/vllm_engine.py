@@ -18,6 +18,7 @@ from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, new_cpu_subgroup
+from lib.model.vision import family_of
 from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
@@ -68,10 +69,10 @@ def check_model(model: PreTrainedModel, ranks: int, processor: ProcessorMixin | 
         raise InputError(
             f"--rollout-tensor-parallel-size {ranks}: the model's {heads} attention heads must be a multiple of it"
         )
-    if processor is not None and model.config.model_type == "gemma3" and not on_gpu:
+    if processor is not None and family_of(model.config).bidirectional and not on_gpu:
         raise InputError(
-            "--rollout-engine vllm: on a CPU, vLLM lets no token of an image see a later one, and Gemma 3's all see "
-            "each other: take hf"
+            "--rollout-engine vllm: the tokens of an image see each other in this model, in vLLM on a CPU only those "
+            "before: take hf"
         )
 
 

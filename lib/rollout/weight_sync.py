@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.data.vision import Media, Vision, media_hash
@@ -87,11 +87,11 @@ def _difference(of_engine: torch.Tensor, model: PreTrainedModel, row: DataProto,
     return float((of_engine[..., -n:] - own).abs().mean(-1).max())
 
 
-def image_probe(processor: ProcessorMixin, model: PreTrainedModel) -> ImageProbe:
+def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> ImageProbe:
     """An image of noise in a user's message, and ordinary tokens."""
-    vision, rng, tokenizer = Vision(processor, model.config), np.random.default_rng(0), processor.tokenizer
+    vision, rng = Vision(processor, model.config), np.random.default_rng(0)
     data = {"image": [Image.fromarray(rng.integers(0, 256, (256, 256, 3), dtype=np.uint8))]}
-    text = processor.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
     raw_ids, ids, inputs = vision.encode(text, data)
     special = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
     ordinary = [i for i in range(model.config.get_text_config().vocab_size) if i not in special]
