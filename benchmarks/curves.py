@@ -51,7 +51,8 @@ TASKS = {  # of grpo.py
     "without": TOOLS + " --max-response-length 16",
 }
 IMAGES = {  # of grpo.py
-    name: f"--model data/toy_vision/model --train-files {rows}/train.jsonl --val-files {rows}/val.jsonl" + more
+    name: f"--model data/toy_vision/model --train-files {rows}/train.jsonl --val-files {rows}/val.jsonl "
+    f"--total-steps 40{more}"
     for name, rows, more in [
         ("hf", "data/toy_vision", ""),
         ("vllm", "data/toy_vision", " --rollout-engine vllm"),

@@ -29,6 +29,7 @@ import random
 from pathlib import Path
 
 import torch
+import tyro
 from PIL import Image, ImageDraw
 from transformers import (
     Idefics3Config,
@@ -181,12 +182,16 @@ def write_rows(folder: Path, blank: bool = False) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main() -> None:
-    if "--blank" in sys.argv:
-        return write_rows(FOLDER / "blank", blank=True)
-    write_rows(FOLDER)
-    if "--rows" in sys.argv:
-        return None
+def main(rows: bool = False, blank: bool = False) -> None:
+    """Write rows and model; with a flag, only these rows.
+
+    Args:
+        rows: train.jsonl and val.jsonl.
+        blank: the same in blank/, with white images.
+    """
+    write_rows(FOLDER / "blank" if blank else FOLDER, blank)
+    if rows or blank:
+        return
     torch.set_num_threads(1)  # the sums inside a matrix product depend on the number of threads
     processor = make_processor()
     _, val = make_rows()
@@ -197,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

@@ -99,9 +99,11 @@ class ModelArgs(Group):
     lora_alpha: Annotated[float, Gt(0)] = 32.0
     """the adapters' update is multiplied by lora_alpha / lora_rank"""
     lora_target_modules: str = "all-linear"
-    """linear layers that get adapters: all-linear, or a regular expression of names such as .*[qkvo]_proj"""
+    """linear layers that get adapters: all-linear (of the language part), or a regular expression of names such as
+    .*[qkvo]_proj"""
     freeze: str = ""
-    """regular expression of parameter names that are not trained, such as "model.embed_tokens.*"; empty: none"""
+    """what is not trained: vision, tower or projector (of a model that sees; vision is both), or a regular expression
+    of parameter names, such as "model.embed_tokens.*"; empty: all is"""
 
     def check(self) -> None:
         for name in ("freeze", "lora_target_modules"):

@@ -195,8 +195,9 @@ def load_inputs(args: Any) -> Inputs:
         filter_overlong_prompts=data.filter_overlong_prompts,
         chat_template_kwargs=template,
         allow_special_tokens=data.allow_special_tokens,
-        **({} if vision is None else {"vision": vision}),  # a text model's dataset class need not know of it
     )
+    if vision is not None:  # the dataset class of a text model need not know of it
+        load = partial(load, vision=vision)
     train_data = None if validation.val_only else load(list(data.train_files))
     val_data = load(list(data.val_files)) if validation.wanted else None
     trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
@@ -215,14 +216,18 @@ def load_inputs(args: Any) -> Inputs:
 
 def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
     """How the images of prompts become inputs of --model; None for a text model. Raises InputError."""
-    trust = {"trust_remote_code": model.trust_remote_code}
-    processor = load_processor(model.model, **trust)
+    processor = load_processor(model.model, trust_remote_code=model.trust_remote_code)
     if processor is None:
         return None
-    limits = {
-        name: getattr(data, name) for name in ("max_pixels", "min_pixels", "max_images", "video_fps", "max_frames")
-    }
-    return Vision(processor, AutoConfig.from_pretrained(model.model, **trust), **limits)
+    return Vision(
+        processor,
+        AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code),
+        max_pixels=data.max_pixels,
+        min_pixels=data.min_pixels,
+        max_images=data.max_images,
+        video_fps=data.video_fps,
+        max_frames=data.max_frames,
+    )
 
 
 # ---- what a run will do --------------------------------------------------------------------------
