@@ -11,7 +11,12 @@ export TOKENIZERS_PARALLELISM ?= false
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 11
 
-setup: $(VENV)/.ready  ## create .venv and install the pinned requirements (for a GPU if there is one; make setup GPU=1: in any case)
+# not in docker/, which sets up before it has the script
+VISION_ROWS := $(patsubst %.py,%/train.jsonl,$(wildcard data/toy_vision.py))
+setup: $(VENV)/.ready $(VISION_ROWS)  ## create .venv and install the pinned requirements (for a GPU if there is one; make setup GPU=1: in any case)
+
+data/toy_vision/train.jsonl: data/toy_vision.py | $(VENV)/.ready
+	$(BIN)/python data/toy_vision.py --rows
 
 $(VENV)/.ready: requirements.txt requirements-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainrl needs Python 3.11: make PYTHON=python3.11 setup")'

@@ -195,6 +195,7 @@ def sample_groups(
     while len(pool) < needed and gen_batches < args.max_gen_batches:
         batch = rollouts.sample(step, gen_batches)
         extras, failures = rewards.submit(batch).add_to(batch, args.reward_keys)
+        rollouts.observe(batch)
         batch.batch["truncated"] = truncated_rows(batch)
         batch.batch["sampled_at"] = torch.full_like(batch.batch["response_mask"][:, 0], step)
         add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | agent_metrics(batch) | failures)
@@ -367,7 +368,7 @@ def main(args: Args) -> None:
             run.tracker.log(validate(actor, step), step)
         run.save(step, models, parts, batches={"pool": pool} if len(pool) else None)  # DAPO:
 
-    run.export(actor, inputs.tokenizer)
+    run.export(actor, inputs.processor)
     run.close()
     rewards.close()
     validate.close()

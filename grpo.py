@@ -266,6 +266,7 @@ def main(args: Args) -> None:
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         extras, failures = pending.add_to(batch, args.reward_keys)  # token_level_scores (B, T)
+        rollouts.observe(batch)
 
         # ---- 4 advantages
         metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)
@@ -287,7 +288,7 @@ def main(args: Args) -> None:
             run.tracker.log(validate(actor, step), step)
         run.save(step, models, parts)
 
-    run.export(actor, inputs.tokenizer)
+    run.export(actor, inputs.processor)
     run.close()
     rewards.close()
     validate.close()

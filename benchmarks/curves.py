@@ -1,11 +1,11 @@
 """The learning curves of the documents: runs on the embedded task with several seeds, drawn as mean and spread.
 
     python benchmarks/curves.py                               runs everything (an hour on two cores), then draws
-    python benchmarks/curves.py --scripts dapo --variants --tasks     runs dapo.py only; the other records stay
+    python benchmarks/curves.py --scripts dapo --variants --tasks --images     runs dapo.py only; the other records stay
     python benchmarks/curves.py --draw                        draws from the records in benchmarks/results/
 
 docs/scripts_curve.png and <script>_curve.png: the four scripts; docs/estimators_curve.png: flags of grpo.py;
-docs/multi_turn_curve.png: the embedded task with tools.
+docs/multi_turn_curve.png: the embedded task with tools; docs/vision_curve.png: that with images.
 """
 
 import json
@@ -50,6 +50,15 @@ TASKS = {  # of grpo.py
     + """ --max-response-length 48 --multi-turn.tools calculator --multi-turn.max-turns 3""",
     "without": TOOLS + " --max-response-length 16",
 }
+IMAGES = {  # of grpo.py
+    name: f"--model data/toy_vision/model --train-files {rows}/train.jsonl --val-files {rows}/val.jsonl "
+    f"--total-steps 40{more}"
+    for name, rows, more in [
+        ("hf", "data/toy_vision", ""),
+        ("vllm", "data/toy_vision", " --rollout-engine vllm"),
+        ("white images", "data/toy_vision/blank", ""),
+    ]
+}
 FLAGS = "--val-every 2 --show-samples 0"
 ACCURACY = "val/toy/arithmetic/mean@1"
 PANELS = {
@@ -74,6 +83,8 @@ def run_seed(script: str, flags: str, seed: int) -> dict:
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{Path(folder, 'log').read_text()[-3000:]}")
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+    for row in rows:  # whatever the data source is called
+        row.update((ACCURACY, row[key]) for key in [*row] if key.endswith("/mean@1"))
     curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in [*PANELS, *COSTS, TOOL_CALLS]}
     result = {
         "seed": seed,
@@ -174,10 +185,22 @@ def draw_tasks(runs_of: dict[str, list[dict]]) -> None:
     figure.savefig(ROOT / "docs/multi_turn_curve.png")
 
 
+def draw_images(runs_of: dict[str, list[dict]]) -> None:
+    figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
+    figure.suptitle("counting coloured shapes in an image, grpo.py, 0.65 M parameters: mean and range of the seeds")
+    for axes, (key, label) in zip(figure.subplots(1, 3), PANELS.items()):
+        for (name, runs), color in zip(runs_of.items(), ("tab:blue", "tab:orange", "grey")):
+            plot(axes, *curve(runs, key), color, f"{name}, {len(runs)} seeds")
+        axes.set(xlabel="step", ylabel=label.replace("sums", "boards"))
+    axes.legend(frameon=False)
+    figure.savefig(ROOT / "docs/vision_curve.png")
+
+
 def main(
     scripts: tuple[Literal[tuple(COLORS)], ...] = tuple(COLORS),
     variants: tuple[Literal[tuple(VARIANTS)], ...] = tuple(VARIANTS),
     tasks: tuple[Literal[tuple(TASKS)], ...] = tuple(TASKS),
+    images: tuple[Literal[tuple(IMAGES)], ...] = tuple(IMAGES),
     seeds: tuple[int, ...] = (),
     jobs: int = 2,
     draw: bool = False,
@@ -188,6 +211,7 @@ def main(
         todo = [("scripts", name, name, "", seeds or (1, 2, 3, 4, 5)) for name in scripts]
         todo += [("estimators", name, "grpo", VARIANTS[name], seeds or (1, 2, 3)) for name in variants]
         todo += [("multi_turn", name, "grpo", TASKS[name], seeds or (1, 2, 3, 4, 5)) for name in tasks]
+        todo += [("vision", name, "grpo", IMAGES[name], seeds or (1, 2, 3, 4, 5)) for name in images]
         each = [(script, flags, seed) for *_, script, flags, of in todo for seed in of]
         with ThreadPoolExecutor(jobs) as pool:
             results = pool.map(run_seed, *zip(*each))  # in order; where one fails, the others are not begun
@@ -195,9 +219,9 @@ def main(
                 runs = [next(results) for _ in of]
                 record = {"command": f"python {script}.py {FLAGS} {flags}".strip(), **how, "runs": runs}
                 (RESULTS / f"{figure}_curve.json").write_text(json.dumps(load_records(figure) | {name: record}) + "\n")
-    scripts_runs, variants_runs, tasks_runs = (
+    scripts_runs, variants_runs, tasks_runs, images_runs = (
         {name: record["runs"] for name, record in load_records(figure).items()}
-        for figure in ("scripts", "estimators", "multi_turn")
+        for figure in ("scripts", "estimators", "multi_turn", "vision")
     )
     for script, runs in scripts_runs.items():
         draw_script(script, runs)
@@ -206,6 +230,8 @@ def main(
         draw_variants(variants_runs, scripts_runs["grpo"])
     if tasks_runs:
         draw_tasks(tasks_runs)
+    if images_runs:
+        draw_images(images_runs)
 
 
 if __name__ == "__main__":

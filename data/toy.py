@@ -28,7 +28,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
 
 FOLDER = Path(__file__).parent / "toy"
 SPECIAL = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]  # ids 0 to 3
@@ -104,12 +111,34 @@ def demonstration(a: int, b: int, rng: random.Random) -> str:
     return worked_response(a, b, [int(rng.random() < SHARE_SLIPS) for _ in range(3)])
 
 
+def llama_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=hidden_size // 32,  # heads of 32: the smallest that vLLM supports on CPU
+        num_key_value_heads=hidden_size // 32,
+        max_position_embeddings=256,
+        attention_bias=True,  # with the wider start below, half the steps
+        initializer_range=0.06,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def make_llama(tokenizer: PreTrainedTokenizerFast, hidden_size: int) -> LlamaForCausalLM:
+    return LlamaForCausalLM(llama_config(tokenizer, hidden_size))
+
+
 def warm_up(
     tokenizer: PreTrainedTokenizerFast, held_out: set[str], *, steps: int = 600, **settings
-) -> tuple[LlamaForCausalLM, list[float]]:
+) -> tuple[PreTrainedModel, list[float]]:
     """`imitate` with demonstrations of sums; prompts "a+b" in `held_out` are skipped, also as "b+a"."""
 
-    def draw(rng: random.Random) -> tuple[list[int], list[int]]:
+    def draw(rng: random.Random) -> tuple[list[int], list[int], dict]:
         while True:
             a, b = rng.randint(100, 999), rng.randint(100, 999)
             if f"{a}+{b}" not in held_out and f"{b}+{a}" not in held_out:
@@ -118,53 +147,40 @@ def warm_up(
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         start = len(tokenizer.encode(prompt))
         ids = [*tokenizer.encode(prompt + demonstration(a, b, rng)), tokenizer.eos_token_id]
-        return ids, [0] * start + [1] * (len(ids) - start)
+        return ids, [0] * start + [1] * (len(ids) - start), {}
 
     return imitate(tokenizer, draw, steps=steps, **settings)
 
 
 def imitate(
     tokenizer: PreTrainedTokenizerFast,
-    draw: Callable[[random.Random], tuple[list[int], list[int]]],
+    draw: Callable[[random.Random], tuple],
     *,
     steps: int,
+    make_model: Callable[..., PreTrainedModel] = make_llama,
     batch_size: int = 64,
     lr: float = 3e-3,
     seed: int = 0,
     hidden_size: int = 128,
-) -> tuple[LlamaForCausalLM, list[float]]:
-    """A Llama after `steps` fresh batches of demonstrations, and the loss of each step in nats per token.
+) -> tuple[PreTrainedModel, list[float]]:
+    """A model after `steps` fresh batches of demonstrations, and the loss of each step in nats per token.
 
-    draw(rng): one demonstration's token ids, and 1 where the model is to write, 0 elsewhere.
+    draw(rng): one demonstration's token ids, 1 where the model is to write and 0 elsewhere, and other inputs of the
+    model, tensors of one size for all demonstrations.
     """
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden_size,
-            intermediate_size=4 * hidden_size,
-            num_hidden_layers=2,
-            num_attention_heads=hidden_size // 32,  # heads of 32: the smallest that vLLM supports on CPU
-            num_key_value_heads=hidden_size // 32,
-            max_position_embeddings=256,
-            attention_bias=True,  # with the wider start below, half the steps
-            initializer_range=0.06,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    model = make_model(tokenizer, hidden_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01)
     losses = []
     for step in range(steps):
-        rows, masks = zip(*[draw(rng) for _ in range(batch_size)])
+        rows, masks, inputs = zip(*[draw(rng) for _ in range(batch_size)])
         length = max(map(len, rows))
         ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])  # (B, L)
         written = torch.tensor([mask + [0] * (length - len(mask)) for mask in masks])
         labels = ids.masked_fill(written == 0, -100)
-        logits = model(ids).logits[:, :-1]  # causal: the padding on the right is not seen
+        more = {name: torch.stack([row[name] for row in inputs]) for name in inputs[0]}
+        logits = model(ids, **more).logits[:, :-1]  # causal: the padding on the right is not seen
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 50) * (1 - step / steps)
@@ -176,15 +192,13 @@ def imitate(
     return model.eval(), losses
 
 
-def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_model(model: PreTrainedModel, processor: PreTrainedTokenizerFast | ProcessorMixin, folder: Path) -> None:
+    text = model.config.get_text_config()
     model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True, temperature=1.0, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id
     )
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data import toy
 
@@ -108,10 +108,10 @@ def demonstration(a: int, b: int, with_tools: bool, rng: random.Random) -> list[
 
 def warm_up(
     tokenizer: PreTrainedTokenizerFast, held_out: set[str], *, steps: int = 700, **settings
-) -> tuple[LlamaForCausalLM, list[float]]:
+) -> tuple[PreTrainedModel, list[float]]:
     """`toy.imitate` with demonstrations of products; prompts "a*b" in `held_out` are skipped."""
 
-    def draw(rng: random.Random) -> tuple[list[int], list[int]]:
+    def draw(rng: random.Random) -> tuple[list[int], list[int], dict]:
         while True:
             a, b = rng.randint(200, 999), rng.randint(50, 99)
             if f"{a}*{b}" not in held_out:
@@ -123,7 +123,7 @@ def warm_up(
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        return encoded["input_ids"], encoded["assistant_masks"]
+        return encoded["input_ids"], encoded["assistant_masks"], {}
 
     return toy.imitate(tokenizer, draw, steps=steps, **settings)
 

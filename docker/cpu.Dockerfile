@@ -9,5 +9,6 @@ WORKDIR /home/plainrl/plainrl
 COPY --chown=plainrl:plainrl Makefile requirements.txt requirements-cpu.txt ./
 RUN make setup && rm -rf /home/plainrl/.cache
 COPY --chown=plainrl:plainrl . .
+RUN .venv/bin/python data/toy_vision.py --rows
 ENV PATH=/home/plainrl/plainrl/.venv/bin:$PATH
 CMD ["python", "grpo.py", "--help"]

@@ -11,5 +11,6 @@ COPY --chown=plainrl:plainrl Makefile requirements.txt requirements-cpu.txt ./
 # the machine that builds the image need not have a GPU
 RUN make setup GPU=1 && rm -rf /home/plainrl/.cache
 COPY --chown=plainrl:plainrl . .
+RUN .venv/bin/python data/toy_vision.py --rows
 ENV PATH=/home/plainrl/plainrl/.venv/bin:$PATH NVIDIA_DRIVER_CAPABILITIES=compute,utility
 CMD ["python", "grpo.py", "--help"]

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.agent import MultiTurn, load_multi_turn, make_episodes
-from lib.args import ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes, training_ranks
+from lib.args import DataArgs, ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes, training_ranks
 from lib.cli.flags import given, parse_json
 from lib.core_algos import (
     ADV_TENSORS,
@@ -27,6 +27,7 @@ from lib.core_algos import (
     get_rollout_correction_fn,
 )
 from lib.data import PromptDataset, RLHFDataset, load_dataset_class, make_loader
+from lib.data.vision import Vision
 from lib.distributed import (
     RowGroup,
     World,
@@ -50,6 +51,7 @@ from lib.model import (
     freeze,
     load_critic,
     load_model,
+    load_processor,
     load_reward_model,
     load_tokenizer,
 )
@@ -148,12 +150,19 @@ class Inputs:
     """What is loaded before the models. A data set is None if the run does not need it."""
 
     tokenizer: PreTrainedTokenizerBase
+    vision: Vision | None
+    """None: a text model"""
     multi_turn: MultiTurn | None
     train_data: PromptDataset | None
     val_data: PromptDataset | None
     scorers: list[Scorer]
     val_scorers: list[Scorer]
     """empty: those of training"""
+
+    @property
+    def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin:
+        """What is saved beside the model: its processor, of a text model the tokenizer."""
+        return self.tokenizer if self.vision is None else self.vision.processor
 
 
 def load_inputs(args: Any) -> Inputs:
@@ -172,6 +181,7 @@ def load_inputs(args: Any) -> Inputs:
             check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
     accept_sandbox(reward.sandbox_level)
     tokenizer = load_tokenizer(model.model, **trust)
+    vision = load_vision(model, data)
     template = parse_json("chat_template_kwargs", data.chat_template_kwargs)
     multi_turn = None
     if args.multi_turn.wanted:
@@ -186,9 +196,14 @@ def load_inputs(args: Any) -> Inputs:
         chat_template_kwargs=template,
         allow_special_tokens=data.allow_special_tokens,
     )
+    if vision is not None:  # the dataset class of a text model need not know of it
+        load = partial(load, vision=vision)
     train_data = None if validation.val_only else load(list(data.train_files))
     val_data = load(list(data.val_files)) if validation.wanted else None
     trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
+    seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
+    if reward.reward_model and seen:
+        raise InputError(f"{seen} has images: --reward-model reads text only")
     kwargs = parse_json("reward_kwargs", reward.reward_kwargs)
     scored = trained if validation.val_reward else [*trained, *validated]
     scorers = load_scorers(reward.reward, scored, kwargs, reward.reward_weights)
@@ -196,7 +211,23 @@ def load_inputs(args: Any) -> Inputs:
     if args.run.total_epochs is not None and train_data is not None:
         args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
         args.run.check_profile_steps()
-    return Inputs(tokenizer, multi_turn, train_data, val_data, scorers, val_scorers)
+    return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers)
+
+
+def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
+    """How the images of prompts become inputs of --model; None for a text model. Raises InputError."""
+    processor = load_processor(model.model, trust_remote_code=model.trust_remote_code)
+    if processor is None:
+        return None
+    return Vision(
+        processor,
+        AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code),
+        max_pixels=data.max_pixels,
+        min_pixels=data.min_pixels,
+        max_images=data.max_images,
+        video_fps=data.video_fps,
+        max_frames=data.max_frames,
+    )
 
 
 # ---- what a run will do --------------------------------------------------------------------------
@@ -481,6 +512,8 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         "hf" if run.tape.replays else rollout.rollout_engine,
         actor.module,
         inputs.tokenizer,
+        processor=inputs.vision and inputs.vision.processor,
+        max_images=data.max_images,
         folder=run.folder / "engine",
         max_length=data.max_prompt_length + rollout.max_response_length,
         dtype=dtype,
@@ -500,6 +533,9 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
             seed=args.run.seed,
             shuffle=data.shuffle,
             num_workers=data.loader_workers,
+            sampling=data.prompt_sampling,
+            skip_after=data.prompt_skip_after,
+            share=data.prompt_share,
         )
     return Rollouts(
         engine,

@@ -1,6 +1,6 @@
-"""Scorer of the embedded task (data/toy.py).
+"""Scorer of the embedded tasks (data/toy.py and its like).
 
-A response is right if the text after its last "=" is exactly the sum: "12,12,4=422" and "=422" are right; "=0422",
+A response is right if the text after its last "=" is exactly the number: "12,12,4=422" and "=422" are right; "=0422",
 "=422.", "=422 or 423" and "422" are not. The working before the "=" does not count.
 """
 

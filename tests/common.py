@@ -14,7 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -24,8 +26,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Idefics3Config,
+    LlavaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3VLConfig,
+    SmolVLMConfig,
+)
 
+from lib.data.vision import media_hash
 from lib.data_proto import DataProto
 from lib.distributed import World
 
@@ -104,6 +120,149 @@ def rollout_batch(prompt_lengths, response_lengths, seed: int = 0) -> DataProto:
         "response_mask": mask[:, P:].clone(),
     }
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array([str(i // 2) for i in range(B)], object)})
+
+
+# ---- vision models -------------------------------------------------------------------------------
+
+VISION = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3", "llava")
+IMAGE, VIDEO, BEGIN, END = 100, 101, 102, 103  # ids of the placeholders, and of what stands around them
+
+
+def tiny_vision_config(kind: str, tied: bool = False) -> PreTrainedConfig:
+    """The last three have LLaMA as their decoder. Their images, and Gemma's, are of 4 tokens."""
+    text: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512}
+    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": tied}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
+    of_qwen = tower | {"num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
+    of_vit = tower | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+    both = {"tie_word_embeddings": tied, "image_token_id": IMAGE}
+    video = {"video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    if kind == "qwen2_5_vl":
+        of_qwen |= {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}
+        return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=of_qwen, **both | video)
+    if kind == "qwen3_vl":
+        of_qwen |= {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+        text["rope_parameters"] = rope | {"mrope_interleaved": True}
+        return Qwen3VLConfig(text_config=text, vision_config=of_qwen, **both | video)
+    if kind == "gemma3":
+        text |= {"sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        of_vit |= {"model_type": "siglip_vision_model", "vision_use_head": False}
+        ids = {"mm_tokens_per_image": 4, "boi_token_index": BEGIN, "eoi_token_index": END}
+        return Gemma3Config(text_config=text, vision_config=of_vit, **both | ids)
+    text["model_type"] = "llama"
+    if kind == "llava":
+        of_vit |= {"model_type": "clip_vision_model", "patch_size": 8, "projection_dim": 32}
+        more: dict[str, Any] = {"vision_feature_select_strategy": "default", "vision_feature_layer": -2}
+        return LlavaConfig(text_config=text, vision_config=of_vit, image_seq_length=4, **both | more)
+    cls = {"smolvlm": SmolVLMConfig, "idefics3": Idefics3Config}[kind]
+    return cls(text_config=text, vision_config=of_vit, scale_factor=2, pad_token_id=0, **both)
+
+
+def tiny_vision(kind: str, folder: Path | None = None, *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+    """A random model of one of VISION, fp32 and in train mode; saved to `folder`, if one is given."""
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(tiny_vision_config(kind, tied), attn_implementation="sdpa")
+    for p in model.parameters():  # livelier than the default start, so that errors show
+        p.data.add_(0.1 * torch.randn_like(p))
+    if folder is not None:
+        model.save_pretrained(folder)
+    return model.train()
+
+
+def vision_inputs(kind: str, images: int, seed: int, videos: int = 0) -> tuple[dict, list[int], list[int]]:
+    """(multi_modal_inputs, the tokens of each image, those of each piece of a video): noise, as a processor gives it.
+    Qwen's images have several sizes, its videos four frames."""
+    g = torch.Generator().manual_seed(seed)
+    if kind.startswith("qwen"):
+        inputs, tokens = {}, {}
+        for name, pixels, t, n in (("image", "pixel_values", 1, images), ("video", "pixel_values_videos", 2, videos)):
+            grids = torch.tensor([[t, 4, 4 + 4 * (i % 2)] for i in range(n)]).view(n, 3)
+            tokens[name] = grids.prod(1) // 4
+            if n:
+                inputs[pixels] = torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4, generator=g)
+                inputs[f"{name}_grid_thw"] = grids
+        pieces = 2 if kind == "qwen3_vl" else 1  # Qwen3-VL has text (the time) before each pair of frames
+        return inputs, tokens["image"].tolist(), (tokens["video"] // pieces).repeat_interleave(pieces).tolist()
+    inputs = {"pixel_values": torch.randn(images, 3, 16, 16, generator=g)} if images else {}
+    if images and kind in ("smolvlm", "idefics3"):
+        inputs = {"pixel_values": inputs["pixel_values"][None]}
+        inputs["pixel_attention_mask"] = torch.ones(1, images, 16, 16, dtype=torch.long)
+    return inputs, [4] * images, []
+
+
+class VisionRow(NamedTuple):
+    images: int
+    seed: int
+    """rows of one seed have the same images"""
+    copies: int = 1
+    """responses to the prompt"""
+    videos: int = 0
+
+
+# one image for three responses, the same ids with another image for two, several images, none
+VISION_ROWS = (VisionRow(1, 1, 3), VisionRow(1, 2, 2), VisionRow(2, 4), VisionRow(0, 0, 2))
+VIDEO_ROWS = (VisionRow(0, 5, videos=1), VisionRow(1, 6, videos=2))  # for Qwen
+
+
+@cache
+def _without_layers(kind: str) -> PreTrainedModel:
+    config = tiny_vision_config(kind)
+    config.text_config.num_hidden_layers = config.vision_config.depth = 0
+    config.text_config.layer_types = []
+    with torch.device("meta"):
+        return AutoModel.from_config(config)
+
+
+def vision_positions(kind: str, ids: list[int], inputs: dict) -> torch.Tensor:
+    """(L,), or for Qwen (4, L), by the model's own get_rope_index."""
+    text = torch.arange(len(ids))
+    if not kind.startswith("qwen"):
+        return text
+    x = torch.tensor([ids])
+    grids = {name: inputs[name] for name in ("image_grid_thw", "video_grid_thw") if name in inputs}
+    types = (x == IMAGE).int() + 2 * (x == VIDEO).int()
+    rope = _without_layers(kind).get_rope_index(x, mm_token_type_ids=types, **grids)[0]  # (3, 1, L)
+    return torch.cat([text[None], rope[:, 0]])
+
+
+def vision_batch(kind: str, rows: tuple[VisionRow, ...] = VISION_ROWS) -> DataProto:
+    """Rows as an engine returns them. The second response to a prompt has sampled the placeholder of an image."""
+    g = torch.Generator().manual_seed(3)
+
+    def text(n: int) -> list[int]:
+        return torch.randint(4, 96, (n,), generator=g).tolist()
+
+    before, after, prompts, responses = text(3), text(2), [], []
+    for row in rows:
+        inputs, of_images, of_videos = vision_inputs(kind, row.images, row.seed, row.videos)
+        ids = list(before)
+        for n in of_images:
+            ids += [BEGIN, *[IMAGE] * n, END]
+        for n in of_videos:
+            ids += [BEGIN, *[VIDEO] * n, END]
+        for copy in range(row.copies):
+            prompts.append((ids + after, inputs))
+            responses.append(text(2 + len(responses) % 4) + ([IMAGE, 7] if copy == 1 else []))
+    P, T, B = max(len(ids) for ids, _ in prompts), max(map(len, responses)), len(prompts)
+    ids, mask = torch.zeros(B, P + T, dtype=torch.long), torch.zeros(B, P + T, dtype=torch.long)
+    positions = torch.zeros(B, 4 if kind.startswith("qwen") else 1, P + T, dtype=torch.long)
+    for i, ((prompt, inputs), response) in enumerate(zip(prompts, responses)):
+        a, b = P - len(prompt), P + len(response)
+        ids[i, a:b], mask[i, a:b] = torch.tensor(prompt + response), 1
+        own = vision_positions(kind, prompt, inputs).view(-1, len(prompt))
+        positions[i, :, a:P], positions[i, :, P:] = own, own.amax(1, keepdim=True) + 1 + torch.arange(T)
+    tensors = {
+        "prompts": ids[:, :P],
+        "responses": ids[:, P:],
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": positions if kind.startswith("qwen") else positions[:, 0],
+        "response_mask": mask[:, P:].clone(),
+        "multi_modal_hash": torch.tensor([media_hash(inputs) for _, inputs in prompts]),
+    }
+    return DataProto.from_dict(tensors=tensors, non_tensors={"multi_modal_inputs": [inputs for _, inputs in prompts]})
 
 
 # ---- runs of the scripts -------------------------------------------------------------------------
@@ -245,16 +404,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(model: str, max_length: int) -> Iterator[tuple[str, subprocess.Popen]]:
+def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/scaling.md says, but with the
-    model's generation config."""
+    model's generation config. more: further flags."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
     command += ["--max-model-len", str(max_length), "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
     command += ["--worker-extension-cls", "lib.rollout.vllm_weights.WorkerExtension"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
+    command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"}), *more]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -130,7 +130,8 @@ LAUNCHERS = {
 }
 VLLM = {
     *("--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
-    *("--enforce-eager", "--tensor-parallel-size", "--weight-transfer-config", "--worker-extension-cls"),
+    *("--enable-scale-out", "--enforce-eager", "--tensor-parallel-size", "--weight-transfer-config"),
+    "--worker-extension-cls",
 }
 OF_TOOLS = {
     *("--max-mb", "--output", "--serve"),  # of the run page

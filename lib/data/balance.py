@@ -67,16 +67,34 @@ def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share
     """FLOPs of a forward pass of each group, as a multiple of one token's FLOPs in the linear layers.
 
     With N weights there, a token takes 2 N FLOPs in them. With L attention layers and D = heads x head size, it takes
-    4 L D in attention for each token before it. So s tokens cost s + s^2 L D / N. With `share_prompts` a prompt counts
-    once. N does not include the experts of a mixture of experts.
+    4 L D in attention for each token before it. So s tokens cost s + s^2 L D / N, and p patches of images p M / N, with
+    M weights in the vision model's tower. With `share_prompts` a prompt counts once. N does not include the experts of
+    a mixture of experts.
     """
-    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    linear = {layer: layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
+    weights, of_tower, patches = sum(linear.values()), 0, torch.zeros(len(batch))
+    if hasattr(model.config, "vision_config"):
+        own = {*model.get_decoder().modules(), model.get_output_embeddings()}
+        of_tower = sum(n for layer, n in linear.items() if layer not in own)
+        weights -= of_tower
+        patches = count_patches(batch, model.config.vision_config.patch_size)
     quadratic = attention_width(model) / weights
     attention = batch.batch["attention_mask"].double()
     tokens = attention.sum(1)  # (B,)
     prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1)
-    whole, shared = ((s + quadratic * s**2).view(-1, group_size) for s in (tokens, prompt))
+    seen = patches.to(attention) * of_tower / weights
+    whole, shared = ((s + quadratic * s**2 + seen).view(-1, group_size) for s in (tokens, prompt))
     return (whole.sum(1) - share_prompts * (group_size - 1) * shared[:, 0]).tolist()
+
+
+def count_patches(batch: DataProto, size: int) -> torch.Tensor:
+    """(B,) float64, on the CPU: the patches, of size x size pixels, of each row's images and videos."""
+    counts = torch.zeros(len(batch), dtype=torch.float64)
+    for i, inputs in enumerate(batch.non_tensor_batch.get("multi_modal_inputs", ())):
+        for name in inputs.keys() & {"pixel_values", "pixel_values_videos"}:
+            pixels = inputs[name]  # (patches, pixels of one), or (..., 3, height, width)
+            counts[i] += len(pixels) if pixels.ndim == 2 else pixels[..., 0, ::size, ::size].numel()
+    return counts
 
 
 def attention_width(model: PreTrainedModel) -> int:

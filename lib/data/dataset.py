@@ -59,8 +59,9 @@ class RLHFDataset(Dataset):
     leaves out a prompt longer than P if filter_overlong_prompts; otherwise `truncation` says what is cut: "left" (the
     start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` counts
     those that will be cut; `without_ground_truth` is the file and number of the first kept row without a ground truth,
-    for scorers that need one. Unless allow_special_tokens, a space breaks up message text that spells a special token,
-    in raw_prompt too; `defused` counts the prompts with such text.
+    for scorers that need one; `with_images` is that of the first with images or videos. Unless allow_special_tokens, a
+    space breaks up message text that spells a special token, in raw_prompt too; `defused` counts the prompts with such
+    text.
 
     With `vision`, for models that see, a row's images and videos are those of the columns image_key and video_key, in
     the order of <image> and <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature
@@ -146,6 +147,8 @@ class RLHFDataset(Dataset):
         without = self.kept[has_truth[self.kept] == 0]
         self.without_ground_truth = self._where(int(without[0])) if len(without) else None
         self.defused = int(broken_up[self.kept].sum())
+        seen = self.kept[n_media[self.kept] > 0]
+        self.with_images = self._where(int(seen[0])) if len(seen) else None
 
     def _raise_no_row_left(self, names: str, lengths: np.ndarray, too_many: np.ndarray) -> None:
         if len(lengths) == 0:

@@ -10,9 +10,13 @@ from lib.distributed import RowGroup, all_gather_lists, all_reduce_max
 
 
 def prompt_groups(batch: DataProto) -> torch.Tensor:
-    """(B,) numbers, equal for rows of equal prompts: the attended tokens of `input_ids` before the response."""
+    """(B,) numbers, equal for rows of equal prompts: the attended tokens of `input_ids` before the response, and the
+    images, if there are any: equal tokens may stand for others."""
     prompts = batch.batch["input_ids"].where(batch.batch["attention_mask"].bool(), -1)
-    return prompts[:, : -batch.batch["response_mask"].shape[1]].unique(dim=0, return_inverse=True)[1]
+    prompts = prompts[:, : -batch.batch["response_mask"].shape[1]]
+    if "multi_modal_hash" in batch.batch:
+        prompts = torch.cat([prompts, batch.batch["multi_modal_hash"][:, None]], 1)
+    return prompts.unique(dim=0, return_inverse=True)[1]
 
 
 def prepare_dynamic_batch(
@@ -35,7 +39,8 @@ def prepare_dynamic_batch(
     tokens, a micro-batch holds at most n x max_tokens tokens, so that each rank computes at most max_tokens. Each rank
     is given its own rows of every micro-batch, which may be none.
 
-    With `share_prompts` a micro-batch also has the column prompt_group (b,), the numbers of `prompt_groups`.
+    With `share_prompts` a micro-batch also has the column prompt_group (b,), the numbers of `prompt_groups`. Of a batch
+    with multi_modal_inputs, its meta_info says what all ranks run the model's tower for in each, "run_tower".
 
     Returns:
         (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
@@ -90,10 +95,24 @@ def prepare_dynamic_batch(
     bins = sorted((sorted(rows) for _, rows in heap), key=lambda rows: (-tokens(rows), rows))
     bins = [[row - first for row in rows if first <= row < first + len(batch)] for rows in bins]
     micro_batches = [batch[rows] for rows in bins]
+    if "multi_modal_inputs" in batch.non_tensor_batch:
+        kinds = _run_tower(batch)
+        for micro in micro_batches:
+            micro.meta_info["run_tower"] = kinds
     if share_prompts:
         for micro, rows in zip(micro_batches, bins):
             micro.batch["prompt_group"] = numbers[rows]
     return micro_batches, bins
+
+
+def _run_tower(batch: DataProto) -> tuple[str, ...]:
+    """Which of images and videos any rank has in its batch: all ranks then run the tower, whose weights are sharded,
+    for each in every micro-batch, and where one has none, for a dummy. A collective."""
+    inputs, device = batch.non_tensor_batch["multi_modal_inputs"], batch.batch["input_ids"].device
+    videos = any("pixel_values_videos" in row for row in inputs)
+    images = any("pixel_values" in row for row in inputs)
+    found = [all_reduce_max(int(has), device) for has in (images, videos)]
+    return tuple(kind for kind, has in zip(("image", "video"), found) if has)
 
 
 def restore_dynamic_batch(tensor: torch.Tensor, rows: list[list[int]]) -> torch.Tensor:

@@ -105,8 +105,8 @@ def _split_layers(model: "PreTrainedModel", mesh: DeviceMesh) -> None:
 def shard_model(
     model: "PreTrainedModel", mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
 ) -> "PreTrainedModel":
-    """Applies FSDP2 to a transformers model, in place: a group for each decoder layer and for an embedding that is not
-    tied to the head, and the rest in the root group.
+    """Applies FSDP2 to a transformers model, in place: a group for each decoder layer, for each layer of a vision
+    model's tower and for an embedding that is not tied to the head, and the rest in the root group.
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
     gradients are reduced in the trained parameters' dtype. The model may be on any device. Each rank reads its own
@@ -127,7 +127,7 @@ def shard_model(
     options["mp_policy"] = MixedPrecisionPolicy()
     if any(p.dtype != compute_dtype for p in model.parameters()):
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
-    layer_classes = set(model._no_split_modules)
+    layer_classes = getattr(model, "fsdp_layer_classes", set(model._no_split_modules))
     for module in [m for m in model.modules() if type(m).__name__ in layer_classes]:
         fully_shard(module, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

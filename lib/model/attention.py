@@ -19,13 +19,19 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError, is_first_on_node
 from lib.distributed import all_to_all
+from lib.model.vision import family_of
 
 # ---- attention over packed rows ------------------------------------------------------------------
 
@@ -94,10 +100,15 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
             q = _take(queries[i], run.places[:, -run.length :] - len(queries[run.prompt_run]))
         q, k, v = (rearrange(x, "s l h d -> s h l d") for x in (q, k, v))  # for k and v, l is P + length
         mask = None
-        if window is not None and k.shape[2] > window:
+        if run.blocks is not None or (window is not None and k.shape[2] > window):
             position = torch.arange(k.shape[2], device=q.device)
             distance = position[-run.length :, None] - position[None, :]
-            mask = (distance >= 0) & (distance < window)
+            mask = distance >= 0
+            if run.blocks is not None:
+                same = run.blocks[:, None, :, None] == run.blocks[:, None, None, :]  # (count, 1, length, length)
+                mask = mask | (same & (run.blocks >= 0)[:, None, None, :])
+            if window is not None:
+                mask = mask & (distance < window)
         elif run.prompt_run is not None:
             mask = causal_lower_right(run.length, k.shape[2])
         gqa = query.shape[1] != key.shape[1]
@@ -190,7 +201,11 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
     Raises:
         InputError: `sdpa` would silently leave out the model's soft caps.
     """
-    text, cls = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # None: remote code
+    text, family = config.get_text_config(), family_of(config)
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if family is None else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    cls = mapping.get(type(config), None)  # None: remote code
+    if family is not None and family.bidirectional and attn_implementation.startswith(("varlen", "flash")):
+        return "sdpa", f"the tokens of an image see each other, which {attn_implementation} cannot do"
     others = other_layers(config)
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     if capped and attn_implementation == "sdpa":

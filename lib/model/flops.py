@@ -9,7 +9,7 @@ softmax. Otherwise it follows what is computed here: a prompt that rows share co
 trained tokens only, and the last token of a row, which predicts nothing, not at all. Of a mixture of experts those
 count that a token goes to. A frozen weight has no gradient of its own and takes 4. Too much is counted for sliding
 windows and episodes of several sequences (as if each token saw all before it), too little for layers that carry a state
-(their weights only).
+and for the tower of a vision model (their weights only). A tower that is frozen has no backward, and takes 2.
 """
 
 from typing import NamedTuple
@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lib.data import attention_width, prompt_groups
+from lib.data import attention_width, count_patches, prompt_groups
 from lib.data_proto import DataProto
+from lib.model.vision import patches_per_feature, vision_names
 
 
 class Flops(NamedTuple):
@@ -31,22 +32,35 @@ class Flops(NamedTuple):
     """of the output head, for one trained token"""
     pair: float
     """of attention, for one token and one that it sees"""
+    patch: float = 0.0
+    """of a vision model's tower and projector, for one patch of an image"""
+    patch_size: int = 0
 
 
 def flops_of(model: PreTrainedModel) -> Flops:
     """Also of a model whose weights are split over ranks: it is the FLOPs of all of them together."""
     head = model.get_output_embeddings()
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    token = 0.0
+    token, vision = 0.0, {name: part for part in ("tower", "projector") for name in vision_names(model, part)}
+    seeing: dict[str, list[torch.Tensor]] = {"tower": [], "projector": []}
     for name, module in model.named_modules():
         if module is head or isinstance(module, nn.Embedding):
             continue
-        for weight in module.parameters(recurse=False):
-            if weight.ndim == 2:
+        for leaf, weight in module.named_parameters(recurse=False):
+            if part := vision.get(f"{name}.{leaf}"):
+                seeing[part] += [weight] if weight.ndim > 1 else []
+            elif weight.ndim == 2:
                 token += _products(weight)
             elif weight.ndim == 3 and chosen and name.endswith("experts"):  # (experts, out, in)
                 token += _products(weight) * chosen / len(weight)
-    return Flops(token, 0.0 if head is None else _products(head.weight), 12.0 * attention_width(model))
+    of_text = Flops(token, 0.0 if head is None else _products(head.weight), 12.0 * attention_width(model))
+    if not vision:
+        return of_text
+    patch, trains = 0.0, False  # what is below the lowest trained weight has no backward
+    for part, patches in (("tower", 1), ("projector", patches_per_feature(model.config))):
+        trains = trains or any(weight.requires_grad for weight in seeing[part])
+        patch += sum(_products(w) if trains else 2.0 * w.numel() for w in seeing[part]) / patches
+    return of_text._replace(patch=patch, patch_size=model.config.vision_config.patch_size)
 
 
 def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> torch.Tensor:
@@ -56,12 +70,14 @@ def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> torch.T
     prompt = attention[:, : -trained.shape[1]].sum(1)  # (b,)
     own = (attention.sum(1) - prompt - 1).clamp(min=0)  # (b,): tokens of the response, but the last
     seen = own * prompt + own * (own + 1) / 2  # (b,)
+    patches = count_patches(micro, flops.patch_size).to(own.device, non_blocking=True)  # (b,)
     if share_prompts:
         group = micro.batch["prompt_group"] if "prompt_group" in micro.batch else prompt_groups(micro)  # (b,)
         again = (group[:, None] == group).tril(-1).any(1)
-        prompt = prompt.where(~again, 0)  # each distinct prompt once
+        prompt, patches = (x.where(~again, 0) for x in (prompt, patches))  # each distinct prompt once
     tokens, pairs = own.sum() + prompt.sum(), seen.sum() + (prompt * (prompt + 1) / 2).sum()
-    return tokens * flops.token + trained.sum() * flops.prediction + pairs * flops.pair
+    of_text = tokens * flops.token + trained.sum() * flops.prediction + pairs * flops.pair
+    return of_text + patches.sum() * flops.patch
 
 
 def _products(weight: torch.Tensor) -> float:

@@ -18,15 +18,19 @@ from huggingface_hub import snapshot_download
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.logging import disable_progress_bar
@@ -35,8 +39,9 @@ from lib import InputError, is_first_on_node
 from lib.args import check_model_path
 from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, trainable_parameters
 from lib.model.attention import attention_and_packing, lay_out, other_layers
-from lib.model.log_probs import token_log_probs
+from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
 from lib.model.values import token_values, value_head
+from lib.model.vision import family_of, prompt_logits, value_class, vision_names
 
 COMPILER = "inductor"  # of torch.compile; tests take one that is sooner done
 
@@ -84,17 +89,39 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
 
 def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of a model in which only attention mixes tokens, over packed rows. Raises InputError for any other."""
-    folder, gguf = split_gguf(path)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
+    config = _config(path, flag, trust_remote_code)
+    if family_of(config):
+        raise InputError(f"{split} {size}: {flag} {path} takes images, which are not split over ranks; drop {split}")
     reason = attention_and_packing(config, "packed_sdpa")[1]
     if reason is None and other_layers(config):
         reason = "it has layers that carry a state from token to token"
     if reason:
         raise InputError(f"{split} {size}: {flag} {path} cannot be split: {reason}; drop {split}")
     return config.get_text_config()
+
+
+def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
+    folder, gguf = split_gguf(path)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
+
+
+def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> ProcessorMixin | None:
+    """What makes tokens and tensors of images for the model at `path`. None for a model that takes no images, or that
+    comes without a processor: it then runs on text alone."""
+    if family_of(_config(path, flag, trust_remote_code)) is None:
+        return None
+    if split_gguf(path)[1]:
+        raise InputError(f"{flag} {path}: a .gguf file holds no image processor: give the model's folder")
+    try:
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        raise InputError(f"{flag} {path}: its processor needs torchvision: install it") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag} {path}: cannot load its processor: {str(error).splitlines()[0]}") from error
+    return processor if isinstance(processor, ProcessorMixin) else None
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -142,7 +169,14 @@ def load_model(
     model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, {}, on_meta=on_meta, **options)
     _refuse_missing(missing, model, path, flag)
     lay_out(model, f"{flag} {path}", attn_implementation, padding_free, share_prompts)
-    return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
+    if family_of(model.config) is None:
+        return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
+    if not logits_are_a_plain_product(model):
+        raise InputError(f"{flag} {path}: a vision model whose logits are capped or scaled is not known here")
+    model = _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
+    model.prompt_logits = types.MethodType(prompt_logits, model)
+    model.fsdp_forward_methods += ("prompt_logits",)
+    return model
 
 
 def load_critic(
@@ -220,8 +254,10 @@ def _from_pretrained(
     folder, gguf = split_gguf(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        auto_class = class_of(auto_class, config)
         attn_implementation, _ = attention_and_packing(config, attn_implementation)
-        for part in (config, config.get_text_config()):  # sampling and training must compute the same log-probs
+        parts = (config, config.get_text_config(), getattr(config, "vision_config", None) or config)
+        for part in parts:  # sampling and training must compute the same log-probs
             for name, value in vars(part).items():
                 if ("dropout" in name or "jitter" in name or name.endswith("pdrop")) and isinstance(value, float):
                     setattr(part, name, 0.0)
@@ -257,6 +293,18 @@ def _from_pretrained(
     return model, set(info["missing_keys"])
 
 
+def class_of(auto_class: Any, config: PreTrainedConfig) -> Any:
+    """The auto class that makes this kind of model, of a text or a vision model."""
+    if family_of(config) is None:
+        return auto_class
+    if auto_class is AutoModelForCausalLM:
+        return AutoModelForImageTextToText
+    if auto_class is AutoModelForTokenClassification:
+        cls = value_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
+        auto_class.register(type(config), cls, exist_ok=True)
+    return auto_class
+
+
 def _meta_model(
     auto_class: Any, path: str, config: PreTrainedConfig, **options: Any
 ) -> tuple[PreTrainedModel | None, set[str]]:
@@ -287,7 +335,17 @@ def _meta_model(
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in set(model._no_split_modules)]
+    decoder = model if family_of(model.config) is None else model.get_decoder()
+    return [module for module in decoder.modules() if type(module).__name__ in set(model._no_split_modules)]
+
+
+def fsdp_layer_classes(model: PreTrainedModel) -> set[str]:
+    """The classes whose modules are groups of their own. Of a vision model, transformers' own list has odd parts of
+    some towers."""
+    family = family_of(model.config)
+    if family is None:
+        return set(model._no_split_modules)
+    return {type(layer).__name__ for layer in decoder_layers(model)}.union(family.blocks)
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -304,8 +362,12 @@ def _compiled_if_packed(plain: Callable, compiled: Callable, *args, **kwargs):
 
 
 def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:
-    """Freezes in place all parameters whose whole name the regular expression matches. Call it before `shard_model`."""
-    frozen = [p.requires_grad_(False) for name, p in model.named_parameters() if re.fullmatch(pattern, name)]
+    """Freezes in place all parameters whose whole name the regular expression matches; of a vision model also "tower",
+    "projector", or "vision", which is both. Call it before `shard_model`."""
+    parts = vision_names(model, pattern) if pattern in ("tower", "projector", "vision") else []
+    frozen = [
+        p.requires_grad_(False) for name, p in model.named_parameters() if name in parts or re.fullmatch(pattern, name)
+    ]
     if not (frozen and any(p.requires_grad for p in model.parameters())):
         raise InputError(f"--freeze {pattern}: matches {'all' if frozen else 'none'} of the model's parameters")
     return model
@@ -324,6 +386,7 @@ def _prepare(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
+    model.fsdp_layer_classes = fsdp_layer_classes(model)
     method = _keeping_activations_on_cpu(forward) if offload_activations else forward
     setattr(model, forward.__name__, types.MethodType(method, model))
     model.fsdp_forward_methods = (forward.__name__,)
@@ -362,8 +425,8 @@ def add_lora(
     is trained as a whole, without adapters. Dropout is off, as everywhere.
 
     Args:
-        target_modules: "all-linear" (of the decoder, without the head), or a regular expression that matches the whole
-            names of linear layers.
+        target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a
+            regular expression that matches the whole names of linear layers.
 
     Raises:
         InputError: no layer matches, or a layer that is not linear does (peft also adapts a mixture's experts).
@@ -374,8 +437,12 @@ def add_lora(
     head = None if hasattr(model, "token_log_probs") else value_head(model)
     heads = [name for name, module in model.named_modules() if module is head]
     model.requires_grad_(False)
+    targets: str | list[str] = target_modules
+    if family_of(model.config) and target_modules == "all-linear":
+        layers = {module for module in model.get_decoder().modules() if isinstance(module, torch.nn.Linear)}
+        targets = [name for name, module in model.named_modules() if module in layers]
     try:
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=target_modules, exclude_modules=heads))
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=heads))
     except ValueError as error:
         raise InputError(f"--lora-target-modules {target_modules}: {str(error).splitlines()[0]}") from error
     with torch.random.fork_rng(devices=[]):

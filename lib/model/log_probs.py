@@ -20,6 +20,7 @@ from lib.data_proto import DataProto
 from lib.distributed import RowGroup, all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import of_responses
+from lib.model.vision import with_images
 
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
@@ -182,6 +183,7 @@ def token_log_probs(
 
     inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat.
     """
+    inputs = with_images(self, inputs)
     if logits_are_a_plain_product(self) and self.get_decoder() is not self:
         h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
         h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
@@ -294,10 +296,12 @@ def check_rows(
     forward = partial(response_log_probs, model, temperature=temperature, row_group=row_group)
     trained = micro.batch["response_mask"].bool()
     T = trained.shape[1]
-    ids = micro.batch["input_ids"].clone()
-    ids[1::2, -T:] = ids[1::2, -T:].flip(1)
+    other = micro.select()
+    other.batch["input_ids"] = ids = micro.batch["input_ids"].clone()
+    responses, sampled = ids[1::2, -T:], trained[1::2]
+    responses[sampled] = responses[sampled].flip(0)  # placeholders of a tool's images stay
     together = forward(micro)[0]
-    beside = forward(DataProto.from_dict(tensors={**micro.batch, "input_ids": ids}))[0] - together
+    beside = forward(other)[0] - together
     trained[1::2] = False
     differences = [beside[trained]]
 

@@ -16,9 +16,12 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
                       buffer, and the fp32 buffer that reduces the gradients of the one before.
                       rollout (hf engine) c P. One rank needs no buffers
     activations       what autograd keeps of one micro-batch; with gradient checkpointing, the inputs of the layers
+    images            of a vision model: what autograd keeps of the tower, if it trains, for as many image tokens as
+                      prompts have at most. By a formula, as the next two
     work              what operators need besides. log-probs: a layer's forward. loss: chunks of logits, and the
                       head's gradient in fp32. backward: a layer, recomputed if it is checkpointed, and its gradients.
-                      rollout: four copies of (rows, vocabulary). optimizer: none, AdamW is fused
+                      rollout: four copies of (rows, vocabulary). optimizer: none, AdamW is fused. vision: a layer of
+                      the tower and its gradients
     KV cache          rows x (prompt + response) x what a token keeps
     vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
 
@@ -48,9 +51,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
 from lib.distributed import trainable_parameters
-from lib.model.load import add_lora, decoder_layers
+from lib.model.load import add_lora, class_of, decoder_layers, fsdp_layer_classes
 from lib.model.log_probs import token_log_probs
 from lib.model.values import token_values
+from lib.model.vision import family_of, patches_per_feature, vision_names
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device
@@ -100,7 +104,7 @@ def estimate_memory(
         InputError: there is no such config, or it is of another kind of model.
     """
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
-    tokens = min(micro_batch_tokens, rows * longest)
+    tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
 
     def build(auto_class, path: str, flag: str, lora_rank: int) -> PreTrainedModel:
         network = meta_model(auto_class, path, flag, compute_dtype, trust_remote_code)
@@ -140,7 +144,10 @@ def estimate_memory(
         moments["prefill"] = {  # that of validation, whose prompts all differ
             "gathered weights": c * numel,
             "KV cache": rows * max_prompt_length * kv,
-            "work": forward_peak(actor, rows * max_prompt_length, with_head=False),
+            "work": max(
+                forward_peak(actor, rows * max_prompt_length, with_head=False),
+                TowerCosts.of(actor, rows * max_prompt_length).work,
+            ),
         }
         moments["rollout"] = {
             "gathered weights": c * numel,
@@ -150,14 +157,18 @@ def estimate_memory(
     for name, network in {"log-probs": actor, "reward model": judge}.items():
         if network is not None:
             gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
-            moments[name] = {"gathered weights": gathered, "work": forward_peak(network, tokens)}
+            work = max(forward_peak(network, tokens), TowerCosts.of(network, of_images).work)
+            moments[name] = {"gathered weights": gathered, "work": work}
 
     # ---- update
     groups, costs = FSDPGroups.of(actor), update_costs(actor, tokens, gradient_checkpointing)
     in_backward = {"gathered weights": groups.whole_in_backward(c, ranks), "work": costs.backward}
+    tower = TowerCosts.of(actor, of_images, gradient_checkpointing)
     of_a_layer, host = costs.kept // groups.layers, {}
     if offload_activations:
-        host["activations"] = costs.kept
+        host["activations"] = costs.kept + tower.kept
+    elif tower.kept:
+        accumulated["images"] = tower.kept
     begun = {"activations": of_a_layer if offload_activations else costs.kept, **accumulated}
     # at the last layer: the other layers' activations are gone, and their gradients exist; the root's come last
     of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
@@ -165,17 +176,21 @@ def estimate_memory(
     moments["loss"] = {"gathered weights": c * groups.root, "work": costs.loss, **begun}
     moments["backward"] = in_backward | begun
     moments["last layer"] = in_backward | done
+    if tower.kept:  # the tower comes last
+        moments["vision"] = in_backward | done | {"activations": 0, "work": tower.work}
     if critic is not None:
         groups, costs = FSDPGroups.of(critic), update_costs(critic, tokens, gradient_checkpointing)
+        tower = TowerCosts.of(critic, of_images, gradient_checkpointing)
+        kept = costs.kept + tower.kept
         moments["critic"] = {
             "gathered weights": groups.whole_in_backward(c, ranks),
-            "work": max(costs.loss, costs.backward),
-            "activations": costs.kept // groups.layers if offload_activations else costs.kept,
+            "work": max(costs.loss, costs.backward, tower.work),
+            "activations": costs.kept // groups.layers if offload_activations else kept,
             **gradients,
             "critic gradients": accumulated.get("critic gradients", gradients["critic gradients"]),
         }
         if offload_activations:
-            host["activations"] = max(host["activations"], costs.kept)
+            host["activations"] = max(host["activations"], kept)
     moments["optimizer"] = dict(gradients)
 
     if cpu_offload:
@@ -209,7 +224,8 @@ class FSDPGroups(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "FSDPGroups":
-        layers = [list(layer.parameters()) for layer in decoder_layers(model)]
+        classes = fsdp_layer_classes(model)
+        layers = [list(layer.parameters()) for layer in model.modules() if type(layer).__name__ in classes]
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         own_embedding = 0 if head is not None and head.weight is embedding.weight else embedding.weight.numel()
         return cls(
@@ -218,7 +234,7 @@ class FSDPGroups(NamedTuple):
             root=sum(p.numel() for p in model.parameters()) - sum(p.numel() for layer in layers for p in layer)
             - own_embedding,
             embedding=own_embedding,
-            layers=len(layers),
+            layers=len(decoder_layers(model)),
         )  # fmt: skip
 
     def whole_in_forward(self, c: int, ranks: int) -> int:
@@ -250,7 +266,7 @@ def meta_model(
         if auto_class is not AutoModelForCausalLM:
             config.num_labels = 1
         with torch.device("meta"):
-            model = auto_class.from_config(
+            model = class_of(auto_class, config).from_config(
                 config,
                 dtype=dtype,
                 attn_implementation="attention_on_meta",
@@ -289,6 +305,10 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+def _decoder(model: PreTrainedModel) -> PreTrainedModel:
+    return model.base_model if family_of(model.config) is None else model.get_decoder()
+
+
 def _forward(model: PreTrainedModel, tokens: int) -> torch.Tensor:
     """Runs one row of `tokens` through the model, as a micro-batch runs. Returns a scalar to differentiate."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
@@ -307,7 +327,7 @@ def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) ->
         if with_head:
             _forward(model, tokens)
         else:
-            model.base_model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+            _decoder(model)(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     return live.peak
 
 
@@ -333,7 +353,7 @@ def update_costs(model: PreTrainedModel, tokens: int, gradient_checkpointing: bo
         next_moment()
         output.last_hidden_state.register_hook(next_moment)
 
-    hooks = [model.base_model.register_forward_hook(end_of_decoder)]
+    hooks = [_decoder(model).register_forward_hook(end_of_decoder)]
     for layer in decoder_layers(model):  # FSDP takes their gradients away; "gathered weights" counts them
         for p in trainable_parameters(layer):
             hooks.append(p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
@@ -350,10 +370,35 @@ def update_costs(model: PreTrainedModel, tokens: int, gradient_checkpointing: bo
     return UpdateCosts(kept, loss - kept, max(backward - kept, 0))
 
 
+class TowerCosts(NamedTuple):
+    """Bytes of a vision model's tower, without weights. 0 for a text model."""
+
+    kept: int  # activations, at the end of its forward pass
+    work: int  # besides them, in one of its layers
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokens: int, gradient_checkpointing: bool = False) -> "TowerCosts":
+        """tokens: those of images. A linear layer keeps its input; a block besides keeps its own, both norms' and the
+        attention's outputs; the projector, what its linear layers make of it."""
+        family = family_of(model.config)
+        if family is None:
+            return cls(0, 0)
+        size = model.dtype.itemsize * tokens * patches_per_feature(model.config)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        blocks = [module for module in model.modules() if type(module).__name__ in family.blocks]
+        width, linear = model.config.vision_config.hidden_size, torch.nn.Linear
+        of_block = sum(layer.in_features for layer in blocks[0].modules() if isinstance(layer, linear)) + 4 * width
+        projectors = [model.get_submodule(path) for path in family.projector]
+        layers = [layer for projector in projectors for layer in projector.modules() if isinstance(layer, linear)]
+        kept = len(blocks) * (width if gradient_checkpointing else of_block)
+        kept += sum(layer.in_features + layer.out_features for layer in layers) // patches_per_feature(model.config)
+        return cls(size * kept if trained.intersection(vision_names(model, "tower")) else 0, 2 * size * of_block)
+
+
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     cache = DynamicCache(config=model.config)
     with torch.device("meta"), torch.no_grad():
-        model.eval().base_model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+        _decoder(model.eval())(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]  # a state does not grow
     return sum(t.numel() * t.itemsize for layer in layers for t in (layer.keys, layer.values))
 

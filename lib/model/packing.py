@@ -17,8 +17,10 @@ from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel
 
 from lib.data import prompt_groups
+from lib.data.vision import text_positions
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, TakeOwn, all_to_all
+from lib.model.vision import images_of
 
 
 class PackedRun(NamedTuple):
@@ -34,6 +36,8 @@ class PackedRun(NamedTuple):
     """(count, P + length), each prompt and response, padded at the end: indices into the prompts' run and then this"""
     real: torch.Tensor | None
     """(tokens,), the indices of real tokens among the count * length with padding"""
+    blocks: torch.Tensor | None = None
+    """(count, length), numbers of the images whose tokens see each other, -1 for text; None if there are none"""
 
 
 @dataclass
@@ -159,9 +163,12 @@ def _response_inputs(
     A row may hold several sequences end to end (lib/agent): one begins wherever position_ids is 0.
     """
     padding_free = padding_free and model.padding_free
-    device, batch = batch.batch["input_ids"].device, batch.select(LAYOUT, []).to("cpu")  # a GPU is waited for here only
+    device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")
+    keys = [name for name in (*LAYOUT, "multi_modal_hash") if name in batch.batch]
+    batch = batch.select(keys, []).to("cpu")  # a GPU is waited for here only
     ids, attention, positions, trained = (batch.batch[name] for name in LAYOUT)
-    attention, trained = attention.bool(), trained.bool()
+    rope = positions[:, None] if positions.ndim == 2 else positions[:, 1:]  # (B, 1, L), with mrope (B, 3, L)
+    attention, positions, trained = attention.bool(), text_positions(positions), trained.bool()
     L, T = ids.shape[1], trained.shape[1]
     target = trained.flatten().nonzero()[:, 0]  # (n,)
     row, column = target // T, L - T - 1 + target % T  # token t of the response is predicted one place to its left
@@ -186,17 +193,26 @@ def _response_inputs(
     order = sorted(range(len(kinds)), key=lambda i: kinds[i])
     rank = torch.tensor(order).argsort()
     token = token[rank[sequence].argsort(stable=True)]
-    inputs = {"input_ids": ids.flatten()[token][None], "position_ids": positions.flatten()[token][None]}  # (1, N)
+    rope = rope.transpose(0, 1).flatten(1)[:, token]  # (1, N), with mrope (3, N)
+    inputs = {"input_ids": ids.flatten()[token][None], "position_ids": rope if len(rope) == 1 else rope[:, None]}
     place = torch.zeros_like(ids).flatten()  # (B * L,)
     place[token] = torch.arange(len(token))
     row = torch.where(column < L - T, owner[row], row)
     select = place[row * L + column]
     if not padding_free:
         [places], back = sequence_rows(order, lengths, prompt, one_size=True)
-        start = inputs["position_ids"][0, places[:, :1]]
-        positions = start + torch.arange(places.shape[1])  # they count on in padding
+        if len(rope) == 1:
+            positions = rope[0, places[:, :1]] + torch.arange(places.shape[1])  # they count on in padding
+        else:
+            positions = rope[:, places]
         inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
-        return _to(device, (inputs, back[select], target))
+        place, select = back[place], back[select]
+    tower = batch.meta_info.get("run_tower", ())
+    images = images_of(model, media, ids, trained, attention, place, inputs["input_ids"].shape, tower)
+    if images is not None:
+        inputs["images"] = images
+    if not padding_free:
+        return _to(device, (inputs, select, target))
     if model.takes_rows:
         inputs["sequence_rows"] = sequence_rows(order, lengths, prompt)
     if model.config._attn_implementation.startswith("flash"):
@@ -207,7 +223,8 @@ def _response_inputs(
         if model.config._attn_implementation == "varlen":
             inputs["packed_sequences"] = _packed_sequences(order, lengths, prompt)
         else:
-            inputs["packed_runs"] = PackedRuns(_packed_runs(order, kinds, lengths, prompt))
+            blocks = None if images is None else images.blocks
+            inputs["packed_runs"] = PackedRuns(_packed_runs(order, kinds, lengths, prompt, blocks))
         # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1)
     return _to(device, (inputs, select, target))
@@ -241,8 +258,11 @@ def _packed_runs(
     kinds: list[tuple[int, int]],
     lengths: list[int],
     prompt: list[int | None],
+    blocks: torch.Tensor | None = None,
 ) -> list[PackedRun]:
-    """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length)."""
+    """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length).
+    blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text.
+    """
     runs: list[PackedRun] = []
     run_of: dict[int, int] = {}  # for each sequence, the number of its run
     begin: dict[int, int] = {}  # for each sequence, where it begins in its run
@@ -251,14 +271,18 @@ def _packed_runs(
         sizes = [lengths[i] for i in members]
         begin |= dict(zip(members, itertools.accumulate(sizes, initial=0)))
         run_of |= dict.fromkeys(members, len(runs))
-        prompt_run = places = real = None
+        prompt_run = places = real = own = None
+        if blocks is not None and not P:
+            begun = sum(run.tokens for run in runs)
+            own = blocks[0, begun : begun + sum(sizes)].view(len(members), -1)
+            own = own if (own >= 0).any() else None
         if P:
             prompt_run = run_of[prompt[members[0]]]
             column, size = torch.arange(max(sizes)), torch.tensor(sizes)[:, None]
             first = torch.tensor([[begin[prompt[i]], runs[prompt_run].tokens + begin[i]] for i in members])
             places = torch.cat([first[:, :1] + torch.arange(P), first[:, 1:] + column.minimum(size - 1)], 1)
             real = (column < size).flatten().nonzero()[:, 0]
-        runs.append(PackedRun(sum(sizes), len(members), max(sizes), prompt_run, places, real))
+        runs.append(PackedRun(sum(sizes), len(members), max(sizes), prompt_run, places, real, own))
     return runs
 
 

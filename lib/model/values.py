@@ -12,6 +12,7 @@ from lib.data import Defuse, prepare_dynamic_batch, restore_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup
 from lib.model.packing import of_responses
+from lib.model.vision import family_of, with_images
 
 
 def value_head(model: PreTrainedModel) -> torch.nn.Module:
@@ -24,7 +25,8 @@ def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> t
 
     inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat.
     """
-    h = self.base_model(**inputs, use_cache=False).last_hidden_state
+    decoder = self.base_model if family_of(self.config) is None else self.get_decoder()
+    h = decoder(**with_images(self, inputs), use_cache=False).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))  # (n, D)
     values = value_head(self)(h).sum(1)  # there is one output; [:, 0] would be a view, of which FSDP's hooks warn
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,10 +1,89 @@
-"""The vision half of a model: features of images over the embeddings of their placeholders, then the decoder."""
+"""The vision half of a model: features of images over the embeddings of their placeholders, then the decoder.
 
-from dataclasses import dataclass
+A processor has expanded each image's placeholder to as many tokens as the image has features. A placeholder is a token
+of that id which was not sampled: a sampled one is text. So the decoder only ever gets embeddings, and rows are packed
+and prompts shared as those of a text model are.
+"""
 
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 import torch
-from torch.utils._pytree import register_dataclass
-from transformers import PreTrainedModel
+import torch.nn.functional as F
+from torch.utils._pytree import register_dataclass, tree_map_only
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+from lib import InputError
+
+# ---- families ------------------------------------------------------------------------------------
+
+
+class Family(NamedTuple):
+    tower: str
+    """path of the module that encodes images"""
+    projector: tuple[str, ...]
+    """paths of what makes its outputs as wide as the decoder's embeddings; perhaps within the tower"""
+    blocks: tuple[str, ...]
+    """classes of the tower's layers"""
+    join: int = 0
+    """the dimension along which images lie in the processor's tensors"""
+    bidirectional: bool = False
+    """the tokens of an image see each other in the decoder"""
+
+
+FAMILIES = {  # by model_type
+    "qwen2_5_vl": Family("model.visual", ("model.visual.merger",), ("Qwen2_5_VLVisionBlock",)),
+    "qwen3_vl": Family(
+        "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"), ("Qwen3VLVisionBlock",)
+    ),
+    "gemma3": Family(
+        "model.vision_tower", ("model.multi_modal_projector",), ("SiglipEncoderLayer",), bidirectional=True
+    ),
+    "smolvlm": Family("model.vision_model", ("model.connector",), ("SmolVLMEncoderLayer",), join=1),
+    "idefics3": Family("model.vision_model", ("model.connector",), ("Idefics3EncoderLayer",), join=1),
+    "llava": Family("model.vision_tower", ("model.multi_modal_projector",), ("CLIPEncoderLayer", "SiglipEncoderLayer")),
+}
+
+
+def family_of(config: PreTrainedConfig) -> Family | None:
+    """None for a text model, and for a vision model that is not known here: it takes no images."""
+    if config.model_type == "llava" and config.vision_config.model_type not in (
+        "clip_vision_model",
+        "siglip_vision_model",
+    ):
+        return None  # Pixtral: images of any size, whose rows end in tokens of their own
+    return FAMILIES.get(config.model_type)
+
+
+def vision_names(model: PreTrainedModel, part: str) -> list[str]:
+    """The names of the parameters of the "tower", the "projector", or both: "vision"."""
+    family = family_of(model.config)
+    if family is None:
+        return []
+
+    def within(name: str, *paths: str) -> bool:
+        return name.startswith(tuple(f"{path}." for path in paths))
+
+    projector = [name for name, _ in model.named_parameters() if within(name, *family.projector)]
+    tower = [name for name, _ in model.named_parameters() if within(name, family.tower) and name not in projector]
+    return {"tower": tower, "projector": projector, "vision": tower + projector}[part]
+
+
+def patches_per_feature(config: PreTrainedConfig) -> int:
+    """How many patches of the tower become one token of the decoder."""
+    tower = config.vision_config
+    if config.model_type == "gemma3":
+        return (tower.image_size // tower.patch_size) ** 2 // config.mm_tokens_per_image
+    return getattr(tower, "spatial_merge_size", getattr(config, "scale_factor", 1)) ** 2
+
+
+# ---- which images a forward needs, and where their features go -----------------------------------
 
 
 @dataclass
@@ -19,21 +98,195 @@ class Images:
     """(n,), which feature each of them gets"""
     blocks: torch.Tensor | None
     """of the layout's shape: the number of a token's image, -1 for text; None where images are seen causally"""
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    """placeholders of each row in `inputs`, to be compared with its features; {}: nothing is compared"""
 
 
 register_dataclass(Images)
 
 
+def images_of(
+    model: PreTrainedModel,
+    rows: Sequence[dict] | np.ndarray | None,
+    ids: torch.Tensor,
+    trained: torch.Tensor,
+    attended: torch.Tensor,
+    place: torch.Tensor,
+    shape: Sequence[int],
+    run_tower: Sequence[str] = (),
+) -> Images | None:
+    """The images that a forward over this layout needs; None if it needs none. An image of which no token is in the
+    layout is not encoded: so a prompt that rows share is encoded once.
+
+    Args:
+        rows: the multi_modal_inputs of each row, {} without images; None if no row can have any.
+        ids, trained: input_ids (B, L), and which of the last T are sampled (B, T), not of placeholders therefore.
+        attended: (B, L), the tokens in the layout.
+        place: (B * L,), where each of them stands in it.
+        shape: the layout's.
+        run_tower: what other ranks encode. Without any of it here, one dummy is encoded, whose features go nowhere:
+            the towers' collectives must match.
+
+    Raises:
+        InputError: placeholders without an image, or images with a model that takes none.
+    """
+    if rows is None or not (run_tower or any(rows)):
+        return None
+    family = family_of(model.config)
+    if family is None:
+        raise InputError(f"a model of type {model.config.model_type} takes no images; known are {', '.join(FAMILIES)}")
+    images = Images({}, {}, {}, torch.full(tuple(shape), -1) if family.bidirectional else None)
+    for kind, own in _kinds(model).items():
+        is_place = ids == own.token_id
+        is_place[:, ids.shape[1] - trained.shape[1] :] &= ~trained
+        seen = is_place & attended
+        needed = seen.any(1).nonzero()[:, 0]
+        at = seen.flatten().nonzero()[:, 0]
+        inputs = [{name: rows[r][name] for name in own.inputs if name in rows[r]} for r in needed.tolist()]
+        counts = is_place.sum(1)
+        without = any(own.inputs[0] in row and n == 0 for row, n in zip(rows, counts.tolist()))
+        if without or not all(inputs):
+            has, lacks = (f"{kind}s", "placeholders") if without else ("placeholders", f"{kind}s")
+            raise InputError(
+                f"a prompt has {has} and no {lacks}: those of {model.config.model_type} are tokens {own.token_id}"
+            )
+        if not inputs and kind not in run_tower:
+            continue
+        first = torch.zeros(len(ids), dtype=torch.long)  # the first feature of each row
+        first[needed] = counts[needed].cumsum(0) - counts[needed]
+        images.inputs[kind] = _joined(inputs, family.join) if inputs else _dummy(model, own)
+        images.places[kind] = place[at]
+        images.takes[kind] = (first[:, None] + is_place.cumsum(1) - 1).flatten()[at]
+        if inputs:
+            images.counts[kind] = counts[needed].tolist()
+        if images.blocks is not None:
+            begins = is_place & ~F.pad(is_place, (1, 0))[:, :-1]
+            images.blocks.flatten()[place[at]] = begins.cumsum(1).flatten()[at]
+    return images if images.inputs else None
+
+
 def images_of_prompts(model: PreTrainedModel, ids: torch.Tensor, rows: list[dict]) -> Images | None:
     """For the prefill of the hf engine. ids (n, P), left-padded; rows: the multi_modal_inputs of each, {} without."""
-    raise NotImplementedError
+    on_cpu, place = ids.cpu(), torch.arange(ids.numel())
+    nothing = torch.zeros(len(ids), 0, dtype=torch.bool)
+    has_images = torch.tensor([bool(row) for row in rows])[:, None].expand_as(on_cpu)
+    images = images_of(model, rows, on_cpu, nothing, has_images, place, ids.shape)
+    return tree_map_only(torch.Tensor, lambda x: x.to(ids.device), images)
+
+
+class _Kind(NamedTuple):
+    """Images, or videos, of a model."""
+
+    token_id: int
+    inputs: tuple[str, ...]
+    """what get_image_features or get_video_features takes; a processor may give more"""
+
+
+def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
+    kinds = {}
+    for kind in ("image", "video"):
+        features = getattr(type(model.base_model), f"get_{kind}_features", None)
+        if features is not None:
+            names = tuple(n for n in _arguments(features) if n.startswith("pixel_") or n.endswith("_grid_thw"))
+            kinds[kind] = _Kind(getattr(model.config, f"{kind}_token_id"), names)
+    return kinds
+
+
+@cache
+def _arguments(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _joined(rows: list[dict], dim: int) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([row[name] for row in rows], dim) for name in rows[0]}
+
+
+def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
+    """The smallest image. Not of zeros, which Idefics takes for padding."""
+    config, values, *more = model.config.vision_config, *kind.inputs
+    if more and more[0].endswith("_grid_thw"):  # (patches, channels * times * height * width)
+        size = config.spatial_merge_size
+        patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        return {values: torch.ones(size * size, patch), more[0]: torch.tensor([[1, size, size]])}
+    size = config.image_size
+    image = torch.ones(*[1] * family_of(model.config).join, 1, config.num_channels, size, size)
+    return {values: image, **{name: torch.ones(*image.shape[:-3], size, size, dtype=torch.long) for name in more}}
+
+
+# ---- the forward ---------------------------------------------------------------------------------
 
 
 def with_images(model: PreTrainedModel, inputs: dict) -> dict:
-    """The decoder's inputs, with `images` laid over the embeddings."""
-    raise NotImplementedError
+    """The decoder's inputs, with `images` laid over the embeddings.
+
+    Raises:
+        InputError: an image has another number of features than its row has placeholders.
+    """
+    images: Images | None = inputs.get("images")
+    rest = {name: x for name, x in inputs.items() if name != "images"}
+    if images is None:
+        return rest
+    embeds = model.get_input_embeddings()(rest.pop("input_ids"))
+    flat, deep = embeds.flatten(0, 1), []
+    for kind, own in images.inputs.items():
+        own = {name: x.to(flat.dtype) if x.is_floating_point() else x for name, x in own.items()}
+        out = getattr(model.base_model, f"get_{kind}_features")(**own, return_dict=True)
+        _check_counts(out.pooler_output, images.counts.get(kind), kind)
+        features, *levels = (torch.cat(list(x)) for x in (out.pooler_output, *getattr(out, "deepstack_features", ())))
+        # a dummy's features are taken nowhere, but so they are in the graph, and get gradients of zero
+        taken = [F.embedding(images.takes[kind], x).to(flat.dtype) for x in (features, *levels)]
+        flat = flat.index_copy(0, images.places[kind], taken[0])
+        deep.append(taken[1:])
+    rest["inputs_embeds"] = flat.view_as(embeds)
+    if deep[0]:  # Qwen3-VL adds features of the tower's lower layers to those of the decoder's, in the order of tokens
+        places = torch.cat(list(images.places.values()))
+        order, mask = places.argsort(), places.new_zeros(len(flat), dtype=torch.bool)
+        mask[places] = True
+        rest["visual_pos_masks"] = mask.view(embeds.shape[:2])
+        rest["deepstack_visual_embeds"] = [F.embedding(order, torch.cat(level)) for level in zip(*deep)]
+    if images.blocks is not None and "packed_runs" not in rest:
+        of_cache = rest.get("attention_mask"), rest.get("past_key_values")
+        text = model.config.get_text_config()
+        rest["attention_mask"] = create_masks_for_vision_model(text, embeds, *of_cache, None, images.blocks)
+    return rest
+
+
+def _check_counts(parts: Sequence[torch.Tensor], counts: list[int] | None, kind: str) -> None:
+    """parts: the features of each image. The images of a row have as many as the row has placeholders."""
+    ends = set(accumulate(len(part) for part in parts))
+    if counts and (max(ends) != sum(counts) or not ends.issuperset(accumulate(counts))):
+        raise InputError(
+            f"the {kind}s of {len(counts)} prompts have {max(ends)} features, their prompts {sum(counts)} placeholder "
+            "tokens: the processor is not this model's, or a prompt was cut"
+        )
 
 
 def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
-    """(n, V). A method that `load_model` binds to vision models."""
-    raise NotImplementedError
+    """Logits (n, V) after the positions select (n,), which are indices into the (b, l) of the inputs. A method that
+    `load_model` binds to vision models: what samples from a prompt with images goes through it."""
+    h = self.get_decoder()(**with_images(self, inputs), use_cache="past_key_values" in inputs).last_hidden_state
+    h = F.embedding(select, h.flatten(0, 1))
+    return self.get_output_embeddings()(h)
+
+
+# ---- the critic ----------------------------------------------------------------------------------
+
+
+@cache
+def value_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The model with one output, `score`, in place of its head. transformers has no token classifiers of these."""
+
+    class WithValue(cls):
+        _tied_weights_keys: ClassVar[dict] = {}
+
+        def __init__(self, config: PreTrainedConfig):
+            super().__init__(config)
+            del self.lm_head
+            self.score = torch.nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    # by its name and module transformers knows how to convert the weights of a class that it loads
+    WithValue.__name__, WithValue.__qualname__, WithValue.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return WithValue

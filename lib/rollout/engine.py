@@ -3,22 +3,26 @@
 `hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
 `http://host:port` is a vLLM server (served_engine.py). What all have is RolloutEngine.
 
-Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. Each
-response has its own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
+Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. A prompt
+with images has one placeholder for each there; vLLM expands it, and `check_expanded` compares. Each response has its
+own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
 rollout_log_probs belong to the distribution that was sampled from (temperature, top-p and top-k applied).
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lib import InputError
 from lib.core_algos import splitmix64
+from lib.data.vision import Media
 from lib.data_proto import DataProto
 from lib.distributed import all_reduce_max
 
@@ -45,6 +49,16 @@ class Generated:
     weight_versions: list[int] = field(default_factory=list)  # one per token, if the engine records them
 
 
+class ImageProbe(NamedTuple):
+    """A prompt with an image, and a text of random tokens after it."""
+
+    raw_ids: list[int]
+    """with one placeholder for the image"""
+    media: Media
+    text: int
+    """tokens after the image"""
+
+
 class RolloutEngine(Protocol):
     """What every engine has. If the model is split over ranks, all ranks make the calls together (collectives)."""
 
@@ -55,6 +69,8 @@ class RolloutEngine(Protocol):
     proved: dict[str, float]
     """the metrics of its last sync; sync_weights keeps them here"""
     pad_token_id: int
+    image_probe: ImageProbe | None = None
+    """what sync_weights also probes a vision model with"""
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
@@ -62,8 +78,9 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None: ...
 
-    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
-        """Log-probs of ids[1:], at temperature 1: one row, or a row for each of several servers."""
+    def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
+        """Log-probs of ids[1:] (with images: of media.ids[1:]) at temperature 1: one row, or a row for each of several
+        servers."""
         ...
 
     def sleep(self) -> None:
@@ -85,8 +102,10 @@ class SteppedEngine(RolloutEngine, Protocol):
 
     def session(self) -> AbstractContextManager[None]: ...
 
-    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
-        """Raises ValueError when the prompt is too long."""
+    def submit(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, media: Media | None = None
+    ) -> None:
+        """prompt_ids: with one placeholder for each image of `media`. Raises ValueError when the prompt is too long."""
         ...
 
     def step(self) -> dict[str, Generated]:
@@ -125,12 +144,26 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return sorted(i for i in ids if i is not None)
 
 
+def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None:
+    """Raises InputError unless a prompt with images has the same tokens in the engine as in training. The engine
+    expands the placeholders itself, and says nothing if it lacks an image or already gets expanded ones.
+
+    expected: Media.ids; got: the prompt that the engine says it used; engine: what --rollout-engine is.
+    """
+    if expected != list(got):
+        advice = "start the server with this run's --model" if "://" in engine else "see --vllm-kwargs"
+        raise InputError(
+            f"--rollout-engine {engine}: of a prompt with images the engine made {len(got)} tokens, training "
+            f"{len(expected)}, or other ones: the engine's image processor is another; {advice}"
+        )
+
+
 def add_responses(
     prompts: DataProto,
     rows: list[Generated],
     pad_token_id: int,
     masks: list[list[int]] | None = None,
-    position_ids: list[list[int]] | None = None,
+    position_ids: list[torch.Tensor] | list[list[int]] | None = None,
 ) -> DataProto:
     """The prompts with their responses: what every engine returns. A collective.
 
@@ -138,7 +171,8 @@ def add_responses(
     cost what the tokens cost. Prompts are left-padded, responses right-padded.
 
     A row's finish_reason may also be one of lib/agent's. Rows with "abort" or "error" have no trained token. masks:
-    which tokens were sampled, if not all. position_ids: those of a response that does not simply follow its prompt.
+    which tokens were sampled, if not all. position_ids, (n,) or with mrope (4, n) each: those of responses that do not
+    simply follow their prompts.
     """
     B, device = len(rows), prompts.batch["input_ids"].device
     lengths = torch.tensor([len(row.token_ids) for row in rows])
@@ -157,18 +191,22 @@ def add_responses(
     ids, mask, before = (prompts.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
     left = (P - ids.shape[1], 0)  # negative: drops columns that no rank needs
     ids, mask, before = F.pad(ids, left, value=pad_token_id), F.pad(mask, left), F.pad(before, left)  # (B, P)
-    positions = before[:, -1:] + torch.arange(1, T + 1, device=device)  # (B, T)
+    # (B, T), or with mrope (B, 4, T); an image's last token may have a lower position than one before
+    positions = before.amax(-1, keepdim=True) + torch.arange(1, T + 1, device=device)
     for position, own in zip(positions, position_ids or []):
-        position[: len(own)] = torch.tensor(own)
+        own = torch.as_tensor(own)
+        position[..., : own.shape[-1]] = own
     tensors = {
         "prompts": ids,
         "responses": responses.to(device),
         "input_ids": torch.cat([ids, responses.to(device)], 1),  # (B, L)
         "attention_mask": torch.cat([mask, attended], 1),
-        "position_ids": torch.cat([before, positions], 1),
+        "position_ids": torch.cat([before, positions], -1),
         "response_mask": response_mask.to(device),
         "rollout_log_probs": rollout_log_probs.to(device),
     }
+    if "multi_modal_hash" in prompts.batch:
+        tensors["multi_modal_hash"] = prompts.batch["multi_modal_hash"]
     objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 

@@ -11,9 +11,11 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from lib import InputError
 from lib.core_algos import splitmix64
+from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, unsharded
 from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept
+from lib.model.vision import images_of_prompts
 from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
 
@@ -25,8 +27,8 @@ ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 class HFEngine(SteppedEngine):
     """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
 
-    Each distinct prompt is prefilled once. The rows of its group share its keys and values (LONG_PROMPT, can_group).
-    Finished rows leave the batch.
+    Each distinct prompt is prefilled once, and its images are encoded once. The rows of its group share its keys and
+    values (LONG_PROMPT, can_group). Finished rows leave the batch.
     """
 
     long_steps = True  # a step runs its requests to their end
@@ -37,7 +39,7 @@ class HFEngine(SteppedEngine):
         self.gpu = torch.cuda.current_device() if compute_device(model).type == "cuda" else None
         self._cache_keyword = cache_keyword(model)
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
-        self._waiting: dict[str, tuple[list[int], Sampling, int]] = {}
+        self._waiting: dict[str, tuple[list[int], Sampling, int, Media | None]] = {}
         self.version: int | None = None
         self.checksum: int | None = None
         self.proved: dict[str, float] = {}
@@ -46,15 +48,17 @@ class HFEngine(SteppedEngine):
         """Copies nothing, since the weights are shared; sets version and checksum."""
         self.version, self.checksum = version, weight_checksum(model, next(model.parameters()).dtype)
 
-    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
+    def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
+        ids = media.ids if media else ids
+        row = torch.tensor([ids], device=compute_device(self.model))
         with torch.no_grad(), unsharded(self.model):
-            log_p = (
-                self.model(input_ids=torch.tensor([ids], device=compute_device(self.model)))
-                .logits[0]
-                .float()
-                .log_softmax(-1)
-            )
-        return log_p[:-1].gather(-1, torch.tensor(ids[1:], device=log_p.device)[:, None])[:, 0].cpu()
+            if media:
+                places = torch.arange(len(ids), device=row.device)
+                logits = self._logits_with_images(row, torch.ones_like(row), [media], places)[0]
+            else:
+                logits = self.model(input_ids=row).logits[0]
+        log_p = logits.float().log_softmax(-1)
+        return log_p[:-1].gather(-1, row[0, 1:, None])[:, 0].cpu()
 
     def sleep(self) -> None: ...
 
@@ -74,8 +78,10 @@ class HFEngine(SteppedEngine):
             self.model.train(was_training)
             self._waiting.clear()
 
-    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
-        self._waiting[request_id] = (prompt_ids, sampling, seed)
+    def submit(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, media: Media | None = None
+    ) -> None:
+        self._waiting[request_id] = (prompt_ids, sampling, seed, media)
 
     def abort(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
@@ -85,49 +91,57 @@ class HFEngine(SteppedEngine):
         length wait for the next step."""
         if self.gpu is not None:
             torch.cuda.set_device(self.gpu)  # each thread has its own current device
-        settings = [(s.temperature, s.top_p, s.top_k) for _, s, _ in self._waiting.values()]
+        settings = [(s.temperature, s.top_p, s.top_k) for _, s, *_ in self._waiting.values()]
         ids = [request_id for request_id, own in zip(self._waiting, settings) if own == settings[0]]
-        prompt_ids, samplings, seeds = zip(*(self._waiting.pop(request_id) for request_id in ids))
+        prompt_ids, samplings, seeds, media = zip(*(self._waiting.pop(request_id) for request_id in ids))
         limits = [sampling.max_response_length for sampling in samplings]
-        return dict(zip(ids, self._sample(prompt_ids, samplings[0], seeds, limits)))
+        return dict(zip(ids, self._sample(prompt_ids, media, samplings[0], seeds, limits)))
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
         with self.session():
             limits = [sampling.max_response_length] * len(seeds)
-            rows = self._sample(prompts.non_tensor_batch["raw_prompt_ids"], sampling, seeds, limits)
+            raw_ids = prompts.non_tensor_batch["raw_prompt_ids"]
+            rows = self._sample(raw_ids, media_of(prompts), sampling, seeds, limits)
         return add_responses(prompts, rows, self.pad_token_id)
 
     @torch.no_grad()
-    def _sample(self, prompt_ids, sampling: Sampling, row_seeds, row_limits: list[int]) -> list[Generated]:
+    def _sample(self, prompt_ids, media, sampling: Sampling, row_seeds, row_limits: list[int]) -> list[Generated]:
         """Row i gets at most row_limits[i] tokens, whatever sampling.max_response_length says."""
         device = compute_device(self.model)
         stop_ids = self.stop_ids.to(device)
         seeds, limits = torch.tensor(row_seeds, device=device), torch.tensor(row_limits, device=device)
-        keys = [tuple(ids) for ids in prompt_ids]
-        distinct = list(dict.fromkeys(keys))
+        # equal ids may stand for other images
+        keys = [(tuple(own.ids), own.hash) if own else (tuple(ids), 0) for ids, own in zip(prompt_ids, media)]
+        distinct = dict(zip(keys, media))
         number = {key: i for i, key in enumerate(distinct)}
         prompt_of_row = torch.tensor([number[key] for key in keys], device=device)
-        width = max(map(len, distinct))
-        ids = torch.tensor([[self.pad_token_id] * (width - len(key)) + list(key) for key in distinct], device=device)
-        first = width - torch.tensor([len(key) for key in distinct], device=device)
+        texts = [list(ids) for ids, _ in distinct]
+        width = max(map(len, texts))
+        ids = torch.tensor([[self.pad_token_id] * (width - len(text)) + text for text in texts], device=device)
+        first = width - torch.tensor([len(text) for text in texts], device=device)
         mask = (torch.arange(width, device=device) >= first[:, None]).long()  # (n, P)
 
         cache = DynamicCache(config=self.model.config)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = self.model(
-            input_ids=ids,
-            attention_mask=mask if first.any() else None,
-            position_ids=positions,
-            logits_to_keep=1,
-            **{self._cache_keyword: cache},
-        ).logits[:, -1]
+        if any(distinct.values()):
+            last = torch.arange(1, len(ids) + 1, device=device) * width - 1
+            logits, positions = self._logits_with_images(ids, mask, list(distinct.values()), last, cache)
+        else:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            logits = self.model(
+                input_ids=ids,
+                attention_mask=mask if first.any() else None,
+                position_ids=positions,
+                logits_to_keep=1,
+                **{self._cache_keyword: cache},
+            ).logits[:, -1]
         grouped = width >= LONG_PROMPT and can_group(self.model, cache)
         if grouped:
             cache = GroupCache(cache, mask == 0, prompt_of_row)
         else:
             cache.reorder_cache(prompt_of_row)
-        logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], positions[prompt_of_row, -1:]
+        position = positions.amax(1, keepdim=True)
+        logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], position[prompt_of_row]
 
         tokens, log_probs = [], []  # (R,) at each t
         lengths = torch.zeros_like(limits)
@@ -154,6 +168,24 @@ class HFEngine(SteppedEngine):
             Generated(row[:n], lps[:n], "stop" if stop else "length")
             for row, lps, n, stop in zip(responses.tolist(), of_sampled.tolist(), lengths.tolist(), stopped.tolist())
         ]
+
+    def _logits_with_images(
+        self, ids: torch.Tensor, mask: torch.Tensor, media: list[Media | None], select: torch.Tensor, cache=None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits (m, V) after `select`, which indexes the n x P tokens; the tokens' positions (n, P), with mrope the
+        largest of the three). ids, mask (n, P), left-padded; fills the cache."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        if any(own is not None and own.positions.ndim == 2 for own in media):
+            positions = positions.repeat(3, 1, 1)  # (3, n, P)
+            for i, own in enumerate(media):
+                if own is not None:
+                    positions[:, i, -len(own.ids) :] = own.positions[1:]
+        images = images_of_prompts(self.model, ids, [own.inputs if own else {} for own in media])
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "images": images}
+        if cache is not None:
+            inputs[self._cache_keyword] = cache
+        logits = self.model.prompt_logits(inputs, select)
+        return logits, positions if positions.ndim == 2 else positions.amax(0)
 
 
 def cache_keyword(model: PreTrainedModel) -> str:

@@ -26,7 +26,7 @@ import httpx
 import torch
 import torch.distributed as dist
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError, is_first_on_node
 from lib.distributed import (
@@ -41,7 +41,7 @@ from lib.distributed import (
     is_on_one_node,
     job_store,
 )
-from lib.rollout.vllm_engine import check_heads, engine_settings
+from lib.rollout.vllm_engine import check_model, engine_settings, save_files
 
 PROGRAM = ["-m", "vllm.entrypoints.openai.api_server"]  # for the Python of the engine rank
 ROOT = Path(__file__).parent.parent.parent
@@ -144,17 +144,21 @@ def order_servers(
     dtype: torch.dtype,
     gpu_memory: float,
     ranks: int,
+    processor: ProcessorMixin | None,
+    max_images: int,
     more: Mapping[str, Any],
 ) -> None:
     """Orders servers that are started as VLLMEngine starts its engine, and take weights by broadcast. Raises InputError
-    if the model's attention heads cannot be split over `ranks`."""
-    check_heads(model, ranks)
+    if vLLM cannot serve the model so."""
+    on_gpu = compute_device(model).type == "cuda"
+    check_model(model, ranks, processor, on_gpu)
     if dist.get_rank() == 0:
-        model.config.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-    settings = engine_settings(max_length, dtype, ranks, gpu_memory, compute_device(model).type == "cuda")
+        save_files(folder / "model", model, tokenizer, processor)
+    settings = engine_settings(max_length, dtype, ranks, gpu_memory, on_gpu, max_images)
     settings["worker_extension_cls"] = "lib.rollout.vllm_weights.WorkerExtension"
     settings["weight_transfer_config"] = {"backend": "broadcast"}
+    if processor is not None:
+        settings["enable_scale_out"] = True  # for the route that takes images
     own.order(folder, settings | {"uvicorn_log_level": "warning"} | dict(more))
 
 

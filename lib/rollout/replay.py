@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
 from lib import InputError
@@ -129,8 +130,7 @@ class Replay(_OnDisk):
     def rollout(self, prompts: DataProto, produce: Callable[[], DataProto]) -> DataProto:
         """Raises InputError if other prompts were recorded."""
         batch = super().rollout(prompts, produce)
-        asked, answered = ([list(ids) for ids in of.non_tensor_batch["raw_prompt_ids"]] for of in (prompts, batch))
-        if asked != answered:
+        if _asked(prompts) != _asked(batch):
             raise InputError(
                 f"--replay {self.folder}: the prompts of step {self.step} are not those recorded: {self._advice}"
             )
@@ -154,6 +154,13 @@ class Replay(_OnDisk):
             "what decides which prompts a step samples must be as recorded (script, model's tokenizer, data files, "
             f"--seed, --prompts-per-step, --group-size); --config {self.folder}/config.json reads all flags"
         )
+
+
+def _asked(rows: DataProto) -> list[tuple[list[int], int]]:
+    """Of each prompt its tokens, and a hash of its images."""
+    raw_ids = rows.non_tensor_batch["raw_prompt_ids"]
+    hashes = rows.batch.get("multi_modal_hash", torch.zeros(len(rows), dtype=torch.long))
+    return [(list(ids), own) for ids, own in zip(raw_ids, hashes.tolist())]
 
 
 # ---- the folder ----------------------------------------------------------------------------------

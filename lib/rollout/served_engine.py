@@ -1,22 +1,24 @@
 """The engine of a URL: vLLM servers that already run."""
 
 import asyncio
+import base64
 import copy
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from lib import InputError
+from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, on_first_rank
 from lib.rollout.engine import (
@@ -25,6 +27,7 @@ from lib.rollout.engine import (
     RolloutEngine,
     Sampling,
     add_responses,
+    check_expanded,
     report_states,
     stop_token_ids,
     turn_seed,
@@ -45,11 +48,22 @@ NEUTRAL = {  # what a request leaves out, vLLM's server takes from the model's g
     "min_p": 0.0,
     "watermarking": False,
 }
+GENERATE = "/inference/v1/generate"
+# vLLM sends an image to its engine process once. If a pause ends that request before, those after it fail, each once
+PICTURE_ATTEMPTS = 3
 STOP_S = 0.5  # longest gap between the answers of requests that a pause has stopped; later ones are sampled again
 T = TypeVar("T")
 ATTEMPTS = 3  # to give the job's own servers weights
 BREATH_S = 0.001  # so that a rank looks once for several responses that end together
 ROUND_S = 1.0  # how long ranks wait for responses before they tell each other how they stand
+
+
+class Pictures(NamedTuple):
+    """A prompt's images, as a server takes them."""
+
+    ids: list[int]
+    """the prompt, expanded"""
+    parts: list[dict]
 
 
 @dataclass(eq=False)
@@ -72,7 +86,7 @@ class ServedEngine(RolloutEngine):
     is.
 
     A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and with
-    --logprobs-mode processed_logprobs. It must serve this run only.
+    --logprobs-mode processed_logprobs; for a vision model also with --enable-scale-out. It must serve this run only.
 
     A response that is being sampled when new weights come keeps its tokens and goes on with the new weights: see start
     and collect. If one of the job's `own` servers ends, others take its requests, or it takes them itself when it is
@@ -91,6 +105,7 @@ class ServedEngine(RolloutEngine):
         folder: Path,
         max_length: int,
         dtype: torch.dtype,
+        images: bool = False,
         own: OwnServers | None = None,
     ):
         self.servers, self.own = Servers(urls.split(",")), own
@@ -112,6 +127,8 @@ class ServedEngine(RolloutEngine):
         self.proved: dict[str, float] = {}
         for url in self.servers.urls:
             self._check_server(url, max_length)
+            if images:
+                self._check_takes_images(url)
         self.weights = ServedWeights(self.servers, folder.resolve(), dtype)
 
     def _check_server(self, url: str, max_length: int) -> None:
@@ -129,6 +146,14 @@ class ServedEngine(RolloutEngine):
                 f"--rollout-engine {url}: the server's log-probs are not those of the distribution that it "
                 "samples from: start it with --logprobs-mode processed_logprobs"
             )
+
+    def _check_takes_images(self, url: str) -> None:
+        try:
+            self.servers.begin(self._complete_pictures(url, [0], Pictures([0], []), max_tokens=1)).result()
+        except InputError as error:
+            raise InputError(
+                f"--rollout-engine {url}: images go by {GENERATE}: start the server with --enable-scale-out; {error}"
+            ) from error
 
     # ---- weights
 
@@ -154,8 +179,8 @@ class ServedEngine(RolloutEngine):
         self._on_loop(self._open.set)
 
     def _pause(self) -> str | None:
-        """Ends each request with the tokens that it has. When it returns, none is at a server. Returns, on all ranks,
-        why it failed."""
+        """Ends each request with the tokens that it has. When it returns, none is at a server, whose caches (also of
+        images' features) are empty. Returns, on all ranks, why it failed."""
         if self.own is not None:
             own = self.own
             starts, urls = on_first_rank(lambda: (own.starts(), own.urls()))
@@ -182,13 +207,15 @@ class ServedEngine(RolloutEngine):
                 for request in running:
                     request.cancel()
 
-    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
+    def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         """(servers, len(ids) - 1): those of this rank's share of the servers, at least one."""
+        pictures = self.pictures(media)
         rank, size, urls = dist.get_rank(), dist.get_world_size(), self.servers.urls
         found = []
         for url in urls[rank::size] or [urls[rank % len(urls)]]:
-            choice = self.servers.begin(self._complete(url, ids, max_tokens=1, prompt_logprobs=0)).result()
-            found.append([lp[str(token)]["logprob"] for token, lp in zip(ids[1:], choice["prompt_logprobs"][1:])])
+            choice = self.servers.begin(self._complete(url, ids, pictures, max_tokens=1, prompt_logprobs=0)).result()
+            tokens = pictures.ids if pictures else ids
+            found.append([lp[str(token)]["logprob"] for token, lp in zip(tokens[1:], choice["prompt_logprobs"][1:])])
         return torch.tensor(found)
 
     def sleep(self) -> None: ...
@@ -211,10 +238,16 @@ class ServedEngine(RolloutEngine):
         """The first half of generate; collect is the second. Weights may be synced between the two. begun: what there
         already is of each response."""
         self.check_weights()
-        prompt_ids, responses = [list(map(int, ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]], []
-        for i, (ids, seed, turn) in enumerate(zip(prompt_ids, seeds, self.turns(prompt_ids))):
+        raw_ids, media = prompts.non_tensor_batch["raw_prompt_ids"], media_of(prompts)
+        keys = [(tuple(map(int, ids)), own.hash if own else 0) for ids, own in zip(raw_ids, media)]
+        distinct = dict(zip(keys, media))
+        with ThreadPoolExecutor() as pool:
+            pictures = dict(zip(distinct, pool.map(self.pictures, distinct.values())))
+        responses = []
+        for i, (key, seed, turn) in enumerate(zip(keys, seeds, self.turns(keys))):
             row = begun[i] if begun else Generated([], [], "abort")
-            responses.append(Response(seed, row, self.begin(self.sample(ids, sampling, seed, turn, row))))
+            sampled = self.sample(list(key[0]), sampling, seed, turn, row, pictures[key])
+            responses.append(Response(seed, row, self.begin(sampled)))
         return responses
 
     def collect(self, prompts: DataProto, sampling: Sampling, responses: list[Response]) -> DataProto:
@@ -225,12 +258,21 @@ class ServedEngine(RolloutEngine):
         add_weight_versions(batch, [row.weight_versions for row in rows])
         return batch
 
-    def turns(self, prompt_ids: list[list[int]]) -> list[int]:
+    def turns(self, prompts: list) -> list[int]:
         """A turn for each prompt. Neighbours that are equal share a server, and so the prompt's keys and values."""
         found: list[int] = []
-        for i, ids in enumerate(prompt_ids):
-            found.append(found[-1] if i and ids == prompt_ids[i - 1] else next(self._turns))
+        for i, prompt in enumerate(prompts):
+            found.append(found[-1] if i and prompt == prompts[i - 1] else next(self._turns))
         return found
+
+    def pictures(self, media: Media | None) -> Pictures | None:
+        """Raises InputError if there is a video."""
+        if media is None:
+            return None
+        if media.data.get("video"):
+            raise InputError(f"--rollout-engine {self.servers.urls[0]}: a server gets no videos: take vllm, or hf")
+        urls = [f"data:image/png;base64,{base64.b64encode(to_png(x)).decode()}" for x in media.data["image"]]
+        return Pictures(media.ids, [{"type": "image_url", "url": url} for url in urls])
 
     def begin(self, coroutine, state: Callable[[], str] = lambda: "running") -> Future:
         """Runs it on the event loop of the requests. Its end lets wait_until look again. state: what it does now."""
@@ -279,7 +321,13 @@ class ServedEngine(RolloutEngine):
             raise WeightSyncError("the vLLM servers have no weights of this run: call sync_weights before generate")
 
     async def sample(
-        self, prompt_ids: list[int], sampling: Sampling, seed: int, turn: int, row: Generated | None = None
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        seed: int,
+        turn: int,
+        row: Generated | None = None,
+        pictures: Pictures | None = None,
     ) -> Generated:
         """One response, from server number `turn`. row: what there is of it, and where its tokens go.
 
@@ -287,8 +335,9 @@ class ServedEngine(RolloutEngine):
         from theirs and their number.
 
         Raises ValueError when the prompt is too long for the server."""
-        if len(prompt_ids) >= self.max_length:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens; the server's max_model_len is {self.max_length}")
+        length = len(pictures.ids if pictures else prompt_ids)
+        if length >= self.max_length:
+            raise ValueError(f"a prompt of {length} tokens; the server's max_model_len is {self.max_length}")
         row = row or Generated([], [], "abort")
         while row.finish_reason == "abort":
             await self._open.wait()
@@ -296,7 +345,8 @@ class ServedEngine(RolloutEngine):
             url, version, n = here[turn % len(here)], self.version, len(row.token_ids)
             left = replace(sampling, max_response_length=sampling.max_response_length - n)
             settings = vllm_settings(left, turn_seed(seed, -n))
-            request = asyncio.create_task(self._complete(url, [*prompt_ids, *row.token_ids], **settings))
+            shown = pictures and pictures._replace(ids=[*pictures.ids, *row.token_ids])
+            request = asyncio.create_task(self._complete(url, [*prompt_ids, *row.token_ids], shown, **settings))
             self._posted.add(request)
             try:
                 await asyncio.wait([request])
@@ -312,7 +362,7 @@ class ServedEngine(RolloutEngine):
                     raise
                 self._lose(url)
                 continue
-            self._check_length(url, choice, settings["max_tokens"], len(prompt_ids) + n)
+            self._check_length(url, choice, settings["max_tokens"], length + n)
             if choice["token_ids"]:
                 row.token_ids += choice["token_ids"]
                 row.log_probs += choice["logprobs"]["token_logprobs"]
@@ -345,10 +395,30 @@ class ServedEngine(RolloutEngine):
                 "tokens: start it with --generation-config vllm and without --override-generation-config"
             )
 
-    async def _complete(self, url: str, prompt_ids: list[int], **settings) -> dict:
+    async def _complete(
+        self, url: str, prompt_ids: list[int], pictures: Pictures | None = None, **settings
+    ) -> dict[str, Any]:
+        if pictures is not None:
+            return await self._complete_pictures(url, prompt_ids, pictures, **settings)
         settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
         body = {"model": self.served_model, "prompt": prompt_ids, **NEUTRAL, **settings}
         return (await self.servers.request(url, "POST", "/v1/completions", json=body))["choices"][0]
+
+    async def _complete_pictures(self, url: str, prompt_ids: list[int], pictures: Pictures, **settings) -> dict:
+        """What _complete returns. /v1/completions would ignore the images without a word."""
+        settings = NEUTRAL | settings | {"stop_token_ids": self.stop_ids, "detokenize": False}
+        body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": settings}
+        for attempt in range(1, PICTURE_ATTEMPTS + 1):
+            try:
+                reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
+                break
+            except InputError as error:
+                if isinstance(error, ServerLost) or attempt == PICTURE_ATTEMPTS:
+                    raise
+        check_expanded(url, pictures.ids, reply["prompt_token_ids"])
+        [choice] = reply["choices"]
+        log_probs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
+        return choice | {"logprobs": {"token_logprobs": log_probs}, "prompt_logprobs": reply["prompt_logprobs"]}
 
 
 def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.args import Sizes
-from lib.data import PromptLoader, balance_groups, exchange_groups
+from lib.data import ROW, PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
@@ -23,7 +23,7 @@ from lib.rollout.own_servers import OwnServers, order_servers
 from lib.rollout.replay import Tape
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
-from lib.rollout.weight_sync import sync_weights
+from lib.rollout.weight_sync import image_probe, sync_weights
 
 
 def make_engine(
@@ -36,20 +36,32 @@ def make_engine(
     dtype: torch.dtype,
     gpu_memory: float,
     ranks: int = 1,
+    processor: ProcessorMixin | None = None,
+    max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
     own: OwnServers | None = None,
 ) -> SteppedEngine | ServedEngine:
     """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
-    neighbouring ranks share one vLLM engine. vllm_kwargs: its further settings. own: what "vllm" means if given."""
-    if name == "hf":
-        return HFEngine(model, tokenizer)
+    neighbouring ranks share one vLLM engine. processor: of a vision model, whose prompts have at most max_images
+    images. vllm_kwargs: its further settings. own: what "vllm" means if given."""
+    probe = None if processor is None else image_probe(processor, tokenizer, model)
+    if probe is not None:
+        max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
-    if own is not None:
-        order_servers(own, model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})
-        return ServedEngine(",".join(own.urls()), model, tokenizer, **settings, own=own)
-    if name != "vllm":
-        return ServedEngine(name, model, tokenizer, **settings)
-    return VLLMEngine(model, tokenizer, **settings, gpu_memory=gpu_memory, ranks=ranks, more=vllm_kwargs or {})
+    started = {"gpu_memory": gpu_memory, "ranks": ranks, "processor": processor, "max_images": max_images}
+    started["more"] = vllm_kwargs or {}
+    engine: SteppedEngine | ServedEngine
+    if name == "hf":
+        engine = HFEngine(model, tokenizer)
+    elif own is not None:
+        order_servers(own, model, tokenizer, **settings, **started)
+        engine = ServedEngine(",".join(own.urls()), model, tokenizer, **settings, images=probe is not None, own=own)
+    elif name == "vllm":
+        engine = VLLMEngine(model, tokenizer, **settings, **started)
+    else:
+        engine = ServedEngine(name, model, tokenizer, **settings, images=probe is not None)
+    engine.image_probe = probe
+    return engine
 
 
 def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -108,7 +120,8 @@ class Rollouts:
                 begun=steps.start - 1,
             )
         # the prompts of such a step are known from the record alone
-        self._replays_any_order = bool(async_level) and tape.replays and async_order == "finished"
+        any_order = async_order == "finished" or (loader is not None and loader.observes)
+        self._replays_any_order = bool(async_level) and tape.replays and any_order
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
@@ -174,12 +187,21 @@ class Rollouts:
         groups = np.arange(len(whole)).reshape(-1, self.sizes.group_size)
         return whole[groups[self.world.rank :: self.world.size].ravel()]
 
+    def observe(self, batch: DataProto) -> None:
+        """Tells the loader how responses to its prompts scored, for --prompt-sampling. A collective."""
+        if self.loader is not None and self.loader.observes:
+            scored = batch.batch["response_mask"].any(1).tolist()
+            scores = batch.batch["token_level_scores"].sum(1).tolist()
+            rows = zip(batch.non_tensor_batch[ROW], scores, scored)
+            known = [(row, score) for row, score, is_known in rows if is_known]
+            self.loader.observe(*zip(*known, strict=True) if known else ((), ()))
+
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Epochs done and, for rollouts sampled ahead, how many weight versions old the tokens are."""
         position = 0 if self.loader is None else self.loader.position
         if self._ahead is not None:
             position -= len(self._ahead.on_their_way) * self.world.size
-        metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset)}
+        metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
         if isinstance(self.engine, ServedEngine):
             metrics |= self.engine.metrics()
         if self.async_level:

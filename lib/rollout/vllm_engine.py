@@ -1,5 +1,6 @@
 """The engine `vllm`: vLLM inside this process."""
 
+import copy
 import json
 import os
 import sys
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError, is_first_on_node
+from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, new_cpu_subgroup
-from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, stop_token_ids
+from lib.model.vision import family_of
+from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
 BY_FLAG = {
@@ -27,6 +30,7 @@ BY_FLAG = {
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "tensor_parallel_size": "--rollout-tensor-parallel-size",
     "seed": "--seed",
+    "limit_mm_per_prompt": "--max-images",
 }
 """settings of vLLM: the flag that sets each"""
 FIXED = {
@@ -57,17 +61,39 @@ def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
             raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
 
 
-def check_heads(model: PreTrainedModel, ranks: int) -> None:
-    """Raises InputError if the model cannot be split over this many ranks of vLLM."""
+def check_model(model: PreTrainedModel, ranks: int, processor: ProcessorMixin | None, on_gpu: bool) -> None:
+    """Raises InputError if the model cannot be split over this many ranks of vLLM, or if vLLM would compute its prompts
+    with images otherwise than training."""
     heads = model.config.get_text_config().num_attention_heads
     if heads % ranks:
         raise InputError(
             f"--rollout-tensor-parallel-size {ranks}: the model's {heads} attention heads must be a multiple of it"
         )
+    if processor is not None and family_of(model.config).bidirectional and not on_gpu:
+        raise InputError(
+            "--rollout-engine vllm: the tokens of an image see each other in this model, in vLLM on a CPU only those "
+            "before: take hf"
+        )
 
 
-def engine_settings(max_length: int, dtype: torch.dtype, ranks: int, gpu_memory: float, on_gpu: bool) -> dict[str, Any]:
-    """What every vLLM engine of a run is started with, by the names of EngineArgs, from a folder without weights."""
+def save_files(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None
+) -> None:
+    """The folder from which a vLLM engine starts: all but weights."""
+    config = copy.deepcopy(model.config)
+    # vLLM asks the language part, transformers the whole. A head that is not tied there has weights that no sync gives
+    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
+    config.save_pretrained(folder)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def engine_settings(
+    max_length: int, dtype: torch.dtype, ranks: int, gpu_memory: float, on_gpu: bool, max_images: int
+) -> dict[str, Any]:
+    """What every vLLM engine of a run is started with, by the names of EngineArgs, from a folder without weights.
+    max_images: of a prompt; 0 for a text model."""
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": str(dtype).removeprefix("torch."),
@@ -77,6 +103,8 @@ def engine_settings(max_length: int, dtype: torch.dtype, ranks: int, gpu_memory:
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, after top-p and top-k
         "tensor_parallel_size": ranks,
     }
+    if max_images:
+        settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
     if on_gpu:
         return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": 256}
     # seeded requests and chunked prefill crash on a CPU
@@ -94,6 +122,9 @@ class VLLMEngine(SteppedEngine):
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
     the same requests in the same order on all of them. So generate, step and the end of a session are collectives of
     these ranks.
+
+    processor: of a vision model, whose prompts have at most max_images images. vLLM encodes an image once for all
+    prompts that have it.
 
     more: further settings of vLLM, which check_vllm_kwargs has seen.
 
@@ -113,12 +144,14 @@ class VLLMEngine(SteppedEngine):
         dtype: torch.dtype,
         gpu_memory: float,
         ranks: int = 1,
+        processor: ProcessorMixin | None = None,
+        max_images: int = 0,
         more: Mapping[str, Any] | None = None,
     ):
-        check_heads(model, ranks)
+        on_gpu = compute_device(model).type == "cuda"
+        check_model(model, ranks, processor, on_gpu)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        on_gpu = compute_device(model).type == "cuda"
         if not on_gpu:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -136,10 +169,9 @@ class VLLMEngine(SteppedEngine):
             if llvm := sys.modules.get("llvmlite.binding.ffi"):
                 llvm.lib._fntab["__dict__"] = {}
         if is_first_on_node():  # nodes may not share the disk
-            model.config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            save_files(folder, model, tokenizer, processor)
         dist.barrier()
-        settings = engine_settings(max_length, dtype, ranks, gpu_memory, on_gpu)
+        settings = engine_settings(max_length, dtype, ranks, gpu_memory, on_gpu, max_images)
         settings |= {"enable_sleep_mode": on_gpu, "weight_transfer_config": {"backend": "direct"}}
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
@@ -157,9 +189,9 @@ class VLLMEngine(SteppedEngine):
         self.shared = ranks > 1
         self._ranks = new_cpu_subgroup(ranks) if self.shared else None
         self._place = dist.get_rank() % ranks
-        self._submitted: dict[str, tuple] = {}  # (prompt_ids, sampling, seed) of requests that begin at the next step
+        self._submitted: dict[str, tuple] = {}  # (prompt, sampling, seed) of requests that begin at the next step
         self._aborted: list[str] = []
-        self._running: set[str] = set()
+        self._running: dict[str, Media | None] = {}
         self.version: int | None = None
         self.checksum: int | None = None
         self.proved: dict[str, float] = {}
@@ -175,12 +207,15 @@ class VLLMEngine(SteppedEngine):
         self.llm.finish_weight_update(weight_version=str(version))
         if not self.llm.reset_prefix_cache():  # cached prefixes hold keys and values of the old weights
             raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
+        self.llm.llm_engine.reset_encoder_cache()  # features of images, by the old weights
         self.version, self.checksum = version, stream.checksum
         self.wake()
 
-    def probe_log_probs(self, ids: list[int]) -> torch.Tensor:
-        out = self._run([ids], [self._params(1, temperature=1.0, prompt_logprobs=0)])[0]
-        return torch.tensor([lp[token].logprob for token, lp in zip(ids[1:], out.prompt_logprobs[1:])])
+    def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
+        [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
+        if media:
+            check_expanded("vllm", media.ids, out.prompt_token_ids)
+        return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
 
     def sleep(self) -> None:
         """On a GPU, frees weights and KV cache. The next generate needs a load_weights first."""
@@ -203,20 +238,26 @@ class VLLMEngine(SteppedEngine):
             try:
                 yield
             finally:
-                self._submitted.clear()
-                self._aborted += self._running
+                for request_id in [*self._running]:
+                    self.abort(request_id)
                 while not self._step(leaving=True)[1]:  # other ranks of this engine may still have requests
                     pass
 
-    def submit(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> None:
+    def submit(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, media: Media | None = None
+    ) -> None:
         """Raises ValueError when the prompt is too long for the engine."""
-        if len(prompt_ids) >= self.max_length:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens; the engine's longest row is {self.max_length}")
-        self._submitted[request_id] = (list(prompt_ids), sampling, seed)
+        length = len(media.ids if media else prompt_ids)
+        if length >= self.max_length:
+            raise ValueError(f"a prompt of {length} tokens; the engine's longest row is {self.max_length}")
+        self._submitted[request_id] = (_prompt(prompt_ids, media), sampling, seed)
+        self._running[request_id] = media
 
     def abort(self, request_id: str) -> None:
         if self._submitted.pop(request_id, None) is None:
             self._aborted.append(request_id)
+        else:
+            del self._running[request_id]
 
     def step(self) -> dict[str, Generated]:
         """Runs one token, or the prefill, of the running requests. Returns those that ended."""
@@ -226,16 +267,17 @@ class VLLMEngine(SteppedEngine):
         """(this rank's requests that ended, whether every rank of the engine is leaving its session)."""
         engine = self.llm.llm_engine
         everyones = self._exchange((self._submitted, self._aborted, leaving))
-        self._running = (self._running | self._submitted.keys()) - set(self._aborted)
+        for request_id in self._aborted:
+            self._running.pop(request_id, None)
         self._submitted, self._aborted = {}, []
         for place, (submitted, aborted, _) in enumerate(everyones):
             engine.abort_request([f"{place} {request_id}" for request_id in aborted])
-            for request_id, (prompt_ids, sampling, seed) in submitted.items():
+            for request_id, (prompt, sampling, seed) in submitted.items():
                 params = self._params(**vllm_settings(sampling, seed))
-                engine.add_request(f"{place} {request_id}", {"prompt_token_ids": prompt_ids}, params)
+                engine.add_request(f"{place} {request_id}", prompt, params)
         ended = {out.request_id: out for out in engine.step() if out.finished}
-        done = {name: _generated(ended[full]) for name in self._running if (full := f"{self._place} {name}") in ended}
-        self._running -= done.keys()
+        mine = {name: ended[full] for name in self._running if (full := f"{self._place} {name}") in ended}
+        done = {name: _generated(out, self._running.pop(name)) for name, out in mine.items()}
         return done, all(leaves for *_, leaves in everyones)
 
     def _exchange(self, mine) -> list:
@@ -248,11 +290,14 @@ class VLLMEngine(SteppedEngine):
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
-        everyones = self._exchange((list(prompts.non_tensor_batch["raw_prompt_ids"]), seeds))
+        media = media_of(prompts)
+        mine = [_prompt(ids, own) for ids, own in zip(prompts.non_tensor_batch["raw_prompt_ids"], media)]
+        everyones = self._exchange((mine, seeds))
         params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
-        outputs = self._run([prompt_ids for prompts, _ in everyones for prompt_ids in prompts], params)
+        outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        rows = [_generated(out) for out in outputs[before : before + len(prompts)]]
+        own_outputs = outputs[before : before + len(prompts)]
+        rows = [_generated(out, own) for out, own in zip(own_outputs, media)]
         return add_responses(prompts, rows, self.pad_token_id)
 
     def _params(self, max_tokens: int, **kwargs):
@@ -273,10 +318,10 @@ class VLLMEngine(SteppedEngine):
         if self.version is None:  # asleep, vLLM would spin for ever
             raise WeightSyncError("the vLLM engine has no weights: call sync_weights before generate")
 
-    def _run(self, prompt_ids, params: list) -> list:
+    def _run(self, prompts: list[dict], params: list) -> list:
         self._check_weights()
         with torch.random.fork_rng():  # vLLM advances torch's global generator
-            return self.llm.generate([{"prompt_token_ids": list(ids)} for ids in prompt_ids], params, use_tqdm=False)
+            return self.llm.generate(prompts, params, use_tqdm=False)
 
 
 @contextmanager
@@ -291,7 +336,14 @@ def _groups_of_one() -> Iterator[None]:
         dist.new_group = new_group
 
 
-def _generated(output) -> Generated:
+def _prompt(ids, media: Media | None) -> dict:
+    """By the names of vLLM's TokensPrompt."""
+    return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": media.data} if media else {})
+
+
+def _generated(output, media: Media | None) -> Generated:
+    if media:
+        check_expanded("vllm", media.ids, output.prompt_token_ids)
     out = output.outputs[0]
     log_probs = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices]  # of the sampled token
     return Generated(list(out.token_ids), log_probs, as_finish_reason(out.finish_reason))

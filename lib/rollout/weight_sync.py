@@ -6,14 +6,18 @@ import zlib
 import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
+from lib.data.vision import Media, Vision, media_hash
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, compute_device, iter_full_params, merged_shards
 from lib.model import response_log_probs
-from lib.rollout.engine import RolloutEngine
+from lib.rollout.engine import ImageProbe, RolloutEngine
+
+PROBE_TOKENS = 24  # after the image of a probe
 
 
 class WeightSyncError(RuntimeError):
@@ -24,7 +28,8 @@ def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *,
     """Gives the engine the trainer's weights as `version`, unless it already has it, and checks them. A collective.
 
     There are two checks. A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a
-    fixed probe text find weights that arrived but are not used (a stale tied head).
+    fixed probe text find weights that arrived but are not used (a stale tied head); for a vision model those of a text
+    after an image, too (features that an engine kept from old weights, another image processor).
 
     Raises:
         InputError: a weight of the trainer is not finite.
@@ -40,15 +45,59 @@ def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *,
             f"weight sync to version {version} failed: the engine holds version {engine.version} with checksum "
             f"{engine.checksum}, the trainer has {expected}"
         )
-    ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
-    difference = float((engine.probe_log_probs(ids) - _trainer_probe(model, ids)).abs().mean(-1).max())
-    if not difference <= tolerance:
-        raise WeightSyncError(
-            f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats on the probe "
-            f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
-        )
-    engine.proved = {"rollout/canary_logp_diff": difference}
+    differences = {"on the probe": _text_difference(engine, model)}
+    if engine.image_probe is not None:
+        differences["on the probe with an image"] = _image_difference(engine, model, engine.image_probe)
+    for where, difference in differences.items():
+        if not difference <= tolerance:
+            raise WeightSyncError(
+                f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats {where} "
+                f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
+            )
+    engine.proved = {"rollout/canary_logp_diff": max(differences.values())}
     return engine.proved
+
+
+def _text_difference(engine: RolloutEngine, model: PreTrainedModel) -> float:
+    ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
+    row = torch.tensor([ids], device=compute_device(model))
+    tensors = {"input_ids": row, "position_ids": torch.arange(len(ids), device=row.device)[None]}
+    return _difference(engine.probe_log_probs(ids), model, DataProto.from_dict(tensors=tensors), len(ids) - 1)
+
+
+def _image_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe) -> float:
+    media, device = probe.media, compute_device(model)
+    tensors = {"input_ids": torch.tensor([media.ids]), "position_ids": media.positions[None]}
+    row = DataProto.from_dict(
+        tensors=tensors | {"multi_modal_hash": torch.tensor([media.hash])},
+        non_tensors={"multi_modal_inputs": [media.inputs]},
+    )
+    return _difference(engine.probe_log_probs(probe.raw_ids, media), model, row.to(device), probe.text)
+
+
+@torch.no_grad()
+def _difference(of_engine: torch.Tensor, model: PreTrainedModel, row: DataProto, n: int) -> float:
+    """The mean |log-prob difference| over the last n tokens of a row, from the server that differs most.
+
+    of_engine: (..., tokens), what probe_log_probs gives."""
+    ids = row.batch["input_ids"]
+    row.batch["attention_mask"], row.batch["responses"] = torch.ones_like(ids), ids[:, -n:]
+    row.batch["response_mask"] = torch.ones_like(ids[:, -n:])
+    own = response_log_probs(model, row, 1.0)[0][0].float().cpu()
+    return float((of_engine[..., -n:] - own).abs().mean(-1).max())
+
+
+def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> ImageProbe:
+    """An image of noise in a user's message, and ordinary tokens."""
+    vision, rng = Vision(processor, model.config), np.random.default_rng(0)
+    data = {"image": [Image.fromarray(rng.integers(0, 256, (256, 256, 3), dtype=np.uint8))]}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "image"}]}], tokenize=False)
+    raw_ids, ids, inputs = vision.encode(text, data)
+    special = {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids}
+    ordinary = [i for i in range(model.config.get_text_config().vocab_size) if i not in special]
+    after = rng.choice(ordinary, PROBE_TOKENS).tolist()
+    positions = vision.positions(ids + after, inputs)
+    return ImageProbe(raw_ids + after, Media(data, inputs, ids + after, positions, media_hash(inputs)), len(after))
 
 
 def _check_finite(model: PreTrainedModel, version: int) -> None:
@@ -95,17 +144,3 @@ def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:
     """The sum of the elements' bits, weighted by the name. The sums of shards add up to that of the whole tensor."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return zlib.crc32(name.encode()) * int(tensor.contiguous().view(integer).sum(dtype=torch.int64)) % (1 << 64)
-
-
-@torch.no_grad()
-def _trainer_probe(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """The log-probs of ids[1:] by the trainer's own forward."""
-    row = torch.tensor([ids], device=compute_device(model))
-    tensors = {
-        "input_ids": row,
-        "attention_mask": torch.ones_like(row),
-        "position_ids": torch.arange(len(ids), device=row.device)[None],
-        "responses": row[:, 1:],
-        "response_mask": torch.ones_like(row[:, 1:]),
-    }
-    return response_log_probs(model, DataProto.from_dict(tensors=tensors), 1.0)[0][0].float().cpu()

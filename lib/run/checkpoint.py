@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.cli.secrets import private
@@ -257,12 +257,13 @@ def load_batches(path: str | Path) -> dict[str, DataProto]:
 
 def export_hf(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
     out_dir: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer.
+    """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer
+    or (of a vision model) processor.
 
     For a model with LoRA adapters it writes the merged weights, and the adapters to `out_dir`/adapter, a folder for
     peft. Every rank calls it. Rank 0 gathers the weights of one file of at most `max_shard_bytes` in CPU memory, or one
@@ -288,7 +289,7 @@ def export_hf(
             model.generation_config = own
         if own is not None:
             own.to_json_file(tmp / "generation_config.json")
-        tokenizer.save_pretrained(tmp)
+        processor.save_pretrained(tmp)
         _publish(tmp, out_dir)
     dist.barrier()
 

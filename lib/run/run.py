@@ -32,7 +32,7 @@ from typing import Any, TextIO
 
 import psutil
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
@@ -199,12 +199,12 @@ class Run:
             self.tracker.training_samples(kept, tokenizer, step)
             self._writing = self._writer.submit(write_rollouts, file, step, kept, tokenizer)
 
-    def export(self, actor: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
+    def export(self, actor: Trained, processor: PreTrainedTokenizerBase | ProcessorMixin) -> None:
         """With --export-model, writes the policy in Hugging Face form to the run's folder. A collective."""
         if self.args.export_model and not self.validation.val_only:
             name = self.args.export_dtype
             dtype = actor.forward.compute_dtype if name == "auto" else getattr(torch, name)
-            export_hf(actor.module, tokenizer, self.folder / "model", dtype)
+            export_hf(actor.module, processor, self.folder / "model", dtype)
 
     def close(self) -> None:
         """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""

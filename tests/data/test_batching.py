@@ -1,6 +1,7 @@
 """lib/data/: rows over ranks, and micro-batches of rows that share prompts. Of rows that do not:
 tests/distributed/test_distributed.py."""
 
+import re
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +19,7 @@ from lib.data.balance import group_costs, longest_first
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, clip_grad_norm, full_tensor, make_mesh, shard_model, trainable_parameters
 from lib.model import load_model, response_log_probs
-from tests.common import TOY_MODEL, run_ranks, save_tiny
+from tests.common import TOY_MODEL, VisionRow, run_ranks, save_tiny, tiny_vision, vision_batch
 from tests.scripts.test_invariance import float64_norms, groups_batch
 
 
@@ -166,6 +167,22 @@ def test_costs_are_the_flops_of_linear_layers_and_attention(toy):
     whole = [cost(9) + cost(14), cost(12) + cost(13)]
     assert group_costs(batch, toy, 2, False) == pytest.approx(whole, rel=1e-12)
     assert group_costs(batch, toy, 2, True) == pytest.approx([whole[0] - cost(5), whole[1] - cost(11)], rel=1e-12)
+
+
+def test_a_groups_images_cost_what_the_tower_takes_for_their_patches(tmp_path):
+    tiny_vision("idefics3", tmp_path)
+    model, batch = load_model(str(tmp_path)), vision_batch("idefics3", (VisionRow(2, 1, 2), VisionRow(0, 0, 2)))
+    tower = sum(p.numel() for name, p in model.named_parameters() if re.search("vision_model.encoder.*weight", name))
+    tower -= 2 * 2 * 32  # norms
+    tower += model.model.connector.modality_projection.proj.weight.numel()
+    layers = model.model.text_model.layers
+    N = sum(m.weight.numel() for m in [*layers.modules(), model.lm_head] if isinstance(m, torch.nn.Linear))
+    for shared, times in ((False, 2), (True, 1)):
+        costs = group_costs(batch, model, 2, shared)
+        batch_of_text = batch.select(non_tensor_batch_keys=[])
+        text = group_costs(batch_of_text, model, 2, shared)
+        assert costs[1] == text[1]
+        assert costs[0] - text[0] == pytest.approx(times * 2 * 16 * tower / N, rel=1e-12)  # images x patches
 
 
 SKEWED = [

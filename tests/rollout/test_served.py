@@ -754,6 +754,14 @@ WRONG = {
 }
 
 
+@needs_vllm
+def test_images_need_a_route_that_a_server_may_not_have(engine_and_model, server, tmp_path):
+    url, (_, model) = server[0], engine_and_model
+    settings = {"folder": tmp_path, "max_length": MAX_LENGTH, "dtype": torch.float32}
+    with pytest.raises(InputError, match="start the server with --enable-scale-out"):
+        ServedEngine(url, model, load_tokenizer(TOY_MODEL), **settings, images=True)
+
+
 def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
     """As --override-generation-config '{"max_new_tokens": 1}' does, whatever a request asks for."""
     certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}

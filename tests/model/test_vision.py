@@ -1,0 +1,441 @@
+"""Vision models: log-probs, values and gradients against the model's own forward over single rows with their images."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForImageTextToText, DynamicCache, LlavaConfig
+
+from lib import InputError
+from lib.data import prepare_dynamic_batch
+from lib.data_proto import DataProto
+from lib.distributed import (
+    clip_grad_norm,
+    full_tensor,
+    make_mesh,
+    set_gradient_sync,
+    shard_model,
+    trainable_parameters,
+)
+from lib.model import (
+    add_lora,
+    batched_log_probs,
+    batched_values,
+    check_rows,
+    check_sequence_parallel,
+    check_tensor_parallel,
+    freeze,
+    load_critic,
+    load_model,
+    load_processor,
+    load_tokenizer,
+    response_log_probs,
+    response_values,
+)
+from lib.model.attention import attention_and_packing
+from lib.model.load import decoder_layers
+from lib.model.vision import family_of, images_of_prompts, vision_names
+from lib.run.checkpoint import export_hf
+from tests.common import (
+    IMAGE,
+    TOY_MODEL,
+    VIDEO,
+    VIDEO_ROWS,
+    VISION,
+    VISION_ROWS,
+    VisionRow,
+    run_ranks,
+    save_tiny,
+    tiny_vision,
+    tiny_vision_config,
+    vision_batch,
+    vision_inputs,
+)
+
+LAYOUTS = {"shared": {}, "packed": {"share_prompts": False}, "padded": {"padding_free": False}}
+SPARE = 96  # a token that no row has; its embedding is the placeholder's
+
+
+def rows_of(kind: str) -> tuple[VisionRow, ...]:
+    return VISION_ROWS + (VIDEO_ROWS if kind.startswith("qwen") else ())
+
+
+def save(kind: str, folder, **options) -> str:
+    """A tiny model, saved. A sampled placeholder can stand as SPARE: its own forward would take it for an image."""
+    model = tiny_vision(kind, **options)
+    embedding = model.get_input_embeddings().weight.data
+    embedding[SPARE] = embedding[IMAGE]
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def plain(path: str):
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").train()
+
+
+def of_single_rows(model, batch: DataProto, of_tokens) -> list[torch.Tensor]:
+    """of_tokens(the outputs, the ids) for each row alone, by the model's own forward: its results (n - 1,) for tokens 1
+    to n - 1, as rows (B, T)."""
+    mask = batch.batch["response_mask"]
+    T, kind, results = mask.shape[1], model.config.model_type, []
+    for i, inputs in enumerate(batch.non_tensor_batch["multi_modal_inputs"]):
+        attended = batch.batch["attention_mask"][i].bool()
+        ids, sampled = batch.batch["input_ids"][i][attended], mask[i].bool()
+        own = torch.cat([torch.zeros(len(attended) - T, dtype=torch.bool), sampled])[attended]
+        x = ids.where(~(own & (ids == IMAGE)), SPARE)
+        types = ((x == IMAGE).int() + 2 * (x == VIDEO).int())[None]
+        more = {"mm_token_type_ids": types} if kind.startswith("qwen") else {}
+        more |= {"token_type_ids": types} if kind == "gemma3" else {}
+        model.base_model.rope_deltas = None
+        outputs = model(input_ids=x[None], use_cache=False, output_hidden_states=True, **inputs, **more)
+        place = (attended.nonzero()[:, 0] - (len(attended) - T))[own]
+        found = [r[own[1:]] for r in of_tokens(outputs, ids)]
+        results.append([torch.zeros(T, dtype=r.dtype).index_put((place,), r) for r in found])
+    return [torch.stack(rows) for rows in zip(*results)]
+
+
+def log_probs_and_entropies(outputs, ids):
+    log_p = (outputs.logits[0, :-1] / 0.9).log_softmax(-1)
+    return log_p.gather(-1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def gradients(model, loss) -> dict[str, torch.Tensor]:
+    names, params = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad])
+    grads = torch.autograd.grad(loss, params, allow_unused=True, retain_graph=True)
+    return {n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, params, grads)}
+
+
+def distance(a: dict, b: dict) -> float:
+    """Of all gradients, relative."""
+    assert a.keys() == b.keys()
+    difference, norm = (sum(float(x.square().sum()) for x in xs) for xs in ([a[n] - b[n] for n in a], b.values()))
+    return math.sqrt(difference / norm)
+
+
+def weighted(results) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1)
+    return sum((torch.randn(r.shape, generator=g, dtype=r.dtype) * r).sum() for r in results)
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_packed_is_shared_is_padded_is_the_models_own_forward_of_each_row(tmp_path, kind):
+    """With no image, one, several, videos, equal tokens with other images, and a placeholder sampled as text. Also the
+    gradient, of the tower too."""
+    path = save(kind, tmp_path)
+    model, own, batch = load_model(path, dtype=torch.float64), plain(path), vision_batch(kind, rows_of(kind))
+    theirs = of_single_rows(own, batch, log_probs_and_entropies)
+    expected = gradients(own, weighted(theirs))
+    embedding = next(n for n, p in own.named_parameters() if p is own.get_input_embeddings().weight)
+    expected[embedding][IMAGE] += expected[embedding][SPARE]
+    expected[embedding][SPARE] = 0
+    assert all(expected[n].any() for n in vision_names(own, "projector"))
+    for name, options in LAYOUTS.items():
+        ours = response_log_probs(model, batch, 0.9, **options)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        # the norms of LLaMA and Qwen cast to fp32 in the backward of shared prompts, in another order of sums, Gemma's
+        # and SigLIP's always
+        exact = 1e-13 if name != "shared" and kind != "gemma3" else 1e-6
+        assert distance(gradients(model, weighted(ours)), expected) < exact, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+def test_values_are_those_of_single_rows(tmp_path, kind):
+    path = save(kind, tmp_path / "model", tied=True)
+    critic, own, batch = load_critic(path, dtype=torch.float64), plain(path), vision_batch(kind, rows_of(kind))
+    assert not response_values(critic, batch).any()
+    critic.score.weight.data.normal_()
+    [theirs] = of_single_rows(
+        own, batch, lambda outputs, ids: [outputs.hidden_states[-1][0, :-1] @ critic.score.weight[0]]
+    )
+    for options in LAYOUTS.values():
+        ours = response_values(critic, batch, **options)
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    assert (
+        distance(gradients(critic, weighted([ours])), gradients(critic, weighted([response_values(critic, batch)])))
+        < 1e-6
+    )
+    critic.save_pretrained(tmp_path / "critic")
+    again = load_critic(str(tmp_path / "critic"), dtype=torch.float64)
+    assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), again.parameters(), strict=True))
+
+
+def count_images(model) -> list[int]:
+    """Grows by the number of images of each call of the tower."""
+    calls: list[int] = []
+
+    def count(module, args, kwargs):
+        images = kwargs["grid_thw"] if "grid_thw" in kwargs else [*args, kwargs.get("pixel_values")][0]
+        calls.append(len(images))
+
+    model.get_submodule(family_of(model.config).tower).register_forward_pre_hook(count, with_kwargs=True)
+    return calls
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_the_images_of_a_shared_prompt_are_encoded_once(tmp_path, kind):
+    model, batch = load_model(save(kind, tmp_path)), vision_batch(kind)
+    calls = count_images(model)
+    for name, images in (("shared", 4), ("packed", 7), ("padded", 7)):
+        calls.clear()
+        response_log_probs(model, batch, 1.0, **LAYOUTS[name])
+        assert calls == [images], name
+    calls.clear()
+    text = batch[[6, 7]]
+    text.non_tensor_batch.pop("multi_modal_inputs")
+    response_log_probs(model, text, 1.0)
+    response_log_probs(model, batch[[6, 7]], 1.0)
+    assert calls == []  # no images, no tower
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3"])
+def model_of_any_rows(request, tmp_path_factory):
+    return load_model(save(request.param, tmp_path_factory.mktemp("model")), dtype=torch.float64)
+
+
+A_ROW = st.builds(VisionRow, st.integers(0, 2), st.integers(1, 2), st.integers(1, 3), st.integers(0, 1))
+
+
+@settings(max_examples=6, deadline=None)
+@given(rows=st.lists(A_ROW, min_size=1, max_size=4), tokens=st.integers(30, 200))
+def test_any_rows_in_any_micro_batches_are_each_row_alone(model_of_any_rows, rows, tokens):
+    kind = model_of_any_rows.config.model_type
+    if kind == "gemma3":
+        rows = [row._replace(videos=0) for row in rows]
+    batch = vision_batch(kind, tuple(rows))
+    ours = batched_log_probs(model_of_any_rows, batch, 1.0, tokens)
+    alone = [response_log_probs(model_of_any_rows, batch[[i]], 1.0, padding_free=False) for i in range(len(batch))]
+    for a, b in zip(ours, zip(*alone), strict=True):
+        torch.testing.assert_close(a, torch.cat(b).detach(), rtol=1e-12, atol=1e-12)
+
+
+def refusal_of_rows(world, path: str, batch: DataProto) -> str | None:
+    try:
+        check_rows(load_model(path, dtype=torch.float64), batch, 1.0, 1000, torch.float32)
+    except InputError as error:
+        return str(error)
+
+
+def test_equal_tokens_with_other_images_share_no_prompt(tmp_path):
+    """They are kept apart by their hash alone: without it check_rows finds that a row gets the image of another."""
+    path, batch = save("idefics3", tmp_path), vision_batch("idefics3")
+    assert run_ranks(1, refusal_of_rows, path, batch) == [None]
+    batch.batch["multi_modal_hash"].fill_(0)
+    [said] = run_ranks(1, refusal_of_rows, path, batch)
+    assert "are not those of the row alone" in said
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_images_in_the_response_are_a_tools(tmp_path, kind):
+    """Tokens there that are not sampled: their placeholders follow those of the prompt."""
+    path = save(kind, tmp_path)
+    model, own = load_model(path, dtype=torch.float64), plain(path)
+    batch = vision_batch(kind, (VisionRow(2, 4), VisionRow(2, 4)))
+    P, (_, [_, second], _) = batch.batch["prompts"].shape[1], vision_inputs(kind, 2, 4)
+    ids = batch.batch["input_ids"]
+    cut = second + 4  # the prompt ends before its second image
+    for name in ("responses", "prompts", "response_mask"):
+        batch.batch.pop(name)
+    sampled = torch.cat([torch.zeros(2, cut), batch.batch["attention_mask"][:, P:]], 1).long()
+    sampled[:, 0] = 1  # the policy's word before the tool's image
+    batch.batch.update({"prompts": ids[:, : P - cut], "responses": ids[:, P - cut :], "response_mask": sampled})
+    theirs = of_single_rows(own, batch, log_probs_and_entropies)
+    for options in LAYOUTS.values():
+        for a, b in zip(response_log_probs(model, batch, 0.9, **options), theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert run_ranks(1, refusal_of_rows, path, batch) == [None]
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_checkpointing_changes_nothing(tmp_path, kind):
+    path, batch = save(kind, tmp_path), vision_batch(kind, rows_of(kind))
+    found = []
+    for checkpointing in (False, True):
+        model = load_model(path, dtype=torch.float64, gradient_checkpointing=checkpointing)
+        calls = count_images(model)
+        found.append(gradients(model, weighted(response_log_probs(model, batch, 1.0))))
+        assert len(calls) == (2 if kind.startswith("qwen") else 1)  # images and videos; layers are repeated, not all
+    assert distance(*found) < (1e-12 if kind != "gemma3" else 1e-6)
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_prefill_of_padded_prompts(tmp_path, kind):
+    """prompt_logits, with and without a cache, is the model's own forward of each prompt."""
+    path = save(kind, tmp_path)
+    model, own, batch = load_model(path, dtype=torch.float64), plain(path), vision_batch(kind, rows_of(kind))
+    P = batch.batch["prompts"].shape[1]
+    keep = [0, 3, 5, 6, *range(8, len(batch))]
+    batch = batch[keep]
+    ids, mask = batch.batch["prompts"], batch.batch["attention_mask"][:, :P]
+    positions = batch.batch["position_ids"][..., :P]
+    rope = positions if positions.ndim == 2 else positions[:, 1:].transpose(0, 1)
+    rows = list(batch.non_tensor_batch["multi_modal_inputs"])
+    images, last = images_of_prompts(model, ids, rows), torch.arange(1, len(ids) + 1) * P - 1
+    batch.batch.update({"responses": ids[:, -1:], "response_mask": torch.ones(len(ids), 1, dtype=torch.long)})
+    for name in ("input_ids", "attention_mask"):  # a dummy token behind it, which the helper takes for sampled
+        batch.batch[name] = torch.cat([batch.batch[name][:, :P], torch.full((len(ids), 1), 4)], 1)
+    expected = []
+    of_single_rows(
+        own, batch, lambda outputs, ids: [expected.append(outputs.logits[0, -2]) or outputs.logits[0, :-1, 0]]
+    )
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": rope, "images": images}
+    with torch.no_grad():
+        for more in ({}, {"past_key_values": DynamicCache(config=model.config)}):
+            logits = model.prompt_logits(inputs | more, last)
+            torch.testing.assert_close(logits, torch.stack(expected), rtol=1e-11, atol=1e-11)
+    assert images_of_prompts(model, ids, [{}] * len(ids)) is None
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def train_on_ranks(world, path: str, rows: list[list[int]], folder: str) -> tuple:
+    """(gradients, log-probs of rows[rank], whether they are those of an export), over micro-batches of 40 tokens."""
+    model = shard_model(load_model(path, dtype=torch.float64, on_meta=True), make_mesh(world), torch.float64)
+    batch = vision_batch(model.config.model_type, rows_of(model.config.model_type))[rows[world.rank]]
+    check_rows(model, batch, 1.0, 40, torch.float32)
+    log_probs, _ = batched_log_probs(model, batch, 1.0, 40)
+    micro_batches, _ = prepare_dynamic_batch(batch, 40, share_prompts=True)
+    assert len(micro_batches) > 1
+    for i, micro in enumerate(micro_batches):
+        set_gradient_sync(model, i == len(micro_batches) - 1)
+        (response_log_probs(model, micro, 1.0)[0].square().sum() * world.size).backward()
+    grads = {n: torch.zeros(p.shape) if p.grad is None else full_tensor(p.grad) for n, p in model.named_parameters()}
+    export_hf(model, load_tokenizer(TOY_MODEL), folder)
+    exported = load_model(folder, dtype=torch.float64)
+    return grads, log_probs, torch.equal(batched_log_probs(exported, batch, 1.0, 40)[0], log_probs)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "smolvlm", "llava"])
+def test_two_ranks_are_one_where_one_has_no_image(tmp_path, kind):
+    """The other rank has all of them. Both check their rows, and run as many micro-batches."""
+    path = save(kind, tmp_path / "model", tied=kind == "gemma3")
+    model, batch = load_model(path, dtype=torch.float64), vision_batch(kind, rows_of(kind))
+    with_images, without = [0, 1, 3, 4, 5, *range(8, len(batch))], [6, 7]
+    without = (without * len(with_images))[: len(with_images)]
+    rows = [with_images, without]
+    whole = batch[with_images + without]
+    theirs, _ = response_log_probs(model, whole, 1.0)
+    expected = gradients(model, theirs.square().sum())
+    results = run_ranks(2, train_on_ranks, path, rows, str(tmp_path / "exported"))
+    for grads, _, same in results:
+        assert distance(grads, expected) < 1e-6  # in other groups of rows; norms cast to fp32
+        assert same
+    torch.testing.assert_close(torch.cat([x for _, x, _ in results]), theirs.detach(), rtol=1e-11, atol=1e-11)
+
+
+def critic_on_ranks(world, path: str, rows: list[list[int]]) -> tuple:
+    """(the norm of the gradient, values after a step) of a critic that starts as a policy."""
+    model = shard_model(load_critic(path, dtype=torch.float64, on_meta=True), make_mesh(world), torch.float64)
+    batch = vision_batch(model.config.model_type)[rows[world.rank]]
+    optimizer = torch.optim.SGD(trainable_parameters(model), lr=1e-3)
+    [micro], _ = prepare_dynamic_batch(batch, 1000, share_prompts=True)
+    for _ in range(2):  # in the first, the head is zero and the tower's gradient too
+        optimizer.zero_grad()
+        ((response_values(model, micro) - 1).square().sum() * world.size).backward()
+        norm = clip_grad_norm(trainable_parameters(model), 1e9)
+        optimizer.step()
+    return norm, batched_values(model, batch, 1000)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+def test_a_critic_trains_alike_on_two_ranks_of_which_one_has_no_image(tmp_path, kind):
+    path, rows = save(kind, tmp_path), [[0, 3], [6, 7]]
+    [(norm, values)] = run_ranks(1, critic_on_ranks, path, [[0, 3, 6, 7]])
+    results = run_ranks(2, critic_on_ranks, path, rows)
+    assert [n for n, _ in results] == pytest.approx([norm] * 2, rel=1e-6)  # norms cast to fp32
+    assert values.any()
+    torch.testing.assert_close(torch.cat([own for _, own in results]), values, rtol=1e-6, atol=1e-7)
+
+
+# ---- what is trained -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_parts_of_the_vision_half_have_names(tmp_path, kind):
+    model = load_model(save(kind, tmp_path))
+    tower, projector = vision_names(model, "tower"), vision_names(model, "projector")
+    assert tower and projector and set(tower).isdisjoint(projector)
+    names = {n for n, _ in model.named_parameters()}
+    language = {n for n in names if n.startswith(("model.language_model.", "model.text_model.", "lm_head."))}
+    assert names - language == set(tower + projector) == set(vision_names(model, "vision"))
+    for part, frozen in (("tower", tower), ("projector", projector), ("vision", tower + projector)):
+        model.requires_grad_(True)
+        assert {n for n, p in freeze(model, part).named_parameters() if not p.requires_grad} == set(frozen)
+    response_log_probs(model, vision_batch(kind), 1.0)[0].sum().backward()
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == language
+    classes = [type(m).__name__ for m in decoder_layers(model)]
+    assert len(classes) == 3 and set(classes) < model.fsdp_layer_classes
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "smolvlm"])
+def test_lora_adapts_the_language_part(tmp_path, kind):
+    model = add_lora(load_model(save(kind, tmp_path)), rank=2, alpha=4, seed=0)
+    adapted = [n for n, p in model.named_parameters() if p.requires_grad]
+    of_language = ("model.language_model.", "model.text_model.")
+    assert len(adapted) == 2 * 7 * 3 and all(n.startswith(of_language) for n in adapted)
+    response_log_probs(model, vision_batch(kind), 1.0)[0].sum().backward()
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == set(adapted)
+    model = add_lora(load_model(str(tmp_path)), rank=2, alpha=4, seed=0, target_modules=r".*(fc1|up_proj)")
+    adapted = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert not all(n.startswith(of_language) for n in adapted)  # by name it reaches the tower
+
+
+def test_dropout_of_the_tower_is_off(tmp_path):
+    config = tiny_vision_config("idefics3")
+    config.vision_config.attention_dropout = 0.5
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).config.vision_config.attention_dropout == 0
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+def test_placeholders_and_images_that_do_not_match_are_refused(tmp_path):
+    model = load_model(save("qwen2_5_vl", tmp_path))
+    batch = vision_batch("qwen2_5_vl")
+    cut = batch[[5]]
+    inside = (cut.batch["input_ids"][0] == IMAGE).nonzero()[0, 0]
+    cut.batch["input_ids"][0, inside] = 7
+    with pytest.raises(InputError, match="have 12 features, their prompts 11 placeholder tokens"):
+        response_log_probs(model, cut, 1.0)
+    batch.non_tensor_batch["multi_modal_inputs"][0] = {}
+    with pytest.raises(InputError, match="has placeholders and no images: those of qwen2_5_vl are tokens 100"):
+        response_log_probs(model, batch, 1.0)
+    model.config.image_token_id = 99  # another model's
+    with pytest.raises(InputError, match="has images and no placeholders: those of qwen2_5_vl are tokens 99"):
+        response_log_probs(model, vision_batch("qwen2_5_vl"), 1.0)
+
+
+def test_a_text_model_takes_no_images(tmp_path):
+    model, batch = load_model(save_tiny(tmp_path)), vision_batch("llava")
+    with pytest.raises(InputError, match="of type qwen2 takes no images; known are qwen2_5_vl"):
+        response_log_probs(model, batch, 1.0)
+    batch = batch[[6, 7]]
+    response_log_probs(model, batch, 1.0)
+    assert load_processor(str(tmp_path)) is None
+
+
+def test_images_are_not_split_over_ranks(tmp_path):
+    path = save("idefics3", tmp_path)
+    for check, flag in ((check_sequence_parallel, "sequence"), (check_tensor_parallel, "tensor")):
+        check(path, 1)
+        with pytest.raises(InputError, match=f"^--{flag}-parallel-size 2: --model .* drop --{flag}-parallel-size$"):
+            check(path, 2)
+
+
+def test_gemma_sees_images_whole_with_sdpa_alone():
+    config = tiny_vision_config("gemma3")
+    assert attention_and_packing(config, "packed_sdpa") == ("packed_sdpa", None)
+    for name in ("varlen", "flash_attention_2"):
+        implementation, reason = attention_and_packing(config, name)
+        assert implementation == "sdpa" and "see each other" in reason
+    assert attention_and_packing(config.text_config, "varlen") == ("varlen", None)
+
+
+def test_pixtral_is_no_family():
+    assert family_of(LlavaConfig(vision_config={"model_type": "pixtral"})) is None
+    assert family_of(LlavaConfig(vision_config={"model_type": "siglip_vision_model"})) is not None

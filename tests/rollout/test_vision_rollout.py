@@ -1,0 +1,467 @@
+"""Prompts with images in the engines: hf in all families of models, vLLM (real, on the CPU) with an Idefics3."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3ForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+)
+
+from data.toy_vision import make_processor
+from lib import InputError
+from lib.data.vision import Vision, media_hash, media_of
+from lib.data_proto import DataProto
+from lib.distributed import World, make_mesh, shard_model
+from lib.model import load_model, response_log_probs
+from lib.rollout import (
+    HFEngine,
+    Recording,
+    Replay,
+    Sampling,
+    WeightSyncError,
+    concat_rows,
+    hf_engine,
+    make_engine,
+    request_seeds,
+    served_engine,
+    sync_weights,
+)
+from lib.rollout.engine import add_responses, check_expanded
+from lib.rollout.vllm_engine import VLLMEngine, save_files
+from tests.common import VISION, serve, tiny_vision, vision_batch
+from tests.rollout.test_rollout import close, perturb
+from tests.rollout.test_served import check_versions, generated_tokens
+
+TOLERANCE = 1e-4  # nats, fp32: other kernels sum in another order
+
+
+class Tokens:
+    """Of the models of tests.common, which have no processor."""
+
+    pad_token_id, eos_token_id = 0, 2
+
+
+def prompts_of(kind: str) -> DataProto:
+    """Eight: one image for three, the same ids with another image for two, two images, none for two."""
+    batch = vision_batch(kind)
+    P = batch.batch["prompts"].shape[1]
+    tensors = {"input_ids": batch.batch["prompts"], "multi_modal_hash": batch.batch["multi_modal_hash"]}
+    tensors |= {name: batch.batch[name][..., :P] for name in ("attention_mask", "position_ids")}
+    raw = [ids[mask.bool()].tolist() for ids, mask in zip(tensors["input_ids"], tensors["attention_mask"])]
+    inputs = batch.non_tensor_batch["multi_modal_inputs"]
+    objects = {"raw_prompt_ids": raw, "multi_modal_data": [{} for _ in raw], "multi_modal_inputs": inputs}
+    return DataProto.from_dict(tensors=tensors, non_tensors=objects)
+
+
+def trainer_difference(model, out: DataProto) -> float:
+    """Largest |engine's log-prob - trainer's| of the sampled tokens."""
+    with torch.no_grad():
+        log_probs = response_log_probs(model, out, 1.0)[0]
+    return float(((log_probs - out.batch["rollout_log_probs"]) * out.batch["response_mask"]).abs().max())
+
+
+# ---- what engines share --------------------------------------------------------------------------
+
+
+def test_positions_go_on_after_the_highest_of_the_prompt():
+    """With mrope an image's tokens have lower positions than its width, so fewer than its tokens."""
+    prompts = prompts_of("qwen3_vl")
+    rows = [hf_engine.Generated([5] * n, [0.0] * n, "length") for n in range(1, 9)]
+    out = add_responses(prompts, rows, 0)
+    P = out.batch["prompts"].shape[1]
+    positions, before = out.batch["position_ids"], prompts.batch["position_ids"]
+    assert positions.shape == (8, 4, P + 8)
+    assert torch.equal(positions[..., :P], before)
+    assert torch.equal(out.batch["multi_modal_hash"], prompts.batch["multi_modal_hash"])
+    for row, last in zip(positions, before.amax(-1)):
+        assert torch.equal(row[:, P:], last[:, None] + torch.arange(1, 9))
+    assert (positions[:6, 0, P:] > positions[:6, 1, P:]).all()  # those with images
+    own = torch.arange(4 * 3).view(4, 3)
+    chosen = add_responses(prompts, rows, 0, position_ids=[own] * 8)
+    assert torch.equal(chosen.batch["position_ids"][3, :, P : P + 3], own)
+    wider = add_responses(prompts[6:], rows[:2], 0)  # rows without images, which are short
+    both = concat_rows([wider, out])
+    assert torch.equal(both.batch["position_ids"][2:], positions)
+    assert torch.equal(both.batch["position_ids"][0, :, P:][:, :1], wider.batch["position_ids"][0, :, -2:][:, :1])
+
+
+def test_a_prompt_that_an_engine_expands_otherwise_is_refused():
+    check_expanded("vllm", [5, 8, 8, 6], (5, 8, 8, 6))
+    with pytest.raises(InputError, match=r"--rollout-engine vllm: .* the engine made 3 tokens, training 4, "):
+        check_expanded("vllm", [5, 8, 8, 6], [5, 8, 6])
+    with pytest.raises(InputError, match=r"http://a:1: .* other ones.*start the server with this run's --model"):
+        check_expanded("http://a:1", [5, 8, 8, 6], [5, 8, 8, 7])
+
+
+# ---- hf ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=VISION)
+def hf(request, world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    tiny_vision(request.param, folder)
+    model = shard_model(load_model(str(folder)), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
+    engine = HFEngine(model, Tokens())
+    engine.load_weights(model, 0)
+    return request.param, engine, model
+
+
+def test_hf_samples_from_the_policy_that_is_trained(hf):
+    kind, engine, model = hf
+    prompts = prompts_of(kind)
+    out = engine.generate(prompts, Sampling(12), request_seeds(0, 1, list(range(8))))
+    assert trainer_difference(model, out) < TOLERANCE
+
+
+def test_equal_ids_with_another_image_are_another_prompt(hf):
+    """Rows 0 to 2 have one image, rows 3 and 4 another."""
+    kind, engine, _ = hf
+    prompts = prompts_of(kind)
+    raw = prompts.non_tensor_batch["raw_prompt_ids"]
+    assert raw[0] == raw[2] == raw[3] == raw[4]
+    out = engine.generate(prompts, Sampling(4), [7] * 8)
+    first = out.batch["rollout_log_probs"][:, 0]
+    assert first[0] == first[1] == first[2] and first[3] == first[4]
+    assert abs(first[0] - first[3]) > 1e-3
+    alone = engine.generate(prompts[[3]], Sampling(4), [7])
+    torch.testing.assert_close(alone.batch["rollout_log_probs"][0, 0], first[3], atol=TOLERANCE, rtol=0)
+
+
+def test_images_of_a_group_are_encoded_once(hf, monkeypatch):
+    """5 images stand in 8 prompts, in 4 tensors for 6 of them; 4 are different prompts' images."""
+    kind, engine, model = hf
+    prompts, encoded = prompts_of(kind), []
+    features = model.base_model.get_image_features
+
+    def counted(pixel_values, *args, **kwargs):
+        encoded.append(pixel_values.numel())
+        return features(pixel_values, *args, **kwargs)
+
+    monkeypatch.setattr(model.base_model, "get_image_features", counted)
+    engine.generate(prompts, Sampling(3), [1] * 8)
+    inputs = prompts.non_tensor_batch["multi_modal_inputs"]
+    assert sum(encoded) == sum(inputs[i]["pixel_values"].numel() for i in (0, 3, 5))
+
+
+def test_long_prompts_with_images_are_stored_once_for_their_group(hf, monkeypatch):
+    kind, engine, model = hf
+    prompts, seeds = prompts_of(kind), list(range(8))
+    copied = engine.generate(prompts, Sampling(12), seeds)
+    grouped = []
+    GroupCache = hf_engine.GroupCache
+    monkeypatch.setattr(hf_engine, "GroupCache", lambda *args: grouped.append(1) or GroupCache(*args))
+    monkeypatch.setattr(hf_engine, "LONG_PROMPT", 1)
+    shared = engine.generate(prompts, Sampling(12), seeds)
+    assert grouped
+    assert torch.equal(copied.batch["responses"], shared.batch["responses"])
+    assert trainer_difference(model, shared) < TOLERANCE
+
+
+def test_single_requests_give_what_a_batch_gives(hf):
+    kind, engine, _ = hf
+    check_single_requests(engine, prompts_of(kind))
+
+
+def check_single_requests(engine, prompts: DataProto):
+    seeds = request_seeds(0, 2, list(range(len(prompts))))
+    out, done = engine.generate(prompts, Sampling(5), seeds), {}
+    with engine.session():
+        rows = zip(prompts.non_tensor_batch["raw_prompt_ids"], seeds, media_of(prompts))
+        for i, (ids, seed, media) in enumerate(rows):
+            engine.submit(str(i), ids, Sampling(5), seed, media)
+        while len(done) < len(prompts):
+            done |= engine.step()
+    for i, (tokens, mask) in enumerate(zip(out.batch["responses"], out.batch["response_mask"])):
+        assert done[str(i)].token_ids == tokens[mask.bool()].tolist()
+
+
+# ---- vLLM, with a processor ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return make_processor()
+
+
+def idefics3_config(processor) -> Idefics3Config:
+    """The head is tied, which only the whole model's config says."""
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = size | {"model_type": "llama", "vocab_size": len(processor.tokenizer), "num_key_value_heads": 1}
+    text |= {"head_dim": 32, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3}
+    return Idefics3Config(
+        text_config=text | {"max_position_embeddings": 256},
+        vision_config=size | {"image_size": 24, "patch_size": 4},
+        scale_factor=2,
+        image_token_id=processor.image_token_id,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+
+
+def save_idefics3(processor, folder) -> str:
+    torch.manual_seed(0)
+    model = Idefics3ForConditionalGeneration(idefics3_config(processor))
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def noise(seed: int, height: int = 24, width: int = 24) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def visual_prompts(processor, model) -> DataProto:
+    """Eight: one image for three, the same ids with another image for two, two images (one larger), none, and the first
+    image with another text."""
+    vision, A, B, wide = Vision(processor, model.config), noise(1), noise(2), noise(3, 30, 50)
+    columns: dict[str, list] = {
+        name: [] for name in ("ids", "multi_modal_data", "raw_prompt_ids", "multi_modal_inputs")
+    }
+    rows = [
+        ("<image>red?", [A]),
+        ("<image>red?", [B]),
+        ("<image>or<image>", [A, wide]),
+        ("red", []),
+        ("or<image>", [A]),
+    ]
+    for content, images in rows:
+        message = [{"role": "user", "content": content}]
+        text = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        data = {"image": images} if images else {}
+        encoded = vision.encode(text, data)
+        for name, value in zip(columns, (encoded.ids, data, encoded.raw_ids, encoded.inputs)):
+            columns[name].append(value)
+    rows = columns.pop("ids")
+    P = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), P, dtype=torch.long), torch.zeros(len(rows), P, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, P - len(row) :], mask[i, P - len(row) :] = torch.tensor(row), 1
+    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    tensors["multi_modal_hash"] = torch.tensor([media_hash(inputs) for inputs in columns["multi_modal_inputs"]])
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)[[0, 0, 0, 1, 1, 2, 3, 4]]
+
+
+def engine_of(name, processor, path, folder):
+    model = shard_model(load_model(path), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
+    folder.mkdir()
+    more = {"processor": processor, "max_images": 2, "vllm_kwargs": {"max_num_seqs": 16}}
+    settings = {"folder": folder, "max_length": 80, "dtype": torch.float32, "gpu_memory": 0.3}
+    return make_engine(name, model, processor.tokenizer, **settings, **more), model
+
+
+@pytest.fixture(scope="module")
+def vllm(world, processor, tmp_path_factory):
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("vllm")
+    engine, model = engine_of("vllm", processor, save_idefics3(processor, folder / "model"), folder / "engine")
+    sync_weights(engine, model, 0, tolerance=TOLERANCE)
+    yield engine, model
+    close(engine)
+
+
+def test_vllm_samples_from_the_policy_that_is_trained(vllm, processor):
+    engine, model = vllm
+    prompts = visual_prompts(processor, model)
+    raw = prompts.non_tensor_batch["raw_prompt_ids"]
+    assert raw[0] == raw[4]
+    for _ in range(2):  # the second time from its caches
+        out = engine.generate(prompts, Sampling(8), [7] * 8)
+        assert trainer_difference(model, out) < TOLERANCE
+        first = out.batch["rollout_log_probs"][:, 0]
+        assert abs(first[0] - first[3]) > 1e-3
+    assert torch.equal(out.batch["prompts"], prompts.batch["input_ids"])
+
+
+def test_vllm_and_hf_sample_from_the_same_policy(vllm, processor):
+    engine, model = vllm
+    prompts = visual_prompts(processor, model)
+    hf = HFEngine(model, processor.tokenizer)
+    greedy = [of.generate(prompts, Sampling(8, temperature=0.0), [0] * 8) for of in (engine, hf)]
+    assert torch.equal(*(out.batch["responses"] for out in greedy))
+
+
+def test_vllm_single_requests_give_what_a_batch_gives(vllm, processor):
+    engine, model = vllm
+    check_single_requests(engine, visual_prompts(processor, model))
+
+
+def test_vllm_forgets_the_features_of_old_weights(vllm, processor):
+    """Without reset_encoder_cache the same images are more than a nat off."""
+    engine, model = vllm
+    prompts = visual_prompts(processor, model)
+    engine.generate(prompts, Sampling(2), [7] * 8)  # their features are in the cache
+    perturb(model.model.vision_model)
+    engine.load_weights(model, engine.version + 1)
+    out = engine.generate(prompts, Sampling(8), [7] * 8)
+    assert trainer_difference(model, out) < TOLERANCE
+
+
+def test_a_sync_sees_a_stale_tower(vllm, monkeypatch):
+    engine, model = vllm
+    version = engine.version
+    sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
+    perturb(model.model.vision_model)
+    monkeypatch.setattr(engine.llm.llm_engine, "reset_encoder_cache", lambda: None)
+    with pytest.raises(WeightSyncError, match=r"on the probe with an image"):
+        sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
+    monkeypatch.undo()
+    sync_weights(engine, model, version + 3, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("fault", ["a token more", "an image less", "expanded ids"])
+def test_vllm_must_expand_a_prompt_as_training_does(vllm, processor, fault):
+    engine, model = vllm
+    prompts = visual_prompts(processor, model)[5:6]
+    [media], raw = media_of(prompts), prompts.non_tensor_batch["raw_prompt_ids"][0]
+    if fault == "a token more":
+        media = replace(media, ids=[*media.ids[:8], processor.image_token_id, *media.ids[8:]])
+    elif fault == "an image less":
+        media = replace(media, data={"image": media.data["image"][:1]})
+    else:
+        raw = media.ids
+    with engine.session():
+        engine.submit("0", raw, Sampling(2), 0, media)
+        with pytest.raises(InputError, match="of a prompt with images the engine made"):
+            while not engine.step():
+                pass
+
+
+def test_a_prompt_counts_with_its_expanded_placeholders(vllm, processor):
+    engine, model = vllm
+    [media] = media_of(visual_prompts(processor, model)[:1])
+    with engine.session(), pytest.raises(ValueError, match="a prompt of 200 tokens"):
+        engine.submit("0", [5, processor.image_token_id], Sampling(1), 0, replace(media, ids=[5] * 200))
+
+
+def test_gemma_3_is_refused_by_vllm_on_a_cpu(world, processor, tmp_path):
+    model = Gemma3ForConditionalGeneration(tiny_vision("gemma3").config)
+    settings = {"folder": tmp_path, "max_length": 80, "dtype": torch.float32, "gpu_memory": 0.3, "ranks": 1, "more": {}}
+    with pytest.raises(InputError, match=r"see each other in this model, .*: take hf"):
+        VLLMEngine(model, processor.tokenizer, processor=processor, max_images=1, **settings)
+
+
+# ---- a server ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(world, processor, tmp_path_factory):
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("served")
+    path = save_idefics3(processor, folder / "model")
+    save_files(Path(path), AutoModelForImageTextToText.from_pretrained(path), processor.tokenizer, processor)
+    with serve(path, 128, "--enable-scale-out") as (url, _):
+        engine, model = engine_of(url, processor, path, folder / "engine")
+        perturb(model, 0.1)  # not what the server read at its start
+        sync_weights(engine, model, 0, tolerance=TOLERANCE)
+        yield engine, model
+        engine.close()
+
+
+def test_a_server_samples_from_the_policy_that_is_trained(served, processor):
+    """Before and after a sync: the server keeps no features of old weights either."""
+    engine, model = served
+    prompts = visual_prompts(processor, model)
+    for _ in range(2):
+        out = engine.generate(prompts, Sampling(8), list(range(8)))
+        assert trainer_difference(model, out) < TOLERANCE
+        perturb(model.model.vision_model)
+        sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+
+
+def test_a_group_shares_a_server_if_its_images_are_the_same(served):
+    engine, _ = served
+    keys = [((5, 6), 1), ((5, 6), 1), ((5, 6), 2)]
+    first, again, other = engine.turns(keys)
+    assert first == again != other
+
+
+def test_a_response_with_an_image_goes_on_with_new_weights(served, processor, monkeypatch):
+    engine, model = served
+    settings = served_engine.vllm_settings
+    monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    monkeypatch.setattr(engine, "stop_ids", [])
+    prompts, sampling, version = visual_prompts(processor, model), Sampling(90), engine.version
+    old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    before = generated_tokens(engine)
+    responses = engine.start(prompts, sampling, list(range(8)))
+    while generated_tokens(engine) < before + 10 * 8:
+        time.sleep(0.01)
+    perturb(model, 0.1)
+    sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
+    out = engine.collect(prompts, sampling, responses)
+    check_versions(model, out, old_weights, version)
+    sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
+
+
+def test_syncs_at_the_moment_that_requests_begin(served, processor):
+    """A request may be stopped when the server has taken it for sent to its engine process."""
+    engine, model = served
+    prompts = visual_prompts(processor, model)
+    responses = engine.start(prompts, Sampling(8), list(range(8)))
+    for _ in range(4):
+        engine.load_weights(model, engine.version + 1)
+    out = engine.collect(prompts, Sampling(8), responses)
+    assert trainer_difference(model, out) < TOLERANCE
+
+
+def test_a_request_that_the_server_could_not_do_is_made_again(served, processor, monkeypatch):
+    """Such as one whose image the server has lost: see PICTURE_ATTEMPTS."""
+    engine, model = served
+    prompts, request, failed = visual_prompts(processor, model), engine.servers.request, []
+
+    async def fails(url, method, path, **kwargs):
+        if len(failed) < served_engine.PICTURE_ATTEMPTS - 1 and path == served_engine.GENERATE:
+            failed.append(path)
+            raise InputError("failed with 500")
+        return await request(url, method, path, **kwargs)
+
+    monkeypatch.setattr(engine.servers, "request", fails)
+    out = engine.generate(prompts[:1], Sampling(8), [1])
+    assert failed and trainer_difference(model, out) < TOLERANCE
+
+
+def test_a_server_must_expand_a_prompt_as_training_does(served, processor):
+    engine, model = served
+    [media] = media_of(visual_prompts(processor, model)[:1])
+    pictures = engine.pictures(replace(media, ids=media.ids[1:]))
+    raw = visual_prompts(processor, model).non_tensor_batch["raw_prompt_ids"][0]
+    with pytest.raises(InputError, match=r"of a prompt with images the engine made .* start the server with this run"):
+        engine.begin(engine.sample(raw, Sampling(2), 0, 0, pictures=pictures)).result()
+
+
+# ---- record and replay ---------------------------------------------------------------------------
+
+
+def test_a_recorded_rollout_has_its_images_once_and_is_for_no_other_images(world, processor, tmp_path):
+    model = Idefics3ForConditionalGeneration(idefics3_config(processor))
+    prompts = visual_prompts(processor, model)
+    rows = [hf_engine.Generated([5, 6], [0.0, -0.5], "length")] * len(prompts)
+    of, recorded = World(0, 1, torch.device("cpu")), add_responses(prompts, rows, 0)
+    tape = Recording(tmp_path, of)
+    tape.begin(1)
+    tape.rollout(prompts, lambda: recorded)
+    tape.end(recorded)
+    replay = Replay(tmp_path, of)
+    replay.begin(1)
+    again = replay.rollout(prompts, None)
+    for key, column in recorded.batch.items():
+        assert torch.equal(column, again.batch[key])
+    for mine, theirs in zip(media_of(recorded), media_of(again)):
+        assert (mine and mine.hash) == (theirs and media_hash(theirs.inputs))
+        for before, after in zip(*(own.data["image"] if own else [] for own in (mine, theirs))):
+            assert np.array_equal(before, after)
+    inputs = again.non_tensor_batch["multi_modal_inputs"]
+    assert inputs[0]["pixel_values"] is inputs[2]["pixel_values"] is not inputs[3]["pixel_values"]
+    other = prompts[[3, 1, 2, 0, 4, 5, 6, 7]]  # the same tokens
+    replay.begin(1)
+    with pytest.raises(InputError, match="the prompts of step 1 are not those recorded"):
+        replay.rollout(other, None)
