@@ -195,6 +195,7 @@ def sample_groups(
     while len(pool) < needed and gen_batches < args.max_gen_batches:
         batch = rollouts.sample(step, gen_batches)
         extras, failures = rewards.submit(batch).add_to(batch, args.reward_keys)
+        rollouts.observe(batch)
         batch.batch["truncated"] = truncated_rows(batch)
         batch.batch["sampled_at"] = torch.full_like(batch.batch["response_mask"][:, 0], step)
         add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | agent_metrics(batch) | failures)

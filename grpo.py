@@ -266,6 +266,7 @@ def main(args: Args) -> None:
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         extras, failures = pending.add_to(batch, args.reward_keys)  # token_level_scores (B, T)
+        rollouts.observe(batch)
 
         # ---- 4 advantages
         metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)

@@ -309,6 +309,7 @@ def main(args: Args) -> None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         batch.batch["values"] = critic.batched_values(batch)  # PPO: V_old (B, T)
         extras, failures = pending.add_to(batch)  # token_level_scores (B, T)
+        rollouts.observe(batch)
 
         # ---- 4 advantages
         metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)

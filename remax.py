@@ -245,6 +245,7 @@ def main(args: Args) -> None:
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         extras, failures = pending.add_to(batch)  # token_level_scores (B, T)
+        rollouts.observe(batch)
         # REMAX: the greedy response's reward is the baseline (B,) of all responses to its prompt
         _, greedy_failures = pending_greedy.add_to(greedy)
         baselines = greedy.batch["token_level_scores"].sum(1)

@@ -67,6 +67,7 @@ PolicyLoss = Literal[
 ]
 """names in lib/core_algos/policy_losses.py"""
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+PromptSampling = Literal["uniform", "skip", "variance"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"]
 
 
@@ -172,11 +173,25 @@ class DataArgs(Group):
     """shuffle the training prompts anew in each epoch"""
     loader_workers: Annotated[int, Ge(0), MAY_CHANGE] = 0
     """processes that tokenize prompts ahead of time; 0: the training process does it"""
+    prompt_sampling: Annotated[PromptSampling, ROWS] = "uniform"
+    """which prompts come: uniform: each once an epoch; skip: those whose groups scored alike --prompt-skip-after times
+    in a row (all right or all wrong) are left out; variance: prompts are drawn in proportion to the variance of their
+    last group's scores"""
+    prompt_skip_after: Annotated[int, Ge(1), ROWS] = 3
+    """groups in a row of equal scores, after which --prompt-sampling skip leaves a prompt out"""
+    prompt_share: Annotated[float, Interval(gt=0, le=1), ROWS] = 0.1
+    """share of left out prompts that come nevertheless, as they may have become useful; with variance, of the draws
+    that are uniform"""
 
     def check(self) -> None:
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
         if self.min_pixels > self.max_pixels:
             raise InputError(f"--min-pixels {self.min_pixels}: more than --max-pixels {self.max_pixels}")
+        if self.prompt_sampling != "uniform" and self.loader_workers:
+            raise InputError(
+                f"--prompt-sampling {self.prompt_sampling} chooses prompts by the scores of the step before, and "
+                "--loader-workers take them ahead of that: drop one"
+            )
 
 
 @configure(OmitArgPrefixes)
@@ -729,6 +744,10 @@ def _check_models_and_files(args: Any) -> None:
 
 
 def _check_sampling(args: Any) -> None:
+    if args.data.prompt_sampling != "uniform" and args.group_size == 1:
+        raise InputError(
+            f"--prompt-sampling {args.data.prompt_sampling} compares the responses to a prompt: it needs --group-size 2"
+        )
     if args.rollout.rollout_engine == "vllm" and not args.run.replay and importlib.util.find_spec("vllm") is None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     if args.old_log_probs == "rollout" and args.rollout_correction.settings():

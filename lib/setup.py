@@ -533,6 +533,9 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
             seed=args.run.seed,
             shuffle=data.shuffle,
             num_workers=data.loader_workers,
+            sampling=data.prompt_sampling,
+            skip_after=data.prompt_skip_after,
+            share=data.prompt_share,
         )
     return Rollouts(
         engine,

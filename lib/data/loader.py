@@ -6,16 +6,21 @@ loader's position counts the rows that were handed out, not those that were prep
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
+from lib.args import PromptSampling
 from lib.data.dataset import PromptDataset
+from lib.data.difficulty import Difficulty
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
+
+ROW = "data_row"  # column of the row's number in the data set
 
 
 def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
@@ -47,22 +52,58 @@ def _collate_in_worker(items: list[dict]) -> dict:
 class _StepSampler:
     """Yields, step after step and without end, the rows of the stream that belong to this rank."""
 
-    def __init__(self, num_rows: int, prompts_per_step: int, rank: int, world_size: int, seed: int, shuffle: bool):
+    def __init__(
+        self,
+        num_rows: int,
+        prompts_per_step: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        sampling: PromptSampling,
+        difficulty: Difficulty,
+    ):
         self.num_rows, self.prompts_per_step, self.seed, self.shuffle = num_rows, prompts_per_step, seed, shuffle
         self.rank, self.world_size = rank, world_size
+        self.sampling, self.difficulty = sampling, difficulty
         self.start = 0
+        self.skipped = 0
+        """rows of the stream that --prompt-sampling skip has left out"""
+        self.given: list[int] = []
+        """what was yielded last"""
+        self._epoch, self._order = -1, np.empty(0, dtype=int)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch_of_order, order, position = None, None, self.start
+        position = self.start
         while True:
-            rows = []
-            for k in range(position + self.rank, position + self.prompts_per_step, self.world_size):
-                epoch, i = divmod(k, self.num_rows)
-                if epoch != epoch_of_order:
-                    epoch_of_order, order = epoch, self.order(epoch)
-                rows.append(int(order[i]))
-            yield rows
+            self.given = self._step(position)[self.rank :: self.world_size]
+            yield self.given
             position += self.prompts_per_step
+
+    def _step(self, position: int) -> list[int]:
+        """The rows of the step that begins after `position` rows, over all ranks."""
+        n = self.prompts_per_step
+        if self.sampling == "variance":
+            return self.difficulty.draw(n, np.random.default_rng([self.seed, position]))
+        if self.sampling == "uniform":
+            return [self._row(k) for k in range(position, position + n)]
+        rng = np.random.default_rng([self.seed, position])
+        rows: list[int] = []
+        last = self.skipped + self.num_rows  # after a whole epoch of skips, prompts come as they are
+        while len(rows) < n:
+            row = self._row(position + self.skipped + len(rows))
+            if self.skipped < last and self.difficulty.skips(row, rng):
+                self.skipped += 1
+            else:
+                rows.append(row)
+        return rows
+
+    def _row(self, k: int) -> int:
+        """Row k of the stream."""
+        epoch, i = divmod(k, self.num_rows)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self.order(epoch)
+        return int(self._order[i])
 
     def order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
@@ -92,23 +133,46 @@ class PromptLoader(StatefulDataLoader):
             self.position += self.batch_sampler.prompts_per_step
             if self.num_workers and "multi_modal_inputs" in batch:
                 batch["multi_modal_inputs"] = pickle.loads(batch["multi_modal_inputs"])  # noqa: S301 (of our process)
+            if self.observes:
+                given = self.batch_sampler.given
+                batch[ROW] = np.fromiter(given, dtype=object, count=len(given))
             yield batch
 
-    def state_dict(self) -> dict[str, int | bool]:
-        sampler = self.batch_sampler
-        order = {"num_rows": sampler.num_rows, "seed": sampler.seed, "shuffle": sampler.shuffle}
-        return {"position": self.position, **order}
+    @property
+    def observes(self) -> bool:
+        """Whether the scores of prompts decide which ones come: batches then have the column `data_row`."""
+        return self.batch_sampler.sampling != "uniform"
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+    def observe(self, rows: Iterable[int], scores: Iterable[float]) -> None:
+        """How responses scored to the prompts of these rows (`data_row` of a batch), of this rank. A collective."""
+        self.batch_sampler.difficulty.observe(rows, scores)
+
+    def metrics(self) -> dict[str, float]:
+        return self.batch_sampler.difficulty.metrics() if self.observes else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"position": self.position, **self._stream()}
+        if self.observes:
+            state |= {"skipped": self.batch_sampler.skipped, "difficulty": self.batch_sampler.difficulty.state_dict()}
+        return state
+
+    def _stream(self) -> dict[str, int | bool]:
+        sampler = self.batch_sampler
+        return {"num_rows": sampler.num_rows, "seed": sampler.seed, "shuffle": sampler.shuffle}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes effect at the next iter(loader). Raises InputError if the saved stream had another order; a state with
         only a position is taken as one of this stream."""
-        for key, here in self.state_dict().items():
-            if key != "position" and state.get(key, here) != here:
+        for key, here in self._stream().items():
+            if state.get(key, here) != here:
                 raise InputError(
                     f"resume: the saved data stream has {key}={state[key]}, this run {key}={here}, so rows would be "
                     "lost or doubled; use the same data files, max_prompt_length, seed and shuffle, or start a new run"
                 )
         self.position = int(state["position"])
+        if self.observes and "difficulty" in state:
+            self.batch_sampler.skipped = int(state["skipped"])
+            self.batch_sampler.difficulty.load_state_dict(state["difficulty"])
 
 
 def make_loader(
@@ -120,6 +184,9 @@ def make_loader(
     seed: int,
     shuffle: bool = True,
     num_workers: int = 0,
+    sampling: PromptSampling = "uniform",
+    skip_after: int = 3,
+    share: float = 0.1,
 ) -> PromptLoader:
     """An endless loader of one rank's share, prompts_per_step / world_size rows, of each step's prompts.
 
@@ -127,6 +194,10 @@ def make_loader(
     takes the next prompts_per_step rows, also across an epoch's end, and rank r takes every world_size-th of them from
     the r-th on. So each epoch has each row once, and the union over the ranks does not depend on their number. (With N
     less than prompts_per_step a step has rows of several epochs, so some rows come more than once.)
+
+    sampling: "skip" leaves rows of the stream out, and "variance" draws the rows of a step by itself, both by the
+    scores that `observe` was told (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
+    workers take rows before the scores of the step before are known.
 
     The state is plain numbers, the same on every rank. Raises InputError for impossible sizes.
     """
@@ -142,5 +213,6 @@ def make_loader(
         raise InputError(f"seed={seed}: must not be negative")
     if len(dataset) == 0:
         raise InputError("the data set has no rows")
-    sampler = _StepSampler(len(dataset), prompts_per_step, rank, world_size, seed, shuffle)
+    difficulty = Difficulty(len(dataset), skip_after, share)
+    sampler = _StepSampler(len(dataset), prompts_per_step, rank, world_size, seed, shuffle, sampling, difficulty)
     return PromptLoader(dataset, sampler, num_workers)

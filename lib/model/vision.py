@@ -12,6 +12,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
@@ -106,7 +107,7 @@ register_dataclass(Images)
 
 def images_of(
     model: PreTrainedModel,
-    rows: Sequence[dict] | None,
+    rows: Sequence[dict] | np.ndarray | None,
     ids: torch.Tensor,
     trained: torch.Tensor,
     attended: torch.Tensor,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lib import InputError
 from lib.args import Sizes
-from lib.data import PromptLoader, balance_groups, exchange_groups
+from lib.data import ROW, PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
@@ -120,7 +120,8 @@ class Rollouts:
                 begun=steps.start - 1,
             )
         # the prompts of such a step are known from the record alone
-        self._replays_any_order = bool(async_level) and tape.replays and async_order == "finished"
+        any_order = async_order == "finished" or (loader is not None and loader.observes)
+        self._replays_any_order = bool(async_level) and tape.replays and any_order
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
@@ -186,12 +187,21 @@ class Rollouts:
         groups = np.arange(len(whole)).reshape(-1, self.sizes.group_size)
         return whole[groups[self.world.rank :: self.world.size].ravel()]
 
+    def observe(self, batch: DataProto) -> None:
+        """Tells the loader how responses to its prompts scored, for --prompt-sampling. A collective."""
+        if self.loader is not None and self.loader.observes:
+            scored = batch.batch["response_mask"].any(1).tolist()
+            scores = batch.batch["token_level_scores"].sum(1).tolist()
+            rows = zip(batch.non_tensor_batch[ROW], scores, scored)
+            known = [(row, score) for row, score, is_known in rows if is_known]
+            self.loader.observe(*zip(*known, strict=True) if known else ((), ()))
+
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Epochs done and, for rollouts sampled ahead, how many weight versions old the tokens are."""
         position = 0 if self.loader is None else self.loader.position
         if self._ahead is not None:
             position -= len(self._ahead.on_their_way) * self.world.size
-        metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset)}
+        metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
         if isinstance(self.engine, ServedEngine):
             metrics |= self.engine.metrics()
         if self.async_level:

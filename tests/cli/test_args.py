@@ -91,6 +91,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "--resume auto needs the --run-name": ["--resume", "auto"],
     "--record with --replay": ["--record", "a", "--replay", "b"],
     "--replay ./absent: no config.json": ["--replay", "./absent"],
+    "--loader-workers take them ahead": ["--prompt-sampling", "skip", "--loader-workers", "1"],
+    "it needs --group-size 2": ["--prompt-sampling", "variance", "--group-size", "1"],
     "--record is about training steps": ["--record", "a", "--val-only"],
     "--record /proc/kept: /proc cannot be written": ["--record", "/proc/kept"],
     "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],

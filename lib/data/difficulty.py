@@ -1,0 +1,64 @@
+"""Which prompts are worth sampling: what the scores of each prompt's last responses say.
+
+A group whose responses all score alike has no advantage, whether the prompt is solved or hopeless. So a prompt is as
+useful as its scores vary.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from lib.distributed import all_gather_lists
+
+STATE = ("rows", "variance", "alike")
+
+
+class Difficulty:
+    """The history of each of N rows of a data set, the same on all ranks.
+
+    skip_after: a row is skipped after so many groups in a row whose scores were equal. share: of skipped rows that come
+    nevertheless; in `draw`, of the probability that all rows have in equal parts.
+    """
+
+    def __init__(self, num_rows: int, skip_after: int, share: float):
+        self.skip_after, self.share = skip_after, share
+        self.variance = np.full(num_rows, np.nan)  # of the last group's scores; nan: not seen
+        self.alike = np.zeros(num_rows, dtype=int)  # groups in a row whose scores were equal
+
+    def observe(self, rows: Iterable[int], scores: Iterable[float]) -> None:
+        """rows, scores: of each response of this rank. A row with one response tells nothing. A collective."""
+        of_row: dict[int, list[float]] = defaultdict(list)
+        for row, score in all_gather_lists(list(zip(rows, scores, strict=True))):
+            of_row[row].append(score)
+        for row, own in of_row.items():
+            if len(own) > 1:
+                self.variance[row] = np.var(sorted(own))  # sorted: the same sum on any number of ranks
+                self.alike[row] = 0 if min(own) < max(own) else self.alike[row] + 1
+
+    def skips(self, row: int, rng: np.random.Generator) -> bool:
+        return self.alike[row] >= self.skip_after and rng.random() >= self.share
+
+    def draw(self, n: int, rng: np.random.Generator) -> list[int]:
+        """n rows, in proportion to the variance of their last scores. A row not seen counts as the best one seen."""
+        seen, N = ~np.isnan(self.variance), len(self.variance)
+        weights = np.where(seen, self.variance, self.variance[seen].max(initial=0.0))
+        if not weights.any():
+            weights = np.ones(N)
+        p = (1 - self.share) * weights / weights.sum() + self.share / N
+        return rng.choice(N, n, replace=n > N, p=p / p.sum()).tolist()
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "prompts/seen": float((~np.isnan(self.variance)).mean()),
+            "prompts/skipped": float((self.alike >= self.skip_after).mean()),
+        }
+
+    def state_dict(self) -> dict[str, list]:
+        rows = np.flatnonzero(~np.isnan(self.variance))
+        return {name: x.tolist() for name, x in zip(STATE, (rows, self.variance[rows], self.alike[rows]))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rows, variance, alike = (state[name] for name in STATE)
+        self.variance[rows], self.alike[rows] = variance, alike

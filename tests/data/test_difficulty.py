@@ -1,0 +1,135 @@
+"""--prompt-sampling: which prompts come, by what their responses scored before."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lib.data import ROW, make_loader
+from tests.common import run_ranks
+from tests.data.test_dataset import Rows
+
+alone = pytest.mark.usefixtures("world")
+# one process group serves all examples
+EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def loader(n: int, per_step: int, sampling: str, share: float = 0.1, **more):
+    return make_loader(
+        Rows(n), per_step, **{"rank": 0, "world_size": 1, "seed": 5} | more, sampling=sampling, share=share
+    )
+
+
+def observe(prompts, scores: dict[int, list[float]]) -> None:
+    prompts.observe(
+        [row for row, own in scores.items() for _ in own], [score for own in scores.values() for score in own]
+    )
+
+
+def scores_of(row: int) -> list[float]:
+    return [0.0, row / 7, float(row % 3 == 0)] if row % 4 else [1.0, 1.0, 1.0]
+
+
+def steps_of(prompts, steps: int) -> list[list[int]]:
+    """The rows of each step, each observed before the next."""
+    batches, given = iter(prompts), []
+    for _ in range(steps):
+        given.append(next(batches)[ROW].tolist())
+        observe(prompts, {row: scores_of(row) for row in given[-1]})
+    return given
+
+
+def steps_of_rank(world, sampling: str) -> tuple[list[list[int]], dict]:
+    prompts = loader(11, 4, sampling, skip_after=1, rank=world.rank, world_size=world.size)
+    return steps_of(prompts, 8), prompts.state_dict()
+
+
+@pytest.mark.parametrize("sampling", ["skip", "variance"])
+def test_two_ranks_take_what_one_takes(sampling):
+    """It is the first here, as its ranks must not inherit the process group of the others."""
+    [(whole, state)] = run_ranks(1, steps_of_rank, sampling)
+    (first, own), (second, other) = run_ranks(2, steps_of_rank, sampling)
+    assert [[a, c, b, d] for (a, b), (c, d) in zip(first, second)] == whole
+    assert own == other == state
+
+
+@alone
+@EXAMPLES
+@given(
+    n=st.integers(2, 20),
+    per_step=st.integers(1, 8),
+    steps=st.integers(1, 10),
+    dull=st.sets(st.integers(0, 19)),
+    skip_after=st.integers(1, 3),
+)
+def test_skip_leaves_dull_rows_out_of_the_stream_and_no_others(n, per_step, steps, dull, skip_after):
+    """Against a walk over the whole stream. After an epoch of skips a step takes rows as they come, and so ends."""
+    prompts = loader(n, per_step, "skip", share=1e-12, skip_after=skip_after)
+    batches, stream, alike = iter(prompts), iter(loader(n, 1, "uniform")), np.zeros(n, dtype=int)
+    for _ in range(steps):
+        expected, skips = [], 0
+        while len(expected) < per_step:
+            row = next(stream)["row"].item()
+            if alike[row] >= skip_after and skips < n:
+                skips += 1
+            else:
+                expected.append(row)
+        assert next(batches)[ROW].tolist() == expected
+        observe(prompts, {row: [1.0, 1.0] if row in dull else [0.0, 1.0] for row in expected})
+        for row in set(expected):
+            alike[row] = alike[row] + 1 if row in dull else 0
+
+
+@alone
+def test_a_share_of_skipped_rows_comes_and_returns_once_its_scores_differ():
+    prompts = loader(100, 10, "skip", share=0.25, skip_after=1)
+    observe(prompts, {row: [0.0, 0.0] for row in range(90)})
+    batches = iter(prompts)
+    given = [row for _ in range(100) for row in next(batches)[ROW].tolist()]
+    dull = sum(row < 90 for row in given)
+    # of 90 dull rows for each 10 others 22.5 come: 69 percent of all; three standard errors of 1000 draws are 0.044
+    assert dull / len(given) == pytest.approx(22.5 / 32.5, abs=0.045)
+    observe(prompts, {row: [0.0, 1.0] for row in range(90)})
+    assert prompts.metrics() == {"prompts/seen": 0.9, "prompts/skipped": 0.0}
+
+
+@alone
+def test_variance_draws_in_proportion_to_it_and_an_unseen_row_as_the_best():
+    scores = {0: [0.0, 0.0], 1: [0.0, 1.0], 2: [0.0, 0.0, 0.0, 1.0]}  # variances 0, 1/4, 3/16; row 3 is not seen
+    prompts = loader(4, 1, "variance", share=0.2)
+    observe(prompts, scores)
+    batches = iter(prompts)
+    given = np.array([next(batches)[ROW][0] for _ in range(4000)])
+    expected = 0.2 / 4 + 0.8 * np.array([0, 4, 3, 4]) / 11
+    got = np.bincount(given, minlength=4) / len(given)
+    assert np.abs(got - expected).max() < 0.025, got  # three standard errors of 4000 draws: 0.024
+
+
+@alone
+def test_variance_draws_no_row_twice_in_a_step_unless_there_are_too_few():
+    for n, times in ((12, 1), (5, 3)):
+        prompts = loader(n, 12, "variance")
+        observe(prompts, {row: [0.0, float(row)] for row in range(n)})
+        given = next(iter(prompts))[ROW].tolist()
+        assert len(given) == 12 and (len(set(given)) == 12) == (times == 1)
+
+
+@alone
+def test_a_row_of_one_score_and_a_dead_one_tell_nothing():
+    prompts = loader(4, 2, "skip", skip_after=1)
+    observe(prompts, {0: [1.0], 1: []})
+    assert prompts.metrics() == {"prompts/seen": 0.0, "prompts/skipped": 0.0}
+
+
+@alone
+@pytest.mark.parametrize("sampling", ["skip", "variance"])
+def test_resumed_equals_never_interrupted(sampling):
+    whole = steps_of(loader(11, 4, sampling, skip_after=1), 12)
+    first = loader(11, 4, sampling, skip_after=1)
+    begun = steps_of(first, 5)
+    resumed = loader(11, 4, sampling, skip_after=1)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert begun + steps_of(resumed, 7) == whole
+    assert len({row for step in whole for row in step}) == 11
