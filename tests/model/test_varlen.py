@@ -15,10 +15,10 @@ import torch
 
 from lib import InputError
 from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
-from lib.model import PACKED, response_log_probs
+from lib.model import PACKED, load_model, response_log_probs
 from lib.model.attention import TELL_OF_GROUPS
 from lib.setup import get_attention
-from tests.common import run_ranks
+from tests.common import run_ranks, tiny_vision, vision_batch
 from tests.model.test_models import batch_of_groups, load, save, with_gradient
 
 CALLS = []
@@ -137,3 +137,17 @@ def test_varlen_without_a_kernel_is_refused(device, dtype):
 def test_flash_attention_without_its_package_is_refused_in_a_line():
     with pytest.raises(InputError, match="flash-attn is not installed; take auto"):
         get_attention("flash_attention_2", torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+def test_images_go_through_it_but_those_whose_tokens_see_each_other(tmp_path, kind):
+    """The tower's own attention stays SDPA: images have no packed sequences. Gemma's rows are padded."""
+    tiny_vision(kind, tmp_path)
+    batch = vision_batch(kind)
+    CALLS.clear()
+    ours, theirs = (
+        response_log_probs(load_model(str(tmp_path), dtype=torch.float64, attn_implementation=name), batch, 1.0)
+        for name in PACKED[::-1]
+    )
+    assert len(CALLS) == (0 if kind == "gemma3" else 3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
