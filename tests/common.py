@@ -255,6 +255,7 @@ def serve(model: str, max_length: int) -> Iterator[tuple[str, subprocess.Popen]]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
     command += ["--worker-extension-cls", "lib.rollout.vllm_weights.WorkerExtension"]
     command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
+    command += ["--middleware", "lib.rollout.vllm_batches.Batches"]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

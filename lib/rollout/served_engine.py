@@ -31,7 +31,7 @@ from lib.rollout.engine import (
 )
 from lib.rollout.own_servers import OwnServers
 from lib.rollout.served_weights import ServedWeights
-from lib.rollout.servers import ServerLost, Servers
+from lib.rollout.servers import PATH, ServerLost, Servers
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
@@ -112,6 +112,7 @@ class ServedEngine(RolloutEngine):
         self.proved: dict[str, float] = {}
         for url in self.servers.urls:
             self._check_server(url, max_length)
+        self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
         self.weights = ServedWeights(self.servers, folder.resolve(), dtype)
 
     def _check_server(self, url: str, max_length: int) -> None:
@@ -129,6 +130,13 @@ class ServedEngine(RolloutEngine):
                 f"--rollout-engine {url}: the server's log-probs are not those of the distribution that it "
                 "samples from: start it with --logprobs-mode processed_logprobs"
             )
+
+    def _takes_batches(self, url: str) -> bool:
+        try:
+            self.servers.ask(url, "POST", PATH, json={"begin": [], "abort": []})
+        except InputError:  # it has no such route
+            return False
+        return True
 
     # ---- weights
 
@@ -296,7 +304,7 @@ class ServedEngine(RolloutEngine):
             url, version, n = here[turn % len(here)], self.version, len(row.token_ids)
             left = replace(sampling, max_response_length=sampling.max_response_length - n)
             settings = vllm_settings(left, turn_seed(seed, -n))
-            request = asyncio.create_task(self._complete(url, [*prompt_ids, *row.token_ids], **settings))
+            request = asyncio.create_task(self._request(url, [*prompt_ids, *row.token_ids], settings))
             self._posted.add(request)
             try:
                 await asyncio.wait([request])
@@ -306,18 +314,17 @@ class ServedEngine(RolloutEngine):
             if request.cancelled():
                 continue
             try:
-                choice = request.result()
+                found = request.result()
             except ServerLost:
                 if self.own is None:
                     raise
                 self._lose(url)
                 continue
-            self._check_length(url, choice, settings["max_tokens"], len(prompt_ids) + n)
-            if choice["token_ids"]:
-                row.token_ids += choice["token_ids"]
-                row.log_probs += choice["logprobs"]["token_logprobs"]
-                row.weight_versions += [version] * len(choice["token_ids"])
-            row.finish_reason = as_finish_reason(choice["finish_reason"])
+            self._check_length(url, found, settings["max_tokens"], len(prompt_ids) + n)
+            row.token_ids += found.token_ids
+            row.log_probs += found.log_probs
+            row.weight_versions += [version] * len(found.token_ids)
+            row.finish_reason = found.finish_reason
             if self._open.is_set():
                 break
         return row
@@ -337,18 +344,29 @@ class ServedEngine(RolloutEngine):
         again = sum(self._starts) - len(self._starts)
         return {"perf/requests_resampled": Sum(resampled), "perf/server_restarts": Max(again)}
 
-    def _check_length(self, url: str, choice: dict, asked: int, before: int) -> None:
+    def _check_length(self, url: str, found: Generated, asked: int, before: int) -> None:
         asked = min(asked, self.max_length - before)
-        if choice["finish_reason"] == "length" and len(choice["token_ids"]) < asked:
+        if found.finish_reason == "length" and len(found.token_ids) < asked:
             raise InputError(
-                f"--rollout-engine {url}: the server ended a response after {len(choice['token_ids'])} of {asked} "
+                f"--rollout-engine {url}: the server ended a response after {len(found.token_ids)} of {asked} "
                 "tokens: start it with --generation-config vllm and without --override-generation-config"
             )
 
+    async def _request(self, url: str, prompt_ids: list[int], settings: dict) -> Generated:
+        """What there is of the response when it ends, or when a pause ends it."""
+        if self.batches:
+            return await self.servers.generate(url, prompt_ids, self._whole(settings))
+        choice = await self._complete(url, prompt_ids, **settings)
+        log_probs = choice["logprobs"]["token_logprobs"] if choice["token_ids"] else []
+        return Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
+
     async def _complete(self, url: str, prompt_ids: list[int], **settings) -> dict:
-        settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
-        body = {"model": self.served_model, "prompt": prompt_ids, **NEUTRAL, **settings}
+        settings = self._whole(settings) | {"skip_special_tokens": False, "return_token_ids": True}
+        body = {"model": self.served_model, "prompt": prompt_ids, **settings}
         return (await self.servers.request(url, "POST", "/v1/completions", json=body))["choices"][0]
+
+    def _whole(self, settings: dict) -> dict:
+        return {**NEUTRAL, "stop_token_ids": self.stop_ids, **settings}
 
 
 def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:

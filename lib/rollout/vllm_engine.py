@@ -234,7 +234,7 @@ class VLLMEngine(SteppedEngine):
                 params = self._params(**vllm_settings(sampling, seed))
                 engine.add_request(f"{place} {request_id}", {"prompt_token_ids": prompt_ids}, params)
         ended = {out.request_id: out for out in engine.step() if out.finished}
-        done = {name: _generated(ended[full]) for name in self._running if (full := f"{self._place} {name}") in ended}
+        done = {name: generated(ended[full]) for name in self._running if (full := f"{self._place} {name}") in ended}
         self._running -= done.keys()
         return done, all(leaves for *_, leaves in everyones)
 
@@ -252,22 +252,11 @@ class VLLMEngine(SteppedEngine):
         params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
         outputs = self._run([prompt_ids for prompts, _ in everyones for prompt_ids in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        rows = [_generated(out) for out in outputs[before : before + len(prompts)]]
+        rows = [generated(out) for out in outputs[before : before + len(prompts)]]
         return add_responses(prompts, rows, self.pad_token_id)
 
-    def _params(self, max_tokens: int, **kwargs):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            max_tokens=max_tokens,
-            stop_token_ids=self.stop_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # no other request uses this object
-            flat_logprobs=True,  # lists of numbers, not two objects a token
-            **kwargs,
-        )
+    def _params(self, max_tokens: int, **settings):
+        return request_params(max_tokens=max_tokens, stop_token_ids=self.stop_ids, **settings)
 
     def _check_weights(self) -> None:
         if self.version is None:  # asleep, vLLM would spin for ever
@@ -291,7 +280,21 @@ def _groups_of_one() -> Iterator[None]:
         dist.new_group = new_group
 
 
-def _generated(output) -> Generated:
+def request_params(**settings):
+    """vLLM's SamplingParams with these settings, for a request whose answer is read by `generated`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # no other request uses this object
+        flat_logprobs=True,  # lists of numbers, not two objects a token
+        **settings,
+    )
+
+
+def generated(output) -> Generated:
     out = output.outputs[0]
     log_probs = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices]  # of the sampled token
     return Generated(list(out.token_ids), log_probs, as_finish_reason(out.finish_reason))
