@@ -245,7 +245,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(model: str, max_length: int) -> Iterator[tuple[str, subprocess.Popen]]:
+def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/scaling.md says, but with the
     model's generation config."""
     port = free_port()
@@ -255,7 +255,7 @@ def serve(model: str, max_length: int) -> Iterator[tuple[str, subprocess.Popen]]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
     command += ["--worker-extension-cls", "lib.rollout.vllm_weights.WorkerExtension"]
     command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
-    command += ["--middleware", "lib.rollout.vllm_batches.Batches"]
+    command += ["--middleware", "lib.rollout.vllm_batches.Batches", *more]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

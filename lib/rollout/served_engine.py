@@ -64,12 +64,14 @@ class Response:
 
 
 class ServedEngine(RolloutEngine):
-    """vLLM servers over their OpenAI-compatible API. Each rank spreads its groups of responses over all of them.
+    """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
     If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
     workers of all servers, bucket by bucket. Otherwise the first rank writes them to a file in `folder`, and the
     servers read it; servers on other machines need a shared disk. The folder that a server was started with stays as it
     is.
+
+    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same.
 
     A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and with
     --logprobs-mode processed_logprobs. It must serve this run only.
@@ -124,7 +126,9 @@ class ServedEngine(RolloutEngine):
                 f"need {max_length}: start it with --max-model-len {max_length}"
             )
         self.servers.ask(url, "POST", "/resume")  # an earlier run may have ended while the server was paused
-        only_choice = self.servers.begin(self._complete(url, [0], **vllm_settings(Sampling(1, top_k=1), 0))).result()
+        only_choice = self.servers.begin(
+            self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=self.stop_ids[:1])
+        ).result()
         if only_choice["logprobs"]["token_logprobs"][0] < -1e-3:
             raise InputError(
                 f"--rollout-engine {url}: the server's log-probs are not those of the distribution that it "

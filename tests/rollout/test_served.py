@@ -334,6 +334,19 @@ def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
 
 
 @needs_vllm
+def test_a_model_whose_tokens_are_equally_likely_is_served(engine_and_model, server, tmp_path):
+    """The server's log-probs are known from a request with one choice, which a top-k of 1 is not here."""
+    engine, model = engine_and_model
+    url, path, _ = server
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.load_state_dict({name: torch.zeros_like(weight) for name, weight in weights.items()})
+    sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+    build(url, path, tmp_path / "engine")[0].close()
+    model.load_state_dict(weights)
+    sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+
+
+@needs_vllm
 def test_requests_of_one_moment_travel_together(engine_and_model, monkeypatch):
     engine, _ = engine_and_model
     orders, response, url = [], engine.servers._response, engine.servers.urls[0]
@@ -343,7 +356,7 @@ def test_requests_of_one_moment_travel_together(engine_and_model, monkeypatch):
         return response(*args, json=json)
 
     async def at_once(n: int) -> list[Generated]:
-        settings = [{"max_tokens": length, "logprobs": 0} for length in range(1, n + 1)]
+        settings = [{"max_tokens": length, "logprobs": 0, "ignore_eos": True} for length in range(1, n + 1)]
         return await asyncio.gather(*(engine._request(url, [5, 6], own) for own in settings))
 
     monkeypatch.setattr(engine.servers, "_response", counted)
