@@ -127,7 +127,7 @@ class ServedEngine(RolloutEngine):
             )
         self.servers.ask(url, "POST", "/resume")  # an earlier run may have ended while the server was paused
         only_choice = self.servers.begin(
-            self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=self.stop_ids[:1])
+            self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=[0])
         ).result()
         if only_choice["logprobs"]["token_logprobs"][0] < -1e-3:
             raise InputError(

@@ -148,6 +148,8 @@ class Servers:
                         answer = waiting.pop(name)
                         if not answer.done():
                             answer.set_result(found)
+            if waiting:
+                raise ServerLost(f"--rollout-engine {url}: the server left {len(waiting)} requests without an answer")
         except InputError as error:
             for answer in waiting.values():
                 if not answer.done():

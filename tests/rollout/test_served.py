@@ -38,6 +38,7 @@ from lib.rollout import (
 )
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.served_weights import ServedWeights
+from lib.rollout.servers import PATH
 from tests.agent.test_agent_loop import (
     Add,
     Hostile,
@@ -860,6 +861,24 @@ def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
         with pytest.raises(InputError, match="ended a response after 1 of 8 tokens: start it with --generation-config"):
             engine.generate(random_prompts(1), Sampling(8), [1])
         http.shutdown()
+
+
+def test_a_server_that_leaves_requests_without_an_answer(world, tmp_path, monkeypatch):
+    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
+    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, PATH: {"not": "a line"}}
+    monkeypatch.setattr(Stub, "answers", answers, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Stub) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        engine, _ = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+        engine.version = 0
+        with pytest.raises(InputError, match="the server left 3 requests without an answer"):
+            asyncio.run_coroutine_threadsafe(three(engine), engine.servers.loop).result()
+        http.shutdown()
+
+
+async def three(engine) -> None:
+    url = engine.servers.urls[0]
+    await asyncio.gather(*(engine.servers.generate(url, [5], {"max_tokens": 1}) for _ in range(3)))
 
 
 @pytest.mark.parametrize("join", [served_weights.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
