@@ -105,6 +105,7 @@ def engine_settings(
     }
     if max_images:
         settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
+        settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
     if on_gpu:
         return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": 256}
     # seeded requests and chunked prefill crash on a CPU
