@@ -408,7 +408,9 @@ class ServedEngine(RolloutEngine):
                 "tokens: start it with --generation-config vllm and without --override-generation-config"
             )
 
-    async def _request(self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None) -> Generated:
+    async def _request(
+        self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None = None
+    ) -> Generated:
         """What there is of the response when it ends, or when a pause ends it."""
         if pictures is not None:
             choice = await self._complete_pictures(url, prompt_ids, pictures, **settings)
