@@ -59,7 +59,7 @@ def main() -> None:
             with serve(str(path), MAX_LENGTH) as (url, process):
                 engine = make_engine(url, model, tokenizer, folder=path / "weights", **settings)
                 for way in ("reload_from", "broadcast"):
-                    engine.weights_by = way
+                    engine.weights.way = way
                     rows[way] = measure(engine, model, psutil.Process(process.pid))
                 engine.close()
             engine = make_engine("vllm", model, tokenizer, folder=path / "engine", **settings)

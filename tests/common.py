@@ -413,7 +413,8 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
     command += ["--max-model-len", str(max_length), "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
     command += ["--worker-extension-cls", "lib.rollout.vllm_weights.WorkerExtension"]
-    command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"}), *more]
+    command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
+    command += ["--middleware", "lib.rollout.vllm_batches.Batches", *more]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

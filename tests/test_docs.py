@@ -129,9 +129,9 @@ LAUNCHERS = {
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
 }
 VLLM = {
-    *("--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--override-generation-config"),
-    *("--enable-scale-out", "--enforce-eager", "--tensor-parallel-size", "--weight-transfer-config"),
-    "--worker-extension-cls",
+    *("--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--middleware"),
+    *("--override-generation-config", "--enable-scale-out", "--enforce-eager", "--tensor-parallel-size"),
+    *("--weight-transfer-config", "--worker-extension-cls"),
 }
 OF_TOOLS = {
     *("--max-mb", "--output", "--serve"),  # of the run page

@@ -136,8 +136,13 @@ class Vision:
             return text.repeat(4, 1)
         row = torch.tensor([ids])
         kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
-        rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)  # (3, 1, L)
-        return torch.cat([text[None], rope[:, 0].to(text.dtype)])
+        rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)
+        rope = rope[:, 0].to(text.dtype)  # (3, L)
+        # What follows a video begins after its largest position, as in training and in vLLM. transformers 5.19 leaves
+        # out the temporal one (Qwen2.5-VL).
+        for start in (kinds[0].diff().nonzero()[:, 0] + 1).tolist():
+            rope[:, start:] += rope[:, :start].max() + 1 - rope[0, start]
+        return torch.cat([text[None], rope])
 
     def joined(self, first: dict, more: dict) -> dict:
         """The inputs of one row whose later turn has more images."""

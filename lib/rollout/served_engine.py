@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from lib.rollout.engine import (
 )
 from lib.rollout.own_servers import OwnServers
 from lib.rollout.served_weights import ServedWeights
-from lib.rollout.servers import ServerLost, Servers
+from lib.rollout.servers import PATH, ServerLost, Servers
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
@@ -78,12 +79,14 @@ class Response:
 
 
 class ServedEngine(RolloutEngine):
-    """vLLM servers over their OpenAI-compatible API. Each rank spreads its groups of responses over all of them.
+    """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
     If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
     workers of all servers, bucket by bucket. Otherwise the first rank writes them to a file in `folder`, and the
     servers read it; servers on other machines need a shared disk. The folder that a server was started with stays as it
     is.
+
+    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same.
 
     A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and with
     --logprobs-mode processed_logprobs; for a vision model also with --enable-scale-out. It must serve this run only.
@@ -129,6 +132,7 @@ class ServedEngine(RolloutEngine):
             self._check_server(url, max_length)
             if images:
                 self._check_takes_images(url)
+        self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
         self.weights = ServedWeights(self.servers, folder.resolve(), dtype)
 
     def _check_server(self, url: str, max_length: int) -> None:
@@ -140,7 +144,9 @@ class ServedEngine(RolloutEngine):
                 f"need {max_length}: start it with --max-model-len {max_length}"
             )
         self.servers.ask(url, "POST", "/resume")  # an earlier run may have ended while the server was paused
-        only_choice = self.servers.begin(self._complete(url, [0], **vllm_settings(Sampling(1, top_k=1), 0))).result()
+        only_choice = self.servers.begin(
+            self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=[0])
+        ).result()
         if only_choice["logprobs"]["token_logprobs"][0] < -1e-3:
             raise InputError(
                 f"--rollout-engine {url}: the server's log-probs are not those of the distribution that it "
@@ -154,6 +160,13 @@ class ServedEngine(RolloutEngine):
             raise InputError(
                 f"--rollout-engine {url}: images go by {GENERATE}: start the server with --enable-scale-out; {error}"
             ) from error
+
+    def _takes_batches(self, url: str) -> bool:
+        try:
+            self.servers.ask(url, "POST", PATH, json={"begin": [], "abort": []})
+        except InputError:  # it has no such route
+            return False
+        return True
 
     # ---- weights
 
@@ -213,7 +226,8 @@ class ServedEngine(RolloutEngine):
         rank, size, urls = dist.get_rank(), dist.get_world_size(), self.servers.urls
         found = []
         for url in urls[rank::size] or [urls[rank % len(urls)]]:
-            choice = self.servers.begin(self._complete(url, ids, pictures, max_tokens=1, prompt_logprobs=0)).result()
+            ask = partial(self._complete_pictures, pictures=pictures) if pictures else self._complete
+            choice = self.servers.begin(ask(url, ids, max_tokens=1, prompt_logprobs=0)).result()
             tokens = pictures.ids if pictures else ids
             found.append([lp[str(token)]["logprob"] for token, lp in zip(tokens[1:], choice["prompt_logprobs"][1:])])
         return torch.tensor(found)
@@ -346,7 +360,7 @@ class ServedEngine(RolloutEngine):
             left = replace(sampling, max_response_length=sampling.max_response_length - n)
             settings = vllm_settings(left, turn_seed(seed, -n))
             shown = pictures and pictures._replace(ids=[*pictures.ids, *row.token_ids])
-            request = asyncio.create_task(self._complete(url, [*prompt_ids, *row.token_ids], shown, **settings))
+            request = asyncio.create_task(self._request(url, [*prompt_ids, *row.token_ids], settings, shown))
             self._posted.add(request)
             try:
                 await asyncio.wait([request])
@@ -356,18 +370,17 @@ class ServedEngine(RolloutEngine):
             if request.cancelled():
                 continue
             try:
-                choice = request.result()
+                found = request.result()
             except ServerLost:
                 if self.own is None:
                     raise
                 self._lose(url)
                 continue
-            self._check_length(url, choice, settings["max_tokens"], length + n)
-            if choice["token_ids"]:
-                row.token_ids += choice["token_ids"]
-                row.log_probs += choice["logprobs"]["token_logprobs"]
-                row.weight_versions += [version] * len(choice["token_ids"])
-            row.finish_reason = as_finish_reason(choice["finish_reason"])
+            self._check_length(url, found, settings["max_tokens"], length + n)
+            row.token_ids += found.token_ids
+            row.log_probs += found.log_probs
+            row.weight_versions += [version] * len(found.token_ids)
+            row.finish_reason = found.finish_reason
             if self._open.is_set():
                 break
         return row
@@ -387,27 +400,34 @@ class ServedEngine(RolloutEngine):
         again = sum(self._starts) - len(self._starts)
         return {"perf/requests_resampled": Sum(resampled), "perf/server_restarts": Max(again)}
 
-    def _check_length(self, url: str, choice: dict, asked: int, before: int) -> None:
+    def _check_length(self, url: str, found: Generated, asked: int, before: int) -> None:
         asked = min(asked, self.max_length - before)
-        if choice["finish_reason"] == "length" and len(choice["token_ids"]) < asked:
+        if found.finish_reason == "length" and len(found.token_ids) < asked:
             raise InputError(
-                f"--rollout-engine {url}: the server ended a response after {len(choice['token_ids'])} of {asked} "
+                f"--rollout-engine {url}: the server ended a response after {len(found.token_ids)} of {asked} "
                 "tokens: start it with --generation-config vllm and without --override-generation-config"
             )
 
-    async def _complete(
-        self, url: str, prompt_ids: list[int], pictures: Pictures | None = None, **settings
-    ) -> dict[str, Any]:
+    async def _request(self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None) -> Generated:
+        """What there is of the response when it ends, or when a pause ends it."""
         if pictures is not None:
-            return await self._complete_pictures(url, prompt_ids, pictures, **settings)
-        settings |= {"stop_token_ids": self.stop_ids, "skip_special_tokens": False, "return_token_ids": True}
-        body = {"model": self.served_model, "prompt": prompt_ids, **NEUTRAL, **settings}
+            choice = await self._complete_pictures(url, prompt_ids, pictures, **settings)
+        elif self.batches:
+            return await self.servers.generate(url, prompt_ids, self._whole(settings))
+        else:
+            choice = await self._complete(url, prompt_ids, **settings)
+        log_probs = choice["logprobs"]["token_logprobs"] if choice["token_ids"] else []
+        return Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
+
+    async def _complete(self, url: str, prompt_ids: list[int], **settings) -> dict:
+        settings = self._whole(settings) | {"skip_special_tokens": False, "return_token_ids": True}
+        body = {"model": self.served_model, "prompt": prompt_ids, **settings}
         return (await self.servers.request(url, "POST", "/v1/completions", json=body))["choices"][0]
 
     async def _complete_pictures(self, url: str, prompt_ids: list[int], pictures: Pictures, **settings) -> dict:
         """What _complete returns. /v1/completions would ignore the images without a word."""
-        settings = NEUTRAL | settings | {"stop_token_ids": self.stop_ids, "detokenize": False}
-        body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": settings}
+        sampling = self._whole(settings) | {"detokenize": False}
+        body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": sampling}
         for attempt in range(1, PICTURE_ATTEMPTS + 1):
             try:
                 reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
@@ -419,6 +439,9 @@ class ServedEngine(RolloutEngine):
         [choice] = reply["choices"]
         log_probs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
         return choice | {"logprobs": {"token_logprobs": log_probs}, "prompt_logprobs": reply["prompt_logprobs"]}
+
+    def _whole(self, settings: dict) -> dict:
+        return {**NEUTRAL, "stop_token_ids": self.stop_ids, **settings}
 
 
 def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:

@@ -7,20 +7,35 @@ the sampling.
 import asyncio
 import json
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
-from typing import Any
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NoReturn
+from uuid import uuid4
 
 import aiohttp
 
 from lib import InputError
+from lib.rollout.engine import Generated
 
+PATH = "/plainrl/generate"  # the route of vllm_batches.py
+MOMENT_S = 0.001  # in which requests gather that travel together
 END_S = 10.0  # for what still runs when a run ends
 DEAD = (500, 502, 503)  # how a server answers whose engine has ended
 
 
 class ServerLost(InputError):
     """No server answers there, or one without an engine."""
+
+
+@dataclass
+class Batch:
+    """Requests by their ids, with a future for the answer of each, and the ids of earlier ones to abort."""
+
+    begin: dict[str, tuple[dict, asyncio.Future]] = field(default_factory=dict)
+    abort: list[str] = field(default_factory=list)
 
 
 class Servers:
@@ -31,6 +46,9 @@ class Servers:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="servers", daemon=True).start()
         self._client = self.begin(self._connect()).result()
+        self._name, self._numbers = uuid4().hex, count()
+        self._waiting: dict[str, Batch] = {}
+        self._posts: set[asyncio.Task] = set()
 
     async def _connect(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)  # below vLLM's 5 s
@@ -55,27 +73,87 @@ class Servers:
 
     async def request(self, url: str, method: str, path: str, **kwargs) -> dict:
         """Raises ServerLost, and InputError for what the server refuses."""
+        async with self._response(url, method, path, **kwargs) as response:
+            body = await response.read()
+        content: dict[str, Any] = json.loads(body) if body else {}
+        return content
+
+    @asynccontextmanager
+    async def _response(self, url: str, method: str, path: str, **kwargs) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
             async with self._client.request(method, url + path, **kwargs) as response:
-                status, body = response.status, await response.read()
-            if status in DEAD and path != "/health":
-                await self.request(url, "GET", "/health")
+                if response.status >= 400:
+                    await self._refused(url, path, response.status, await response.read())
+                yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerLost(
                 f"--rollout-engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
                 "it, or see its log for why it ended"
             ) from error
+
+    async def _refused(self, url: str, path: str, status: int, body: bytes) -> NoReturn:
+        if status in DEAD and path != "/health":
+            await self.request(url, "GET", "/health")
         if status == 404 and not path.startswith("/v1"):
             raise InputError(
                 f"--rollout-engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
                 "environment"
             )
-        if status >= 400:
-            what = " ".join(body.decode(errors="replace").split())[:500]
-            kind = ServerLost if path == "/health" else InputError
-            raise kind(f"--rollout-engine {url}: {path} failed with {status}: {what}")
-        content: dict[str, Any] = json.loads(body) if body else {}
-        return content
+        what = " ".join(body.decode(errors="replace").split())[:500]
+        kind = ServerLost if path == "/health" else InputError
+        raise kind(f"--rollout-engine {url}: {path} failed with {status}: {what}")
+
+    # ---- requests in batches
+
+    async def generate(self, url: str, prompt_ids: list[int], settings: dict) -> Generated:
+        """What a server with the route of vllm_batches.py samples. Requests of one moment travel together."""
+        name, answer = f"{self._name} {next(self._numbers)}", self.loop.create_future()
+        request = {"id": name, "prompt_token_ids": prompt_ids, "settings": settings}
+        self._next_batch(url).begin[name] = request, answer
+        try:
+            found = await answer
+        except asyncio.CancelledError:
+            batch = self._next_batch(url)
+            if batch.begin.pop(name, None) is None:
+                batch.abort.append(name)
+            raise
+        if "error" in found:
+            await self.request(url, "GET", "/health")
+            raise InputError(f"--rollout-engine {url}: {found['error']}")
+        return Generated(**found)
+
+    def _next_batch(self, url: str) -> "Batch":
+        if url not in self._waiting:
+            self._waiting[url] = Batch()
+            self.loop.call_later(MOMENT_S, self._post, url)
+        return self._waiting[url]
+
+    def _post(self, url: str) -> None:
+        batch = self._waiting.pop(url)
+        if not self._client.closed:
+            post = self.loop.create_task(self._answer(url, batch))
+            self._posts.add(post)
+            post.add_done_callback(self._posts.discard)
+
+    async def _answer(self, url: str, batch: "Batch") -> None:
+        """Gives each request its answer, or all that have none the reason."""
+        waiting = {name: answer for name, (_, answer) in batch.begin.items()}
+        order = {"begin": [request for request, _ in batch.begin.values()], "abort": batch.abort}
+        try:
+            async with self._response(url, "POST", PATH, json=order) as response:
+                rest = b""
+                async for part in response.content.iter_any():
+                    *lines, rest = (rest + part).split(b"\n")
+                    for name, found in map(json.loads, lines):
+                        answer = waiting.pop(name)
+                        if not answer.done():
+                            answer.set_result(found)
+            if waiting:
+                raise ServerLost(f"--rollout-engine {url}: the server left {len(waiting)} requests without an answer")
+        except InputError as error:
+            for answer in waiting.values():
+                if not answer.done():
+                    answer.set_exception(error)
 
     def close(self) -> None:
         self.begin(self._end()).result()

@@ -277,7 +277,7 @@ class VLLMEngine(SteppedEngine):
                 engine.add_request(f"{place} {request_id}", prompt, params)
         ended = {out.request_id: out for out in engine.step() if out.finished}
         mine = {name: ended[full] for name in self._running if (full := f"{self._place} {name}") in ended}
-        done = {name: _generated(out, self._running.pop(name)) for name, out in mine.items()}
+        done = {name: _checked(out, self._running.pop(name)) for name, out in mine.items()}
         return done, all(leaves for *_, leaves in everyones)
 
     def _exchange(self, mine) -> list:
@@ -297,22 +297,11 @@ class VLLMEngine(SteppedEngine):
         outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
         own_outputs = outputs[before : before + len(prompts)]
-        rows = [_generated(out, own) for out, own in zip(own_outputs, media)]
+        rows = [_checked(out, own) for out, own in zip(own_outputs, media)]
         return add_responses(prompts, rows, self.pad_token_id)
 
-    def _params(self, max_tokens: int, **kwargs):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            max_tokens=max_tokens,
-            stop_token_ids=self.stop_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # no other request uses this object
-            flat_logprobs=True,  # lists of numbers, not two objects a token
-            **kwargs,
-        )
+    def _params(self, max_tokens: int, **settings):
+        return request_params(max_tokens=max_tokens, stop_token_ids=self.stop_ids, **settings)
 
     def _check_weights(self) -> None:
         if self.version is None:  # asleep, vLLM would spin for ever
@@ -341,9 +330,27 @@ def _prompt(ids, media: Media | None) -> dict:
     return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": media.data} if media else {})
 
 
-def _generated(output, media: Media | None) -> Generated:
+def _checked(output, media: Media | None) -> Generated:
     if media:
         check_expanded("vllm", media.ids, output.prompt_token_ids)
+    return generated(output)
+
+
+def request_params(**settings):
+    """vLLM's SamplingParams with these settings, for a request whose answer is read by `generated`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # no other request uses this object
+        flat_logprobs=True,  # lists of numbers, not two objects a token
+        **settings,
+    )
+
+
+def generated(output) -> Generated:
     out = output.outputs[0]
     log_probs = [out.logprobs.logprobs[i] for i in out.logprobs.start_indices]  # of the sampled token
     return Generated(list(out.token_ids), log_probs, as_finish_reason(out.finish_reason))

@@ -101,7 +101,9 @@ def qwen_processor(kind):
     tokenizer = toy.make_tokenizer([*toy.ROLES, *words], template)
     of_videos = Qwen2VLVideoProcessor if kind == "qwen2_5_vl" else Qwen3VLVideoProcessor
     processor = Qwen2_5_VLProcessor if kind == "qwen2_5_vl" else Qwen3VLProcessor
-    return processor(Qwen2VLImageProcessor(**size), tokenizer, of_videos(**size), chat_template=template)
+    half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if kind == "qwen3_vl" else {}  # as the published one has
+    of_images = Qwen2VLImageProcessor(**size, **half)
+    return processor(of_images, tokenizer, of_videos(**size), chat_template=template)
 
 
 def config_of(kind):
@@ -480,7 +482,12 @@ def test_mrope_positions_are_those_of_the_models_whole_forward(kind):
     positions = vision_of(kind).positions(ids, inputs)
     assert positions.dtype == torch.int64 and positions.shape == (4, len(ids))
     assert positions[0].tolist() == list(range(len(ids)))
-    assert torch.equal(positions[1:], seen["positions"][-3:, 0])
+    end = len(ids) - 3  # of the video
+    assert torch.equal(positions[1:, :end], seen["positions"][-3:, 0, :end])
+    after = positions[1:, :end].max() + 1 + torch.arange(3)
+    assert positions[1:, end:].tolist() == [after.tolist()] * 3
+    if kind == "qwen3_vl":  # transformers' Qwen2.5-VL forgets a video's temporal positions here
+        assert torch.equal(positions[1:], seen["positions"][-3:, 0])
     assert positions[1:].max() < len(ids) - 1  # an image takes fewer positions than tokens
 
 
@@ -694,7 +701,9 @@ def test_rows_of_qwen_with_images_and_a_video(tmp_path, kind):
     model = rope_model(kind)
     model.config.image_token_id, model.config.video_token_id = config.image_token_id, config.video_token_id
     rope, _ = model.get_rope_index(whole["input_ids"], **inputs)
-    assert torch.equal(item["position_ids"][1:, attended], rope[:, 0])
+    video = item["input_ids"][attended] == config.video_token_id
+    until = int(video.nonzero().max()) + 1
+    assert torch.equal(item["position_ids"][1:, attended][:, :until], rope[:, 0, :until])
     assert plain["position_ids"].shape == (4, 100) and plain["multi_modal_hash"] == 0
     batch = DataProto.from_single_dict(collate_fn([item, plain]))
     [media, none] = media_of(batch)

@@ -1,7 +1,9 @@
 """ServedEngine against a real vLLM server on the CPU, started once."""
 
+import asyncio
 import importlib.util
 import json
+import re
 import threading
 import time
 from collections import defaultdict
@@ -25,6 +27,7 @@ from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
+    Generated,
     Sampling,
     WeightSyncError,
     make_engine,
@@ -35,6 +38,7 @@ from lib.rollout import (
 )
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.served_weights import ServedWeights
+from lib.rollout.servers import PATH
 from tests.agent.test_agent_loop import (
     Add,
     Hostile,
@@ -331,6 +335,67 @@ def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
 
 
 @needs_vllm
+def test_a_model_whose_tokens_are_equally_likely_is_served(engine_and_model, server, tmp_path):
+    """The server's log-probs are known from a request with one choice, which a top-k of 1 is not here."""
+    engine, model = engine_and_model
+    url, path, _ = server
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.load_state_dict({name: torch.zeros_like(weight) for name, weight in weights.items()})
+    sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+    build(url, path, tmp_path / "engine")[0].close()
+    model.load_state_dict(weights)
+    sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+
+
+@needs_vllm
+def test_requests_of_one_moment_travel_together(engine_and_model, monkeypatch):
+    engine, _ = engine_and_model
+    orders, response, url = [], engine.servers._response, engine.servers.urls[0]
+
+    def counted(*args, json):
+        orders.append(json["begin"])
+        return response(*args, json=json)
+
+    async def at_once(n: int) -> list[Generated]:
+        settings = [{"max_tokens": length, "logprobs": 0, "ignore_eos": True} for length in range(1, n + 1)]
+        return await asyncio.gather(*(engine._request(url, [5, 6], own) for own in settings))
+
+    monkeypatch.setattr(engine.servers, "_response", counted)
+    monkeypatch.setattr(engine, "stop_ids", [])
+    found = engine.servers.begin(at_once(20)).result()
+    assert [len(row.token_ids) for row in found] == [*range(1, 21)]
+    assert [len(requests) for requests in orders] == [20]
+
+
+@needs_vllm
+def test_single_requests_are_answered_as_those_in_batches(engine_and_model, monkeypatch):
+    """A server without the route takes them one by one."""
+    engine, _ = engine_and_model
+    assert engine.batches
+    prompts, seeds = random_prompts(12), request_seeds(2, 4, list(range(12)))
+    ways = [engine.generate(prompts, SAMPLINGS[1], seeds)]
+    monkeypatch.setattr(engine, "batches", False)
+    ways.append(engine.generate(prompts, SAMPLINGS[1], seeds))
+    for name in ("responses", "rollout_log_probs", "weight_versions", "response_mask"):
+        assert torch.equal(*(out.batch[name] for out in ways))
+
+
+@needs_vllm
+def test_a_request_that_is_refused_leaves_the_others_of_its_batch(engine_and_model):
+    engine, _ = engine_and_model
+    url = engine.servers.urls[0]
+
+    async def two() -> list:
+        settings = [{"max_tokens": 3, "logprobs": 0, "top_p": top_p} for top_p in (5.0, 1.0)]
+        requests = (engine._request(url, [5, 6], own) for own in settings)
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    refused, fine = engine.servers.begin(two()).result()
+    assert isinstance(refused, InputError) and re.match(rf"--rollout-engine {url}: .*top_p.* 5", str(refused))
+    assert fine.finish_reason in ("stop", "length") and len(fine.token_ids) == len(fine.log_probs) > 0
+
+
+@needs_vllm
 def test_episodes_train_on_what_was_sampled(engine_and_model):
     engine, model = engine_and_model
     with recorded(engine) as got:
@@ -499,24 +564,52 @@ def test_after_an_update_the_server_samples_from_the_new_weights(engine_and_mode
 
 
 @needs_vllm
-def test_no_request_outlives_its_response(engine_and_model):
-    """A response that nobody waits for any more leaves the server. One that is too long for it never gets there."""
+@pytest.mark.parametrize("batches", [True, False])
+def test_no_request_outlives_its_response(engine_and_model, monkeypatch, batches):
+    """A response that nobody waits for any more leaves the server; others of its batch stay."""
     engine, _ = engine_and_model
-    url, before = engine.servers.urls[0], generated_tokens(engine)
-    left = engine.start(random_prompts(4), Sampling(300, top_k=1), list(range(4)))
+    monkeypatch.setattr(engine, "batches", batches)
+    monkeypatch.setattr(engine, "stop_ids", [])
+    before = generated_tokens(engine)
+    one, *left = engine.start(random_prompts(4), Sampling(350, top_k=1), list(range(4)))
     while generated_tokens(engine) == before:
         time.sleep(0.01)
     for response in left:
         response.future.cancel()
-    with pytest.raises(ValueError, match="400 tokens"):
-        engine.begin(engine.sample([5] * MAX_LENGTH, Sampling(8), 1, 0)).result()
+    assert len(one.future.result().token_ids) == 350
+    assert generated_tokens(engine) < before + 2 * 350
+    await_idle(engine)
+
+
+@needs_vllm
+def test_no_request_outlives_its_engine(engine_and_model, server, tmp_path):
+    engine, _ = engine_and_model
+    url, path, _ = server
+    other, _ = build(url, path, tmp_path / "engine")
+    other.version, other.stop_ids, before = 0, [], generated_tokens(engine)
+    other.start(random_prompts(4), Sampling(350, top_k=1), list(range(4)))
+    while generated_tokens(engine) == before:
+        time.sleep(0.01)
+    other.close()
+    await_idle(engine)
+    assert generated_tokens(engine) < before + 4 * 350
+
+
+def await_idle(engine):
     deadline = time.monotonic() + 30
-    while "vllm:num_requests_running{" in (text := httpx.get(f"{url}/metrics").text):
+    while "vllm:num_requests_running{" in (text := httpx.get(f"{engine.servers.urls[0]}/metrics").text):
         running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
         if all(float(line.split()[-1]) == 0 for line in running):
             return
         assert time.monotonic() < deadline, running
     pytest.fail("the server counts no requests")
+
+
+@needs_vllm
+def test_a_prompt_that_is_too_long_never_gets_to_the_server(engine_and_model):
+    engine, _ = engine_and_model
+    with pytest.raises(ValueError, match="400 tokens"):
+        engine.begin(engine.sample([5] * MAX_LENGTH, Sampling(8), 1, 0)).result()
 
 
 @needs_vllm
@@ -582,9 +675,11 @@ def generated_tokens(engine) -> float:
 
 
 @needs_vllm
-def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch):
+@pytest.mark.parametrize("batches", [True, False])
+def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch, batches):
     """Each token's log-prob is that of the weights of its version, and of no other."""
     engine, model = engine_and_model
+    monkeypatch.setattr(engine, "batches", batches)
     settings = served_engine.vllm_settings
     monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     monkeypatch.setattr(engine, "stop_ids", [])  # so that the sync does not find them ended
@@ -774,6 +869,24 @@ def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
         with pytest.raises(InputError, match="ended a response after 1 of 8 tokens: start it with --generation-config"):
             engine.generate(random_prompts(1), Sampling(8), [1])
         http.shutdown()
+
+
+def test_a_server_that_leaves_requests_without_an_answer(world, tmp_path, monkeypatch):
+    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
+    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, PATH: {"not": "a line"}}
+    monkeypatch.setattr(Stub, "answers", answers, raising=False)
+    with HTTPServer(("127.0.0.1", 0), Stub) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        engine, _ = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+        engine.version = 0
+        with pytest.raises(InputError, match="the server left 3 requests without an answer"):
+            asyncio.run_coroutine_threadsafe(three(engine), engine.servers.loop).result()
+        http.shutdown()
+
+
+async def three(engine) -> None:
+    url = engine.servers.urls[0]
+    await asyncio.gather(*(engine.servers.generate(url, [5], {"max_tokens": 1}) for _ in range(3)))
 
 
 @pytest.mark.parametrize("join", [served_weights.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
