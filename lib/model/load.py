@@ -33,6 +33,7 @@ from transformers import (
     ProcessorMixin,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from lib import InputError, is_first_on_node
@@ -110,18 +111,18 @@ def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> ProcessorMixin | None:
     """What makes tokens and tensors of images for the model at `path`. None for a model that takes no images, or that
-    comes without a processor: it then runs on text alone."""
+    comes without a processor, as a .gguf file does: it then runs on text alone."""
     if family_of(_config(path, flag, trust_remote_code)) is None:
         return None
-    if split_gguf(path)[1]:
-        raise InputError(f"{flag} {path}: a .gguf file holds no image processor: give the model's folder")
+    files = ("processor_config.json", "preprocessor_config.json")
     try:
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if not any(cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in files):
+            return None
+        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except ImportError as error:
         raise InputError(f"{flag} {path}: its processor needs torchvision: install it") from error
     except (OSError, ValueError) as error:
         raise InputError(f"{flag} {path}: cannot load its processor: {str(error).splitlines()[0]}") from error
-    return processor if isinstance(processor, ProcessorMixin) else None
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -156,7 +157,8 @@ def load_model(
     """A causal LM from a Hugging Face id, a folder or a .gguf file, with weights in `dtype` and without dropout.
 
     `dtype` is explicit because transformers otherwise takes the checkpoint's, and AdamW on bf16 weights loses small
-    updates. The model gets the method `token_log_probs`, which FSDP treats as a forward.
+    updates. The model gets the method `token_log_probs`, which FSDP treats as a forward; a vision model also gets
+    `prompt_logits`.
 
     padding_free, share_prompts: how `response_log_probs` lays out its rows. Where the model does not allow it, its
     attributes of these names are False, and one line says why.
@@ -194,7 +196,8 @@ def load_critic(
     """A token classifier with one output, the value. `path` is what `load_model` takes, or a critic or reward model.
 
     If `path` has no value head (a causal LM), the head starts at zero and so the first values are 0: a random head
-    would differ from rank to rank. The model gets the method `token_values`. Options: as in `load_model`.
+    would differ from rank to rank. The model gets the method `token_values`. Options: as in `load_model`. A vision
+    model, of which transformers has no token classifiers, is `value_class`.
 
     Raises:
         InputError: the architecture has no token classification, or the head has another number of outputs.
@@ -256,7 +259,7 @@ def _from_pretrained(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
         auto_class = class_of(auto_class, config)
         attn_implementation, _ = attention_and_packing(config, attn_implementation)
-        parts = (config, config.get_text_config(), getattr(config, "vision_config", None) or config)
+        parts = (config, config.get_text_config(), *([config.vision_config] if family_of(config) else []))
         for part in parts:  # sampling and training must compute the same log-probs
             for name, value in vars(part).items():
                 if ("dropout" in name or "jitter" in name or name.endswith("pdrop")) and isinstance(value, float):

@@ -1,6 +1,8 @@
 """Vision models: log-probs, values and gradients against the model's own forward over single rows with their images."""
 
 import math
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -408,6 +410,19 @@ def test_placeholders_and_images_that_do_not_match_are_refused(tmp_path):
     model.config.image_token_id = 99  # another model's
     with pytest.raises(InputError, match="has images and no placeholders: those of qwen2_5_vl are tokens 99"):
         response_log_probs(model, vision_batch("qwen2_5_vl"), 1.0)
+
+
+def test_a_vision_model_without_a_processor_runs_on_text(tmp_path):
+    path = save("qwen2_5_vl", tmp_path)
+    assert load_processor(path) is None
+    Path(path, "processor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor"}')
+    Path(path, "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    load_tokenizer(TOY_MODEL).save_pretrained(path)
+    if find_spec("torchvision") is None:
+        with pytest.raises(InputError, match=r"^--model .*: its processor needs torchvision: install it$"):
+            load_processor(path)
+    else:
+        assert load_processor(path).image_processor is not None
 
 
 def test_a_text_model_takes_no_images(tmp_path):
