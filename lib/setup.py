@@ -185,7 +185,7 @@ def load_inputs(args: Any) -> Inputs:
     template = parse_json("chat_template_kwargs", data.chat_template_kwargs)
     multi_turn = None
     if args.multi_turn.wanted:
-        multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length)
+        multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length, vision)
         template = template | {"tools": multi_turn.schemas or None}
     load = partial(
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,

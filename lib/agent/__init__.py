@@ -5,7 +5,7 @@ from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction
 from lib.agent.multi_turn import MultiTurn, load_multi_turn
 from lib.agent.parsers import get_tool_parser
-from lib.agent.tools import BaseTool, FunctionTool, ToolCall
+from lib.agent.tools import BaseTool, FunctionTool, ToolCall, ToolResponse
 
 __all__ = [
     "BaseInteraction",
@@ -15,6 +15,7 @@ __all__ = [
     "MultiTurn",
     "ServedEpisodes",
     "ToolCall",
+    "ToolResponse",
     "agent_metrics",
     "generate_multi_turn",
     "get_tool_parser",

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -24,16 +25,18 @@ from lib import InputError
 from lib.agent.episode import Episode
 from lib.agent.multi_turn import AsyncRolloutRequest, FinishReason, MultiTurn
 from lib.agent.tools import ERROR_KINDS
+from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
 from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses
 from lib.rollout.engine import REPORT_S, report_states
-from lib.rollout.served_engine import Response, ServedEngine, add_weight_versions
+from lib.rollout.served_engine import Pictures, Response, ServedEngine, add_weight_versions
 
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
 LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes
 NUMBERS = itertools.count()  # numbers the episodes of this process
 INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kwargs")
+MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs")
 OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version")
 SHOWN: set[str] = set()  # the tracebacks already shown of failed episodes, without their messages
 
@@ -52,9 +55,11 @@ class EngineRequests:
         self.running: set[str] = set()
         self.wake = asyncio.Event()
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> Generated:
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, *media: Media
+    ) -> Generated:
         self.futures[request_id] = asyncio.get_running_loop().create_future()
-        self._later(self._submit, request_id, prompt_ids, sampling, seed)
+        self._later(self._submit, request_id, prompt_ids, sampling, seed, *media)
         try:
             return await self.futures[request_id]
         except asyncio.CancelledError:
@@ -211,13 +216,27 @@ class ServedEpisodes:
         An episode starts anew, for its tools may have a state, which is lost."""
         self.engine.check_weights()
         requests = _make_requests(self.engine, prompts, sampling, seeds, self.settings)
-        turns = self.engine.turns([request.prompt_ids for request in requests])
-        return [self._start(request, sampling, turn) for request, turn in zip(requests, turns)]
+        keys = [(tuple(request.raw_context), request.media and request.media.hash) for request in requests]
+        first = dict(zip(keys, [request.media for request in requests]))
+        with ThreadPoolExecutor() as pool:
+            pictures = dict(zip(first, pool.map(self.engine.pictures, first.values())))
+        turns = self.engine.turns(keys)
+        return [
+            self._start(request, sampling, turn, pictures[key]) for request, turn, key in zip(requests, turns, keys)
+        ]
 
-    def _start(self, request: AsyncRolloutRequest, sampling: Sampling, server: int) -> EpisodeResponse:
-        async def generate(name: str, prompt_ids: list[int], limited: Sampling, seed: int) -> Generated:
+    def _start(
+        self, request: AsyncRolloutRequest, sampling: Sampling, server: int, pictures: Pictures | None
+    ) -> EpisodeResponse:
+        parts = list(pictures.parts) if pictures else []  # the PNGs so far
+
+        async def generate(name: str, prompt_ids: list[int], limited: Sampling, seed: int, *media: Media) -> Generated:
+            shown = None
+            if media:
+                shown = await asyncio.to_thread(self.engine.pictures, *media, parts)
+                parts[:] = shown.parts
             try:
-                return await self.engine.sample(prompt_ids, limited, seed, server)
+                return await self.engine.sample(prompt_ids, limited, seed, server, pictures=shown)
             except InputError as error:
                 raise EngineFailed from error
 
@@ -253,25 +272,33 @@ def _make_requests(
     engine: RolloutEngine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
 ) -> list[AsyncRolloutRequest]:
     """Raises InputError if the prompts were made without the tools."""
-    rows, requests = prompts.non_tensor_batch, []
+    rows, requests, media = prompts.non_tensor_batch, [], media_of(prompts)
     for i, seed in enumerate(seeds):
         row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
+        attended = prompts.batch["attention_mask"][i].bool()
+        own, raw_ids = media[i], list(row["raw_prompt_ids"])
+        with_images = (
+            {"data": own.data, "inputs": own.inputs, "row_inputs": own.inputs, "hash": own.hash} if own else {}
+        )
         requests.append(
             AsyncRolloutRequest(
                 request_id=f"episode-{next(NUMBERS)}",
                 messages=row["raw_prompt"],
                 rendered=settings.render(row["raw_prompt"]),
-                prompt_ids=list(row["raw_prompt_ids"]),
+                prompt_ids=own.ids if own else raw_ids,
+                raw_context=[*raw_ids],
+                positions=prompts.batch["position_ids"][i][..., attended].cpu(),
                 tool_schemas=settings.schemas,
                 tools_kwargs=row.get("tools_kwargs") or {},
                 interaction_kwargs=row.get("interaction_kwargs") or {},
                 seed=seed,
                 weight_version=engine.version,
                 max_response_length=sampling.max_response_length,
+                **with_images,
             )
         )
     ids = settings.encode(requests[0].rendered)
-    if ids != requests[0].prompt_ids and len(ids) <= (settings.max_prompt_length or len(ids)):  # longer: it was cut
+    if ids != requests[0].raw_context and len(ids) <= (settings.max_prompt_length or len(ids)):  # longer: it was cut
         raise InputError(
             "multi-turn: raw_prompt_ids are not what the chat template makes of raw_prompt and the tools; the data set "
             "must be given the same tools and chat_template_kwargs"
@@ -306,6 +333,11 @@ def _as_batch(
         [request.loss_mask for request in requests],
         [request.position_ids for request in requests],
     )
+    if MEDIA_COLUMNS[1] in prompts.non_tensor_batch:
+        grown = zip(
+            MEDIA_COLUMNS, ([request.data for request in requests], [request.row_inputs for request in requests])
+        )
+        batch.non_tensor_batch |= DataProto.from_dict(non_tensors=dict(grown)).non_tensor_batch
     given = torch.zeros_like(batch.batch["rollout_log_probs"])  # (B, T)
     for i, request in enumerate(requests):
         for at, reward in zip(request.rewarded, request.turn_rewards):

@@ -17,9 +17,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import jsonschema
+from PIL.Image import Image, Resampling
 
 from lib import InputError
-from lib.agent.tools import BaseTool, FunctionTool, say, validator_of
+from lib.agent.tools import BaseTool, FunctionTool, ToolResponse, say, validator_of
 from lib.cli.secrets import from_environment
 from lib.cli.user_code import load_object
 from lib.reward import _sandbox
@@ -34,7 +35,7 @@ REMOTE_S = 30.0  # how long an MCP server may take to start, and a retriever to 
 def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     """The tools of --multi-turn.tools, by name. A spec is one of
 
-        calculator | python | path/to/file.py:function_or_class
+        calculator | python | zoom | path/to/file.py:function_or_class
         search:corpus.jsonl           BM25; each line is {"contents"} or {"title", "text"}. Other file names: a line is
                                       a passage
         search:http://host/retrieve   a retriever with Search-R1's interface (arXiv:2503.09516)
@@ -65,6 +66,8 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
 
 def _tools_of(spec: str) -> list[BaseTool]:
     kind, _, rest = spec.partition(":")
+    if spec == "zoom":
+        return [Zoom()]
     if spec == "calculator":
         return [FunctionTool(calculator)]
     if spec == "python":
@@ -77,7 +80,7 @@ def _tools_of(spec: str) -> list[BaseTool]:
         return _mcp_tools(rest)
     if not rest:
         raise InputError(
-            f"--multi-turn.tools {spec}: use calculator, python, search:..., mcp:... or path/to/file.py:name"
+            f"--multi-turn.tools {spec}: use calculator, python, zoom, search:..., mcp:... or path/to/file.py:name"
         )
     found = load_object("--multi-turn.tools", spec)
     if callable(found) and not inspect.isclass(found):
@@ -170,6 +173,44 @@ def python(code: str) -> str:
         hang_up(conn)
     ended = f"(the program was ended by signal {-reply['exit']})" if reply["exit"] < 0 else ""
     return reply["stdout"] + ended or "(the program printed nothing)"
+
+
+class Zoom(BaseTool):
+    """Shows a part of the prompt's first image, enlarged (DeepEyes, arXiv:2505.14362)."""
+
+    returns_images = True
+
+    def __init__(self):
+        self.images: dict[str, Image] = {}  # of each episode
+
+    def get_openai_tool_schema(self) -> dict:
+        x, y = "from the left, in pixels of the image", "from the top, in pixels of the image"
+        sides = {"x0": f"left side, {x}", "y0": f"upper side, {y}", "x1": f"right side, {x}", "y1": f"lower side, {y}"}
+        properties = {name: {"type": "number", "description": side} for name, side in sides.items()}
+        parameters = {"type": "object", "properties": properties, "required": list(sides)}
+        description = "Look closer at a rectangle of the first image."
+        return {"type": "function", "function": {"name": "zoom", "description": description, "parameters": parameters}}
+
+    async def create(  # type: ignore[override]  # its kwargs are named
+        self, instance_id: str, images: list[Image], **kwargs
+    ) -> None:
+        if not images:
+            raise ValueError("the prompt has no image")
+        self.images[instance_id] = images[0]
+
+    async def execute(self, instance_id: str, parameters: dict, **kwargs) -> ToolResponse:  # type: ignore[override]
+        image = self.images[instance_id]
+        box = x0, y0, x1, y1 = [
+            min(max(round(parameters[name]), 0), size) for name, size in zip(("x0", "y0", "x1", "y1"), image.size * 2)
+        ]
+        if x0 >= x1 or y0 >= y1:
+            raise ValueError(f"nothing of the image, which is {image.width} x {image.height} pixels, is within {box}")
+        scale = min(image.width / (x1 - x0), image.height / (y1 - y0))
+        size = (max(1, round((x1 - x0) * scale)), max(1, round((y1 - y0) * scale)))
+        return ToolResponse("", [image.crop(box).resize(size, Resampling.BICUBIC)])
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        self.images.pop(instance_id, None)
 
 
 def _search_tool(find: Callable[[str], list[str]]) -> FunctionTool:

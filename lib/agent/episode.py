@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from PIL.Image import Image
+
 from lib.agent.interactions import BaseInteraction
 from lib.agent.multi_turn import (
     REFUSALS,
@@ -19,6 +21,7 @@ from lib.agent.multi_turn import (
     add_messages,
     assistant_message,
     call_id,
+    with_images,
 )
 from lib.agent.tools import ToolCall, ToolResult, attempt, run_tool_call
 from lib.rollout import Generated, Sampling, turn_seed
@@ -30,7 +33,7 @@ class Episode:
     def __init__(
         self,
         request: AsyncRolloutRequest,
-        generate: Callable[[str, list[int], Sampling, int], Awaitable[Generated]],
+        generate: Callable[..., Awaitable[Generated]],  # (name, prompt ids, sampling, seed, Media if there are images)
         sampling: Sampling,
         settings: MultiTurn,
     ):
@@ -81,13 +84,14 @@ class Episode:
             ended, last = reason == "stop", request.num_turns == settings.max_turns
             calls = settings.parse(turn)
             message = assistant_message(turn, calls, settings.parse, request.metrics["tool_calls"])
-            said, finish = [*request.messages, message], None
+            message = settings.without_placeholders(message)
+            said, finish, images = [*request.messages, message], None, []
             if calls and request.room == 0 and not ended:
                 finish = FinishReason.LENGTH
             elif calls and last:
                 finish = FinishReason.TOOL_CALL
             elif calls:
-                answers = await self._call_tools(calls)
+                answers, images = await self._call_tools(calls)
             elif self.interaction:
                 over, answers = await self._respond(said)
                 finish = FinishReason.STOP if over else FinishReason.MAX_TURNS if last else None
@@ -96,12 +100,12 @@ class Episode:
             if finish is not None:
                 request.messages = said
                 return finish
-            plain = {"role": "assistant", "content": turn}
+            plain = settings.without_placeholders({"role": "assistant", "content": turn})
             try:
-                fits = add_messages(request, settings, turn, ended, [[message, *answers], [plain, *answers]])
+                fits = add_messages(request, settings, turn, ended, [[message, *answers], [plain, *answers]], images)
             except REFUSALS:  # the template wants a call before each answer, and a malformed call is none
                 answers = [{"role": "user", "content": answer["content"]} for answer in answers]
-                fits = add_messages(request, settings, turn, ended, [[plain, *answers]])
+                fits = add_messages(request, settings, turn, ended, [[plain, *answers]], images)
             if not fits:
                 return FinishReason.LENGTH
 
@@ -113,19 +117,22 @@ class Episode:
         sampling = replace(self.sampling, max_response_length=limit)
         seed = turn_seed(request.seed, request.num_turns)
         name = f"{request.request_id}-{request.num_turns}"
-        sampled = await self.generate(name, request.context, sampling, seed)
+        media = [request.media] if request.media else []
+        sampled = await self.generate(name, [*request.raw_context], sampling, seed, *media)
         request.append(sampled.token_ids, sampled.log_probs, sampled.weight_versions)
         request.num_turns += 1
         ids = sampled.token_ids[:-1] if sampled.finish_reason == "stop" else sampled.token_ids
         text = settings.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text, sampled.finish_reason
 
-    async def _call_tools(self, calls: list[ToolCall]) -> list[dict]:
-        """Runs the calls and returns their messages. One after the other: a later call may build on an earlier one."""
+    async def _call_tools(self, calls: list[ToolCall]) -> tuple[list[dict], list[Image]]:
+        """Runs the calls and returns their messages, and the images in these. One after the other: a later call may
+        build on an earlier one."""
         request, settings = self.request, self.settings
         request.state = RequestState.TOOL_CALLING
         instance_ids = dict.fromkeys(settings.tools, request.request_id)
-        answers = []
+        answers: list[dict] = []
+        images: list[Image] = []
         for i, call in enumerate(calls):
             start = time.monotonic()
             if i >= settings.max_tool_calls:
@@ -144,13 +151,33 @@ class Episode:
                     request.tools_kwargs,
                 )
             answer = {"role": "tool", "name": call.name, "tool_call_id": call_id(request.metrics["tool_calls"])}
-            answers.append(answer | {"content": settings.defused(result.text)})
+            if result.images:
+                await self._fit_images(result, len(images))
+            answers.append(answer | {"content": with_images(settings.defused(result.text), result.images)})
+            images += result.images
             request.reward(result.reward)
             request.metrics.update({"tool_calls": 1, "tool_seconds": time.monotonic() - start})  # adds, as a Counter
             request.metrics.update({f"tool/{key}": value for key, value in result.metrics.items()})
             if result.error_kind is not None:
                 request.metrics[result.error_kind] += 1
-        return answers
+        return answers, images
+
+    async def _fit_images(self, result: ToolResult, before: int) -> None:
+        """Gives the result's images the size of the run, or makes it an error if they cannot be shown. before: how many
+        images the turn's earlier calls returned."""
+        request, vision = self.request, self.settings.vision
+        images, result.images = result.images, []
+        sampled = [token for token, mine in zip(request.context, request.sampled) if mine]
+        if len(request.data.get("image", ())) + before + len(images) > vision.max_images:
+            result.text, result.error_kind = f"Error: only {vision.max_images} images may be shown", "too_many"
+        elif vision.config.image_token_id in sampled:  # an engine would take it for the place of the image
+            result.text, result.error_kind = "Error: no image can be shown after a placeholder token", "exception"
+        else:
+            fitted, kind, what = await attempt(vision.fitted, images, timeout_s=self.settings.tool_timeout)
+            if kind is None:
+                result.images = fitted
+            else:
+                result.text, result.error_kind = f"Error: {what}", kind
 
     async def _respond(self, messages: list[dict]) -> tuple[bool, list[dict]]:
         """(whether the episode is over, the user's message)."""
@@ -174,8 +201,11 @@ class Episode:
 
     async def _tool(self, name: str, method: str) -> tuple[Any, str | None, str]:
         """Calls `attempt` on the tool's create, calc_reward or release, with the row's kwargs, and counts failures."""
-        function = getattr(self.settings.tools[name], method)
+        tool = self.settings.tools[name]
+        function = getattr(tool, method)
         kwargs = (self.request.tools_kwargs.get(name) or {}).get(f"{method}_kwargs") or {}
+        if method == "create" and tool.returns_images:
+            kwargs = kwargs | {"images": list(self.request.data.get("image", ()))}
         request_id, timeout_s = self.request.request_id, self.settings.tool_timeout
         value, kind, what = await attempt(partial(function, request_id, **kwargs), timeout_s=timeout_s)
         if kind is not None:

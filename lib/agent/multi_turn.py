@@ -20,6 +20,9 @@ from functools import cached_property
 from typing import Literal
 
 import jinja2
+import torch
+import torch.nn.functional as F
+from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
@@ -28,6 +31,7 @@ from lib.agent.interactions import BaseInteraction, load_interaction
 from lib.agent.parsers import get_tool_parser
 from lib.agent.tools import BaseTool, ToolCall
 from lib.data import Defuse
+from lib.data.vision import Encoded, Media, Vision, media_hash
 from lib.reward import LARGEST_SCORE
 
 REFUSALS = (jinja2.TemplateError, TypeError)  # what a chat template raises for messages that it refuses
@@ -74,6 +78,7 @@ class MultiTurn:
     reward_coef: float = 1.0  # weight of the rewards that tools and interaction give, beside the scorer's
     chat_template_kwargs: dict = field(default_factory=dict)  # those of the data set
     max_prompt_length: int | None = None  # that of the data set, which may cut longer prompts; None: it cuts none
+    vision: Vision | None = None  # that of the data set; None for a text model
 
     def __post_init__(self):
         for name in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tool_output", "tool_timeout"):
@@ -83,6 +88,11 @@ class MultiTurn:
             raise InputError(f"--multi-turn.reward-coef {self.reward_coef}: must be at least -10000 and at most 10000")
         if self.truncate not in ("left", "middle", "right"):
             raise InputError(f"--multi-turn.truncate {self.truncate}: choose left, middle or right")
+        if self.image_tools and (self.vision is None or not self.vision.takes_later_images):
+            raise InputError(
+                f"--multi-turn.tools {self.image_tools[0]}: returns images; --model takes none"
+                + (", or none after its prompt (Gemma 3)" if self.vision is not None else "")
+            )
         check_template(self)
 
     @cached_property
@@ -94,12 +104,21 @@ class MultiTurn:
         return {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
     def render(self, messages: list[dict]) -> str:
+        if self.vision is not None:  # as the data set writes them; some templates of vision models take nothing else
+            messages = [_in_parts(message) for message in messages]
         kwargs = self.chat_template_kwargs | {"add_generation_prompt": True, "tokenize": False}
         return self.tokenizer.apply_chat_template(messages, tools=self.schemas or None, **kwargs)
 
     def encode(self, text: str) -> list[int]:
-        """The template writes the special tokens, so none are added."""
+        """The template writes the special tokens, so none are added. An image is one placeholder."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode_with(self, text: str, data: dict) -> Encoded:
+        """data: the images that the text shows, as in multi_modal_data."""
+        if data:
+            return self.vision.encode(text, data)
+        ids = self.encode(text)
+        return Encoded(ids, ids, {})
 
     @cached_property
     def defuse(self) -> Defuse:
@@ -109,9 +128,26 @@ class MultiTurn:
         """The text of a tool or user, changed so that none of it becomes a special token and ends its message."""
         return self.defuse(text).encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
 
+    @cached_property
+    def image_tools(self) -> list[str]:
+        return [name for name, tool in self.tools.items() if tool.returns_images]
+
+    @cached_property
+    def _defuse_placeholders(self) -> Defuse:
+        return Defuse(self.tokenizer, self.vision.placeholders)
+
+    def without_placeholders(self, message: dict) -> dict:
+        """A turn's message in which the placeholder of an image, if the policy sampled one, stays text when a template
+        that rewrites history has the conversation encoded anew."""
+        return message if self.vision is None else self._defuse_placeholders(message)
+
 
 def load_multi_turn(
-    settings: dict, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict, max_prompt_length: int
+    settings: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict,
+    max_prompt_length: int,
+    vision: Vision | None = None,
 ) -> MultiTurn | None:
     """Makes MultiTurn from the --multi-turn settings; None if there are none. "tools": specs for load_tools; "parser":
     a name for get_tool_parser, or auto; "interaction": a spec for load_interaction. All other keys are fields of
@@ -121,7 +157,7 @@ def load_multi_turn(
     """
     if not settings:
         return None
-    ours = {"tokenizer", "parse", "chat_template_kwargs", "max_prompt_length"}
+    ours = {"tokenizer", "parse", "chat_template_kwargs", "max_prompt_length", "vision"}
     known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
     if unknown := settings.keys() - known:
         raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
@@ -134,7 +170,7 @@ def load_multi_turn(
         limits["parse"] = get_tool_parser(settings.get("parser", "auto"), tokenizer, tools)
     if interaction:
         limits["interaction"] = load_interaction(interaction)
-    limits |= {"chat_template_kwargs": chat_template_kwargs, "max_prompt_length": max_prompt_length}
+    limits |= {"chat_template_kwargs": chat_template_kwargs, "max_prompt_length": max_prompt_length, "vision": vision}
     return MultiTurn(tokenizer, tools, **limits)
 
 
@@ -146,19 +182,25 @@ class AsyncRolloutRequest:
     messages: list[dict]
     rendered: str
     prompt_ids: list[int]
+    raw_context: list[int]  # as `context`, with one placeholder for each image: what an engine is given
+    positions: torch.Tensor  # (n,), or with mrope (4, n): those of `context`
     tool_schemas: list[dict]
     tools_kwargs: dict
     interaction_kwargs: dict
     seed: int
     weight_version: int | None
     max_response_length: int
+    data: dict = field(default_factory=dict)  # the images of `context`, as in multi_modal_data
+    inputs: dict = field(default_factory=dict)  # and as in multi_modal_inputs
+    hash: int = 0  # of these
+    row_inputs: dict = field(default_factory=dict)  # those of all segments, one after the other
     state: RequestState = RequestState.PENDING
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(default_factory=list)  # tokens of the response; the next four go with them
     loss_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)  # -1 where none is known
-    position_ids: list[int] = field(default_factory=list)
+    new_positions: list[torch.Tensor] = field(default_factory=list)  # pieces
     starts: list[int] = field(default_factory=lambda: [0])  # where segments start; the first includes the prompt
     num_turns: int = 0
     turn_rewards: list[float] = field(default_factory=list)
@@ -171,6 +213,24 @@ class AsyncRolloutRequest:
         return ([] if self.starts[-1] else self.prompt_ids) + self.token_ids[self.starts[-1] :]
 
     @property
+    def sampled(self) -> list[int]:
+        """Which tokens of `context` the policy sampled (1)."""
+        start = self.starts[-1]
+        return ([] if start else [0] * len(self.prompt_ids)) + self.loss_mask[start:]
+
+    @property
+    def media(self) -> Media | None:
+        """What an engine is given besides raw_context."""
+        if not self.inputs:
+            return None
+        return Media(self.data, self.inputs, self.context, self.positions, self.hash, self.sampled)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """(T,), or with mrope (4, T): those of the response."""
+        return torch.cat(self.new_positions, -1) if self.new_positions else torch.empty(0, dtype=torch.long)
+
+    @property
     def room(self) -> int:
         return self.max_response_length - len(self.token_ids)
 
@@ -181,9 +241,37 @@ class AsyncRolloutRequest:
     def append(
         self, token_ids: list[int], log_probs: list[float] | None = None, weight_versions: list[int] | None = None
     ) -> None:
-        """Appends tokens that the policy sampled or, without log_probs, tokens that it was given."""
-        position = len(self.context)
-        self.position_ids += range(position, position + len(token_ids))
+        """Appends tokens that the policy sampled or, without log_probs, text that it was given."""
+        highest = F.pad(self.positions, (1, 0), value=-1).amax(-1, keepdim=True)
+        following = highest + torch.arange(1, len(token_ids) + 1)
+        self.raw_context += token_ids
+        self._append(token_ids, following, log_probs, weight_versions)
+
+    def append_images(self, encoded: Encoded, data: dict, vision: Vision) -> None:
+        """Appends text with images that the policy was given. data: all images of the context, these among them."""
+        self.data, self.row_inputs = data, vision.joined(self.row_inputs, encoded.inputs)
+        self.inputs = vision.joined(self.inputs, encoded.inputs)
+        self.hash = media_hash(self.inputs)
+        self.raw_context += encoded.raw_ids
+        ids, sampled = self.context + encoded.ids, self.sampled + [0] * len(encoded.ids)
+        positions = vision.positions(ids, self.inputs, sampled)
+        self._append(encoded.ids, positions[..., self.positions.shape[-1] :])
+
+    def begin_segment(self) -> None:
+        """What is appended next has nothing before it."""
+        self.starts.append(len(self.token_ids))
+        self.raw_context, self.inputs = [], {}
+        self.positions = self.positions[..., :0]
+
+    def _append(
+        self,
+        token_ids: list[int],
+        positions: torch.Tensor,
+        log_probs: list[float] | None = None,
+        weight_versions: list[int] | None = None,
+    ) -> None:
+        self.positions = torch.cat([self.positions, positions], -1)
+        self.new_positions.append(positions)
         self.token_ids += token_ids
         self.loss_mask += [int(log_probs is not None)] * len(token_ids)
         self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
@@ -199,8 +287,8 @@ class AsyncRolloutRequest:
 # ---- messages to tokens --------------------------------------------------------------------------
 
 
-def glue(settings: MultiTurn, before: str, turn: str, after: str) -> list[int] | None:
-    """If `after` is `before`, then the turn, then more text: the tokens of `after` from the turn's end token on."""
+def glue(settings: MultiTurn, before: str, turn: str, after: str) -> str | None:
+    """If `after` is `before`, then the turn, then more text: that text, which begins with the turn's end token."""
     if not after.startswith(before):
         return None
     end = len(before)
@@ -211,15 +299,17 @@ def glue(settings: MultiTurn, before: str, turn: str, after: str) -> list[int] |
             if after[end : end + 1] != character:
                 return None
             end += 1
-    ids = settings.encode(after[end:].lstrip())
-    return ids if ids and ids[0] in settings.special_ids else None
+    rest = after[end:].lstrip()
+    return rest if settings.special_ids.issuperset(settings.encode(rest)[:1]) and rest else None
 
 
-def add_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list) -> bool:
+def add_messages(
+    request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list, images: list[Image]
+) -> bool:
     """Adds the turn and its answers to the messages, and the answers' tokens to the row. False if the row has no room.
 
     versions: the same messages in several forms. The first form that keeps the sampled text is used, or else the first
-    that the template takes. ended: whether the policy sampled an end token.
+    that the template takes. ended: whether the policy sampled an end token. images: those that the answers show.
     """
     rewritten = refusal = None
     for new in versions:
@@ -229,8 +319,8 @@ def add_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, e
         except REFUSALS as error:
             refusal = error
             continue
-        ids = glue(settings, request.rendered, turn, after)
-        if ids is not None:
+        rest = glue(settings, request.rendered, turn, after)
+        if rest is not None:
             break
         rewritten = rewritten or (messages, after)
     else:
@@ -238,12 +328,19 @@ def add_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, e
             raise refusal
         messages, after = rewritten
     request.messages, request.rendered = messages, after
-    new_ids = settings.encode(after) if ids is None else ids[1:] if ended else ids
-    if len(new_ids) >= request.room:
+    shown = {"image": images} if images else {}
+    data = request.data | {"image": [*request.data.get("image", ()), *images]} if images else request.data
+    raw_ids, ids, inputs = settings.encode_with(after, data) if rest is None else settings.encode_with(rest, shown)
+    if rest is not None and ended:
+        raw_ids, ids = raw_ids[1:], ids[1:]
+    if len(ids) >= request.room:
         return False
-    if ids is None:
-        request.starts.append(len(request.token_ids))
-    request.append(new_ids)
+    if rest is None:
+        request.begin_segment()
+    if inputs:
+        request.append_images(Encoded(raw_ids, ids, inputs), data, settings.vision)
+    else:
+        request.append(ids)
     return True
 
 
@@ -258,6 +355,18 @@ def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_i
         {"id": call_id(first_id + i), "type": "function", "function": function} for i, function in enumerate(functions)
     ]
     return {"role": "assistant", "content": turn[:start].rstrip(), "tool_calls": tool_calls}
+
+
+def with_images(text: str, images: list[Image]) -> str | list[dict]:
+    """The content of a message with images, and then the text."""
+    return [*[{"type": "image"}] * len(images), {"type": "text", "text": text}] if images else text
+
+
+def _in_parts(message: dict) -> dict:
+    content = message.get("content")
+    return (
+        message | {"content": [{"type": "text", "text": content}]} if content and isinstance(content, str) else message
+    )
 
 
 def call_id(number: int) -> str:
@@ -275,6 +384,7 @@ def check_template(settings: MultiTurn) -> None:
         call = {"id": call_id(0), "type": "function", "function": {"name": tool, "arguments": {}}}
         answer = {"role": "tool", "name": tool, "tool_call_id": call_id(0), "content": "4 or 2?"}
         pairs.append(({"role": "assistant", "content": "", "tool_calls": [call]}, answer))
+    _check_shows_images(settings, question, *pairs[-1])
     for turn, answer in pairs:
         try:
             before, after = settings.render([question]), settings.render([question, turn, answer])
@@ -285,9 +395,26 @@ def check_template(settings: MultiTurn) -> None:
         if answer["content"] not in after:
             raise InputError(f"tokenizer {name}: its chat template leaves out a {answer['role']} message after a turn")
         text = turn["content"] if end is None else after[len(before) :].partition(end)[0]
-        ids = glue(settings, before, text, after)
-        if ids is None:  # the template rewrites history: every turn is a segment, which is encoded as a whole
+        rest = glue(settings, before, text, after)
+        if rest is None:  # the template rewrites history: every turn is a segment, which is encoded as a whole
             return
-        if settings.encode(before) + settings.encode(text) + ids != settings.encode(after):
+        if settings.encode(before) + settings.encode(text) + settings.encode(rest) != settings.encode(after):
             raise InputError(f"tokenizer {name}: a conversation encoded turn by turn is not the tokens of the whole")
-        end = settings.tokenizer.decode(ids[:1])
+        end = settings.tokenizer.decode(settings.encode(rest)[:1])
+
+
+def _check_shows_images(settings: MultiTurn, question: dict, turn: dict, answer: dict) -> None:
+    """Raises InputError if the template leaves out the image of a tool's answer."""
+    if not settings.image_tools:
+        return
+    shown = answer | {"content": with_images(answer["content"], [None])}
+    try:
+        text = settings.render([question, turn, shown])
+    except REFUSALS as error:
+        text = str(error)
+    if text.count(settings.vision.processor.image_token) != 1:
+        name = getattr(settings.tokenizer, "name_or_path", "")
+        raise InputError(
+            f"--multi-turn.tools {settings.image_tools[0]}: returns images; the chat template of tokenizer {name} shows "
+            f"none in a tool message"
+        )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jsonschema
+from PIL import Image
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -37,11 +38,20 @@ class ToolCall:
 
 
 @dataclass
+class ToolResponse:
+    """What a tool with returns_images may return in place of the text: the model sees the images, then the text."""
+
+    text: str
+    images: list[Image.Image] = field(default_factory=list)
+
+
+@dataclass
 class ToolResult:
     text: str  # for the model: the output, truncated, or "Error: ..."
     reward: float = 0.0
     metrics: dict = field(default_factory=dict)
     error_kind: str | None = None  # one of ERROR_KINDS
+    images: list[Image.Image] = field(default_factory=list)
 
 
 class BaseTool:
@@ -49,7 +59,11 @@ class BaseTool:
 
     kwargs come from the row: tools_kwargs[name] = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs",
     "release_kwargs"}. execute may also return only the text, a number, or (text, reward).
+
+    Where returns_images is set, a text may be a ToolResponse, and create gets the prompt's images besides: images=[PIL].
     """
+
+    returns_images = False
 
     def get_openai_tool_schema(self) -> dict:
         raise NotImplementedError
@@ -155,11 +169,18 @@ async def attempt(function: Callable, /, *args, timeout_s: float, **kwargs) -> t
     return task.result()
 
 
-def _checked(value) -> tuple[str, float, dict]:
-    """(text, reward, metrics) from what a tool returned. Raises TypeError, ValueError."""
+def _checked(value, returns_images: bool) -> ToolResult:
+    """What a tool returned. Raises TypeError, ValueError."""
     parts: tuple = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
     defaults: tuple = (0.0, {})
     text, reward, metrics = parts + defaults[len(parts) - 1 :]
+    images = []
+    if isinstance(text, ToolResponse):
+        text, images = text.text, text.images
+        if images and not returns_images:
+            raise TypeError("the tool returned images; its class must say returns_images = True")
+        if not all(isinstance(image, Image.Image) for image in images):
+            raise TypeError("the tool returned images that are no PIL images")
     if not isinstance(text, str | numbers.Number):
         raise TypeError(
             f"the tool returned a {type(text).__name__}; a text, a number or (text, reward, metrics) is taken"
@@ -168,7 +189,7 @@ def _checked(value) -> tuple[str, float, dict]:
         raise ValueError(f"the tool gave {reward!r} as reward; numbers up to {LARGEST_SCORE:g} are taken")
     if not isinstance(metrics, dict) or not all(isinstance(number, numbers.Real) for number in metrics.values()):
         raise TypeError("the tool's metrics are no dict of numbers")
-    return str(text), float(reward), metrics
+    return ToolResult(str(text), float(reward), metrics, images=list(images))
 
 
 def _readable(text: str, max_chars: int, truncate: str) -> str:
@@ -225,7 +246,9 @@ async def run_tool_call(
 
     async def execute():
         kwargs = ((tools_kwargs or {}).get(call.name) or {}).get("execute_kwargs") or {}
-        return _checked(await _call(tools[call.name].execute, instance_ids[call.name], dict(call.arguments), **kwargs))
+        tool = tools[call.name]
+        value = await _call(tool.execute, instance_ids[call.name], dict(call.arguments), **kwargs)
+        return _checked(value, tool.returns_images)
 
     value = None
     if call.error is not None:
@@ -236,6 +259,6 @@ async def run_tool_call(
         kind, message = "wrong_arguments", f"wrong arguments for {call.name}: {problem}"
     else:
         value, kind, message = await attempt(execute, timeout_s=timeout_s)
-    result = ToolResult(f"Error: {message}", error_kind=kind) if kind else ToolResult(*value)
+    result = ToolResult(f"Error: {message}", error_kind=kind) if kind else value
     result.text = _readable(struck(result.text), max_output_chars, truncate)
     return result

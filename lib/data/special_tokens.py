@@ -5,6 +5,7 @@ space breaks up a special token in a message: "<|im_end|>" becomes "< |im_end|>"
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +15,10 @@ class Defuse:
     """After defuse = Defuse(tokenizer), defuse(value) is the value with the tokenizer's special tokens broken up in all
     its strings, also in lists and dicts."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None = None):
+        """names: only these tokens."""
+        if names is None:
+            names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         broken = {name: f"{name[:1]} {name[1:]}" for name in names}
         self.broken = {
             name: text for name, text in broken.items() if name not in text

@@ -81,6 +81,12 @@ class Vision:
             data["video"] = [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)]
         return data
 
+    def fitted(self, images: list[Image.Image]) -> list[Image.Image]:
+        """A tool's images in the size of the run. Raises InputError, also where the processor would refuse them."""
+        data = self.media(images, [], "the tool's result", Path())
+        self.encode(self.processor.image_token * len(images), data)
+        return data["image"]
+
     def messages(self, messages: list[dict], data: dict, where: str) -> list[dict]:
         """The messages with text as content parts, and <image> and <video> in it as parts too; as many as data has.
         In a list of parts, text is text. Raises InputError."""
@@ -124,10 +130,10 @@ class Vision:
         inputs = {name: torch.as_tensor(x) for name, x in out.items() if name not in TEXT_INPUTS}
         return Encoded(raw_ids, out["input_ids"][0].tolist(), inputs)
 
-    def positions(self, ids: list[int], inputs: dict) -> torch.Tensor:
+    def positions(self, ids: list[int], inputs: dict, sampled: list[int] | None = None) -> torch.Tensor:
         """(L,), or with mrope (4, L): text, temporal, height, width. ids are expanded; the model's own get_rope_index.
 
-        Every placeholder in ids must be one of an image or video of `inputs`.
+        sampled: which ids the policy sampled (1), if any. The other placeholders in ids must be those of `inputs`.
         """
         text = torch.arange(len(ids))
         if not self.mrope:
@@ -136,6 +142,8 @@ class Vision:
             return text.repeat(4, 1)
         row = torch.tensor([ids])
         kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
+        if sampled is not None:
+            kinds *= 1 - torch.tensor(sampled)
         rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)
         rope = rope[:, 0].to(text.dtype)  # (3, L)
         # What follows a video begins after its largest position, as in training and in vLLM. transformers 5.19 leaves
@@ -150,6 +158,18 @@ class Vision:
         dim = int("pixel_attention_mask" in first or "pixel_attention_mask" in more)
         both = {name: torch.cat([first[name], more[name]], dim) for name in first.keys() & more.keys()}
         return first | more | both
+
+    @property
+    def placeholders(self) -> list[str]:
+        """The tokens that stand for an image or a video."""
+        tokens = (getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video"))
+        return [token for token in tokens if token]
+
+    @property
+    def takes_later_images(self) -> bool:
+        """Whether images may follow what was sampled. In Gemma 3 an image's tokens see each other, which packing of
+        responses to a shared prompt does not do."""
+        return self.config.model_type != "gemma3"
 
     @property
     def takes_videos(self) -> bool:
@@ -323,6 +343,8 @@ class Media:
     positions: torch.Tensor
     """(len(ids),), or with mrope (4, len(ids))"""
     hash: int
+    sampled: list[int] | None = None
+    """which of `ids` the policy sampled (1), in an episode: a placeholder among these is text"""
 
 
 def media_of(prompts: DataProto) -> list[Media | None]:

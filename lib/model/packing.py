@@ -208,7 +208,10 @@ def _response_inputs(
         inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
         place, select = back[place], back[select]
     tower = batch.meta_info.get("run_tower", ())
-    images = images_of(model, media, ids, trained, attention, place, inputs["input_ids"].shape, tower)
+    # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
+    images = images_of(
+        model, media, ids, trained, attention & bool(len(target)), place, inputs["input_ids"].shape, tower
+    )
     if images is not None:
         inputs["images"] = images
     if not padding_free:

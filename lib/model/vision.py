@@ -165,12 +165,15 @@ def images_of(
     return images if images.inputs else None
 
 
-def images_of_prompts(model: PreTrainedModel, ids: torch.Tensor, rows: list[dict]) -> Images | None:
-    """For the prefill of the hf engine. ids (n, P), left-padded; rows: the multi_modal_inputs of each, {} without."""
+def images_of_prompts(
+    model: PreTrainedModel, ids: torch.Tensor, rows: list[dict], sampled: torch.Tensor | None = None
+) -> Images | None:
+    """For the prefill of the hf engine. ids (n, P), left-padded; rows: the multi_modal_inputs of each, {} without;
+    sampled (n, P) bool: what the policy has sampled of an episode so far."""
     on_cpu, place = ids.cpu(), torch.arange(ids.numel())
-    nothing = torch.zeros(len(ids), 0, dtype=torch.bool)
     has_images = torch.tensor([bool(row) for row in rows])[:, None].expand_as(on_cpu)
-    images = images_of(model, rows, on_cpu, nothing, has_images, place, ids.shape)
+    sampled = torch.zeros(len(ids), 0, dtype=torch.bool) if sampled is None else sampled
+    images = images_of(model, rows, on_cpu, sampled, has_images, place, ids.shape)
     return tree_map_only(torch.Tensor, lambda x: x.to(ids.device), images)
 
 

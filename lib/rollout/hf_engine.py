@@ -180,7 +180,11 @@ class HFEngine(SteppedEngine):
             for i, own in enumerate(media):
                 if own is not None:
                     positions[:, i, -len(own.ids) :] = own.positions[1:]
-        images = images_of_prompts(self.model, ids, [own.inputs if own else {} for own in media])
+        sampled = torch.zeros(ids.shape, dtype=torch.bool)  # (n, P)
+        for row, own in zip(sampled, media):
+            if own is not None and own.sampled is not None:
+                row[-len(own.ids) :] = torch.tensor(own.sampled)
+        images = images_of_prompts(self.model, ids, [own.inputs if own else {} for own in media], sampled)
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "images": images}
         if cache is not None:
             inputs[self._cache_keyword] = cache

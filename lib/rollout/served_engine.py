@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -279,14 +279,15 @@ class ServedEngine(RolloutEngine):
             found.append(found[-1] if i and prompt == prompts[i - 1] else next(self._turns))
         return found
 
-    def pictures(self, media: Media | None) -> Pictures | None:
-        """Raises InputError if there is a video."""
+    def pictures(self, media: Media | None, known: Sequence[dict] = ()) -> Pictures | None:
+        """known: the parts of its first images. Raises InputError if there is a video."""
         if media is None:
             return None
         if media.data.get("video"):
             raise InputError(f"--rollout-engine {self.servers.urls[0]}: a server gets no videos: take vllm, or hf")
-        urls = [f"data:image/png;base64,{base64.b64encode(to_png(x)).decode()}" for x in media.data["image"]]
-        return Pictures(media.ids, [{"type": "image_url", "url": url} for url in urls])
+        new = media.data["image"][len(known) :]
+        urls = [f"data:image/png;base64,{base64.b64encode(to_png(x)).decode()}" for x in new]
+        return Pictures(media.ids, [*known, *({"type": "image_url", "url": url} for url in urls)])
 
     def begin(self, coroutine, state: Callable[[], str] = lambda: "running") -> Future:
         """Runs it on the event loop of the requests. Its end lets wait_until look again. state: what it does now."""
