@@ -236,7 +236,7 @@ class ServedEpisodes:
                 shown = await asyncio.to_thread(self.engine.pictures, *media, parts)
                 parts[:] = shown.parts
             try:
-                return await self.engine.sample(prompt_ids, limited, seed, server, pictures=shown)
+                return await self.engine.sample(prompt_ids, limited, seed, server, None, shown)
             except InputError as error:
                 raise EngineFailed from error
 

@@ -88,11 +88,9 @@ class MultiTurn:
             raise InputError(f"--multi-turn.reward-coef {self.reward_coef}: must be at least -10000 and at most 10000")
         if self.truncate not in ("left", "middle", "right"):
             raise InputError(f"--multi-turn.truncate {self.truncate}: choose left, middle or right")
-        if self.image_tools and (self.vision is None or not self.vision.takes_later_images):
-            raise InputError(
-                f"--multi-turn.tools {self.image_tools[0]}: returns images; --model takes none"
-                + (", or none after its prompt (Gemma 3)" if self.vision is not None else "")
-            )
+        if self.image_tools and not (self.vision and self.vision.takes_later_images):
+            takes = "takes none after its prompt" if self.vision else "takes none"
+            raise InputError(f"--multi-turn.tools {self.image_tools[0]}: returns images; this --model {takes}")
         check_template(self)
 
     @cached_property
@@ -409,12 +407,10 @@ def _check_shows_images(settings: MultiTurn, question: dict, turn: dict, answer:
         return
     shown = answer | {"content": with_images(answer["content"], [None])}
     try:
-        text = settings.render([question, turn, shown])
+        text, why = settings.render([question, turn, shown]), "leaves it out"
     except REFUSALS as error:
-        text = str(error)
+        text, why = "", f"refuses it: {error}"
     if text.count(settings.vision.processor.image_token) != 1:
         name = getattr(settings.tokenizer, "name_or_path", "")
-        raise InputError(
-            f"--multi-turn.tools {settings.image_tools[0]}: returns images; the chat template of tokenizer {name} shows "
-            f"none in a tool message"
-        )
+        tool = settings.image_tools[0]
+        raise InputError(f"--multi-turn.tools {tool}: returns an image; the chat template of tokenizer {name} {why}")

@@ -60,7 +60,7 @@ class BaseTool:
     kwargs come from the row: tools_kwargs[name] = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs",
     "release_kwargs"}. execute may also return only the text, a number, or (text, reward).
 
-    Where returns_images is set, a text may be a ToolResponse, and create gets the prompt's images besides: images=[PIL].
+    Where returns_images is set, a text may be a ToolResponse, and create also gets images=[PIL], those of the prompt.
     """
 
     returns_images = False

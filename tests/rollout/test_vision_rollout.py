@@ -250,11 +250,11 @@ def visual_prompts(processor, model) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors=columns)[[0, 0, 0, 1, 1, 2, 3, 4]]
 
 
-def engine_of(name, processor, path, folder):
+def engine_of(name, processor, path, folder, max_images=2, max_length=80):
     model = shard_model(load_model(path), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
     folder.mkdir()
-    more = {"processor": processor, "max_images": 2, "vllm_kwargs": {"max_num_seqs": 16}}
-    settings = {"folder": folder, "max_length": 80, "dtype": torch.float32, "gpu_memory": 0.3}
+    more = {"processor": processor, "max_images": max_images, "vllm_kwargs": {"max_num_seqs": 16}}
+    settings = {"folder": folder, "max_length": max_length, "dtype": torch.float32, "gpu_memory": 0.3}
     return make_engine(name, model, processor.tokenizer, **settings, **more), model
 
 

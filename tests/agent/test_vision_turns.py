@@ -1,0 +1,390 @@
+"""Episodes with images: those of the prompt go with every turn, and tools return more."""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
+
+from data.toy_vision import make_processor
+from lib import InputError
+from lib.agent import BaseTool, MultiTurn, ToolCall, ToolResponse, agent_metrics, get_tool_parser, make_episodes
+from lib.agent.builtin_tools import Zoom, load_tools
+from lib.data.vision import Vision, media_hash
+from lib.data_proto import DataProto
+from lib.distributed import World, make_mesh, reduce_metrics, shard_model
+from lib.model import load_model, response_log_probs
+from lib.rollout import HFEngine, Sampling, hf_engine, sync_weights
+from tests.agent.test_agent_loop import END, FORGETS, TEMPLATE, Scripted, User, response_ids
+from tests.common import tiny_vision_config
+from tests.rollout.test_rollout import close
+from tests.rollout.test_vision_rollout import TOLERANCE, engine_of, idefics3_config, noise, save_idefics3
+
+PARTS = (
+    "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}{%% for part in message['content'] %%}"
+    "{{ '%s' if part['type'] == 'image' else part['text'] }}{%% endfor %%}{%% endif %%}"
+)
+CALL = '<tool_call>\n{"name": "zoom", "arguments": {"x0": %d, "y0": %d, "x1": %d, "y1": %d}}\n</tool_call>'
+
+
+def shows(template: str, image: str = "<image>") -> str:
+    """The template of a model that sees. FORGETS drops the thinking in texts only, so all is made text first."""
+    content = f"{{% set content %}}{PARTS % image}{{% endset %}}"
+    begin = "<|im_start|>{{ message['role'] }}\n"
+    return (
+        template.replace(begin, content + begin)
+        .replace("message['content']", "content")
+        .replace(PARTS.replace("message['content']", "content") % image, PARTS % image)
+    )
+
+
+class QwenProcessor:
+    """As Qwen's, which needs torchvision for the videos. <image> is the placeholder."""
+
+    image_token = "<image>"
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        sizes = {"shortest_edge": 64, "longest_edge": 4096}
+        self.images = Qwen2VLImageProcessorPil(patch_size=4, temporal_patch_size=2, merge_size=2, size=sizes)
+
+    def __call__(self, text, images, **kwargs):
+        inputs = self.images(images, return_tensors="pt")
+        tokens = iter((inputs["image_grid_thw"].prod(1) // 4).tolist())
+        before, *rest = text[0].split(self.image_token)
+        whole = before + "".join(self.image_token * next(tokens) + piece for piece in rest)
+        return {"input_ids": torch.tensor([self.tokenizer(whole, add_special_tokens=False)["input_ids"]]), **inputs}
+
+
+def make_vision(kind: str, template: str = TEMPLATE, **limits) -> Vision:
+    processor = make_processor()
+    # Qwen's images have marks around them, without which neighbours would be one to get_rope_index
+    processor.tokenizer.chat_template = shows(template, "<image>" if kind == "idefics3" else "[<image>]")
+    if kind == "idefics3":
+        return Vision(processor, idefics3_config(processor), min_pixels=1, **limits)
+    config = tiny_vision_config(kind)
+    config.image_token_id = processor.image_token_id
+    config.video_token_id, config.vision_start_token_id = len(processor.tokenizer), len(processor.tokenizer) + 1
+    config.text_config.vocab_size, config.text_config.eos_token_id = len(processor.tokenizer) + 2, 3
+    return Vision(QwenProcessor(processor.tokenizer), config, min_pixels=1, **limits)
+
+
+def settings(vision: Vision, tools=None, **kwargs) -> MultiTurn:
+    tools, tokenizer = {"zoom": Zoom()} if tools is None else tools, vision.processor.tokenizer
+    parse = kwargs.pop("parse", None) or get_tool_parser("hermes", tokenizer, tools)
+    return MultiTurn(tokenizer, tools, parse, vision=vision, **kwargs)
+
+
+def prompts_of(how: MultiTurn, rows: list[tuple[str, list[Image.Image]]]) -> DataProto:
+    """As the data set makes them."""
+    columns = {name: [] for name in ("raw_prompt", "raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")}
+    encoded = []
+    for text, images in rows:
+        content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
+        messages, data = [{"role": "user", "content": content}], {"image": images} if images else {}
+        encoded.append(how.vision.encode(how.render(messages), data))
+        for name, value in zip(columns, (messages, encoded[-1].raw_ids, data, encoded[-1].inputs)):
+            columns[name].append(value)
+    P = max(len(row.ids) for row in encoded) + 2
+    positions = [how.vision.positions(row.ids, row.inputs) for row in encoded]
+    pads = [P - len(row.ids) for row in encoded]
+    tensors = {
+        "input_ids": torch.tensor([[0] * pad + row.ids for pad, row in zip(pads, encoded)]),
+        "attention_mask": torch.tensor([[0] * pad + [1] * (P - pad) for pad in pads]),
+        "position_ids": torch.stack([torch.nn.functional.pad(x, (pad, 0)) for pad, x in zip(pads, positions)]),
+        "multi_modal_hash": torch.tensor([media_hash(row.inputs) for row in encoded]),
+    }
+    return DataProto.from_dict(tensors, columns)
+
+
+class Playing(Scripted):
+    """Keeps the media of each turn."""
+
+    def __init__(self, tokenizer, *turns):
+        super().__init__(*turns)
+        self.tokenizer, self.media = tokenizer, {}
+
+    def submit(self, request_id, prompt_ids, sampling, seed, *media):
+        super().submit(request_id, prompt_ids, sampling, seed)
+        self.media[self.contexts[-1][:2]] = media
+
+    def turn(self, text, limit):
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][:limit]
+        return hf_engine.Generated(ids, [-1.0] * len(ids), "stop" if ids[-1] == 3 else "length")
+
+
+def play(how: MultiTurn, rows, *turns, T=900):
+    engine, prompts = Playing(how.tokenizer, *turns), prompts_of(how, rows)
+    return make_episodes(engine, how).generate(prompts, Sampling(T), list(range(len(turns)))), engine
+
+
+# ---- tokens, positions, inputs -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "qwen2_5_vl"])
+def test_a_row_is_the_whole_conversation_encoded_at_once(kind):
+    how, first = settings(make_vision(kind)), noise(1, 24, 32)
+    turns = [CALL % (0, 0, 12, 20) + END, CALL % (2, 3, 12, 8) + "\n" + CALL % (0, 0, 8, 8) + END, "=1" + END]
+    out, engine = play(how, [("how many?", [first]), ("none", [])], turns, ["no" + END])
+    objects = out.non_tensor_batch
+    messages, data, inputs = (objects[name][0] for name in ("messages", "multi_modal_data", "multi_modal_inputs"))
+    assert [len(message["content"]) for message in messages if message["role"] == "tool"] == [2, 2, 2]
+    assert len(data["image"]) == 4 and data["image"][0] is first and len(objects["multi_modal_data"][1]) == 0
+    whole = how.tokenizer.apply_chat_template(how_parts(messages), tools=how.schemas, tokenize=False)
+    expected = how.vision.encode(whole.removesuffix("\n"), data)
+    attended = out.batch["attention_mask"][0].bool()
+    assert out.batch["input_ids"][0][attended].tolist() == expected.ids
+    for name, tensor in expected.inputs.items():
+        assert torch.equal(inputs[name], tensor), name
+    positions = how.vision.positions(expected.ids, expected.inputs)
+    assert torch.equal(out.batch["position_ids"][0][..., attended], positions)
+    trained = out.batch["responses"][0][out.batch["response_mask"][0].bool()]
+    assert how.tokenizer.decode(trained) == "".join(turns)
+    assert objects["segments"][0] == [(0, len(response_ids(out)))]
+    assert out.batch["multi_modal_hash"][0] == media_hash(
+        prompts_of(how, [("?", [first])])[0:1].non_tensor_batch["multi_modal_inputs"][0]
+    )
+    for (row, turn), media in engine.media.items():  # what the engine got, turn by turn
+        context = next(ids for *place, ids in engine.contexts if place == [row, turn])
+        assert bool(media) == (row == 0)
+        if media:
+            [media] = media
+            n, images = len(media.ids), [1, 2, 4][turn]
+            assert media.ids == expected.ids[:n] and torch.equal(media.positions, positions[..., :n])
+            assert len(media.data["image"]) == images == context.count(how.vision.config.image_token_id)
+            assert media.hash == media_hash(media.inputs)
+
+
+def how_parts(messages):
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}]}
+        if isinstance(m["content"], str) and m["content"]
+        else m
+        for m in messages
+    ]
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
+def test_a_new_segment_has_all_images_again(kind):
+    how = settings(make_vision(kind, FORGETS), interaction=User)
+    turns = ["hm</think>" + CALL % (0, 0, 12, 20) + END, "ah</think>3" + END, "oh</think>4" + END]
+    out, engine = play(how, [("how many?", [noise(1)])], turns)
+    (_, end), (start, last) = out.non_tensor_batch["segments"][0]
+    assert start == end
+    [media] = engine.media[0, 2]
+    ids, positions = torch.tensor(response_ids(out))[start:last], out.batch["position_ids"][0]
+    P = out.batch["prompts"].shape[1]
+    n = len(media.ids)
+    assert media.ids == ids[:n].tolist() and torch.equal(positions[..., P + start : P + start + n], media.positions)
+    assert not positions[..., P + start].any() and len(media.data["image"]) == 2
+    inputs, places = out.non_tensor_batch["multi_modal_inputs"][0], [1, 4][kind.startswith("qwen")]
+    both = how.vision.joined(engine.media[0, 1][0].inputs, media.inputs)
+    for name, tensor in both.items():
+        assert torch.equal(inputs[name], tensor), name
+    assert places
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_more_images_than_max_images_are_answered_with_an_error():
+    how = settings(make_vision("idefics3", max_images=2))
+    both = CALL % (0, 0, 12, 20) + "\n" + CALL % (0, 0, 8, 8) + END
+    out, _ = play(how, [("?", [noise(1)])], [both, "x" + END])
+    answers = [m["content"] for m in out.non_tensor_batch["messages"][0] if m["role"] == "tool"]
+    assert answers[1] == "Error: only 2 images may be shown" and len(answers[0]) == 2
+    assert reduce_metrics(agent_metrics(out))["agent/tool_errors/too_many"] == 1
+
+
+def test_no_image_after_a_sampled_placeholder():
+    """An engine would take the placeholder for the image's."""
+    how = settings(make_vision("idefics3"))
+    out, engine = play(how, [("?", [noise(1)])], ["<image>" + CALL % (0, 0, 12, 20) + END, "x" + END])
+    assert "no image can be shown after" in out.non_tensor_batch["messages"][0][2]["content"]
+    assert len(out.non_tensor_batch["multi_modal_data"][0]["image"]) == 1
+    [media] = engine.media[0, 1]
+    sampled = [token for token, mine in zip(media.ids, media.sampled) if mine]
+    assert sampled.count(how.vision.config.image_token_id) == 1
+
+
+def test_a_sampled_placeholder_is_text_in_a_new_segment():
+    how = settings(make_vision("idefics3", FORGETS), {}, interaction=User, parse=lambda text: [])
+    out, engine = play(how, [("?", [noise(1)])], ["hm</think><image>" + END, "y" + END])
+    assert out.non_tensor_batch["finish_reason"][0] == "stop" and len(out.non_tensor_batch["segments"][0]) == 2
+    [media] = engine.media[0, 1]
+    assert len(media.data["image"]) == 1 and "< image>" in how.tokenizer.decode(media.ids)
+
+
+class Returns(BaseTool):
+    def __init__(self, value, returns_images=True):
+        self.value, self.returns_images = value, returns_images
+
+    def get_openai_tool_schema(self):
+        return Zoom().get_openai_tool_schema()
+
+    async def create(self, instance_id, images=()):
+        pass
+
+    async def execute(self, instance_id, parameters):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        (Returns(ToolResponse("", [noise(0)]), False), "must say returns_images = True"),
+        (Returns(ToolResponse("", ["a.png"])), "no PIL images"),
+        (Returns(ToolResponse(None)), "returned a NoneType"),
+        (Zoom(), "nothing of the image, which is 24 x 24 pixels, is within"),
+    ],
+)
+def test_what_a_tool_cannot_return(tool, message):
+    out, _ = play(
+        settings(make_vision("idefics3"), {"zoom": tool}), [("?", [noise(1)])], [CALL % (30, 0, 9, 9) + END, "x" + END]
+    )
+    assert message in out.non_tensor_batch["messages"][0][2]["content"]
+
+
+def test_a_tool_may_also_give_a_reward_with_its_image():
+    tool = Returns((ToolResponse("seen", [noise(0)]), 2.0, {"seen": 1}))
+    out, _ = play(
+        settings(make_vision("idefics3"), {"zoom": tool}), [("?", [])], [CALL % (0, 0, 9, 9) + END, "x" + END]
+    )
+    assert out.non_tensor_batch["messages"][0][2]["content"] == [{"type": "image"}, {"type": "text", "text": "seen"}]
+    assert out.batch["turn_rewards"].sum() == 2 and len(out.non_tensor_batch["multi_modal_data"][0]["image"]) == 1
+
+
+def test_tools_that_return_images_are_refused_where_they_cannot_be_shown():
+    vision = make_vision("idefics3")
+    with pytest.raises(InputError, match=r"zoom: returns images; this --model takes none$"):
+        MultiTurn(vision.processor.tokenizer, {"zoom": Zoom()})
+    gemma = replace(vision, config=SimpleNamespace(model_type="gemma3"))
+    with pytest.raises(InputError, match="this --model takes none after its prompt"):
+        settings(gemma)
+    vision.processor.tokenizer.chat_template = shows(TEMPLATE, "")
+    with pytest.raises(InputError, match=r"zoom: returns an image; the chat template of .* leaves it out"):
+        settings(vision)
+    settings(vision, {})
+
+
+def test_zoom_crops_and_enlarges():
+    [(name, tool)] = load_tools(("zoom",)).items()
+    image = noise(1, 20, 40)
+    how = settings(make_vision("idefics3"), {name: tool})
+    out, _ = play(how, [("?", [image])], [CALL % (10, 5, 20, 99) + END, "x" + END])
+    crop = out.non_tensor_batch["multi_modal_data"][0]["image"][1]
+    assert crop.size == (13, 20)  # 10 x 15, by 4 / 3
+    expected = image.crop((10, 5, 20, 20)).resize((13, 20), Image.Resampling.BICUBIC)
+    assert crop.tobytes() == expected.tobytes() and not tool.images
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+def calls(text: str) -> list[ToolCall]:
+    """A random model's: each turn looks at a rectangle that depends on what was said."""
+    x = sum(map(ord, text)) % 10
+    return [ToolCall("zoom", {"x0": x, "y0": x, "x1": x + 12, "y1": x + 4 + x % 5})]
+
+
+class Look(Zoom):
+    """Also where the prompt has no image."""
+
+    async def create(self, instance_id, images):
+        await super().create(instance_id, images or [noise(9)])
+
+
+def random_play(engine, vision: Vision, **kwargs):
+    how = settings(vision, {"zoom": Look()}, parse=calls, max_turn_tokens=6, **{"max_turns": 3} | kwargs)
+    rows = [("red?", [noise(1)])] * 3 + [("red?", [noise(2)])] * 2 + [("or", [noise(1), noise(3)]), ("red?", [])]
+    prompts = prompts_of(how, rows)
+    return make_episodes(engine, how).generate(prompts, Sampling(300), list(range(len(rows))))
+
+
+def check_log_probs(model, out: DataProto):
+    assert (out.batch["response_mask"].sum(1) > 6).any()
+    assert not {"error", "abort"} & set(out.non_tensor_batch["finish_reason"])
+    with torch.no_grad():
+        for how in ({"share_prompts": True}, {"share_prompts": False}, {"padding_free": False}):
+            log_probs = response_log_probs(model, out, 1.0, **how)[0]
+            difference = (log_probs - out.batch["rollout_log_probs"]) * out.batch["response_mask"]
+            assert difference.abs().max() < TOLERANCE, how
+
+
+@pytest.fixture(scope="module", params=["idefics3", "qwen3_vl", "qwen2_5_vl"])
+def hf(request, world, tmp_path_factory):
+    vision, folder = make_vision(request.param), tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(vision.config, attn_implementation="sdpa")
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    model = shard_model(load_model(str(folder)), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
+    engine = HFEngine(model, vision.processor.tokenizer)
+    engine.load_weights(model, 0)
+    return engine, model, request.param
+
+
+def test_hf_samples_from_the_policy_that_is_trained(hf):
+    engine, model, kind = hf
+    out = random_play(engine, make_vision(kind))
+    seen = [len(data.get("image", ())) for data in out.non_tensor_batch["multi_modal_data"]]
+    assert max(seen) == 4 and seen[6] > 0
+    assert len({media_hash(inputs) for inputs in out.non_tensor_batch["multi_modal_inputs"][:3]}) == 3
+    assert out.batch["multi_modal_hash"][:3].unique().numel() == 1  # so their prompt is shared
+    check_log_probs(model, out)
+
+
+def test_hf_after_a_template_that_rewrites_history(hf):
+    engine, model, kind = hf
+    forgets_all = FORGETS.replace("'user' in last[loop.index0:]", "'tool' in last[loop.index0:]").replace(
+        ".split('</think>')[-1]", "[:2]"
+    )
+    out = random_play(engine, make_vision(kind, forgets_all))
+    assert max(map(len, out.non_tensor_batch["segments"])) > 1
+    check_log_probs(model, out)
+
+
+def test_a_sampled_placeholder_is_text(hf, monkeypatch):
+    """The policy samples one in each row's second token; the next turn goes on from it."""
+    engine, model, kind = hf
+    vision, sample = make_vision(kind), hf_engine.sample_tokens
+
+    def with_placeholder(logits, sampling, seeds, t):
+        token, log_prob = sample(logits, sampling, seeds, t)
+        if t == 1:
+            token = torch.full_like(token, vision.config.image_token_id)
+            log_prob = logits.float().log_softmax(-1)[:, token[0]]
+        return token, log_prob
+
+    monkeypatch.setattr(hf_engine, "sample_tokens", with_placeholder)
+    out = random_play(engine, vision)
+    tools = itertools.chain(*out.non_tensor_batch["messages"])
+    assert any("placeholder" in message["content"] for message in tools if message["role"] == "tool")
+    check_log_probs(model, out)
+    masked = DataProto.from_dict(dict(out.batch), out.non_tensor_batch)
+    masked.batch["response_mask"] = torch.zeros_like(out.batch["response_mask"])
+    assert not response_log_probs(model, masked, 1.0)[0].any()
+
+
+def test_vllm_samples_from_the_policy_that_is_trained(world, tmp_path):
+    pytest.importorskip("vllm")
+    vision = replace(make_vision("idefics3"), max_images=4)
+    engine, model = engine_of(
+        "vllm",
+        vision.processor,
+        save_idefics3(vision.processor, tmp_path / "model"),
+        tmp_path / "e",
+        max_images=4,
+        max_length=256,
+    )
+    sync_weights(engine, model, 0, tolerance=TOLERANCE)
+    try:
+        out = random_play(engine, vision)
+        assert max(len(data.get("image", ())) for data in out.non_tensor_batch["multi_modal_data"]) == 4
+        check_log_probs(model, out)
+    finally:
+        close(engine)
