@@ -144,6 +144,7 @@ def images_of(
         at = seen.flatten().nonzero()[:, 0]
         inputs = [{name: rows[r][name] for name in own.inputs if name in rows[r]} for r in needed.tolist()]
         counts = is_place.sum(1)
+        number = is_place.cumsum(1) - 1  # (B, L), of each placeholder in its row
         without = any(own.inputs[0] in row and n == 0 for row, n in zip(rows, counts.tolist()))
         if without or not all(inputs):
             has, lacks = (f"{kind}s", "placeholders") if without else ("placeholders", f"{kind}s")
@@ -152,11 +153,17 @@ def images_of(
             )
         if not inputs and kind not in run_tower:
             continue
+        # a row whose later turn has an image of its own needs not that of the prompt that it shares
+        unseen = torch.where(seen, number, ids.shape[1]).amin(1)[needed].tolist()
+        for i, (r, n) in enumerate(zip(needed.tolist(), unseen)):
+            inputs[i], n = _without_first(model, inputs[i], own, family.join, int(counts[r]), n)
+            counts[r] -= n
+            number[r] -= n
         first = torch.zeros(len(ids), dtype=torch.long)  # the first feature of each row
         first[needed] = counts[needed].cumsum(0) - counts[needed]
         images.inputs[kind] = _joined(inputs, family.join) if inputs else _dummy(model, own)
         images.places[kind] = place[at]
-        images.takes[kind] = (first[:, None] + is_place.cumsum(1) - 1).flatten()[at]
+        images.takes[kind] = (first[:, None] + number).flatten()[at]
         if inputs:
             images.counts[kind] = counts[needed].tolist()
         if images.blocks is not None:
@@ -198,6 +205,27 @@ def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
 @cache
 def _arguments(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+def _without_first(
+    model: PreTrainedModel, inputs: dict, kind: _Kind, dim: int, tokens: int, unseen: int
+) -> tuple[dict, int]:
+    """(a row's inputs without the first images, as far as all their tokens are among the first `unseen`; how many
+    tokens these have). tokens: of all its images."""
+    if unseen == 0:
+        return inputs, 0
+    values = kind.inputs[0]
+    grids = next((x for name, x in inputs.items() if name.endswith("_grid_thw")), None)
+    if grids is None:
+        n = inputs[values].shape[dim]
+        of_each, sizes = torch.full((n,), tokens // n), torch.ones(n, dtype=torch.long)
+    else:
+        sizes = grids.prod(1)
+        of_each = sizes // patches_per_feature(model.config)
+    drop = int((of_each.cumsum(0) <= unseen).sum())
+    cuts = {name: int(sizes[:drop].sum()) if name == values else drop for name in inputs}
+    cut = {name: x.narrow(dim, cuts[name], x.shape[dim] - cuts[name]) for name, x in inputs.items()}
+    return cut, int(of_each[:drop].sum())
 
 
 def _joined(rows: list[dict], dim: int) -> dict[str, torch.Tensor]:

@@ -338,6 +338,25 @@ def test_hf_samples_from_the_policy_that_is_trained(hf):
     check_log_probs(model, out)
 
 
+def test_an_image_of_a_shared_prompt_is_encoded_once(hf, monkeypatch):
+    """Also if the rows of its group got other images from tools: these are encoded for each."""
+    engine, model, kind = hf
+    out = random_play(engine, make_vision(kind))[[0, 1, 2, 5]]
+    dim, encoded, features = int(kind == "idefics3"), [], model.base_model.get_image_features
+
+    def counted(pixel_values, *args, **kwargs):
+        encoded.append(pixel_values.shape[dim])
+        return features(pixel_values, *args, **kwargs)
+
+    monkeypatch.setattr(model.base_model, "get_image_features", counted)
+    with torch.no_grad():
+        shared, alone = (response_log_probs(model, out, 1.0, share_prompts=share)[0] for share in (True, False))
+    torch.testing.assert_close(shared, alone, rtol=0, atol=TOLERANCE)
+    prompts = out.non_tensor_batch["multi_modal_data"]
+    first = make_vision(kind).encode("<image>", {"image": prompts[0]["image"][:1]}).inputs["pixel_values"].shape[dim]
+    assert encoded[1] - encoded[0] == 2 * first
+
+
 def test_hf_after_a_template_that_rewrites_history(hf):
     engine, model, kind = hf
     forgets_all = FORGETS.replace("'user' in last[loop.index0:]", "'tool' in last[loop.index0:]").replace(
