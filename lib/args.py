@@ -432,7 +432,7 @@ class MultiTurnArgs:
     """Episodes of several turns; they need tools or an interaction (docs/multi_turn.md)."""
 
     tools: Annotated[tuple[str, ...], AS_RECORDED] = ()
-    """tools of the episodes: calculator, python, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
+    """tools of the episodes: calculator, python, zoom, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
     interaction: str = ""
     """what answers a turn without a tool call: reasoning_gym or path/to/file.py:Class; empty: the episode ends"""
     parser: str = "auto"

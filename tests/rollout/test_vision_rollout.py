@@ -377,6 +377,17 @@ def test_a_server_samples_from_the_policy_that_is_trained(served, processor):
         sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
 
 
+def test_episodes_whose_tools_return_images_on_a_server(served, processor):
+    from tests.agent.test_vision_turns import check_log_probs, make_vision, random_play  # which imports this file
+
+    engine, model = served
+    vision = make_vision("idefics3")
+    assert vision.processor.tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+    out = random_play(engine, vision, max_turns=2)
+    assert max(len(data["image"]) for data in out.non_tensor_batch["multi_modal_data"]) == 3
+    check_log_probs(model, out)
+
+
 def test_a_group_shares_a_server_if_its_images_are_the_same(served):
     engine, _ = served
     keys = [((5, 6), 1), ((5, 6), 1), ((5, 6), 2)]
