@@ -167,10 +167,11 @@ class Episode:
         images the turn's earlier calls returned."""
         request, vision = self.request, self.settings.vision
         images, result.images = result.images, []
-        sampled = [token for token, mine in zip(request.context, request.sampled) if mine]
+        placeholders = {vision.config.image_token_id, getattr(vision.config, "video_token_id", None)}
+        sampled = {token for token, mine in zip(request.context, request.sampled) if mine}
         if len(request.data.get("image", ())) + before + len(images) > vision.max_images:
             result.text, result.error_kind = f"Error: only {vision.max_images} images may be shown", "too_many"
-        elif vision.config.image_token_id in sampled:  # an engine would take it for the place of the image
+        elif placeholders & sampled:  # an engine would take it for the place of the image
             result.text, result.error_kind = "Error: no image can be shown after a placeholder token", "exception"
         else:
             fitted, kind, what = await attempt(vision.fitted, images, timeout_s=self.settings.tool_timeout)

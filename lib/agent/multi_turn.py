@@ -251,8 +251,7 @@ class AsyncRolloutRequest:
         self.inputs = vision.joined(self.inputs, encoded.inputs)
         self.hash = media_hash(self.inputs)
         self.raw_context += encoded.raw_ids
-        ids, sampled = self.context + encoded.ids, self.sampled + [0] * len(encoded.ids)
-        positions = vision.positions(ids, self.inputs, sampled)
+        positions = vision.positions(self.context + encoded.ids, self.inputs)
         self._append(encoded.ids, positions[..., self.positions.shape[-1] :])
 
     def begin_segment(self) -> None:

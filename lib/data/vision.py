@@ -130,10 +130,10 @@ class Vision:
         inputs = {name: torch.as_tensor(x) for name, x in out.items() if name not in TEXT_INPUTS}
         return Encoded(raw_ids, out["input_ids"][0].tolist(), inputs)
 
-    def positions(self, ids: list[int], inputs: dict, sampled: list[int] | None = None) -> torch.Tensor:
+    def positions(self, ids: list[int], inputs: dict) -> torch.Tensor:
         """(L,), or with mrope (4, L): text, temporal, height, width. ids are expanded; the model's own get_rope_index.
 
-        sampled: which ids the policy sampled (1), if any. The other placeholders in ids must be those of `inputs`.
+        Every placeholder in ids must be one of an image or video of `inputs`.
         """
         text = torch.arange(len(ids))
         if not self.mrope:
@@ -142,8 +142,6 @@ class Vision:
             return text.repeat(4, 1)
         row = torch.tensor([ids])
         kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
-        if sampled is not None:
-            kinds *= 1 - torch.tensor(sampled)
         rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)
         rope = rope[:, 0].to(text.dtype)  # (3, L)
         # What follows a video begins after its largest position, as in training and in vLLM. transformers 5.19 leaves
