@@ -99,7 +99,9 @@ def main(env: str, out: Path, size: int = 1000, test_size: int = 100, seed: int 
         for row in rows:
             row["prompt"] = [{"role": "system", "content": system}] * bool(system) + row["prompt"]
         if rows:
-            write_rows(rows, out / f"{split}.parquet", f", {len({str(row['prompt']) for row in rows})} different prompts")
+            write_rows(
+                rows, out / f"{split}.parquet", f", {len({str(row['prompt']) for row in rows})} different prompts"
+            )
 
 
 if __name__ == "__main__":

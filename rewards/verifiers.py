@@ -48,11 +48,19 @@ def load_environment(spec: str):
         for number, handler in zip(SIGNALS, handlers):  # an environment sets its own, which would exit with code 143
             if main:
                 signal.signal(number, handler)
-    if env.tool_defs:
-        raise InputError(f"verifiers:{spec}: environments whose tools are called through the API are not supported")
-    if env.rubric.has_group_rewards:
-        raise InputError(f"verifiers:{spec}: its rubric scores groups of responses, which is not supported")
+    refuse(env, spec)
     return env
+
+
+def refuse(env, spec: str) -> None:
+    """Raises InputError for an environment that needs what there is not."""
+    why = {
+        "its tools are called through the API": env.tool_defs,
+        "its rubric scores groups of responses": env.rubric.has_group_rewards,
+        "its prompts are no conversations": env.message_type != "chat",
+    }
+    if reasons := [reason for reason, holds in why.items() if holds]:
+        raise InputError(f"verifiers:{spec} is not supported: {', '.join(reasons)}")
 
 
 class Rollout:
