@@ -66,7 +66,8 @@ def load_interaction(spec: str) -> Callable[[], BaseInteraction]:
     """
     if spec == "reasoning_gym":
         return ReasoningGym
-    if (kind := spec.partition(":")[0]) in ("openenv", "gym", "verifiers"):
+    kind, colon, _ = spec.partition(":")
+    if colon and kind in ("openenv", "gym", "verifiers"):
         return getattr(importlib.import_module("lib.agent.environments"), f"load_{kind}")(spec)
     found = load_object("--multi-turn.interaction", spec)
     if not (inspect.isclass(found) and issubclass(found, BaseInteraction)):
