@@ -21,8 +21,7 @@ from pathlib import Path
 
 from data.rows import make_row, run_script, write_rows
 from lib import InputError
-from lib.agent.environments import SeededEnvironment
-from lib.agent.interactions import load_interaction
+from lib.agent.environments import SeededEnvironment, load_gym, load_openenv
 from rewards.verifiers import load_environment, plain
 
 
@@ -91,7 +90,7 @@ def main(env: str, out: Path, size: int = 1000, test_size: int = 100, seed: int 
         train = verifiers_rows(loaded.get_dataset(size, seed), "train")
         test = verifiers_rows(loaded.get_eval_dataset(test_size, seed), "test") if test_size else []
     else:
-        make = load_interaction(env)
+        make = load_openenv(env) if kind == "openenv" else load_gym(env)
         train = seeded_rows(env, make, range(seed, seed + size), "train")
         test = seeded_rows(env, make, range(seed + size, seed + size + test_size), "test")
     out.mkdir(parents=True, exist_ok=True)

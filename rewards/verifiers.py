@@ -67,7 +67,9 @@ class Rollout:
     """One rollout of an environment, whose model is whoever calls `turn`."""
 
     def __init__(self, env):
-        self.env, self.prompts, self.turns = env, asyncio.Queue(), asyncio.Queue()
+        self.env = env
+        self.prompts: asyncio.Queue = asyncio.Queue()  # of the environment; None: the rollout is over
+        self.turns: asyncio.Queue[str | None] = asyncio.Queue()  # of the policy; None: there will be no more
         self.seen: list[dict] = []
         self.task: asyncio.Task | None = None
         self.state = None

@@ -29,9 +29,7 @@ class SeededEnvironment(BaseInteraction):
     interaction_kwargs: reset, the arguments of reset, such as {"seed": 3}; first, what reset must then show.
     """
 
-    async def start(  # type: ignore[override]  # its kwargs are named
-        self, instance_id: str, *, reset: dict | None = None, first: str | None = None, **kwargs
-    ) -> None:
+    async def start(self, instance_id: str, *, reset: dict | None = None, first: str | None = None, **kwargs) -> None:
         """kwargs: options of `configure`. Raises InputError if the environment begins otherwise than the row says."""
         self.configure(**given(kwargs))
         self.first = await self.reset(given(reset or {}))
@@ -211,7 +209,8 @@ class Gym(SeededEnvironment):
     """
 
     def __init__(self, make: Callable[[], Any]):
-        self.make, self.env = make, None
+        self.make = make
+        self.env: Any = None
 
     async def reset(self, options: dict) -> str:
         self.env = await in_thread(self.make)
