@@ -5,10 +5,12 @@ environment: its prompt holds the first observation, its interaction_kwargs say 
 Responses to one prompt are compared, so they must have begun alike.
 """
 
+import asyncio
 import importlib
 import json
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -61,6 +63,10 @@ def given(kwargs: dict) -> dict:
 # ---- OpenEnv -------------------------------------------------------------------------------------
 
 
+class Refused(Exception):
+    """The environment does not take what it was sent."""
+
+
 class OpenEnv(SeededEnvironment):
     """A session of an OpenEnv server, over its WebSocket /ws. A step's reward is the turn's.
 
@@ -75,6 +81,7 @@ class OpenEnv(SeededEnvironment):
         self.url, self.action, self.observation = url, action, observation
         self.session: aiohttp.ClientSession | None = None
         self.socket: aiohttp.ClientWebSocketResponse | None = None
+        self.message: asyncio.Task | None = None  # the server's next; aiohttp answers pings only while it waits for one
         self.errors = 0
 
     def configure(self, action: str | dict | None = None, observation: str | None = None) -> None:
@@ -89,19 +96,15 @@ class OpenEnv(SeededEnvironment):
         self.session = aiohttp.ClientSession()
         timeout = aiohttp.ClientWSTimeout(ws_close=CONNECT_S)
         self.socket = await self.session.ws_connect(f"{self.url}/ws", max_msg_size=LONGEST_MESSAGE, timeout=timeout)
-        reply = await self._ask("reset", options)
-        if error := reply.get("error"):
-            raise RuntimeError(f"openenv:{self.url}: reset: {error}")
-        return self._shown(reply["observation"])
+        self.message = asyncio.create_task(self.socket.receive())
+        return self._shown((await self._ask("reset", options))["observation"])
 
     async def step(self, text: str) -> tuple[bool, str, float, dict]:
         try:
             reply = await self._ask("step", as_action(self.action, text))
-        except ValueError as problem:
-            reply = {"error": str(problem)}
-        if error := reply.get("error"):
+        except Refused as why:
             self.errors += 1
-            return False, f"Error: {error}", 0.0, {"errors": self.errors}
+            return False, f"Error: {why}", 0.0, {"errors": self.errors}
         reward = float(reply.get("reward") or 0.0)
         return bool(reply.get("done")), self._shown(reply["observation"]), reward, {"errors": self.errors}
 
@@ -110,18 +113,22 @@ class OpenEnv(SeededEnvironment):
         if not self.session:
             return
         try:
-            if self.socket and not self.socket.closed:
+            if self.socket and self.message and not self.message.done():
                 await self.socket.send_json({"type": "close"})
-                await self.socket.receive(CONNECT_S)
+                await asyncio.wait({self.message}, timeout=CONNECT_S)
         finally:
+            if self.message:
+                self.message.cancel()
             await self.session.close()
 
     async def _ask(self, kind: str, data: dict) -> dict:
-        """{"observation", "reward", "done"}, or {"error"} if the environment refused. Raises ConnectionError."""
-        await self.socket.send_json({"type": kind, "data": data})
-        message = await self.socket.receive()
+        """{"observation", "reward", "done"}. Raises Refused and ConnectionError."""
+        with suppress(ConnectionError):  # what the server said before it closed the session is read below
+            await self.socket.send_json({"type": kind, "data": data})
+        message = await asyncio.shield(self.message)
         if message.type != aiohttp.WSMsgType.TEXT:
             raise ConnectionError(f"openenv:{self.url}: the server closed the session")
+        self.message = asyncio.create_task(self.socket.receive())
         reply = json.loads(message.data)
         data = reply["data"]
         if reply["type"] != "error":
@@ -134,7 +141,7 @@ class OpenEnv(SeededEnvironment):
         if data.get("code") not in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
             raise RuntimeError(f"openenv:{self.url}: {data.get('code')}: {data.get('message')}")
         wrong = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in data.get("errors", [])]
-        return {"error": "; ".join(wrong) or data["message"] or data["code"]}
+        raise Refused("; ".join(wrong) or data["message"] or data["code"])
 
     def _shown(self, observation: dict) -> str:
         if self.observation and self.observation not in observation:
@@ -147,10 +154,14 @@ class OpenEnv(SeededEnvironment):
 
 
 def as_action(action: Any, text: str) -> dict:
-    """Raises ValueError if the text should be a JSON object and is none."""
+    """Raises Refused if the text should be a JSON object and is none."""
     if action == "{json}":
-        if not isinstance(value := json.loads(text), dict):
-            raise ValueError("the action is no JSON object")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"the action is no JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise Refused("the action is no JSON object")
         return value
     return {action: text} if isinstance(action, str) else _filled(action, text)
 
@@ -239,7 +250,9 @@ def load_gym(spec: str) -> Callable[[], Gym]:
     """
     name = spec.removeprefix("gym:")
     if ".py:" in name:
-        return partial(Gym, load_object("--multi-turn.interaction gym:", name))
+        if not callable(make := load_object("--multi-turn.interaction", name)):
+            raise InputError(f"--multi-turn.interaction {spec}: it is no class or function that makes an environment")
+        return partial(Gym, make)
     try:
         import gymnasium
     except ImportError as error:

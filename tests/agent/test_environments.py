@@ -14,11 +14,13 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
 
 from data import environments as rows_of
 from lib import InputError
 from lib.agent import MultiTurn, make_episodes
 from lib.agent.builtin_tools import calculator
+from lib.agent.environments import OpenEnv
 from lib.agent.interactions import load_interaction
 from lib.model import response_log_probs
 from lib.rollout import Sampling, request_seeds
@@ -43,6 +45,9 @@ class Random(Letters):
     def reset(self, *, seed=None, options=None):
         Random.starts += 1
         return f"{Random.starts}?", {}
+
+
+number = 3
 
 
 class Arrays(Letters):
@@ -207,6 +212,11 @@ def test_gym_steps(game):
         talk(load_interaction(game.replace("Letters", "Arrays")), [])
 
 
+def test_gym_wants_what_makes_an_environment(game):
+    with pytest.raises(InputError, match="it is no class or function"):
+        load_interaction(game.replace("Letters", "number"))
+
+
 def test_gymnasium_by_id():
     gymnasium = pytest.importorskip("gymnasium")
     with pytest.raises(InputError, match="Nowhere"):
@@ -237,8 +247,9 @@ def test_openenv_actions_that_are_refused_are_answered(openenv):
     assert [reply[2] for reply in replies] == [0, 0, 0, 1] and [reply[0] for reply in replies] == [False] * 3 + [True]
     assert [reply[3]["errors"] for reply in replies] == [1, 2, 2, 2]
     as_json = load_interaction(f"openenv:action={{json}} observation=text {openenv}/guess")
-    texts = [text for _, text, _, _ in talk(as_json, ['{"number": 0, "note": "x"}', "0", "{"])[0]]
+    texts = [text for _, text, _, _ in talk(as_json, ['{"number": 0, "note": "x"}', "0", "{", "[" * 10**5])[0]]
     assert texts[0] == "right" and texts[1] == "Error: the action is no JSON object" and "Expecting" in texts[2]
+    assert texts[3].startswith("Error: the action is no JSON (maximum recursion depth")
 
 
 def test_openenv_has_a_session_for_each_episode_and_frees_it(openenv):
@@ -259,6 +270,36 @@ def test_openenv_has_a_session_for_each_episode_and_frees_it(openenv):
 
     for _ in range(3):
         asyncio.run(three())
+
+
+def test_openenv_answers_pings_while_the_policy_speaks():
+    """uvicorn closes a session whose client does not answer for 40 s. This server, which only echoes, for 0.15 s."""
+
+    async def serve(request):
+        socket = web.WebSocketResponse(heartbeat=0.1)
+        await socket.prepare(request)
+        async for message in socket:
+            if (asked := message.json())["type"] == "close":
+                break
+            await socket.send_json({"type": "observation", "data": {"observation": asked["data"], "done": False}})
+        return socket
+
+    async def episode():
+        app = web.Application()
+        app.router.add_get("/ws", serve)
+        runner, port = web.AppRunner(app), free_port()
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        env = OpenEnv(f"http://127.0.0.1:{port}", "message", "message")
+        try:
+            await env.start("1", reset={"message": "begin"})
+            await asyncio.sleep(1)
+            return await env.respond([{"role": "assistant", "content": "hello"}])
+        finally:
+            await env.stop()
+            await runner.cleanup()
+
+    assert asyncio.run(episode())[1] == "hello"
 
 
 @pytest.mark.parametrize(
