@@ -14,7 +14,7 @@ import asyncio
 import json
 import signal
 import threading
-from functools import cache
+from functools import cache, partial
 
 from lib import InputError
 from lib.cli.user_code import load_object
@@ -26,14 +26,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @cache
 def load_environment(spec: str):
     """Raises InputError: it cannot be loaded, or it needs what there is not (tools, scores of whole groups)."""
-    name, _, args = spec.partition(" ")
     try:
-        import verifiers
-
-        load = load_object("verifiers:", name) if ".py:" in name else None
-        load = load or (lambda **kwargs: verifiers.load_environment(name, **kwargs))
-    except (ImportError, AttributeError) as error:
+        from verifiers import load_environment as load_by_name  # 0.4 has none
+    except ImportError as error:
         raise InputError(f"verifiers:{spec}: {INSTALL} ({error})") from error
+    name, _, args = spec.partition(" ")
+    load = load_object("verifiers:", name) if ".py:" in name else partial(load_by_name, name)
     try:
         kwargs = json.loads(args or "{}")
     except ValueError as error:
@@ -46,7 +44,7 @@ def load_environment(spec: str):
         raise InputError(f"verifiers:{spec}: it cannot be loaded: {error}") from error
     finally:
         for number, handler in zip(SIGNALS, handlers):  # an environment sets its own, which would exit with code 143
-            if main:
+            if main and handler is not None:
                 signal.signal(number, handler)
     refuse(env, spec)
     return env

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pyarrow.parquet as pq
 import pytest
@@ -327,6 +328,16 @@ def test_openenv_wants_the_field_of_the_text(openenv):
 def row(i: int = 0) -> dict:
     prompt = [{"role": "user", "content": f"{i}?"}]
     return {"prompt": prompt, "question": f"{i}?", "answer": ""}
+
+
+def test_packages_that_are_missing_or_too_new_are_named(monkeypatch):
+    for module in (None, types.ModuleType("verifiers")):  # that of 0.4 has no load_environment
+        monkeypatch.setitem(sys.modules, "verifiers", module)
+        with pytest.raises(InputError, match=r"pip install 'verifiers>=0\.1\.14,<0\.4'"):
+            load_interaction("verifiers:some")
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(InputError, match="pip install gymnasium"):
+        load_interaction("gym:CartPole-v1")
 
 
 def test_verifiers_runs_its_own_rollout(own):
