@@ -425,7 +425,7 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
         process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + START_S
-        while not _answers(url):
+        while not answers(url):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.3)
         yield url, process
@@ -434,7 +434,7 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
         process.wait(30)
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").is_success
     except httpx.TransportError:

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+from collections.abc import Callable
 
 from lib import InputError
 from lib.agent.tools import in_thread
@@ -55,10 +56,19 @@ class ReasoningGym(BaseInteraction):
         return self.last
 
 
-def load_interaction(spec: str) -> type[BaseInteraction]:
-    """ "reasoning_gym" or path/to/file.py:Class. Raises InputError."""
+def load_interaction(spec: str) -> Callable[[], BaseInteraction]:
+    """Makes the interaction of an episode. A spec is one of
+
+        reasoning_gym | path/to/file.py:Class
+        openenv:http://host:port | gym:ID | verifiers:ENVIRONMENT   see lib/agent/environments.py
+
+    Raises InputError.
+    """
     if spec == "reasoning_gym":
         return ReasoningGym
+    kind, colon, _ = spec.partition(":")
+    if colon and kind in ("openenv", "gym", "verifiers"):
+        return getattr(importlib.import_module("lib.agent.environments"), f"load_{kind}")(spec)
     found = load_object("--multi-turn.interaction", spec)
     if not (inspect.isclass(found) and issubclass(found, BaseInteraction)):
         raise InputError(f"--multi-turn.interaction {spec}: it is no subclass of lib.agent.BaseInteraction")

@@ -67,7 +67,7 @@ class MultiTurn:
     tokenizer: PreTrainedTokenizerBase
     tools: dict[str, BaseTool] = field(default_factory=dict)
     parse: Callable[[str], list[ToolCall]] = lambda text: []  # what get_tool_parser returns
-    interaction: type[BaseInteraction] | None = None
+    interaction: Callable[[], BaseInteraction] | None = None  # makes that of an episode
     max_turns: int = 8  # turns of the policy
     max_tool_calls: int = 4  # per turn; further calls are answered with an error. Calls run one after the other
     max_turn_tokens: int | None = None  # None: what is left of the row

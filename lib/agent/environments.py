@@ -1,0 +1,298 @@
+"""Environments that others wrote, as interactions: OpenEnv, gymnasium, verifiers (docs/environments.md).
+
+What the policy writes is an action, and what the environment shows is the next user message. A row is one start of the
+environment: its prompt holds the first observation, its interaction_kwargs say how to start again in the same way.
+Responses to one prompt are compared, so they must have begun alike.
+"""
+
+import asyncio
+import importlib
+import json
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import aiohttp
+
+from lib import InputError
+from lib.agent.interactions import BaseInteraction
+from lib.agent.tools import in_thread
+from lib.cli.user_code import load_object
+
+CONNECT_S = 10.0
+LONGEST_MESSAGE = 2**24  # bytes of an observation
+
+
+class SeededEnvironment(BaseInteraction):
+    """An environment with reset and step. Subclasses say what these are.
+
+    interaction_kwargs: reset, the arguments of reset, such as {"seed": 3}; first, what reset must then show.
+    """
+
+    async def start(self, instance_id: str, *, reset: dict | None = None, first: str | None = None, **kwargs) -> None:
+        """kwargs: options of `configure`. Raises InputError if the environment begins otherwise than the row says."""
+        self.configure(**given(kwargs))
+        self.first = await self.reset(given(reset or {}))
+        if first is not None and self.first != first:
+            raise InputError(
+                f"--multi-turn.interaction: reset({reset}) shows {self.first[:80]!r}, but the row has {first[:80]!r}: "
+                "make the rows again; an environment that does not keep to its seed cannot be trained on in groups"
+            )
+
+    async def respond(self, messages: list[dict]) -> tuple[bool, str, float, dict]:
+        """The action is the turn's text without its thinking."""
+        return await self.step(messages[-1]["content"].rpartition("</think>")[2].strip())
+
+    def configure(self) -> None:
+        pass
+
+    async def reset(self, options: dict) -> str:
+        raise NotImplementedError
+
+    async def step(self, text: str) -> tuple[bool, str, float, dict]:
+        raise NotImplementedError
+
+
+def given(kwargs: dict) -> dict:
+    """Without the None that parquet writes for a key that only other rows have."""
+    return {key: value for key, value in kwargs.items() if value is not None}
+
+
+# ---- OpenEnv -------------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The environment does not take what it was sent."""
+
+
+class OpenEnv(SeededEnvironment):
+    """A session of an OpenEnv server, over its WebSocket /ws. A step's reward is the turn's.
+
+    action: the field of the action that the text becomes, or the whole action, in which "{text}" stands for the text;
+    or "{json}": the text is the action, as JSON. observation: the field that the policy is shown; None: all but
+    metadata, as JSON. interaction_kwargs may have both.
+
+    An action that the server refuses is answered with "Error: ...", and counted in the metric `errors`.
+    """
+
+    def __init__(self, url: str, action: str | dict | None = None, observation: str | None = None):
+        self.url, self.action, self.observation = url, action, observation
+        self.session: aiohttp.ClientSession | None = None
+        self.socket: aiohttp.ClientWebSocketResponse | None = None
+        self.message: asyncio.Task | None = None  # the server's next; aiohttp answers pings only while it waits for one
+        self.errors = 0
+
+    def configure(self, action: str | dict | None = None, observation: str | None = None) -> None:
+        self.action, self.observation = action or self.action, observation or self.observation
+        if self.action is None:
+            raise InputError(
+                f"openenv:{self.url}: its action has several fields: name the one for the text, as action=FIELD before "
+                "the URL or in the row's interaction_kwargs"
+            )
+
+    async def reset(self, options: dict) -> str:
+        self.session = aiohttp.ClientSession()
+        timeout = aiohttp.ClientWSTimeout(ws_close=CONNECT_S)
+        self.socket = await self.session.ws_connect(f"{self.url}/ws", max_msg_size=LONGEST_MESSAGE, timeout=timeout)
+        self.message = asyncio.create_task(self.socket.receive())
+        return self._shown((await self._ask("reset", options))["observation"])
+
+    async def step(self, text: str) -> tuple[bool, str, float, dict]:
+        try:
+            reply = await self._ask("step", as_action(self.action, text))
+        except Refused as why:
+            self.errors += 1
+            return False, f"Error: {why}", 0.0, {"errors": self.errors}
+        reward = float(reply.get("reward") or 0.0)
+        return bool(reply.get("done")), self._shown(reply["observation"]), reward, {"errors": self.errors}
+
+    async def stop(self) -> None:
+        """Waits until the server has freed the place."""
+        if not self.session:
+            return
+        try:
+            if self.socket and self.message and not self.message.done():
+                await self.socket.send_json({"type": "close"})
+                await asyncio.wait({self.message}, timeout=CONNECT_S)
+        finally:
+            if self.message:
+                self.message.cancel()
+            await self.session.close()
+
+    async def _ask(self, kind: str, data: dict) -> dict:
+        """{"observation", "reward", "done"}. Raises Refused and ConnectionError."""
+        with suppress(ConnectionError):  # what the server said before it closed the session is read below
+            await self.socket.send_json({"type": kind, "data": data})
+        message = await asyncio.shield(self.message)
+        if message.type != aiohttp.WSMsgType.TEXT:
+            raise ConnectionError(f"openenv:{self.url}: the server closed the session")
+        self.message = asyncio.create_task(self.socket.receive())
+        reply = json.loads(message.data)
+        data = reply["data"]
+        if reply["type"] != "error":
+            return data
+        if data.get("code") == "CAPACITY_REACHED":
+            raise ConnectionError(
+                f"openenv:{self.url}: {data['message']}: start the server with as many sessions (max_concurrent_envs) "
+                "as there are responses in a step"
+            )
+        if data.get("code") not in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+            raise RuntimeError(f"openenv:{self.url}: {data.get('code')}: {data.get('message')}")
+        wrong = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in data.get("errors", [])]
+        raise Refused("; ".join(wrong) or data["message"] or data["code"])
+
+    def _shown(self, observation: dict) -> str:
+        if self.observation and self.observation not in observation:
+            raise InputError(
+                f"openenv:{self.url}: no {self.observation!r} in what it shows, but {', '.join(observation)}"
+            )
+        every = {name: value for name, value in observation.items() if name != "metadata"}
+        shown = observation[self.observation] if self.observation else every
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+
+
+def as_action(action: Any, text: str) -> dict:
+    """Raises Refused if the text should be a JSON object and is none."""
+    if action == "{json}":
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"the action is no JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise Refused("the action is no JSON object")
+        return value
+    return {action: text} if isinstance(action, str) else _filled(action, text)
+
+
+def _filled(value: Any, text: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(inner, text) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_filled(inner, text) for inner in value]
+    return value.replace("{text}", text) if isinstance(value, str) else value
+
+
+def load_openenv(spec: str) -> Callable[[], OpenEnv]:
+    """openenv:[action=... ][observation=FIELD ]http://host:port. Without action: the only field that an action has.
+
+    Raises InputError: another form, no server there, or an action without such a field.
+    """
+    *words, url = spec.removeprefix("openenv:").split() or [""]
+    options = dict(word.partition("=")[::2] for word in words)
+    if options.keys() - {"action", "observation"} or not url.startswith(("http://", "https://")):
+        raise InputError(
+            f"--multi-turn.interaction {spec}: give 'openenv:action=FIELD observation=FIELD http://host:port'"
+        )
+    url = url.rstrip("/")
+    try:
+        with urllib.request.urlopen(f"{url}/schema", timeout=CONNECT_S) as response:
+            schema = json.load(response)["action"]
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"--multi-turn.interaction {spec}: no OpenEnv server answers at {url}/schema ({error})"
+        ) from error
+    action: Any = options.get("action")
+    fields = [name for name in schema.get("properties", {}) if name != "metadata"]
+    if action is None:
+        action = fields[0] if len(fields) == 1 else None
+    elif action != "{json}":
+        try:
+            action = json.loads(action) if action.startswith("{") else action
+        except ValueError as error:
+            raise InputError(f"--multi-turn.interaction {spec}: {action} is not valid JSON ({error})") from error
+        named = action if isinstance(action, dict) else {action}
+        if unknown := [name for name in named if name not in fields]:
+            raise InputError(
+                f"--multi-turn.interaction {spec}: an action has no {unknown[0]!r}, but {', '.join(fields)}"
+            )
+    return partial(OpenEnv, url, action, options.get("observation"))
+
+
+# ---- gymnasium -----------------------------------------------------------------------------------
+
+
+class Gym(SeededEnvironment):
+    """An object with gymnasium's reset(seed=, options=), step(action) and close(), whose observations are texts.
+
+    It gets the text as its action. A step's reward is the turn's. Its methods run in threads.
+    """
+
+    def __init__(self, make: Callable[[], Any]):
+        self.make = make
+        self.env: Any = None
+
+    async def reset(self, options: dict) -> str:
+        self.env = await in_thread(self.make)
+        observation, _ = await in_thread(self.env.reset, **options)
+        return self._shown(observation)
+
+    async def step(self, text: str) -> tuple[bool, str, float, dict]:
+        observation, reward, terminated, truncated, _ = await in_thread(self.env.step, text)
+        return bool(terminated or truncated), self._shown(observation), float(reward), {}
+
+    async def stop(self) -> None:
+        if self.env is not None:
+            await in_thread(self.env.close)
+
+    def _shown(self, observation: Any) -> str:
+        if not isinstance(observation, str):
+            kind = type(observation).__name__
+            raise InputError(f"gym: it shows a {kind}; wrap the environment so that it shows texts and takes texts")
+        return observation
+
+
+def load_gym(spec: str) -> Callable[[], Gym]:
+    """gym:ID of gymnasium, or gym:path/to/file.py:name, a class or function that makes an environment.
+
+    Raises InputError.
+    """
+    name = spec.removeprefix("gym:")
+    if ".py:" in name:
+        if not callable(make := load_object("--multi-turn.interaction", name)):
+            raise InputError(f"--multi-turn.interaction {spec}: it is no class or function that makes an environment")
+        return partial(Gym, make)
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise InputError(f"--multi-turn.interaction {spec}: pip install gymnasium ({error})") from error
+    try:
+        gymnasium.spec(name)
+    except gymnasium.error.Error as error:
+        raise InputError(f"--multi-turn.interaction {spec}: {error}") from error
+    return partial(Gym, partial(gymnasium.make, name))
+
+
+# ---- verifiers -----------------------------------------------------------------------------------
+
+
+class Verifiers(BaseInteraction):
+    """A rollout of an environment of the package verifiers. The score is its rubric's, which is asked at the end.
+
+    interaction_kwargs: row, the row of the environment's data set, as JSON.
+    """
+
+    def __init__(self, rollout: Callable):
+        self.rollout = rollout()
+
+    async def start(self, instance_id: str, *, row: str, **kwargs) -> None:  # type: ignore[override]
+        await self.rollout.begin(json.loads(row))
+
+    async def respond(self, messages: list[dict]) -> tuple[bool, str, float, dict]:
+        answer = await self.rollout.turn(messages[-1]["content"])
+        if answer is not None:
+            return False, answer, 0.0, {}
+        return True, "", 0.0, (await self.rollout.scores())["metrics"]
+
+    async def score(self) -> float:
+        return (await self.rollout.scores())["reward"]
+
+    async def stop(self) -> None:
+        await self.rollout.close()
+
+
+def load_verifiers(spec: str) -> Callable[[], Verifiers]:
+    """verifiers:ENVIRONMENT, as rewards/verifiers.py takes it. Raises InputError."""
+    scorer = importlib.import_module("rewards.verifiers")  # by name: rewards/ imports lib
+    return partial(Verifiers, partial(scorer.Rollout, scorer.load_environment(spec.removeprefix("verifiers:"))))
