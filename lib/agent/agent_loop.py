@@ -216,10 +216,11 @@ class ServedEpisodes:
         An episode starts anew, for its tools may have a state, which is lost."""
         self.engine.check_weights()
         requests = _make_requests(self.engine, prompts, sampling, seeds, self.settings)
-        keys = [(tuple(request.raw_context), request.media and request.media.hash) for request in requests]
-        first = dict(zip(keys, [request.media for request in requests]))
+        media = [request.media for request in requests]
+        keys = [(tuple(request.raw_context), own.hash if own else 0) for request, own in zip(requests, media)]
+        distinct = dict(zip(keys, media))
         with ThreadPoolExecutor() as pool:
-            pictures = dict(zip(first, pool.map(self.engine.pictures, first.values())))
+            pictures = dict(zip(distinct, pool.map(self.engine.pictures, distinct.values())))
         turns = self.engine.turns(keys)
         return [
             self._start(request, sampling, turn, pictures[key]) for request, turn, key in zip(requests, turns, keys)
@@ -277,9 +278,7 @@ def _make_requests(
         row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
         attended = prompts.batch["attention_mask"][i].bool()
         own, raw_ids = media[i], list(row["raw_prompt_ids"])
-        with_images = (
-            {"data": own.data, "inputs": own.inputs, "row_inputs": own.inputs, "hash": own.hash} if own else {}
-        )
+        images = {"data": own.data, "inputs": own.inputs, "row_inputs": own.inputs, "hash": own.hash} if own else {}
         requests.append(
             AsyncRolloutRequest(
                 request_id=f"episode-{next(NUMBERS)}",
@@ -294,7 +293,7 @@ def _make_requests(
                 seed=seed,
                 weight_version=engine.version,
                 max_response_length=sampling.max_response_length,
-                **with_images,
+                **images,
             )
         )
     ids = settings.encode(requests[0].rendered)
@@ -334,10 +333,8 @@ def _as_batch(
         [request.position_ids for request in requests],
     )
     if MEDIA_COLUMNS[1] in prompts.non_tensor_batch:
-        grown = zip(
-            MEDIA_COLUMNS, ([request.data for request in requests], [request.row_inputs for request in requests])
-        )
-        batch.non_tensor_batch |= DataProto.from_dict(non_tensors=dict(grown)).non_tensor_batch
+        grown = [[request.data for request in requests], [request.row_inputs for request in requests]]
+        batch.non_tensor_batch |= DataProto.from_dict(non_tensors=dict(zip(MEDIA_COLUMNS, grown))).non_tensor_batch
     given = torch.zeros_like(batch.batch["rollout_log_probs"])  # (B, T)
     for i, request in enumerate(requests):
         for at, reward in zip(request.rewarded, request.turn_rewards):

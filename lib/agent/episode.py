@@ -21,7 +21,7 @@ from lib.agent.multi_turn import (
     add_messages,
     assistant_message,
     call_id,
-    with_images,
+    content_of,
 )
 from lib.agent.tools import ToolCall, ToolResult, attempt, run_tool_call
 from lib.rollout import Generated, Sampling, turn_seed
@@ -153,7 +153,7 @@ class Episode:
             answer = {"role": "tool", "name": call.name, "tool_call_id": call_id(request.metrics["tool_calls"])}
             if result.images:
                 await self._fit_images(result, len(images))
-            answers.append(answer | {"content": with_images(settings.defused(result.text), result.images)})
+            answers.append(answer | {"content": content_of(settings.defused(result.text), result.images)})
             images += result.images
             request.reward(result.reward)
             request.metrics.update({"tool_calls": 1, "tool_seconds": time.monotonic() - start})  # adds, as a Counter

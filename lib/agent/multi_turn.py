@@ -159,7 +159,8 @@ def load_multi_turn(
     known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
     if unknown := settings.keys() - known:
         raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
-    tokenizer = copy.deepcopy(tokenizer)  # where episodes have a thread, a data set's truncation would cut their text
+    # where episodes have a thread, a data set's truncation would cut their text
+    tokenizer, vision = copy.deepcopy((tokenizer, vision))
     limits = {name: value for name, value in settings.items() if name not in ("tools", "parser", "interaction")}
     tools, interaction = load_tools(tuple(settings.get("tools", ()))), settings.get("interaction")
     if not (tools or interaction):
@@ -247,8 +248,8 @@ class AsyncRolloutRequest:
 
     def append_images(self, encoded: Encoded, data: dict, vision: Vision) -> None:
         """Appends text with images that the policy was given. data: all images of the context, these among them."""
-        self.data, self.row_inputs = data, vision.joined(self.row_inputs, encoded.inputs)
-        self.inputs = vision.joined(self.inputs, encoded.inputs)
+        self.data, self.inputs = data, vision.joined(self.inputs, encoded.inputs)
+        self.row_inputs = vision.joined(self.row_inputs, encoded.inputs) if self.starts[-1] else self.inputs
         self.hash = media_hash(self.inputs)
         self.raw_context += encoded.raw_ids
         positions = vision.positions(self.context + encoded.ids, self.inputs)
@@ -354,7 +355,7 @@ def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_i
     return {"role": "assistant", "content": turn[:start].rstrip(), "tool_calls": tool_calls}
 
 
-def with_images(text: str, images: list[Image]) -> str | list[dict]:
+def content_of(text: str, images: list[Image]) -> str | list[dict]:
     """The content of a message with images, and then the text."""
     return [*[{"type": "image"}] * len(images), {"type": "text", "text": text}] if images else text
 
@@ -404,7 +405,7 @@ def _check_shows_images(settings: MultiTurn, question: dict, turn: dict, answer:
     """Raises InputError if the template leaves out the image of a tool's answer."""
     if not settings.image_tools:
         return
-    shown = answer | {"content": with_images(answer["content"], [None])}
+    shown = answer | {"content": content_of(answer["content"], [None])}
     try:
         text, why = settings.render([question, turn, shown]), "leaves it out"
     except REFUSALS as error:

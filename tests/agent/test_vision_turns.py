@@ -11,7 +11,16 @@ from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from data.toy_vision import make_processor
 from lib import InputError
-from lib.agent import BaseTool, MultiTurn, ToolCall, ToolResponse, agent_metrics, get_tool_parser, make_episodes
+from lib.agent import (
+    BaseTool,
+    MultiTurn,
+    ToolCall,
+    ToolResponse,
+    agent_metrics,
+    get_tool_parser,
+    load_multi_turn,
+    make_episodes,
+)
 from lib.agent.builtin_tools import Zoom, load_tools
 from lib.data.vision import Vision, media_hash
 from lib.data_proto import DataProto
@@ -407,3 +416,10 @@ def test_vllm_samples_from_the_policy_that_is_trained(world, tmp_path):
         check_log_probs(model, out)
     finally:
         close(engine)
+
+
+def test_episodes_have_a_tokenizer_of_their_own():
+    """In a thread of episodes a data set's truncation would cut their text."""
+    vision = make_vision("qwen3_vl")
+    how = load_multi_turn({"tools": ["zoom"], "parser": "hermes"}, vision.processor.tokenizer, {}, 32, vision)
+    assert how.tokenizer is how.vision.processor.tokenizer is not vision.processor.tokenizer
