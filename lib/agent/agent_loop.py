@@ -232,12 +232,12 @@ class ServedEpisodes:
         parts = list(pictures.parts) if pictures else []  # the PNGs so far
 
         async def generate(name: str, prompt_ids: list[int], limited: Sampling, seed: int, *media: Media) -> Generated:
-            shown = None
+            shown = {}
             if media:
-                shown = await asyncio.to_thread(self.engine.pictures, *media, parts)
-                parts[:] = shown.parts
+                shown["pictures"] = await asyncio.to_thread(self.engine.pictures, *media, parts)
+                parts[:] = shown["pictures"].parts
             try:
-                return await self.engine.sample(prompt_ids, limited, seed, server, None, shown)
+                return await self.engine.sample(prompt_ids, limited, seed, server, **shown)
             except InputError as error:
                 raise EngineFailed from error
 
