@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -232,9 +233,9 @@ class ServedEpisodes:
         parts = list(pictures.parts) if pictures else []  # the PNGs so far
 
         async def generate(name: str, prompt_ids: list[int], limited: Sampling, seed: int, *media: Media) -> Generated:
-            shown = {}
+            shown: dict[str, Any] = {}
             if media:
-                shown["pictures"] = await asyncio.to_thread(self.engine.pictures, *media, parts)
+                shown["pictures"] = await asyncio.to_thread(self.engine.pictures, media[0], parts)
                 parts[:] = shown["pictures"].parts
             try:
                 return await self.engine.sample(prompt_ids, limited, seed, server, **shown)
@@ -278,7 +279,9 @@ def _make_requests(
         row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
         attended = prompts.batch["attention_mask"][i].bool()
         own, raw_ids = media[i], list(row["raw_prompt_ids"])
-        images = {"data": own.data, "inputs": own.inputs, "row_inputs": own.inputs, "hash": own.hash} if own else {}
+        images: dict[str, Any] = {}
+        if own:
+            images = {"data": own.data, "inputs": own.inputs, "row_inputs": own.inputs, "hash": own.hash}
         requests.append(
             AsyncRolloutRequest(
                 request_id=f"episode-{next(NUMBERS)}",

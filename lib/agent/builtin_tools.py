@@ -200,9 +200,9 @@ class Zoom(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs) -> ToolResponse:  # type: ignore[override]
         image = self.images[instance_id]
-        box = x0, y0, x1, y1 = [
-            min(max(round(parameters[name]), 0), size) for name, size in zip(("x0", "y0", "x1", "y1"), image.size * 2)
-        ]
+        x0, x1 = (min(max(round(parameters[name]), 0), image.width) for name in ("x0", "x1"))
+        y0, y1 = (min(max(round(parameters[name]), 0), image.height) for name in ("y0", "y1"))
+        box = (x0, y0, x1, y1)
         if x0 >= x1 or y0 >= y1:
             raise ValueError(f"nothing of the image, which is {image.width} x {image.height} pixels, is within {box}")
         scale = min(image.width / (x1 - x0), image.height / (y1 - y0))

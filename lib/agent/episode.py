@@ -85,7 +85,8 @@ class Episode:
             calls = settings.parse(turn)
             message = assistant_message(turn, calls, settings.parse, request.metrics["tool_calls"])
             message = settings.without_placeholders(message)
-            said, finish, images = [*request.messages, message], None, []
+            said, finish = [*request.messages, message], None
+            images: list[Image] = []
             if calls and request.room == 0 and not ended:
                 finish = FinishReason.LENGTH
             elif calls and last:

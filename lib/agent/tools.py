@@ -176,7 +176,7 @@ def _checked(value, returns_images: bool) -> ToolResult:
     text, reward, metrics = parts + defaults[len(parts) - 1 :]
     images = []
     if isinstance(text, ToolResponse):
-        text, images = text.text, text.images
+        images, text = text.images, text.text
         if images and not returns_images:
             raise TypeError("the tool returned images; its class must say returns_images = True")
         if not all(isinstance(image, Image.Image) for image in images):
