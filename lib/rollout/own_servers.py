@@ -1,8 +1,8 @@
 """vLLM servers on the job's last ranks (--rollout-gpus): the engine ranks, which run them, and what others see of them.
 
 They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
-URL and how often it was started, while it is healthy, or "failed i", a message; "anew" asks for another start of all,
-which server i has begun when "begun i" has the same number; OVER ends all.
+URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" ends server i if it is that
+start or an earlier one, and "begun i" is the number of the start that it is in; OVER ends all.
 
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
 only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
@@ -74,7 +74,6 @@ class OwnServers:
 
     def __init__(self, number: int, start_s: float):
         self._store, self.number, self.start_s = job_store(), number, start_s
-        self._anew = 0
 
     def order(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Rank 0 tells the engine ranks what to start; other ranks' calls do nothing.
@@ -97,8 +96,9 @@ class OwnServers:
         order = {"folder": str(folder), "files": pieces, "settings": dict(settings), "start_s": self.start_s}
         self._store.set("order", json.dumps(order | {"program": PROGRAM}))
 
-    def urls(self) -> list[str]:
-        """Waits until every server is healthy; the same order always. Raises InputError if one does not start."""
+    def states(self) -> list[tuple[str, int]]:
+        """(URL, starts) of each server, in the same order always. starts: how often it has come to be healthy; it has
+        lost its weights when the number rises. Waits until all are healthy. Raises InputError if one does not start."""
         keys, stage = [f"server {i}" for i in range(self.number)], current_stage()
         if not self._store.check(keys):
             enter_stage(f"{stage}: start of vLLM servers")
@@ -106,27 +106,25 @@ class OwnServers:
                 self._check_failed()
                 time.sleep(POLL_S)
             enter_stage(stage)
-        return [url for url, _ in self._states()]
+        # a key that is deleted meanwhile, when its server ends, comes back with it
+        return [tuple(json.loads(self._store.get(key))) for key in keys]
+
+    def urls(self) -> list[str]:
+        return [url for url, _ in self.states()]
 
     def starts(self) -> list[int]:
-        """How often each server has come to be healthy: it has lost its weights when its number rises. Waits as `urls`
-        does."""
-        self.urls()
-        return [starts for _, starts in self._states()]
+        return [starts for _, starts in self.states()]
 
-    def start_anew(self) -> None:
-        """Ends all servers; `urls` waits until they are back, without weights. A collective."""
+    def start_anew(self, starts: list[int]) -> None:
+        """Ends the servers that are still those of these starts. `states` waits until they are back, without weights. A
+        collective."""
         if dist.get_rank() == 0:
-            self._anew += 1
-            self._store.set("anew", str(self._anew))
-            while any(_number(self._store, f"begun {i}") < self._anew for i in range(self.number)):
+            for i, number in enumerate(starts):
+                self._store.set(f"bad start {i}", str(number))
+            while any(_number(self._store, f"begun {i}") <= number for i, number in enumerate(starts)):
                 self._check_failed()
                 time.sleep(POLL_S)
         dist.barrier()
-
-    def _states(self) -> list[tuple[str, int]]:
-        """(URL, starts) of each server. A key that is deleted meanwhile, when its server ends, comes back with it."""
-        return [json.loads(self._store.get(f"server {i}")) for i in range(self.number)]
 
     def _check_failed(self) -> None:
         for i in range(self.number):
@@ -204,13 +202,12 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
     been started RESTARTS times in a row without being healthy for STEADY_S."""
     starts = failures = 0
     while True:
-        begun = _number(store, "anew")
-        store.set(f"begun {server.number}", str(begun))
+        store.set(f"begun {server.number}", str(starts + 1))
         if healthy := server.start(store, start_s):
             starts += 1
             store.set(f"server {server.number}", json.dumps([server.url, starts]))
             since = time.monotonic()
-            while server.process.poll() is None and _number(store, "anew") == begun:
+            while server.process.poll() is None and _number(store, f"bad start {server.number}") < starts:
                 _serving(store, f"serving {server.url}")
             store.delete_key(f"server {server.number}")
             if server.process.poll() is None:

@@ -185,7 +185,7 @@ class ServedEngine(RolloutEngine):
             attempts += 1
             if dist.get_rank() == 0:
                 print(f"{failure}; all servers are started anew", file=sys.stderr, flush=True)
-            self.own.start_anew()
+            self.own.start_anew(self._starts)
         self._given = model, version
         self.version, self.checksum = version, stream.checksum
         self._lost.clear()
@@ -195,8 +195,7 @@ class ServedEngine(RolloutEngine):
         """Ends each request with the tokens that it has. When it returns, none is at a server, whose caches (also of
         images' features) are empty. Returns, on all ranks, why it failed."""
         if self.own is not None:
-            own = self.own
-            starts, urls = on_first_rank(lambda: (own.starts(), own.urls()))
+            urls, starts = map(list, zip(*on_first_rank(self.own.states)))
             if starts != self._starts:
                 self.weights.leave()
                 self._starts, self.servers.urls = starts, urls
