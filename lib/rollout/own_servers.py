@@ -1,8 +1,8 @@
 """vLLM servers on the job's last ranks (--rollout-gpus): the engine ranks, which run them, and what others see of them.
 
 They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
-URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" ends server i if it is that
-start or an earlier one, and "begun i" is the number of the start that it is in; OVER ends all.
+URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" ends server i if it is in
+that start or an earlier one, and "begun i" is the number of the one that it is in; OVER ends all.
 
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
 only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
