@@ -483,7 +483,6 @@ def test_grpo_learns_in_a_few_steps(kind, tmp_path, request):
     else:
         spec = f"verifiers:{request.getfixturevalue('own')}load_environment"
     found = learns(spec, tmp_path, 6, *SEVERAL_TURNS, "--multi-turn.interaction", spec)
-    print(found)
     assert sum(found[-2:]) > 1.2 * sum(found[:2])
 
 
@@ -491,5 +490,4 @@ def test_grpo_learns_by_a_rubric(own, tmp_path):
     env = f'{own}load_environment {{"max_turns": 1}}'
     scorer = ["--reward", str(ROOT / "rewards/verifiers.py") + ":compute_score"]
     found = learns(f"verifiers:{env}", tmp_path, 6, *scorer, "--reward-kwargs", json.dumps({"env": env}))
-    print(found)
     assert sum(found[-2:]) > 1.2 * sum(found[:2])
