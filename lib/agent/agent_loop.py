@@ -15,7 +15,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -217,15 +216,9 @@ class ServedEpisodes:
         An episode starts anew, for its tools may have a state, which is lost."""
         self.engine.check_weights()
         requests = _make_requests(self.engine, prompts, sampling, seeds, self.settings)
-        media = [request.media for request in requests]
-        keys = [(tuple(request.raw_context), own.hash if own else 0) for request, own in zip(requests, media)]
-        distinct = dict(zip(keys, media))
-        with ThreadPoolExecutor() as pool:
-            pictures = dict(zip(distinct, pool.map(self.engine.pictures, distinct.values())))
-        turns = self.engine.turns(keys)
-        return [
-            self._start(request, sampling, turn, pictures[key]) for request, turn, key in zip(requests, turns, keys)
-        ]
+        contexts, media = zip(*((request.raw_context, request.media) for request in requests))
+        places = self.engine.turns_and_pictures(contexts, media)
+        return [self._start(request, sampling, *place) for request, place in zip(requests, places)]
 
     def _start(
         self, request: AsyncRolloutRequest, sampling: Sampling, server: int, pictures: Pictures | None

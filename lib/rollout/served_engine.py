@@ -6,7 +6,7 @@ import copy
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -251,15 +251,11 @@ class ServedEngine(RolloutEngine):
         """The first half of generate; collect is the second. Weights may be synced between the two. begun: what there
         already is of each response."""
         self.check_weights()
-        raw_ids, media = prompts.non_tensor_batch["raw_prompt_ids"], media_of(prompts)
-        keys = [(tuple(map(int, ids)), own.hash if own else 0) for ids, own in zip(raw_ids, media)]
-        distinct = dict(zip(keys, media))
-        with ThreadPoolExecutor() as pool:
-            pictures = dict(zip(distinct, pool.map(self.pictures, distinct.values())))
-        responses = []
-        for i, (key, seed, turn) in enumerate(zip(keys, seeds, self.turns(keys))):
+        raw_ids, responses = prompts.non_tensor_batch["raw_prompt_ids"], []
+        places = self.turns_and_pictures(raw_ids, media_of(prompts))
+        for i, (ids, seed, (turn, pictures)) in enumerate(zip(raw_ids, seeds, places)):
             row = begun[i] if begun else Generated([], [], "abort")
-            sampled = self.sample(list(key[0]), sampling, seed, turn, row, pictures[key])
+            sampled = self.sample(list(map(int, ids)), sampling, seed, turn, row, pictures)
             responses.append(Response(seed, row, self.begin(sampled)))
         return responses
 
@@ -270,6 +266,16 @@ class ServedEngine(RolloutEngine):
         batch = add_responses(prompts, rows, self.pad_token_id)
         add_weight_versions(batch, [row.weight_versions for row in rows])
         return batch
+
+    def turns_and_pictures(
+        self, prompts: Iterable[Iterable[int]], media: Sequence[Media | None]
+    ) -> list[tuple[int, Pictures | None]]:
+        """The turn of each prompt, and its pictures, which are encoded once for equal prompts."""
+        keys = [(tuple(map(int, ids)), own.hash if own else 0) for ids, own in zip(prompts, media)]
+        with_images = {key: own for key, own in zip(keys, media) if own}
+        with ThreadPoolExecutor() as pool:  # of as many threads as there is to encode
+            pictures = dict(zip(with_images, pool.map(self.pictures, with_images.values())))
+        return [(turn, pictures.get(key)) for turn, key in zip(self.turns(keys), keys)]
 
     def turns(self, prompts: list) -> list[int]:
         """A turn for each prompt. Neighbours that are equal share a server, and so the prompt's keys and values."""
