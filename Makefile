@@ -5,6 +5,7 @@ GPU ?= $(shell nvidia-smi -L 2> /dev/null | grep -c GPU | grep -v ^0)
 # one thread a process: two threads of a tiny model wait for each other
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
 .PHONY: help setup train test browser test-fast diff curves bench lint format clean
 
