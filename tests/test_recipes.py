@@ -29,7 +29,7 @@ from lib.model.flops import Flops, flops_of, update_flops
 from lib.model.memory import GIB, Moments, memory_table, meta_model, worst_moment
 from lib.run.throughput import PEAK_TFLOPS
 from tests.common import ROOT, fork, metrics, ran, save_tiny
-from tests.test_docs import anchors
+from tests.test_docs import FLAG, METRIC, OF_TOOLS, SCRIPTS, anchors, flags_of
 
 FOLDER = ROOT / "docs/recipes"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
@@ -50,13 +50,13 @@ class Command(NamedTuple):
 
 
 def commands(page: Path) -> list[Command]:
-    """Of all training runs on the page, those that start from a model first."""
+    """All of the page that start a script; of --config, which names a run, the flags beside it."""
     found = COMMAND.findall(page.read_text().replace("\\\n", " "))
-    runs = [Command(int(gpus or 1), script, shlex.split(flags)) for gpus, script, flags in found]
-    return sorted(runs, key=lambda run: "--model" not in run.words)
+    return [Command(int(gpus or 1), script, shlex.split(flags)) for gpus, script, flags in found]
 
 
 def trainings(page: Path) -> list[Command]:
+    """Those that start from a model."""
     return [run for run in commands(page) if "--model" in run.words]
 
 
@@ -120,7 +120,7 @@ def step_flops(args: Any) -> tuple[float, float, float]:
 def test_figures_are_those_of_today(page):
     shown = FIGURES.findall(page.read_text())
     assert shown == [figures(run) for run in trainings(page)], "run python -m tests.test_recipes"
-    assert all("\nfits: " in block for block in shown)
+    assert shown and all("\nfits: " in block for block in shown)
 
 
 def with_present_worst(page: Path) -> str:
@@ -263,9 +263,8 @@ ON_VLLM = {"gsm8k"}  # hf samples the others: an engine takes ten seconds of CPU
 def test_commands_run(page, model, tmp_path):
     make_data(page, tmp_path)
     installed = importlib.util.find_spec("vllm") is not None
-    runs = commands(page)
-    assert trainings(page)
-    for number, run in enumerate(runs):
+    known: set[str] = set()  # metrics
+    for number, run in enumerate(commands(page)):
         run = run._replace(words=in_folder(run.words, tmp_path))
         args = parsed(run, *([] if installed else ["--rollout-engine", "hf"]), "--dry-run", str(run.ranks))
         if "--model" not in run.words:  # it goes on with the flags of another
@@ -273,12 +272,14 @@ def test_commands_run(page, model, tmp_path):
         engine = "vllm" if installed and page.stem in ON_VLLM else "hf"
         done = ran(fork(run.script, tmp_path, *run.words, *smaller(args, model, engine), "--run-name", str(number)))
         logged: dict = {}
-        for row in metrics(tmp_path / str(number)):
+        for row in metrics(tmp_path / str(number), timings=True):
             logged |= row
         rows = args.num_mini_batches * min(args.group_size, 4)
         assert logged["step"] == 1 and logged["training/rows_in"] >= rows, done.stdout
         assert logged["actor/grad_norm"] >= 0, done.stdout
         assert logged["val/unscored"] == logged["reward/error_count"] == 0, done.stdout
+        known |= logged.keys()
+    assert set(METRIC.findall(page.read_text())) - known == set()
 
 
 def test_the_corpus_of_the_page_answers_its_questions(tmp_path):
@@ -299,6 +300,13 @@ def test_links_lead_somewhere(page):
         file = (page.parent / target).resolve() if target else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), (target, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_flags_exist(page):
+    known = OF_TOOLS | {"--out", "--sets", "--form", "--max-tests"}  # of data/
+    known |= {flag for script in SCRIPTS for flag in flags_of(script)}
+    assert set(FLAG.findall(page.read_text())) - known == set()
 
 
 def test_the_index_names_every_page_and_source():
