@@ -299,17 +299,17 @@ def table(record: dict) -> list[str]:
 
     def spread(values: list[float], digits: int) -> str:
         low, high = min(values), max(values)
-        return f"{statistics.mean(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+        return f"{statistics.mean(values):.{max(1, digits)}f} ({low:.{digits}f} to {high:.{digits}f})"
 
     lines = []
     for engine in [engine for engine in ENGINES if engine in record]:
         for program, runs in zip(COLORS, record[engine]["runs"].values()):
             first = [next(step for step, value in enumerate(run["accuracy"]) if value >= 0.9) for run in runs]
             lines.append(
-                f"| {engine} | {program} | {spread(first, 1)} "
-                f"| {spread([run['wall'][n] for run, n in zip(runs, first)], 1)} "
+                f"| {engine} | {program} | {spread(first, 0)} "
+                f"| {spread([run['cpu'][n] for run, n in zip(runs, first)], 1)} "
                 f"| {spread([run['accuracy'][-1] for run in runs], 3)} "
-                f"| {spread([run['wall'][-1] for run in runs], 1)} | {spread([run['cpu'][-1] for run in runs], 1)} |"
+                f"| {spread([run['cpu'][-1] for run in runs], 1)} | {spread([run['wall'][-1] for run in runs], 1)} |"
             )
     return lines
 
@@ -327,12 +327,12 @@ def draw(output: Path = ROOT / "docs/vs_trl_curve.png") -> None:
     for engine, axes in zip(engines, figure.subplots(len(engines), 3, squeeze=False)):
         by_step, by_second, of_samples = axes
         for (label, color), runs in zip(COLORS.items(), record[engine]["runs"].values()):
-            accuracy, wall, reward = (np.array([run[key] for run in runs]) for key in ("accuracy", "wall", "reward"))
+            accuracy, cpu, reward = (np.array([run[key] for run in runs]) for key in ("accuracy", "cpu", "reward"))
             plot(by_step, np.arange(accuracy.shape[1]), accuracy, color, f"{label}, {engine}, {len(runs)} seeds")
-            plot(by_second, wall.mean(0), accuracy, color)
+            plot(by_second, cpu.mean(0), accuracy, color)
             plot(of_samples, np.arange(1, reward.shape[1] + 1), reward, color)
         by_step.set(xlabel="step", ylabel="greedy accuracy on held-out sums")
-        by_second.set(xlabel="seconds of training, without start-up", ylabel="greedy accuracy on held-out sums")
+        by_second.set(xlabel="CPU seconds of training, without start-up", ylabel="greedy accuracy on held-out sums")
         of_samples.set(xlabel="step", ylabel=PANELS["reward/mean"])
         by_step.legend(frameon=False, loc="lower right")
     figure.savefig(output)
