@@ -197,6 +197,54 @@ def run_trl(
     return json.loads((folder / "trl.json").read_text()), peak
 
 
+def trl_trainer(
+    model: Path, rows: Path, reward: Callable, callback, engine: str, dtype: str, rollout_func=None, **settings
+):
+    """TRL's trainer on these rows as they stand, one thread, all in float32 but vLLM, which is in dtype. settings: of
+    GRPOConfig."""
+    import trl.generation.vllm_generation
+    from datasets import load_dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
+    if engine == "vllm":  # with what grpo.py's engine has on a CPU, no compilation and 1 GiB of KV cache
+        torch.compiler.set_stance("force_eager")
+        generation = trl.generation.vllm_generation
+        generation.LLM = partial(generation.LLM, dtype=dtype, enforce_eager=True, kv_cache_memory_bytes=1 << 30)
+    config = GRPOConfig(
+        output_dir=str(rows.parent / "trl"),
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        use_vllm=engine == "vllm",
+        vllm_mode="colocate",
+        vllm_importance_sampling_correction=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **settings,
+    )
+    trainer = GRPOTrainer(
+        model=str(model),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=load_dataset("json", data_files=str(rows), split="train"),
+        callbacks=[callback],
+        rollout_func=rollout_func,
+    )
+    if engine == "vllm":  # TRL's own sync fails on a CPU, where vLLM keeps linear layers in another layout
+
+        def sync_weights() -> None:
+            llm = trainer.vllm_generation.llm
+            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": trainer.model.named_parameters()})
+            llm.reset_prefix_cache()
+
+        trainer.vllm_generation.sync_weights = sync_weights
+    return trainer
+
+
 def train_with_trl(
     folder: Path,
     engine: Literal["hf", "vllm"],
@@ -208,12 +256,8 @@ def train_with_trl(
     steps: int,
 ) -> None:
     """The process of run_trl: writes what each step took to folder/trl.json."""
-    import trl.generation.vllm_generation
-    from datasets import load_dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(1)
     records: list[dict] = []
     spent = dict.fromkeys(("generate", "whole_rollout"), 0.0)
 
@@ -238,12 +282,14 @@ def train_with_trl(
             seconds = time.perf_counter() - self.start
             records[-1] |= {"rollout": spent["generate"], "update": seconds - spent["whole_rollout"]}
 
-    if engine == "vllm":  # with what grpo.py's engine has on a CPU, no compilation and 1 GiB of KV cache
-        torch.compiler.set_stance("force_eager")
-        generation = trl.generation.vllm_generation
-        generation.LLM = partial(generation.LLM, dtype=dtype, enforce_eager=True, kv_cache_memory_bytes=1 << 30)
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"),
+    trainer = trl_trainer(
+        folder / "model",
+        folder / "train.jsonl",
+        reward,
+        Record(),
+        engine,
+        dtype,
+        vllm_max_model_length=prompt_length + response_length,
         per_device_train_batch_size=micro_batch_rows,
         gradient_accumulation_steps=prompts * GROUP // micro_batch_rows,
         num_generations=GROUP,
@@ -251,34 +297,7 @@ def train_with_trl(
         max_steps=steps,
         learning_rate=1e-6,
         lr_scheduler_type="constant",
-        shuffle_dataset=False,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        use_vllm=engine == "vllm",
-        vllm_mode="colocate",
-        vllm_max_model_length=prompt_length + response_length,
-        vllm_importance_sampling_correction=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
-    trainer = GRPOTrainer(
-        model=str(folder / "model"),
-        reward_funcs=reward,
-        args=config,
-        train_dataset=load_dataset("json", data_files=str(folder / "train.jsonl"), split="train"),
-        callbacks=[Record()],
-    )
-    if engine == "vllm":  # TRL's own sync fails on a CPU, where vLLM keeps linear layers in another layout
-
-        def sync_weights() -> None:
-            llm = trainer.vllm_generation.llm
-            llm.collective_rpc("reload_weights", kwargs={"weights_iterator": trainer.model.named_parameters()})
-            llm.reset_prefix_cache()
-
-        trainer.vllm_generation.sync_weights = sync_weights
     trainer._generate = timed("generate", trainer._generate)
     trainer._generate_and_score_completions = timed("whole_rollout", trainer._generate_and_score_completions)
     trainer.train()

@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from benchmarks import vs_trl
+from benchmarks import vs_trl, vs_trl_learn
+from benchmarks.curves import ACCURACY
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, make_task, run_plainrl, skewed_lengths, steps_of_run
 from tests.common import PYTHON, ROOT, TORCHRUN, environment, ran
 
@@ -57,3 +58,37 @@ def test_grpo_and_trl_are_compared(engine, tmp_path):
     for suffix in ["", "_bfloat16"] if engine == "vllm" else [""]:
         ratio, theirs = record[f"ratio{suffix}"], record[f"trl{suffix}"]
         assert all(ratio[key] == theirs[key] / record["plainrl"][key] > 0 for key in METRICS)
+
+
+def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path):
+    vs_trl_learn.write_rows(tmp_path / "train.jsonl", seed=1, steps=2)
+    vs_trl_learn.run_plainrl(tmp_path, "hf", 1, 2, "--val-before-train", "--val-every", "1", keep=True)
+    rows = [json.loads(line) for line in (tmp_path / "plainrl/metrics.jsonl").read_text().splitlines()]
+    own = [row[ACCURACY] for row in rows if ACCURACY in row]
+    kept = [None, *(vs_trl_learn.checkpoint(tmp_path, "plainrl", step) for step in (1, 2))]
+    accuracy = [vs_trl_learn.greedy_accuracy(vs_trl_learn.load_model(weights)) for weights in kept]
+    assert accuracy == pytest.approx(own, abs=1 / 256)  # one row, where rounding decides between two tokens
+    assert len({*accuracy}) == 3  # each checkpoint has weights of its own
+
+
+def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(tmp_path):
+    record = json.loads(vs_trl_learn.RECORD.read_text())
+    vs_trl_learn.draw(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    document = (ROOT / "docs/performance.md").read_text()
+    assert all(line in document for line in vs_trl_learn.table(record))
+    for engine in record.keys() & {*vs_trl_learn.ENGINES}:
+        ours, theirs = record[engine]["runs"].values()
+        assert [run["seed"] for run in ours] == [run["seed"] for run in theirs]
+        assert len({run["accuracy"][0] for run in ours + theirs}) == 1  # the same start, the same evaluation
+
+
+def test_grpo_and_trl_learn_the_same_from_the_same_samples(tmp_path):
+    pytest.importorskip("trl", reason="TRL has a virtual environment of its own")
+    output = tmp_path / "record.json"
+    vs_trl_learn.learn(seeds=(1,), steps=2, output=output)
+    vs_trl_learn.same(steps=2, output=output)
+    record = json.loads(output.read_text())
+    for [run] in record["hf"]["runs"].values():
+        assert len(run["accuracy"]) == len(run["wall"]) == 3 and run["wall"] == sorted(run["wall"])
+    assert max(record["same"]["distances"]["1"]) < 1e-3
