@@ -2,7 +2,7 @@
 
     python -m benchmarks.comparison                      runs what benchmarks/results/comparison.json has not yet
     python -m benchmarks.comparison --names grpo rloo    runs these anew
-    python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints docs/comparison.md's table
+    python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the table
 
 Each is a script with flags, run with five seeds, one thread a run (two hours on two cores for all). Of each run counts
 the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Two settings differ if
@@ -24,7 +24,8 @@ RECORD = ROOT / "benchmarks/results/comparison.json"
 SEEDS = (1, 2, 3, 4, 5)
 TASK = "--model data/toy_rare/model --total-steps 100 --val-every 5 --show-samples 0"
 FOUR = "--num-mini-batches 4"
-BASE = {"four updates a step": "4 updates: vanilla"}  # what a group is compared with, if not with grpo
+FEW = "--train-files data/toy_rare/few.jsonl"
+BASE = {"four updates a step": "4 updates: vanilla", "256 prompts": "uniform"}  # instead of grpo
 
 
 class Setting(NamedTuple):
@@ -75,6 +76,9 @@ SETTINGS = {
     "16 groups of 16": Setting("settings", "--prompts-per-step 16 --group-size 16"),
     "learning rate x 1/3": Setting("settings", "--lr 3.3e-5"),
     "learning rate x 3": Setting("settings", "--lr 3e-4"),
+    "uniform": Setting("256 prompts", FEW),
+    "skip": Setting("256 prompts", f"{FEW} --prompt-sampling skip"),
+    "variance": Setting("256 prompts", f"{FEW} --prompt-sampling variance"),
 }
 
 
