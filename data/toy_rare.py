@@ -2,10 +2,11 @@
 
     python data/toy_rare.py       rewrites data/toy_rare/: model/ and few.jsonl (two minutes on one core)
 
-The rows are those of data/toy/; few.jsonl has the first 256 of train.jsonl, to come round often. The model first imitates the pupils of data/toy.py, so it knows how a working goes,
-then others, of whom 3 in 100 show one and slip in one column of five. Where a sum has a carry, one sample in a hundred
-is right: most groups of 8 have nothing to learn from. So how long it takes until reward rises depends on what an
-algorithm makes of a rare success, and on the luck of the seed: benchmarks/comparison.py runs five.
+The rows are those of data/toy/; few.jsonl has the first 256 of its train.jsonl, to come round often. The model first
+imitates the pupils of data/toy.py, so it knows how a working goes, then others, of whom 3 in 100 show one and slip in
+one column of five. Where a sum has a carry, one sample in a hundred is right: most groups of 8 have nothing to learn
+from. So how long it takes until reward rises depends on what an algorithm makes of a rare success, and on the luck of
+the seed: benchmarks/comparison.py runs five.
 """
 
 import os
