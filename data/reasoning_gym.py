@@ -18,6 +18,7 @@ if __name__ == "__main__":  # this folder holds math.py and reasoning_gym.py, wh
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
@@ -26,15 +27,18 @@ from data.rows import make_row, run_script, write_rows
 from lib import InputError
 from rewards.reasoning_gym import dump_entry
 
+GroundTruth = Literal["entry", "answer"]
 INSTRUCTION = "Think step by step, and give only the final answer within <answer> and </answer>."
 
 
-def to_row(task: str, task_kwargs: dict, entry: dict, split: str, index: int, instruction: str) -> dict:
+def to_row(
+    task: str, task_kwargs: dict, entry: dict, split: str, index: int, instruction: str, ground_truth: GroundTruth
+) -> dict:
     prompt = f"{entry['question']}\n\n{instruction}".rstrip()
     truth = json.dumps({"task": task, "task_kwargs": task_kwargs, "entry": dump_entry(entry)})
     info = {"split": split, "index": index, "question": entry["question"]}
     info["interaction_kwargs"] = {"ground_truth": truth}  # for --multi-turn.interaction reasoning_gym
-    return make_row(f"reasoning_gym/{task}", prompt, truth, info)
+    return make_row(f"reasoning_gym/{task}", prompt, truth if ground_truth == "entry" else entry["answer"], info)
 
 
 def main(
@@ -45,6 +49,7 @@ def main(
     seed: int = 1,
     task_kwargs: str = "{}",
     instruction: str = INSTRUCTION,
+    ground_truth: GroundTruth = "entry",
 ) -> None:
     """Write train.parquet and test.parquet.
 
@@ -56,6 +61,7 @@ def main(
         seed: seed of the task's generator.
         task_kwargs: JSON object of the task's own settings.
         instruction: what follows each question. Without <answer>...</answer> the last line of a response is its answer.
+        ground_truth: answer: only the task's answer, for another scorer than rewards/reasoning_gym.py.
     """
     if task not in DATASETS or task == "composite":
         raise InputError(f"--task {task}: no such task; there are {', '.join(sorted(DATASETS.keys() - {'composite'}))}")
@@ -77,7 +83,7 @@ def main(
     test = [entry for i in range(size, size + test_size) if (entry := source[i])["question"] not in seen]
     for split, entries in {"train": train, "test": test}.items():
         if entries:
-            rows = [to_row(task, kwargs, entry, split, i, instruction) for i, entry in enumerate(entries)]
+            rows = [to_row(task, kwargs, entry, split, i, instruction, ground_truth) for i, entry in enumerate(entries)]
             write_rows(rows, out / f"{split}.parquet")
         else:
             (out / f"{split}.parquet").unlink(missing_ok=True)  # an earlier run's would not fit this train
