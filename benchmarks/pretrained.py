@@ -22,17 +22,19 @@ import tyro
 from benchmarks.curves import ROOT, provenance
 
 RECORDS = ROOT / "benchmarks/results/pretrained"
-DATA = """--task chain_sum --size 2000 --test-size 600 --ground-truth answer --instruction 'Answer with the number only.'
+DATA = """--task chain_sum --size 2000 --test-size 600 --ground-truth answer
+    --instruction 'Answer with the number only.'
     --task-kwargs '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'"""
 FLAGS = """--max-prompt-length 96 --max-response-length 24 --lr 2e-5 --total-steps 40 --val-every 10 --save-every 0
     --reward rewards/gsm8k.py:compute_score --reward-kwargs '{"method": "flexible"}' --compute-dtype bfloat16"""
+VLLM = "--rollout-engine vllm"
 GROUPS, SINGLE = "--prompts-per-step 16 --group-size 8", "--prompts-per-step 64"
 RUNS = {
-    "grpo": f"grpo.py {GROUPS}",
-    "grpo_vllm": f"grpo.py {GROUPS} --rollout-engine vllm",
-    "dapo": f"dapo.py {GROUPS}",
-    "ppo": f"ppo.py {SINGLE}",
-    "remax": f"remax.py {SINGLE}",
+    "grpo": f"grpo.py {GROUPS} {VLLM}",
+    "remax": f"remax.py {SINGLE} {VLLM}",
+    "dapo": f"dapo.py {GROUPS} {VLLM}",
+    "ppo": f"ppo.py {SINGLE} {VLLM}",
+    "grpo_hf": f"grpo.py {GROUPS}",
 }
 ACCURACY = "val/reasoning_gym/chain_sum/mean@1"
 
