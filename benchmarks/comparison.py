@@ -17,14 +17,16 @@ from itertools import groupby
 from typing import NamedTuple
 
 import tyro
+from matplotlib.figure import Figure
 
-from benchmarks.curves import ACCURACY, ROOT, provenance, run_seed
+from benchmarks.curves import ACCURACY, PANELS, ROOT, curve, plot, provenance, run_seed
 
 RECORD = ROOT / "benchmarks/results/comparison.json"
 SEEDS = (1, 2, 3, 4, 5)
 TASK = "--model data/toy_rare/model --total-steps 100 --val-every 5 --show-samples 0"
 FOUR = "--num-mini-batches 4"
 FEW = "--train-files data/toy_rare/few.jsonl"
+LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")
 BASE = {"four updates a step": "4 updates: vanilla", "256 prompts": "uniform"}  # instead of grpo
 
 
@@ -119,6 +121,27 @@ def table(records: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def draw_all(records: dict[str, dict]) -> None:
+    """Left: the curves of LEFT. Right: a dot for each run of each setting, over the range of its group's first."""
+    names = [name for name in SETTINGS if name in records]
+    figure = Figure(figsize=(12, 1.5 + 0.22 * len(names)), dpi=120, layout="constrained")
+    figure.suptitle(f"right samples are rare: {PANELS[ACCURACY]}, five seeds")
+    left, right = figure.subplots(1, 2)
+    for number, name in enumerate(filter(records.__contains__, LEFT)):
+        plot(left, *curve(records[name]["runs"], ACCURACY), f"C{number}", name)
+    left.set(xlabel="step", ylabel=PANELS[ACCURACY])
+    left.legend(frameon=False, loc="lower right")
+    for y, name in enumerate(names):
+        group = SETTINGS[name].group
+        own, base = ([mean_accuracy(run) for run in records[of]["runs"]] for of in (name, BASE.get(group, "grpo")))
+        right.fill_betweenx([y - 0.5, y + 0.5], min(base), max(base), color="grey", alpha=0.15, linewidth=0)
+        right.plot(own, [y] * len(own), "o", markersize=4, color="tab:red" if apart(own, base) else "tab:blue")
+    right.set(xlabel="mean over steps 0 to 100; grey: what it is compared with; red: apart from it")
+    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.invert_yaxis()
+    figure.savefig(ROOT / "docs/comparison_curve.png")
+
+
 def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1) -> None:
     """names: of SETTINGS, which are run although they are in the record. jobs: runs at a time."""
     todo = names or tuple(name for name in SETTINGS if name not in results())
@@ -130,6 +153,7 @@ def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1) -> None
             for run in runs:
                 run["curves"] = {ACCURACY: run["curves"][ACCURACY]}
             write(name, {"command": f"python {script}.py {flags}", **how, "runs": runs})
+    draw_all(results())
     print(table(results()))
 
 

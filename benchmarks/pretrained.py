@@ -9,15 +9,19 @@ metrics.jsonl with a line before it of how it was made.
 
 import importlib.util
 import json
+import math
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
 
+import pyarrow.parquet as pq
 import tyro
+from matplotlib.figure import Figure
 
 from benchmarks.curves import ROOT, provenance
 
@@ -37,6 +41,17 @@ RUNS = {
     "grpo_hf": f"grpo.py {GROUPS}",
 }
 ACCURACY = "val/reasoning_gym/chain_sum/mean@1"
+PANELS = {
+    ACCURACY: "greedy accuracy on held-out questions",
+    "reward/mean": "reward of the samples (temperature 1)",
+    "response_length/mean": "response length (tokens)",
+}
+AT_THE_END = {  # means of the last five steps
+    "response_length/mean": "tokens of a response",
+    "actor/entropy": "entropy (nats)",
+    "rollout/prob_diff_mean": "rollout/prob_diff_mean",
+    "timing_s/step": "seconds of a step",
+}
 
 
 def call(command: list[str]) -> None:
@@ -58,14 +73,48 @@ def run(names: tuple[Literal[tuple(RUNS)], ...] = tuple(RUNS), seeds: tuple[int,
                 files = ["--train-files", f"{folder}/train.parquet", "--val-files", f"{folder}/test.parquet"]
                 where = ["--output-dir", str(folder), "--run-name", f"{name}_{seed}", "--seed", str(seed)]
                 how = {"command": shlex.join(["python", script, *flags, *shlex.split(FLAGS)]), "seed": seed}
-                how |= provenance(jobs=1)
+                how |= {"val_rows": len(pq.read_table(folder / "test.parquet"))} | provenance(jobs=1)
                 call([sys.executable, script, "--model", str(model), *files, *flags, *shlex.split(FLAGS), *where])
                 lines = (folder / f"{name}_{seed}/metrics.jsonl").read_text()
                 RECORDS.mkdir(exist_ok=True)
                 (RECORDS / f"{name}_{seed}.jsonl").write_text(json.dumps(how) + "\n" + lines)
 
 
-def draw() -> None: ...
+def interval(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of n."""
+    middle, half = share + z**2 / (2 * n), z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    return (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
+
+
+def draw() -> None:
+    figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
+    figure.suptitle("SmolLM2-135M-Instruct on sums and differences of one or two digits, one CPU core")
+    panels = figure.subplots(1, len(PANELS))
+    print(f"| run | seed | {ACCURACY} before | after | {' | '.join(AT_THE_END.values())} |")
+    print("|---" * (4 + len(AT_THE_END)) + "|")
+    for number, name in enumerate(RUNS):
+        for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl")):
+            how, *rows = map(json.loads, file.read_text().splitlines())
+            for axes, (key, label) in zip(panels, PANELS.items()):
+                steps, values = zip(*[(row["step"], row[key]) for row in rows if key in row])
+                own_label = name if file.stem.endswith("_1") else None
+                axes.plot(steps, values, color=f"C{number}", linewidth=1.5, label=own_label)
+                axes.set(xlabel="step", ylabel=label)
+            scores = [row[ACCURACY] for row in rows if ACCURACY in row]
+            before, after = (
+                f"{score:.2f} ({low:.2f} to {high:.2f})"
+                for score, (low, high) in (
+                    (score, interval(score, how["val_rows"])) for score in (scores[0], scores[-1])
+                )
+            )
+            steps = [row for row in rows if "timing_s/step" in row]
+            ends = [f"{statistics.mean(row[key] for row in steps[-5:]):.3g}" for key in AT_THE_END]
+            print(f"| {name} | {how['seed']} | {before} | {after} | {' | '.join(ends)} |")
+    for axes in panels:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False)
+    figure.savefig(ROOT / "docs/pretrained_curve.png")
 
 
 if __name__ == "__main__":
