@@ -6,7 +6,8 @@
 
 Each run is `GPUS=2 launch/one_node.sh grpo.py` with its flags of WAYS, one run at a time, in turns. The work of `speed`
 is that of benchmarks/vs_trl.py: the model counts down, so every way samples and trains the same tokens. Figures are
-medians over the steps but the first WARM_UP. Records: benchmarks/results/ahead.json.
+medians over the steps but the first WARM_UP; lengths: the mean response length of each step, with the first ones.
+Records: benchmarks/results/ahead.json.
 """
 
 import json
@@ -50,6 +51,7 @@ def run(folder: Path, flags: list[str]) -> list[dict]:
 
 
 def step_figures(setting: Setting, way: str, steps: int) -> list[dict[str, float]]:
+    """Of each step, also those of the warm-up."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_task(folder, setting, steps)
@@ -64,7 +66,7 @@ def step_figures(setting: Setting, way: str, steps: int) -> list[dict[str, float
     return [
         {stage: row[f"timing_s/{stage}"] for stage in names}
         | {"idle": row["perf/idle"], "length": row["response_length/mean"]}
-        for row in rows[WARM_UP:]
+        for row in rows
     ]
 
 
@@ -77,14 +79,16 @@ def speed(
     """work: short: 64 prompts of 16 tokens, responses of 16; skewed: 16 of 16, up to 128 tokens, half of them below 20.
     Groups of 8."""
     for name in work:
-        taken: dict[str, list[dict]] = {way: [] for way in ways}
+        taken: dict[str, list[list[dict]]] = {way: [] for way in ways}
         for _ in range(rounds):
             for way in ways:
-                taken[way] += step_figures(WORK[name], way, WARM_UP + steps)
+                taken[way].append(step_figures(WORK[name], way, WARM_UP + steps))
         results = {}
-        for way, own in taken.items():
+        for way, runs in taken.items():
+            own = [step for run in runs for step in run[WARM_UP:]]
             results[way] = {key: round(statistics.median(step[key] for step in own), 4) for key in own[0]}
             results[way]["mean_step"] = round(statistics.mean(step["step"] for step in own), 4)
+            results[way]["lengths"] = [round(step["length"], 2) for step in runs[0]]
             print(f"{name:8} {way:32} {results[way]}", flush=True)
         write({name: results | {"rounds": rounds, "steps": steps}})
 

@@ -588,7 +588,9 @@ def test_math_val_script(tmp_path):
 
 def test_search_qa_script(tmp_path, capsys):
     nq = [{"id": f"test_{i}", "question": "who wrote it", "golden_answers": ["The Bard", "W. S."]} for i in range(3)]
-    hotpot = {"question": "Which river?", "golden_answers": ["Seine"], "metadata": {"type": "bridge"}}
+    paragraphs = {"title": ["Seine", "Paris"], "sentences": [["The Seine is a river.", " It is long."], ["A city."]]}
+    metadata = {"type": "bridge", "context": paragraphs}
+    hotpot = {"question": "Which river?", "golden_answers": ["Seine"], "metadata": metadata}
     for split in ("train", "test"):
         write_jsonl(tmp_path / f"copy/nq/{split}.jsonl", nq)
     write_jsonl(tmp_path / "copy/hotpotqa/train.jsonl", [hotpot, {**hotpot, "golden_answers": [" "]}])
@@ -602,9 +604,13 @@ def test_search_qa_script(tmp_path, capsys):
     assert last["prompt"][0]["content"].startswith("Which river?\n")
     for row, scores in ((first, [1.0, 1.0, 0.0]), (last, [0.0, 0.0, 1.0])):
         assert [score(row, f"<answer>{text}</answer>") for text in ("bard", "w. s.!", "the Seine")] == scores
+    corpus = [json.loads(line) for line in (tmp_path / "made/corpus.jsonl").read_text().splitlines()]
+    seine = {"title": "Seine", "text": "The Seine is a river. It is long."}  # once, though three rows have it
+    assert corpus == [seine, {"title": "Paris", "text": "A city."}]
     (tmp_path / "copy/nq").rename(tmp_path / "copy/other")
     with pytest.raises(InputError, match=r"copy/nq: no train\*.parquet"):
         make("search_qa", tmp_path)
+    check_rows(make("search_qa", tmp_path, sets=("hotpotqa",))["train"], 1)
 
 
 @pytest.fixture

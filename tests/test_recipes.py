@@ -1,0 +1,325 @@
+"""The recipes: a page's commands run as they stand, but for model, rows and sizes; its figures are those of today.
+
+`python -m tests.test_recipes` writes the present figures into the pages.
+"""
+
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import tyro
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from data import toy, toy_tools
+from lib import setup
+from lib.agent import load_tools
+from lib.args import RENAMED, step_sizes
+from lib.cli.flags import parse_flags
+from lib.data_proto import DataProto
+from lib.distributed import World
+from lib.model import add_lora
+from lib.model.flops import Flops, flops_of, update_flops
+from lib.model.memory import GIB, Moments, memory_table, meta_model, worst_moment
+from lib.run.throughput import PEAK_TFLOPS
+from tests.common import ROOT, fork, metrics, ran, save_tiny
+from tests.test_docs import FLAG, METRIC, OF_TOOLS, SCRIPTS, anchors, flags_of
+
+FOLDER = ROOT / "docs/recipes"
+PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
+COMMAND = re.compile(
+    r"^(?:GPUS=(\d+) )?(?:launch/one_node\.sh|python) (grpo|ppo|remax|dapo)\.py (?:--config \S+ )?(.+)$", re.M
+)
+DATA = re.compile(r"^python data/(\w+)\.py (.+)$", re.M)
+FIGURES = re.compile(r"(?<=```\n)GiB a GPU.*?(?=```)", re.S)
+WORST = re.compile(r"`--dry-run (\d+)((?: [^`]+)?)`: [\d.]+ GiB \([\w -]+\)")
+MFU = 0.3  # an assumption, see docs/recipes/README.md
+
+
+class Command(NamedTuple):
+    ranks: int
+    script: str
+    words: list[str]
+    """its flags and their values"""
+
+
+def commands(page: Path) -> list[Command]:
+    """All of the page that start a script; of --config, which names a run, the flags beside it."""
+    found = COMMAND.findall(page.read_text().replace("\\\n", " "))
+    return [Command(int(gpus or 1), script, shlex.split(flags)) for gpus, script, flags in found]
+
+
+def trainings(page: Path) -> list[Command]:
+    """Those that start from a model."""
+    return [run for run in commands(page) if "--model" in run.words]
+
+
+def parsed(run: Command, *more: str) -> Any:
+    return parse_flags(importlib.import_module(run.script).Args, [*run.words, *more], RENAMED)
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def dry_run(run: Command, *more: str) -> tuple[Any, Moments]:
+    """(flags, what --dry-run says of a GPU's memory), from a config of the model's shape."""
+    [size] = re.findall(r"Qwen2\.5-([\d.]+B)", run.words[run.words.index("--model") + 1])
+    shape = str(ROOT / f"benchmarks/shapes/qwen2.5-{size.lower()}.json")
+    rows = str(toy.FOLDER / "val.jsonl")
+    there = ["--dry-run", str(run.ranks), "--model", shape, "--train-files", rows, "--val-files", rows]
+    args = parsed(run, *there, *more)
+    return args, setup.memory_of(args, step_sizes(args, run.ranks), run.ranks, 80 * GIB)
+
+
+def figures(run: Command) -> str:
+    """What --dry-run says, and how long a step's FLOPs take."""
+    args, moments = dry_run(run)
+    table = memory_table(moments, 80 * GIB)
+    update, log_probs, again = step_flops(args)
+    seconds = (update + log_probs + again) / (MFU * 1e12 * PEAK_TFLOPS["H100"] * run.ranks)
+    shown = [f"{flops:.1e}" if flops else "none" for flops in (update, log_probs, again)]
+    time = f"{seconds:.0f} s on {run.ranks} x H100 at {MFU:.0%} of the peak, beside the rollout"
+    parts = ", ".join(map(" ".join, zip(("update", "log-probs before it", "recomputed"), shown)))
+    return f"{table}\nFLOPs of a step at its limits: {parts}:\n{time}\n"
+
+
+def step_flops(args: Any) -> tuple[float, float, float]:
+    """FLOPs of a step in which each prompt and response is as long as it may be: of the update, of forward passes
+    before it (old log-probs, reference, critic), and of what gradient checkpointing computes again."""
+    P, T, G = args.data.max_prompt_length, args.rollout.max_response_length, args.group_size
+    ids = torch.zeros(G, P + T, dtype=torch.long)
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": torch.ones_like(ids[:, P:])}
+    group = DataProto.from_dict(tensors=tensors)
+
+    def of_step(flops: Flops) -> float:
+        return args.prompts_per_step * update_flops(flops, group, share_prompts=True).item()
+
+    model = meta_model(AutoModelForCausalLM, args.model.model, "--model", torch.bfloat16)
+    if args.model.lora_rank:
+        add_lora(model, rank=args.model.lora_rank, alpha=1, seed=0, target_modules=args.model.lora_target_modules)
+    trained, frozen = flops_of(model), flops_of(model.requires_grad_(False))
+    forward = Flops(frozen.token / 2, frozen.prediction / 2, trained.pair / 3)
+    correction = setup.check_algorithm(args, World(0, 1, torch.device("cuda")))
+    needed = setup.needed_log_probs(args, step_sizes(args, 1), correction)
+    update, log_probs = of_step(trained), of_step(forward) * (bool(needed) + (args.kl_coef > 0))
+    again = of_step(forward._replace(prediction=0.0)) * args.model.gradient_checkpointing
+    if hasattr(args, "critic_model"):
+        update += of_step(trained._replace(prediction=0.0))
+        log_probs += of_step(forward._replace(prediction=0.0))
+        again *= 2
+    return update, log_probs, again
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_figures_are_those_of_today(page):
+    shown = FIGURES.findall(page.read_text())
+    assert shown == [figures(run) for run in trainings(page)], "run python -m tests.test_recipes"
+    assert shown and all("\nfits: " in block for block in shown)
+
+
+def with_present_worst(page: Path) -> str:
+    """The page; where it says `--dry-run 1 [more flags]`: 12.3 GiB (backward), of its first command, as it is now."""
+
+    def present(found: re.Match) -> str:
+        _, moments = dry_run(trainings(page)[0]._replace(ranks=int(found[1])), *shlex.split(found[2]))
+        moment, size = worst_moment(moments)
+        return f"`--dry-run {found[1]}{found[2]}`: {size / GIB:.1f} GiB ({moment})"
+
+    return WORST.sub(present, page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_worst_moments_on_other_gpus_are_those_of_today(page):
+    assert page.read_text() == with_present_worst(page), "run python -m tests.test_recipes"
+
+
+def test_flops_of_a_step_by_hand():
+    """Qwen2.5-0.5B has 357.9 M weights in the products of its layers and 136.1 M in its head."""
+    sizes = "--prompts-per-step 8 --group-size 4 --max-prompt-length 100 --max-response-length 50"
+    words = [*sizes.split(), "--model", str(ROOT / "benchmarks/shapes/qwen2.5-0.5b.json"), "--dry-run", "1"]
+    update, log_probs, again = step_flops(parsed(Command(1, "grpo", words)))
+    tokens, predictions = 8 * (100 + 4 * 49), 8 * 4 * 50
+    pairs = 8 * (100 * 101 / 2 + 4 * (49 * 100 + 49 * 50 / 2))
+    layers, head, width = 357_826_560, 151_936 * 896, 24 * 896
+    assert update == pytest.approx(6 * (tokens * layers + predictions * head) + 12 * width * pairs, rel=1e-12)
+    assert log_probs == again == 0
+    _, twice, again = step_flops(parsed(Command(1, "grpo", [*words, "--kl-coef", "1", "--num-mini-batches", "2"])))
+    assert twice == pytest.approx(2 * update / 3, rel=1e-12) and again == 0  # old log-probs and the reference's
+    _, _, again = step_flops(parsed(Command(1, "grpo", [*words, "--gradient-checkpointing"])))
+    assert again == pytest.approx((update - 6 * predictions * head) / 3, rel=1e-12)
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def numbers(n: int) -> list[dict]:
+    return [{"question": f"How much are {i} and 2?", "answer": f"It is {i + 2}.\n#### {i + 2}"} for i in range(n)]
+
+
+def problems(n: int) -> list[dict]:
+    return [
+        {"problem": f"What is ${i}+2$?", "solution": rf"$\boxed{{{i + 2}}}$", "answer": str(i + 2)} for i in range(n)
+    ]
+
+
+def copy_of_dapo_math(folder: Path) -> None:
+    def row(i: int) -> dict:
+        prompt = [{"role": "user", "content": f"What is {i}+2?"}]
+        return {"prompt": prompt, "reward_model": {"ground_truth": str(i + 2)}, "extra_info": {"index": f"{i}"}}
+
+    write(folder / "dapo-math-17k.jsonl", [row(i) for i in range(8)])
+
+
+def copy_of_search_qa(folder: Path) -> None:
+    def row(i: int) -> dict:
+        paragraphs = [[f"River number {i} flows to Port {i}."], ["A town."]]
+        metadata = {"context": {"title": [f"River {i}", "Town"], "sentences": paragraphs}}
+        return {"question": f"Where does river number {i} flow?", "golden_answers": [f"Port {i}"], "metadata": metadata}
+
+    for name in ("nq/train", "nq/test", "hotpotqa/train", "hotpotqa/dev"):
+        write(folder / f"{name}.jsonl", [row(i) for i in range(4)])
+
+
+def copy_of_mbpp(folder: Path) -> None:
+    def row(i: int) -> dict:
+        return {"task_id": i, "text": f"Add {i}.", "test_list": [f"assert add(1) == {i + 1}"], "test_setup_code": ""}
+
+    for split in ("train", "test"):
+        write(folder / f"{split}.jsonl", [row(i) for i in range(4)])
+
+
+def copy_of_taco(folder: Path) -> None:
+    tests = json.dumps({"inputs": ["1\n"], "outputs": ["3\n"]})
+    write(folder / "train.jsonl", [{"question": f"Task {i}: add 2.", "input_output": tests} for i in range(6)])
+
+
+COPIES: dict[str, Callable[[Path], Any]] = {  # data script: writes a small copy of what is on the hub
+    "gsm8k": lambda folder: [write(folder / f"{split}.jsonl", numbers(4)) for split in ("train", "test")],
+    "math": lambda folder: [write(folder / f"{split}.jsonl", problems(8)) for split in ("train", "test")],
+    "math_val": lambda folder: [
+        write(folder / f"{name}.jsonl", problems(2)) for name in ("math500/test", "aime24/train", "aime25/test")
+    ],
+    "dapo_math": copy_of_dapo_math,
+    "countdown": lambda folder: write(
+        folder / "train.jsonl", [{"target": 10 + i, "nums": [4, 5, 1 + i]} for i in range(8)]
+    ),
+    "search_qa": copy_of_search_qa,
+    "mbpp": copy_of_mbpp,
+    "taco": copy_of_taco,
+}
+SMALLER_DATA = {"countdown": ["--test-size", "2"], "taco": ["--test-size", "2"]}
+
+
+def in_folder(words: list[str], folder: Path) -> list[str]:
+    """The words with data/ in that folder."""
+    return [re.sub(r"(?<![\w/])data/", f"{folder}/data/", word) for word in words]
+
+
+def make_data(page: Path, folder: Path) -> None:
+    """Runs the page's data commands on small copies."""
+    for script, flags in DATA.findall(page.read_text().replace("\\\n", " ")):
+        copy = folder / "copies" / script
+        COPIES[script](copy)
+        words = in_folder(shlex.split(flags, comments=True), folder)
+        main = importlib.import_module(f"data.{script}").main
+        tyro.cli(main, args=[*words, "--local-dir", str(copy), *SMALLER_DATA.get(script, [])])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    ids = {"eos_token_id": 3, "pad_token_id": 0, "bos_token_id": None}
+    toy.make_tokenizer(toy.ROLES, toy_tools.CHAT_TEMPLATE).save_pretrained(folder)
+    return save_tiny(folder, cls=LlamaForCausalLM, config=LlamaConfig, max_position_embeddings=4096, **ids)
+
+
+def smaller(args: Any, model: str, engine: str) -> list[str]:
+    """Flags that replace model, engine and sizes; the number of mini-batches and all others stay."""
+    group_size, val_samples = min(args.group_size, 4), min(args.validation.val_samples, 2)
+    words = f"--model {model} --rollout-engine {engine} --total-epochs None --total-steps 1 --save-every 0"
+    words += f" --no-export-model --reward-workers 1 --val-samples {val_samples} --micro-batch-tokens 4000"
+    words += f" --prompts-per-step {args.num_mini_batches} --group-size {group_size}"
+    words += " --max-prompt-length 1500 --max-response-length 16"
+    if hasattr(args, "overlong_buffer"):
+        words += " --overlong-buffer 4 --max-gen-batches 2"
+    return words.split()
+
+
+ON_VLLM = {"gsm8k"}  # hf samples the others: an engine takes ten seconds of CPU to start
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_run(page, model, tmp_path):
+    make_data(page, tmp_path)
+    installed = importlib.util.find_spec("vllm") is not None
+    known: set[str] = set()  # metrics
+    for number, run in enumerate(commands(page)):
+        run = run._replace(words=in_folder(run.words, tmp_path))
+        args = parsed(run, *([] if installed else ["--rollout-engine", "hf"]), "--dry-run", str(run.ranks))
+        if "--model" not in run.words:  # it goes on with the flags of another
+            continue
+        engine = "vllm" if installed and page.stem in ON_VLLM else "hf"
+        done = ran(fork(run.script, tmp_path, *run.words, *smaller(args, model, engine), "--run-name", str(number)))
+        logged: dict = {}
+        for row in metrics(tmp_path / str(number), timings=True):
+            logged |= row
+        rows = args.num_mini_batches * min(args.group_size, 4)
+        assert logged["step"] == 1 and logged["training/rows_in"] >= rows, done.stdout
+        assert logged["actor/grad_norm"] >= 0, done.stdout
+        assert logged["val/unscored"] == logged["reward/error_count"] == 0, done.stdout
+        known |= logged.keys()
+    assert set(METRIC.findall(page.read_text())) - known == set()
+
+
+def test_the_corpus_of_the_page_answers_its_questions(tmp_path):
+    [page] = [page for page in PAGES if page.stem == "search"]
+    make_data(page, tmp_path)
+    [run] = trainings(page)
+    [spec] = parsed(run._replace(words=in_folder(run.words, tmp_path)), "--dry-run", "8").multi_turn.tools
+    [tool] = load_tools((spec,)).values()
+    assert "flows to Port 3" in tool.function(query="Where does river number 3 flow?")
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [*PAGES, FOLDER / "README.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), (target, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_flags_exist(page):
+    known = OF_TOOLS | {"--out", "--sets", "--form", "--max-tests"}  # of data/
+    known |= {flag for script in SCRIPTS for flag in flags_of(script)}
+    assert set(FLAG.findall(page.read_text())) - known == set()
+
+
+def test_the_index_names_every_page_and_source():
+    index = (FOLDER / "README.md").read_text()
+    assert [page.name for page in PAGES if f"({page.name})" not in index] == []
+    for page in PAGES:
+        text = page.read_text()
+        assert "run here: " in text.lower(), page
+        assert re.search(r"## What others report\n.*?\(https://", text, flags=re.S), page
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        blocks = iter([figures(run) for run in trainings(page)])
+        page.write_text(with_present_worst(page))
+        page.write_text(FIGURES.sub(lambda _, blocks=blocks: next(blocks), page.read_text()))
