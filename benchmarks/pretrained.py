@@ -9,7 +9,6 @@ metrics.jsonl with a line before it of how it was made.
 
 import importlib.util
 import json
-import math
 import os
 import shlex
 import statistics
@@ -19,7 +18,6 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-import pyarrow.parquet as pq
 import tyro
 from matplotlib.figure import Figure
 
@@ -73,24 +71,18 @@ def run(names: tuple[Literal[tuple(RUNS)], ...] = tuple(RUNS), seeds: tuple[int,
                 files = ["--train-files", f"{folder}/train.parquet", "--val-files", f"{folder}/test.parquet"]
                 where = ["--output-dir", str(folder), "--run-name", f"{name}_{seed}", "--seed", str(seed)]
                 how = {"command": shlex.join(["python", script, *flags, *shlex.split(FLAGS)]), "seed": seed}
-                how |= {"val_rows": len(pq.read_table(folder / "test.parquet"))} | provenance(jobs=1)
+                how |= provenance(jobs=1)
                 call([sys.executable, script, "--model", str(model), *files, *flags, *shlex.split(FLAGS), *where])
                 lines = (folder / f"{name}_{seed}/metrics.jsonl").read_text()
                 RECORDS.mkdir(exist_ok=True)
                 (RECORDS / f"{name}_{seed}.jsonl").write_text(json.dumps(how) + "\n" + lines)
 
 
-def interval(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of n."""
-    middle, half = share + z**2 / (2 * n), z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    return (middle - half) / (1 + z**2 / n), (middle + half) / (1 + z**2 / n)
-
-
 def draw() -> None:
     figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
     figure.suptitle("SmolLM2-135M-Instruct on sums and differences of one or two digits, one CPU core")
     panels = figure.subplots(1, len(PANELS))
-    print(f"| run | seed | {ACCURACY} before | after | {' | '.join(AT_THE_END.values())} |")
+    print(f"| run | seed | before | after | {' | '.join(AT_THE_END.values())} |")
     print("|---" * (4 + len(AT_THE_END)) + "|")
     for number, name in enumerate(RUNS):
         for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl")):
@@ -100,12 +92,10 @@ def draw() -> None:
                 own_label = name if file.stem.endswith("_1") else None
                 axes.plot(steps, values, color=f"C{number}", linewidth=1.5, label=own_label)
                 axes.set(xlabel="step", ylabel=label)
-            scores = [row[ACCURACY] for row in rows if ACCURACY in row]
+            of_val = [row for row in rows if ACCURACY in row]
             before, after = (
-                f"{score:.2f} ({low:.2f} to {high:.2f})"
-                for score, (low, high) in (
-                    (score, interval(score, how["val_rows"])) for score in (scores[0], scores[-1])
-                )
+                f"{row[ACCURACY]:.2f} ({row[f'{ACCURACY}/ci_low']:.2f} to {row[f'{ACCURACY}/ci_high']:.2f})"
+                for row in (of_val[0], of_val[-1])
             )
             steps = [row for row in rows if "timing_s/step" in row]
             ends = [f"{statistics.mean(row[key] for row in steps[-5:]):.3g}" for key in AT_THE_END]
