@@ -18,6 +18,7 @@ if __name__ == "__main__":  # this folder holds math.py and reasoning_gym.py, wh
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
@@ -26,18 +27,30 @@ from data.rows import make_row, run_script, write_rows
 from lib import InputError
 from rewards.reasoning_gym import dump_entry
 
+GroundTruth = Literal["entry", "answer"]
 INSTRUCTION = "Think step by step, and give only the final answer within <answer> and </answer>."
 
 
-def to_row(task: str, task_kwargs: dict, entry: dict, split: str, index: int) -> dict:
-    prompt = f"{entry['question']}\n\n{INSTRUCTION}"
+def to_row(
+    task: str, task_kwargs: dict, entry: dict, split: str, index: int, instruction: str, ground_truth: GroundTruth
+) -> dict:
+    prompt = f"{entry['question']}\n\n{instruction}".rstrip()
     truth = json.dumps({"task": task, "task_kwargs": task_kwargs, "entry": dump_entry(entry)})
     info = {"split": split, "index": index, "question": entry["question"]}
     info["interaction_kwargs"] = {"ground_truth": truth}  # for --multi-turn.interaction reasoning_gym
-    return make_row(f"reasoning_gym/{task}", prompt, truth, info)
+    return make_row(f"reasoning_gym/{task}", prompt, truth if ground_truth == "entry" else entry["answer"], info)
 
 
-def main(task: str, out: Path, size: int = 2000, test_size: int = 200, seed: int = 1, task_kwargs: str = "{}") -> None:
+def main(
+    task: str,
+    out: Path,
+    size: int = 2000,
+    test_size: int = 200,
+    seed: int = 1,
+    task_kwargs: str = "{}",
+    instruction: str = INSTRUCTION,
+    ground_truth: GroundTruth = "entry",
+) -> None:
     """Write train.parquet and test.parquet.
 
     Args:
@@ -47,6 +60,8 @@ def main(task: str, out: Path, size: int = 2000, test_size: int = 200, seed: int
         test_size: number of test rows; 0 writes no test.parquet.
         seed: seed of the task's generator.
         task_kwargs: JSON object of the task's own settings.
+        instruction: what follows each question. Without <answer>...</answer> the last line of a response is its answer.
+        ground_truth: answer: only the task's answer, for another scorer than rewards/reasoning_gym.py.
     """
     if task not in DATASETS or task == "composite":
         raise InputError(f"--task {task}: no such task; there are {', '.join(sorted(DATASETS.keys() - {'composite'}))}")
@@ -68,7 +83,7 @@ def main(task: str, out: Path, size: int = 2000, test_size: int = 200, seed: int
     test = [entry for i in range(size, size + test_size) if (entry := source[i])["question"] not in seen]
     for split, entries in {"train": train, "test": test}.items():
         if entries:
-            rows = [to_row(task, kwargs, entry, split, i) for i, entry in enumerate(entries)]
+            rows = [to_row(task, kwargs, entry, split, i, instruction, ground_truth) for i, entry in enumerate(entries)]
             write_rows(rows, out / f"{split}.parquet")
         else:
             (out / f"{split}.parquet").unlink(missing_ok=True)  # an earlier run's would not fit this train

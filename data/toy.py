@@ -105,10 +105,12 @@ def worked_response(a: int, b: int, slips=(0, 0, 0)) -> str:
     return f"{units},{tens},{hundreds}={hundreds}{tens % 10}{units % 10}"
 
 
-def demonstration(a: int, b: int, rng: random.Random) -> str:
-    if rng.random() >= SHARE_WORKED:
+def demonstration(
+    a: int, b: int, rng: random.Random, share_worked: float = SHARE_WORKED, share_slips: float = SHARE_SLIPS
+) -> str:
+    if rng.random() >= share_worked:
         return careless_response(a, b)
-    return worked_response(a, b, [int(rng.random() < SHARE_SLIPS) for _ in range(3)])
+    return worked_response(a, b, [int(rng.random() < share_slips) for _ in range(3)])
 
 
 def llama_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int) -> LlamaConfig:
@@ -134,7 +136,12 @@ def make_llama(tokenizer: PreTrainedTokenizerFast, hidden_size: int) -> LlamaFor
 
 
 def warm_up(
-    tokenizer: PreTrainedTokenizerFast, held_out: set[str], *, steps: int = 600, **settings
+    tokenizer: PreTrainedTokenizerFast,
+    held_out: set[str],
+    *,
+    steps: int = 600,
+    demonstrate: Callable[[int, int, random.Random], str] = demonstration,
+    **settings,
 ) -> tuple[PreTrainedModel, list[float]]:
     """`imitate` with demonstrations of sums; prompts "a+b" in `held_out` are skipped, also as "b+a"."""
 
@@ -146,7 +153,7 @@ def warm_up(
         messages = [{"role": "user", "content": f"{a}+{b}"}]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         start = len(tokenizer.encode(prompt))
-        ids = [*tokenizer.encode(prompt + demonstration(a, b, rng)), tokenizer.eos_token_id]
+        ids = [*tokenizer.encode(prompt + demonstrate(a, b, rng)), tokenizer.eos_token_id]
         return ids, [0] * start + [1] * (len(ids) - start), {}
 
     return imitate(tokenizer, draw, steps=steps, **settings)

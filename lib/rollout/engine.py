@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
@@ -138,10 +139,23 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All end tokens that the tokenizer and the model's generation config name (chat models often have two)."""
+    """All end tokens that the tokenizer and the model's generation config name (chat models often have two), and that
+    of the chat template, which a base model's often do not name."""
     eos = model.generation_config.eos_token_id
-    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id}
+    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id, _end_of_turn(tokenizer)}
     return sorted(i for i in ids if i is not None)
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template puts behind what the assistant says."""
+    said = "What the assistant says."
+    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": said}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (ValueError, TypeError, TemplateError):  # there is none, or it takes other messages only
+        return None
+    [first, *_] = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False) or [None]
+    return first if first in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[first].special else None
 
 
 def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None:

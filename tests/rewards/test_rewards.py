@@ -679,6 +679,16 @@ def test_reasoning_gym_script_keeps_train_questions_out_of_test(tmp_path, capsys
     assert "of 50 test entries left out: their questions are in train" in capsys.readouterr().out
 
 
+def test_reasoning_gym_script_for_another_scorer(tmp_path):
+    main = importlib.import_module("data.reasoning_gym").main
+    main("chain_sum", tmp_path, size=3, test_size=0, instruction="Only the number.", ground_truth="answer")
+    for row, entry in zip(read(tmp_path / "train.parquet"), reasoning_gym.create_dataset("chain_sum", size=3, seed=1)):
+        assert row["prompt"][0]["content"] == f"{entry['question']}\n\nOnly the number."
+        assert row["reward_model"]["ground_truth"] == entry["answer"]
+        again = row["extra_info"]["interaction_kwargs"]["ground_truth"]  # what --multi-turn.interaction scores with
+        assert gym_reward.compute_score("", entry["answer"], again)["score"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("script", "flags", "message"),
     [

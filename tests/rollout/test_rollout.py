@@ -37,6 +37,7 @@ from lib.rollout import (
     hf_engine,
     make_engine,
     request_seeds,
+    stop_token_ids,
     sync_weights,
 )
 from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
@@ -110,6 +111,23 @@ def perturb(model, size=0.3):
 
 
 # ---- the contract --------------------------------------------------------------------------------
+
+
+def test_a_turn_also_ends_as_the_chat_template_says():
+    """Tokenizer and generation config of a base model know another end than its template."""
+    model, tokenizer = load_model(TOY_MODEL), load_tokenizer(TOY_MODEL)
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    tokenizer.eos_token, model.generation_config.eos_token_id = "<pad>", [1]
+    assert stop_token_ids(model, tokenizer) == sorted({pad, 1, end})
+    without = [
+        "{{ messages[-1]['content'] }}",
+        "{{ messages[-1]['content'] }} the end<|im_end|>",
+        "{{ raise_exception('no assistant') }}",
+        "{{ messages[0].content[0]['text'] }}",  # only messages of parts
+        None,
+    ]
+    for tokenizer.chat_template in without:
+        assert stop_token_ids(model, tokenizer) == sorted({pad, 1})
 
 
 def test_responses_are_what_the_loss_needs(engine_and_model):

@@ -1,13 +1,14 @@
 """The embedded task: its files are the generator's, its start leaves room to climb, its scorer cannot be bluffed."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from data import toy
+from data import toy, toy_rare
 from rewards.arithmetic import compute_score
 
 MODEL = toy.FOLDER / "model"
@@ -104,6 +105,34 @@ def accuracy(model, tokenizer, rows: list[dict]) -> float:
 def test_start_leaves_room_to_climb(tokenizer):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     assert 0.2 <= accuracy(model, tokenizer, read("val")) <= 0.4
+
+
+def test_a_start_that_hardly_ever_works_a_sum_out(tokenizer):
+    """The task of benchmarks/comparison.py: few right samples where there is a carry, none in the greedy answers."""
+    model = AutoModelForCausalLM.from_pretrained(toy_rare.FOLDER / "model", dtype=torch.float32).eval()
+    rows = read("val")
+    assert 0.2 <= accuracy(model, tokenizer, rows) <= 0.4
+    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
+    ids = torch.tensor(prompts)
+    torch.manual_seed(0)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=16)
+    texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    assert 1 <= sum("," in text for text in texts) <= 20  # 8 of 256 expected
+
+
+def test_the_later_pupils_hardly_ever_work_a_sum_out():
+    demonstrate, rng = toy_rare.pupils(), random.Random(0)
+    first = [demonstrate(137, 285, rng) for _ in range(toy_rare.FIRST * toy_rare.BATCH)]
+    then = [demonstrate(137, 285, rng) for _ in range(10_000)]
+    shares = [sum("," in text for text in texts) / len(texts) for texts in (first, then)]
+    assert shares == pytest.approx([toy.SHARE_WORKED, toy_rare.SHARE_RARE], abs=0.01)  # 4 standard errors
+    right = sum(text == toy.worked_response(137, 285) for text in first) / sum("," in text for text in first)
+    assert right == pytest.approx((1 - toy_rare.SHARE_SLIPS) ** 3, abs=0.025)
+
+
+def test_few_rows_are_the_first_of_train():
+    few = (toy_rare.FOLDER / "few.jsonl").read_text()
+    assert few == "".join((toy.FOLDER / "train.jsonl").read_text().splitlines(keepends=True)[:256])
 
 
 def test_warm_up_learns_and_writes_a_model_that_loads(tmp_path: Path):

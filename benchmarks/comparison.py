@@ -1,0 +1,161 @@
+"""Which estimators, losses and settings differ by more than seeds do, where right samples are rare (data/toy_rare.py).
+
+    python -m benchmarks.comparison                      runs what benchmarks/results/comparison.json has not yet
+    python -m benchmarks.comparison --names grpo rloo    runs these anew
+    python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the table
+
+Each is a script with flags, run with five seeds, one thread a run (two hours on two cores for all). Of each run counts
+the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Two settings differ if
+no run of one is between runs of the other: by chance alone that happens once in 126.
+"""
+
+import json
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import tyro
+from matplotlib.figure import Figure
+
+from benchmarks.curves import ACCURACY, PANELS, ROOT, curve, plot, provenance, run_seed
+
+RECORD = ROOT / "benchmarks/results/comparison.json"
+SEEDS = (1, 2, 3, 4, 5)
+TASK = "--model data/toy_rare/model --total-steps 100 --val-every 5 --show-samples 0"
+FOUR = "--num-mini-batches 4"
+FEW = "--train-files data/toy_rare/few.jsonl"
+LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")
+BASE = {"four updates a step": "4 updates: vanilla", "256 prompts": "uniform"}  # instead of grpo
+
+
+class Setting(NamedTuple):
+    group: str
+    flags: str = ""
+    script: str = "grpo"
+
+
+SETTINGS = {
+    "grpo": Setting("scripts"),
+    "ppo": Setting("scripts", script="ppo"),
+    "remax": Setting("scripts", script="remax"),
+    "dapo": Setting("scripts", script="dapo"),
+    **{
+        name: Setting("estimators", f"--adv-estimator {name}")
+        for name in (
+            "maxrl",
+            "rloo",
+            "opo",
+            "gpg",
+            "grpo_passk",
+            "grpo_leave_one_out",
+            "grpo_batch_std",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "optimal_token_baseline",
+        )
+    },
+    "dr_grpo": Setting("estimators", "--adv-estimator dr_grpo --loss-agg-mode seq-mean-token-sum-norm"),
+    "4 updates: vanilla": Setting("four updates a step", FOUR),
+    "clip higher": Setting("four updates a step", f"{FOUR} --clip-ratio-high 0.28"),
+    **{
+        loss: Setting("four updates a step", f"{FOUR} --loss {loss}")
+        for loss in ("cispo", "reinforce", "gpg", "dppo_tv", "dppo_kl", "two_sided", "clip_cov", "kl_cov")
+    },
+    **{
+        loss: Setting("four updates a step", f"{FOUR} --loss {loss} --loss-agg-mode seq-mean-token-mean")
+        for loss in ("gspo", "sapo", "geo_mean")
+    },
+    "dro": Setting("four updates a step", f"{FOUR} --loss dro --loss-kwargs.dro-beta 0.1"),
+    "KL 0.001": Setting("settings", "--kl-coef 0.001"),
+    "KL 0.04": Setting("settings", "--kl-coef 0.04"),
+    "entropy bonus 0.001": Setting("settings", "--entropy-coef 0.001"),
+    "entropy bonus 0.01": Setting("settings", "--entropy-coef 0.01"),
+    "zero variance: drop": Setting("settings", "--zero-variance drop_from_denominator"),
+    "mean of each response": Setting("settings", "--loss-agg-mode seq-mean-token-mean"),
+    "64 groups of 4": Setting("settings", "--prompts-per-step 64 --group-size 4"),
+    "16 groups of 16": Setting("settings", "--prompts-per-step 16 --group-size 16"),
+    "learning rate x 1/3": Setting("settings", "--lr 3.3e-5"),
+    "learning rate x 3": Setting("settings", "--lr 3e-4"),
+    "uniform": Setting("256 prompts", FEW),
+    "skip": Setting("256 prompts", f"{FEW} --prompt-sampling skip"),
+    "variance": Setting("256 prompts", f"{FEW} --prompt-sampling variance"),
+}
+
+
+def results() -> dict[str, dict]:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def write(name: str, record: dict) -> None:
+    RECORD.write_text(json.dumps(results() | {name: record}) + "\n")
+
+
+def mean_accuracy(run: dict) -> float:
+    return statistics.mean(value for _, value in run["curves"][ACCURACY])
+
+
+def apart(one: list[float], other: list[float]) -> bool:
+    return max(one) < min(other) or max(other) < min(one)
+
+
+def table(records: dict[str, dict]) -> str:
+    """One line a setting; those that differ from their group's first line are marked."""
+    lines = [
+        "| | mean accuracy of steps 0 to 100 | its range | 90 % at step | in the end | |",
+        "|---|---|---|---|---|---|",
+    ]
+    scores = {name: [mean_accuracy(run) for run in record["runs"]] for name, record in records.items()}
+    for group, names in groupby(filter(scores.__contains__, SETTINGS), lambda name: SETTINGS[name].group):
+        lines.append(f"| **{group}** | | | | | |")
+        base = scores[BASE.get(group, "grpo")]
+        for name in names:
+            own, runs = scores[name], records[name]["runs"]
+            at = [run["first_step_at_90_percent"] for run in runs]
+            reached = f"{min(at)} to {max(at)}" if None not in at else f"{len(at) - at.count(None)} of {len(at)} runs"
+            ends = statistics.mean(run["accuracy_after"] for run in runs)
+            mark = ("more" if min(own) > min(base) else "less") if apart(own, base) else ""
+            spread = f"{statistics.mean(own):.2f} | {min(own):.2f} to {max(own):.2f}"
+            lines.append(f"| {name} | {spread} | {reached} | {ends:.2f} | {mark} |")
+    return "\n".join(lines)
+
+
+def draw_all(records: dict[str, dict]) -> None:
+    """Left: the curves of LEFT. Right: a dot for each run of each setting, over the range of its group's first."""
+    names = [name for name in SETTINGS if name in records]
+    figure = Figure(figsize=(12, 1.5 + 0.22 * len(names)), dpi=120, layout="constrained")
+    figure.suptitle(f"right samples are rare: {PANELS[ACCURACY]}, five seeds")
+    left, right = figure.subplots(1, 2)
+    for number, name in enumerate(filter(records.__contains__, LEFT)):
+        plot(left, *curve(records[name]["runs"], ACCURACY), f"C{number}", name)
+    left.set(xlabel="step", ylabel=PANELS[ACCURACY])
+    left.legend(frameon=False, loc="lower right")
+    for y, name in enumerate(names):
+        group = SETTINGS[name].group
+        own, base = ([mean_accuracy(run) for run in records[of]["runs"]] for of in (name, BASE.get(group, "grpo")))
+        right.fill_betweenx([y - 0.5, y + 0.5], min(base), max(base), color="grey", alpha=0.15, linewidth=0)
+        right.plot(own, [y] * len(own), "o", markersize=4, color="tab:red" if apart(own, base) else "tab:blue")
+    right.set(xlabel="mean over steps 0 to 100; grey: what it is compared with; red: apart from it")
+    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.invert_yaxis()
+    figure.savefig(ROOT / "docs/comparison_curve.png")
+
+
+def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1) -> None:
+    """names: of SETTINGS, which are run although they are in the record. jobs: runs at a time."""
+    todo = names or tuple(name for name in SETTINGS if name not in results())
+    with ThreadPoolExecutor(jobs) as pool:
+        for name in () if draw else todo:
+            _, flags, script = SETTINGS[name]
+            flags, how = f"{TASK} {flags}".strip(), provenance(jobs)
+            runs = list(pool.map(partial(run_seed, script, flags), SEEDS))
+            for run in runs:
+                run["curves"] = {ACCURACY: run["curves"][ACCURACY]}
+            write(name, {"command": f"python {script}.py {flags}", **how, "runs": runs})
+    draw_all(results())
+    print(table(results()))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
