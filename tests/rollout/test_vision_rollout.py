@@ -48,6 +48,9 @@ class Tokens:
 
     pad_token_id, eos_token_id = 0, 2
 
+    def apply_chat_template(self, messages, **_):
+        raise ValueError("no chat template")
+
 
 def prompts_of(kind: str) -> DataProto:
     """Eight: one image for three, the same ids with another image for two, two images, none for two."""
