@@ -13,7 +13,7 @@ FIRST = ("rollout", "scripts", "distributed", "model")  # folders whose tests st
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first: three processes take whole files, and two would wait for the last."""
+    """The longest files first: processes take whole files, and would wait for the one that has the last."""
 
     def rank(item):
         folder = item.path.parent.name
