@@ -136,7 +136,7 @@ def draw_all(records: dict[str, dict]) -> None:
         own, base = ([mean_accuracy(run) for run in records[of]["runs"]] for of in (name, BASE.get(group, "grpo")))
         right.fill_betweenx([y - 0.5, y + 0.5], min(base), max(base), color="grey", alpha=0.15, linewidth=0)
         right.plot(own, [y] * len(own), "o", markersize=4, color="tab:red" if apart(own, base) else "tab:blue")
-    right.set(xlabel="mean over steps 0 to 100; grey: what it is compared with; red: apart from it")
+    right.set(xlabel="mean over steps 0 to 100 (grey: what it is compared with)")
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.invert_yaxis()
     figure.savefig(ROOT / "docs/comparison_curve.png")
