@@ -4,7 +4,7 @@
     python -m benchmarks.comparison --names grpo rloo    runs these anew
     python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the table
 
-Each is a script with flags, run with five seeds, one thread a run (two hours on two cores for all). Of each run counts
+Each is a script with flags, run with five seeds, one thread a run (three hours of a core for all). Of each run counts
 the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Two settings differ if
 no run of one is between runs of the other: by chance alone that happens once in 126.
 """

