@@ -96,6 +96,12 @@ def mean_accuracy(run: dict) -> float:
     return statistics.mean(value for _, value in run["curves"][ACCURACY])
 
 
+def compared(records: dict[str, dict]) -> dict[str, tuple[list[float], list[float]]]:
+    """For each setting that has run, in the order of SETTINGS: (its mean accuracies, those of its group's first)."""
+    scores = {name: [mean_accuracy(run) for run in records[name]["runs"]] for name in SETTINGS if name in records}
+    return {name: (own, scores[BASE.get(SETTINGS[name].group, "grpo")]) for name, own in scores.items()}
+
+
 def apart(one: list[float], other: list[float]) -> bool:
     return max(one) < min(other) or max(other) < min(one)
 
@@ -106,12 +112,10 @@ def table(records: dict[str, dict]) -> str:
         "| | mean accuracy of steps 0 to 100 | its range | 90 % at step | in the end | |",
         "|---|---|---|---|---|---|",
     ]
-    scores = {name: [mean_accuracy(run) for run in record["runs"]] for name, record in records.items()}
-    for group, names in groupby(filter(scores.__contains__, SETTINGS), lambda name: SETTINGS[name].group):
+    for group, settings in groupby(compared(records).items(), lambda item: SETTINGS[item[0]].group):
         lines.append(f"| **{group}** | | | | | |")
-        base = scores[BASE.get(group, "grpo")]
-        for name in names:
-            own, runs = scores[name], records[name]["runs"]
+        for name, (own, base) in settings:
+            runs = records[name]["runs"]
             at = [run["first_step_at_90_percent"] for run in runs]
             reached = f"{min(at)} to {max(at)}" if None not in at else f"{len(at) - at.count(None)} of {len(at)} runs"
             ends = statistics.mean(run["accuracy_after"] for run in runs)
@@ -123,21 +127,19 @@ def table(records: dict[str, dict]) -> str:
 
 def draw_all(records: dict[str, dict]) -> None:
     """Left: the curves of LEFT. Right: a dot for each run of each setting, over the range of its group's first."""
-    names = [name for name in SETTINGS if name in records]
-    figure = Figure(figsize=(12, 1.5 + 0.22 * len(names)), dpi=120, layout="constrained")
+    settings = compared(records)
+    figure = Figure(figsize=(12, 1.5 + 0.22 * len(settings)), dpi=120, layout="constrained")
     figure.suptitle(f"right samples are rare: {PANELS[ACCURACY]}, five seeds")
     left, right = figure.subplots(1, 2)
     for number, name in enumerate(filter(records.__contains__, LEFT)):
         plot(left, *curve(records[name]["runs"], ACCURACY), f"C{number}", name)
     left.set(xlabel="step", ylabel=PANELS[ACCURACY])
     left.legend(frameon=False, loc="lower right")
-    for y, name in enumerate(names):
-        group = SETTINGS[name].group
-        own, base = ([mean_accuracy(run) for run in records[of]["runs"]] for of in (name, BASE.get(group, "grpo")))
+    for y, (own, base) in enumerate(settings.values()):
         right.fill_betweenx([y - 0.5, y + 0.5], min(base), max(base), color="grey", alpha=0.15, linewidth=0)
         right.plot(own, [y] * len(own), "o", markersize=4, color="tab:red" if apart(own, base) else "tab:blue")
     right.set(xlabel="mean over steps 0 to 100 (grey: what it is compared with)")
-    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.set_yticks(range(len(settings)), settings, fontsize=8)
     right.invert_yaxis()
     figure.savefig(ROOT / "docs/comparison_curve.png")
 
