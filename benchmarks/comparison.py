@@ -27,13 +27,19 @@ TASK = "--model data/toy_rare/model --total-steps 100 --val-every 5 --show-sampl
 FOUR = "--num-mini-batches 4"
 FEW = "--train-files data/toy_rare/few.jsonl"
 LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")
-BASE = {"four updates a step": "4 updates: vanilla", "256 prompts": "uniform"}  # instead of grpo
+APART = "--rollout-gpus 1"
+MEASURE = "--rollout-correction.level measure"
+BASE = {"four updates a step": "4 updates: vanilla", "256 prompts": "uniform", "rollouts ahead": "level 0"}  # not grpo
 
 
 class Setting(NamedTuple):
     group: str
     flags: str = ""
     script: str = "grpo"
+
+    @property
+    def ranks(self) -> int:
+        return 2 if APART in self.flags else 1
 
 
 SETTINGS = {
@@ -81,6 +87,12 @@ SETTINGS = {
     "uniform": Setting("256 prompts", FEW),
     "skip": Setting("256 prompts", f"{FEW} --prompt-sampling skip"),
     "variance": Setting("256 prompts", f"{FEW} --prompt-sampling variance"),
+    "level 0": Setting("rollouts ahead", APART),
+    "level 1": Setting("rollouts ahead", f"{APART} --async-level 1"),
+    "level 1: measure": Setting("rollouts ahead", f"{APART} --async-level 1 {MEASURE}"),
+    "level 2": Setting("rollouts ahead", f"{APART} --async-level 2"),
+    "level 2: measure": Setting("rollouts ahead", f"{APART} --async-level 2 {MEASURE}"),
+    "level 2: sequence": Setting("rollouts ahead", f"{APART} --async-level 2 --rollout-correction.level sequence"),
 }
 
 
@@ -149,12 +161,13 @@ def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1) -> None
     todo = names or tuple(name for name in SETTINGS if name not in results())
     with ThreadPoolExecutor(jobs) as pool:
         for name in () if draw else todo:
-            _, flags, script = SETTINGS[name]
-            flags, how = f"{TASK} {flags}".strip(), provenance(jobs)
-            runs = list(pool.map(partial(run_seed, script, flags), SEEDS))
+            setting = SETTINGS[name]
+            flags, how = f"{TASK} {setting.flags}".strip(), provenance(jobs)
+            runs = list(pool.map(partial(run_seed, setting.script, flags, ranks=setting.ranks), SEEDS))
             for run in runs:
                 run["curves"] = {ACCURACY: run["curves"][ACCURACY]}
-            write(name, {"command": f"python {script}.py {flags}", **how, "runs": runs})
+            launcher = "python" if setting.ranks == 1 else f"GPUS={setting.ranks} launch/one_node.sh"
+            write(name, {"command": f"{launcher} {setting.script}.py {flags}", **how, "runs": runs})
     draw_all(results())
     print(table(results()))
 
