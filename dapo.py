@@ -138,7 +138,7 @@ if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag a
 
 import torch
 
-from lib import core_algos, setup
+from lib import core_algos, estimate, setup
 from lib.agent import agent_metrics
 from lib.data import gather_columns
 from lib.data_proto import DataProto
@@ -307,16 +307,16 @@ def main(args: Args) -> None:
     # ---- set-up: everything that can be wrong is found before a model loads or a file is written
     world = setup.join(args)  # returns on the ranks that train
     sizes = shared.step_sizes(args, shared.training_ranks(args))
-    correction = setup.check_algorithm(args, world)
+    correction = setup.check_algorithm(args, world.device)
     needed_log_probs = setup.needed_log_probs(args, sizes, correction)
     kl_control = setup.make_kl_control(args)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     inputs = setup.load_inputs(args)
     if world.rank == 0:
-        print(setup.describe(args, sizes, world, inputs), flush=True)
+        print(estimate.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
-    setup.check_memory(args, sizes, world)
+    estimate.check_memory(args, sizes, world)
     run = open_run(args, world, __file__)  # its folder, its logs, and the checkpoint to go on from
 
     sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, args.run.seed)

@@ -367,8 +367,8 @@ class RunArgs(Group):
     total_epochs: Annotated[int | None, Ge(1), MAY_CHANGE] = None
     """if given, sets total_steps to the steps that this many passes over the training prompts take, rounded up"""
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
-    """print the sizes of a step and the memory that each of this many GPUs needs (those that train; --rollout-gpus of
-    them do not), and stop before a model loads"""
+    """print the sizes of a step, its FLOPs and the memory that each of this many GPUs needs (those that train;
+    --rollout-gpus of them do not), and stop before a model loads"""
     memory_check: Annotated[bool, NOT_COMPARED] = True
     """on a GPU, estimate the memory at the start, and refuse flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"

@@ -1,12 +1,11 @@
 """Makes what a run needs (data, models, engine, rewards) from groups of flags. A script's set-up calls these."""
 
-import copy
 import math
 import os
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 
 from lib import InputError
 from lib.agent import MultiTurn, load_multi_turn, make_episodes
-from lib.args import DataArgs, ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes, training_ranks
+from lib.args import DataArgs, ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
 from lib.cli.flags import given, parse_json
 from lib.core_algos import (
     ADV_TENSORS,
@@ -31,11 +30,9 @@ from lib.data.vision import Vision
 from lib.distributed import (
     RowGroup,
     World,
-    advise_out_of_memory,
     init_distributed,
     make_mesh,
     make_row_group,
-    on_first_rank,
     shard_model,
     trainable_parameters,
 )
@@ -55,7 +52,6 @@ from lib.model import (
     load_reward_model,
     load_tokenizer,
 )
-from lib.model.memory import GIB, Moments, estimate_memory, fits, memory_table
 from lib.reward import RewardManager, load_scorers
 from lib.reward.sandbox import accept as accept_sandbox
 from lib.reward.scorers import Scorer
@@ -99,7 +95,7 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
     return "packed_sdpa" if name == "auto" else name
 
 
-def check_algorithm(args: Any, world: World) -> dict:
+def check_algorithm(args: Any, device: torch.device) -> dict:
     """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError.
 
     Returns the settings of the rollout correction, which may be its default; {} means no correction.
@@ -113,7 +109,7 @@ def check_algorithm(args: Any, world: World) -> dict:
     check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which 16 bits may round to W
-    rounded = merged and get_compute_dtype(args.model.compute_dtype, world.device) != torch.float32
+    rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
     if (args.rollout.async_level or rounded) and args.old_log_probs != "rollout":
         correction = correction or {"level": "token", "bounds": (0, 2)}
     if correction:
@@ -228,154 +224,6 @@ def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
         video_fps=data.video_fps,
         max_frames=data.max_frames,
     )
-
-
-# ---- what a run will do --------------------------------------------------------------------------
-
-
-def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
-    """What the run will do, in numbers; with --dry-run also how much memory each GPU needs."""
-
-    def size_of(dataset) -> str:
-        counts = dict(getattr(dataset, "dropped", {}))
-        if defused := getattr(dataset, "defused", 0):
-            counts["special_tokens_as_text"] = defused
-        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())})"
-
-    train_data, val_data, samples = inputs.train_data, inputs.val_data, args.validation.val_samples
-    ranks = f"on {training_ranks(args)} rank(s) of {world.device.type}"
-    if args.rollout.rollout_gpus:
-        servers = args.rollout.rollout_gpus // args.rollout.rollout_tensor_parallel_size
-        ranks += f" (and {servers} vLLM server(s) on {args.rollout.rollout_gpus} more)"
-    if train_data is None:
-        size = f"validation prompts: {size_of(val_data)} x {samples} = {len(val_data) * samples}"
-        return f"{size} responses {ranks}"
-    responses, total_steps = args.prompts_per_step * args.group_size, args.run.total_steps
-    text = (
-        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step"
-        f" {ranks}, {sizes.updates_per_step} update(s) of "
-        f"{responses // args.num_mini_batches} rows; training prompts: {size_of(train_data)}, "
-        f"validation prompts: {size_of(val_data) if val_data else 'none'}; {total_steps} steps = "
-        f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
-    )
-    if world.device.type == "cuda" and args.model.attn_implementation == "auto":
-        text += "\nattention: packed_sdpa; --attn-implementation varlen should be faster (docs/gpu.md)"
-    return text + (f"\n{describe_memory(args, sizes)}" if args.run.dry_run else "")
-
-
-def describe_memory(args: Any, sizes: Sizes) -> str:
-    """A table of the memory that each of the --dry-run GPUs needs at each moment of a step.
-
-    It is compared with the memory of the GPU here, or with 80 GiB where there is none.
-    """
-    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 80 * GIB
-    return memory_table(memory_of(args, sizes, training_ranks(args), gpu), gpu)
-
-
-def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
-    """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
-    model, shard, rollout = args.model, args.shard, args.rollout
-    dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
-    beside = rollout.rollout_engine == "vllm" and not rollout.rollout_gpus
-    return estimate_memory(
-        model.model,
-        ranks=ranks // shard.dp_replicate_size,
-        compute_dtype=dtype,
-        frozen_dtype=dtype,
-        micro_batch_tokens=args.optimizer.micro_batch_tokens,
-        rows=sizes.local_rows,
-        max_prompt_length=args.data.max_prompt_length,
-        max_response_length=rollout.max_response_length,
-        accumulation="sharded" if shard.reduce_each_micro_batch else "whole",
-        gradient_checkpointing=model.gradient_checkpointing,
-        lora_rank=model.lora_rank,
-        lora_target_modules=model.lora_target_modules,
-        reference=args.kl_coef > 0 and not model.lora_rank,
-        critic_model=args.critic_model or model.model if hasattr(args, "critic_model") else "",
-        reward_model=args.reward.reward_model,
-        cpu_offload="actor" in shard.cpu_offload,
-        offload_activations="activations" in shard.cpu_offload,
-        engine_bytes=int(rollout.gpu_share * gpu) if beside else 0,
-        engine_ranks=rollout.rollout_tensor_parallel_size,
-        trust_remote_code=model.trust_remote_code,
-    )
-
-
-def check_memory(args: Any, sizes: Sizes, world: World) -> None:
-    """On a GPU, before a model loads: refuses flags whose estimate does not fit. A collective.
-
-    Raises InputError with the flags that would fit. --no-memory-check, a .gguf model and tensor parallelism, which the
-    estimate does not know, skip it.
-    """
-    advise_out_of_memory(partial(memory_advice, args, world.size))
-    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
-    if world.device.type != "cuda" or unknown or not args.run.memory_check or args.validation.val_only:
-        return
-    gpu = torch.cuda.get_device_properties(world.device).total_memory
-    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
-
-
-def memory_advice(args: Any, ranks: int, stage: str) -> str:
-    """What to change where a stage, such as "step 3 update", ran out of the GPU's memory."""
-    if any(word in stage for word in ("rollout", "weight_sync", "validation")) and not args.rollout.on_servers:
-        if args.rollout.rollout_engine == "vllm":
-            return f"lower --gpu-memory-utilization (it is {args.rollout.gpu_share:g})"
-        return "set --rollout-engine vllm, whose cache has a limit, or fewer --prompts-per-step"
-    flags = [saver.flag for saver in memory_savers(args, ranks)]
-    more = f"set {flags[0]}, then {', '.join(flags[1:])}" if flags[1:] else "".join(flags) or "take more GPUs"
-    return f"{more}; --dry-run {ranks} prints the estimate of each moment of a step"
-
-
-def refuse_what_does_not_fit(args: Any, sizes: Sizes, ranks: int, gpu: int) -> None:
-    """Raises InputError if the estimate for `ranks` GPUs of `gpu` bytes does not fit. It names the first of
-    `memory_savers` that make it fit, without those that are not needed."""
-    needed = memory_of(args, sizes, ranks, gpu)
-    if fits(needed, gpu):
-        return
-
-    def fit(savers: list[Saver]) -> bool:
-        changed = copy.deepcopy(args)
-        for saver in savers:
-            setattr(getattr(changed, saver.group), saver.name, saver.value)
-        return fits(memory_of(changed, sizes, ranks, gpu), gpu)
-
-    savers = memory_savers(args, ranks)
-    enough = next((savers[: n + 1] for n in range(len(savers)) if fit(savers[: n + 1])), [])
-    for saver in enough[:-1]:
-        if fit(without := [other for other in enough if other is not saver]):
-            enough = without
-    advice = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
-    if enough:
-        advice = f"it fits with {' '.join(saver.flag for saver in enough)}"
-    raise InputError(
-        f"these flags do not fit the GPU's memory by this estimate (--no-memory-check starts nevertheless); {advice}\n"
-        f"{memory_table(needed, gpu)}"
-    )
-
-
-class Saver(NamedTuple):
-    """A flag that saves memory and changes no result: what it sets in args."""
-
-    flag: str
-    group: str
-    name: str
-    value: Any
-
-
-def memory_savers(args: Any, ranks: int) -> list[Saver]:
-    """Those that args do not have yet, the cheapest in time first."""
-    tokens = max(args.data.max_prompt_length + args.rollout.max_response_length, args.optimizer.micro_batch_tokens // 4)
-    having = {"critic": hasattr(args, "critic_model"), "ref": args.kl_coef, "reward_model": args.reward.reward_model}
-    models = ["actor", *(name for name, there in having.items() if there)]
-    savers = [
-        Saver("--reduce-each-micro-batch", "shard", "reduce_each_micro_batch", True),
-        Saver(f"--micro-batch-tokens {tokens}", "optimizer", "micro_batch_tokens", tokens),
-        Saver("--gradient-checkpointing", "model", "gradient_checkpointing", True),
-    ]
-    for parts in (["activations"], ["activations", *models]):
-        offloaded = tuple(dict.fromkeys([*args.shard.cpu_offload, *parts]))
-        savers.append(Saver(f"--cpu-offload {' '.join(offloaded)}", "shard", "cpu_offload", offloaded))
-    return [s for s in savers[ranks == 1 :] if getattr(getattr(args, s.group), s.name) != s.value]
 
 
 # ---- models --------------------------------------------------------------------------------------

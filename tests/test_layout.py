@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.common import ROOT
 
-ORDER = ["setup", "run", "agent", "reward", "rollout", "model", "data"]
+ORDER = ["estimate", "setup", "run", "agent", "reward", "rollout", "model", "data"]
 ORDER += ["distributed", "core_algos", "data_proto", "args", "cli"]
 """a room imports those behind it"""
 

@@ -13,21 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import tyro
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from data import toy, toy_tools
-from lib import setup
 from lib.agent import load_tools
-from lib.args import RENAMED, step_sizes
+from lib.args import RENAMED, Sizes, step_sizes
 from lib.cli.flags import parse_flags
-from lib.data_proto import DataProto
-from lib.distributed import World
-from lib.model import add_lora
-from lib.model.flops import Flops, flops_of, update_flops
-from lib.model.memory import GIB, Moments, memory_table, meta_model, worst_moment
-from lib.run.throughput import PEAK_TFLOPS
+from lib.estimate import H100, describe_needs, memory_of
+from lib.model.memory import GIB, worst_moment
 from tests.common import ROOT, fork, metrics, ran, save_tiny
 from tests.test_docs import FLAG, METRIC, OF_TOOLS, SCRIPTS, anchors, flags_of
 
@@ -39,7 +33,6 @@ COMMAND = re.compile(
 DATA = re.compile(r"^python data/(\w+)\.py (.+)$", re.M)
 FIGURES = re.compile(r"(?<=```\n)GiB a GPU.*?(?=```)", re.S)
 WORST = re.compile(r"`--dry-run (\d+)((?: [^`]+)?)`: [\d.]+ GiB \([\w -]+\)")
-MFU = 0.3  # an assumption, see docs/recipes/README.md
 
 
 class Command(NamedTuple):
@@ -67,53 +60,20 @@ def parsed(run: Command, *more: str) -> Any:
 # ---- figures -------------------------------------------------------------------------------------
 
 
-def dry_run(run: Command, *more: str) -> tuple[Any, Moments]:
-    """(flags, what --dry-run says of a GPU's memory), from a config of the model's shape."""
+def dry_run(run: Command, *more: str) -> tuple[Any, Sizes]:
+    """(flags with --dry-run, sizes of a step), from a config of the model's shape."""
     [size] = re.findall(r"Qwen2\.5-([\d.]+B)", run.words[run.words.index("--model") + 1])
     shape = str(ROOT / f"benchmarks/shapes/qwen2.5-{size.lower()}.json")
     rows = str(toy.FOLDER / "val.jsonl")
     there = ["--dry-run", str(run.ranks), "--model", shape, "--train-files", rows, "--val-files", rows]
     args = parsed(run, *there, *more)
-    return args, setup.memory_of(args, step_sizes(args, run.ranks), run.ranks, 80 * GIB)
+    return args, step_sizes(args, run.ranks)
 
 
 def figures(run: Command) -> str:
     """What --dry-run says, and how long a step's FLOPs take."""
-    args, moments = dry_run(run)
-    table = memory_table(moments, 80 * GIB)
-    update, log_probs, again = step_flops(args)
-    seconds = (update + log_probs + again) / (MFU * 1e12 * PEAK_TFLOPS["H100"] * run.ranks)
-    shown = [f"{flops:.1e}" if flops else "none" for flops in (update, log_probs, again)]
-    time = f"{seconds:.0f} s on {run.ranks} x H100 at {MFU:.0%} of the peak, beside the rollout"
-    parts = ", ".join(map(" ".join, zip(("update", "log-probs before it", "recomputed"), shown)))
-    return f"{table}\nFLOPs of a step at its limits: {parts}:\n{time}\n"
-
-
-def step_flops(args: Any) -> tuple[float, float, float]:
-    """FLOPs of a step in which each prompt and response is as long as it may be: of the update, of forward passes
-    before it (old log-probs, reference, critic), and of what gradient checkpointing computes again."""
-    P, T, G = args.data.max_prompt_length, args.rollout.max_response_length, args.group_size
-    ids = torch.zeros(G, P + T, dtype=torch.long)
-    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": torch.ones_like(ids[:, P:])}
-    group = DataProto.from_dict(tensors=tensors)
-
-    def of_step(flops: Flops) -> float:
-        return args.prompts_per_step * update_flops(flops, group, share_prompts=True).item()
-
-    model = meta_model(AutoModelForCausalLM, args.model.model, "--model", torch.bfloat16)
-    if args.model.lora_rank:
-        add_lora(model, rank=args.model.lora_rank, alpha=1, seed=0, target_modules=args.model.lora_target_modules)
-    trained, frozen = flops_of(model), flops_of(model.requires_grad_(False))
-    forward = Flops(frozen.token / 2, frozen.prediction / 2, trained.pair / 3)
-    correction = setup.check_algorithm(args, World(0, 1, torch.device("cuda")))
-    needed = setup.needed_log_probs(args, step_sizes(args, 1), correction)
-    update, log_probs = of_step(trained), of_step(forward) * (bool(needed) + (args.kl_coef > 0))
-    again = of_step(forward._replace(prediction=0.0)) * args.model.gradient_checkpointing
-    if hasattr(args, "critic_model"):
-        update += of_step(trained._replace(prediction=0.0))
-        log_probs += of_step(forward._replace(prediction=0.0))
-        again *= 2
-    return update, log_probs, again
+    args, sizes = dry_run(run)
+    return f"{describe_needs(args, sizes, H100)}\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -127,8 +87,9 @@ def with_present_worst(page: Path) -> str:
     """The page; where it says `--dry-run 1 [more flags]`: 12.3 GiB (backward), of its first command, as it is now."""
 
     def present(found: re.Match) -> str:
-        _, moments = dry_run(trainings(page)[0]._replace(ranks=int(found[1])), *shlex.split(found[2]))
-        moment, size = worst_moment(moments)
+        ranks = int(found[1])
+        args, sizes = dry_run(trainings(page)[0]._replace(ranks=ranks), *shlex.split(found[2]))
+        moment, size = worst_moment(memory_of(args, sizes, ranks, H100.memory))
         return f"`--dry-run {found[1]}{found[2]}`: {size / GIB:.1f} GiB ({moment})"
 
     return WORST.sub(present, page.read_text())
@@ -137,22 +98,6 @@ def with_present_worst(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_worst_moments_on_other_gpus_are_those_of_today(page):
     assert page.read_text() == with_present_worst(page), "run python -m tests.test_recipes"
-
-
-def test_flops_of_a_step_by_hand():
-    """Qwen2.5-0.5B has 357.9 M weights in the products of its layers and 136.1 M in its head."""
-    sizes = "--prompts-per-step 8 --group-size 4 --max-prompt-length 100 --max-response-length 50"
-    words = [*sizes.split(), "--model", str(ROOT / "benchmarks/shapes/qwen2.5-0.5b.json"), "--dry-run", "1"]
-    update, log_probs, again = step_flops(parsed(Command(1, "grpo", words)))
-    tokens, predictions = 8 * (100 + 4 * 49), 8 * 4 * 50
-    pairs = 8 * (100 * 101 / 2 + 4 * (49 * 100 + 49 * 50 / 2))
-    layers, head, width = 357_826_560, 151_936 * 896, 24 * 896
-    assert update == pytest.approx(6 * (tokens * layers + predictions * head) + 12 * width * pairs, rel=1e-12)
-    assert log_probs == again == 0
-    _, twice, again = step_flops(parsed(Command(1, "grpo", [*words, "--kl-coef", "1", "--num-mini-batches", "2"])))
-    assert twice == pytest.approx(2 * update / 3, rel=1e-12) and again == 0  # old log-probs and the reference's
-    _, _, again = step_flops(parsed(Command(1, "grpo", [*words, "--gradient-checkpointing"])))
-    assert again == pytest.approx((update - 6 * predictions * head) / 3, rel=1e-12)
 
 
 # ---- commands ------------------------------------------------------------------------------------

@@ -12,14 +12,15 @@ windows and episodes of several sequences (as if each token saw all before it), 
 and for the tower of a vision model (their weights only). A tower that is frozen has no backward, and takes 2.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
 from lib.data import attention_width, count_patches, prompt_groups
 from lib.data_proto import DataProto
+from lib.model.memory import meta_model
 from lib.model.vision import patches_per_feature, vision_names
 
 
@@ -35,6 +36,16 @@ class Flops(NamedTuple):
     patch: float = 0.0
     """of a vision model's tower and projector, for one patch of an image"""
     patch_size: int = 0
+
+
+class StepFlops(NamedTuple):
+    """FLOPs of a step over all ranks, without the rollout."""
+
+    update: float
+    log_probs: float
+    """forward passes before the update: old log-probs, the reference's, the critic's values"""
+    recomputed: float
+    """what gradient checkpointing computes twice"""
 
 
 def flops_of(model: PreTrainedModel) -> Flops:
@@ -78,6 +89,50 @@ def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> torch.T
     tokens, pairs = own.sum() + prompt.sum(), seen.sum() + (prompt * (prompt + 1) / 2).sum()
     of_text = tokens * flops.token + trained.sum() * flops.prediction + pairs * flops.pair
     return of_text + patches.sum() * flops.patch
+
+
+def estimate_flops(
+    model: str,
+    *,
+    prompts: int,
+    group_size: int,
+    max_prompt_length: int,
+    max_response_length: int,
+    log_prob_passes: int,
+    share_prompts: bool = True,
+    gradient_checkpointing: bool = False,
+    critic_model: str = "",
+    **of_model: Any,
+) -> StepFlops:
+    """Of a step in which each prompt (without images) and each response is as long as it may be.
+
+    Args:
+        model: a Hugging Face id, a folder or a config.json file; so is critic_model.
+        log_prob_passes: forward passes with the policy or its reference before the update.
+        of_model: `lora_rank`, `lora_target_modules`, `trust_remote_code` of `meta_model`.
+    """
+    ids = torch.zeros(group_size, max_prompt_length + max_response_length, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    group = DataProto.from_dict(
+        {"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, max_prompt_length:]}
+    )
+
+    def of_step(flops: Flops) -> float:
+        return prompts * update_flops(flops, group, share_prompts).item()
+
+    update = log_probs = recomputed = 0.0
+    for auto_class, path, flag, passes in (
+        (AutoModelForCausalLM, model, "--model", log_prob_passes),
+        (AutoModelForTokenClassification, critic_model, "--critic-model", 1),
+    ):
+        if path:
+            network = meta_model(auto_class, path, flag, torch.bfloat16, **of_model)
+            trained, frozen = flops_of(network), flops_of(network.requires_grad_(False))
+            forward = Flops(frozen.token / 2, frozen.prediction / 2, frozen.pair / 3)
+            update += of_step(trained)
+            log_probs += of_step(forward) * passes
+            recomputed += of_step(forward._replace(prediction=0.0)) * gradient_checkpointing
+    return StepFlops(update, log_probs, recomputed)
 
 
 def _products(weight: torch.Tensor) -> float:

@@ -107,11 +107,8 @@ def estimate_memory(
     tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
 
     def build(auto_class, path: str, flag: str, lora_rank: int) -> PreTrainedModel:
-        network = meta_model(auto_class, path, flag, compute_dtype, trust_remote_code)
-        if lora_rank:
-            add_lora(network, rank=lora_rank, alpha=1, seed=0, target_modules=lora_target_modules)
-            network.to("meta", compute_dtype)  # FSDP casts the fp32 adapters for the forward
-        return network
+        options: dict[str, Any] = {"lora_target_modules": lora_target_modules, "trust_remote_code": trust_remote_code}
+        return meta_model(auto_class, path, flag, compute_dtype, lora_rank=lora_rank, **options)
 
     actor = build(AutoModelForCausalLM, model, "--model", lora_rank)
     critic = build(AutoModelForTokenClassification, critic_model, "--critic-model", lora_rank) if critic_model else None
@@ -258,9 +255,16 @@ ALL_ATTENTION_FUNCTIONS.register("attention_on_meta", attention_on_meta)
 
 
 def meta_model(
-    auto_class: Any, path: str, flag: str, dtype: torch.dtype, trust_remote_code: bool = False
+    auto_class: Any,
+    path: str,
+    flag: str,
+    dtype: torch.dtype,
+    *,
+    lora_rank: int = 0,
+    lora_target_modules: str = "all-linear",
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a config, on the meta device."""
+    """The model of a config, on the meta device, with LoRA's adapters if there is a rank."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if auto_class is not AutoModelForCausalLM:
@@ -276,6 +280,9 @@ def meta_model(
         raise InputError(f"{flag} {path}: no model by its config: {str(error).splitlines()[0]}") from error
     if auto_class is AutoModelForCausalLM:
         model.token_log_probs = None  # by this attribute add_lora knows a policy
+    if lora_rank:
+        add_lora(model, rank=lora_rank, alpha=1, seed=0, target_modules=lora_target_modules)
+        model.to("meta", dtype)  # FSDP casts the fp32 adapters for the forward
     return model
 
 

@@ -1,4 +1,4 @@
-"""The FLOPs of an update against torch's own count of the operations that run."""
+"""The FLOPs of an update against torch's own count of the operations that run, those of a step by hand."""
 
 import pytest
 import torch
@@ -6,9 +6,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import grpo
+import ppo
+from lib.args import RENAMED, step_sizes
+from lib.cli.flags import parse_flags
+from lib.estimate import flops_of_step
 from lib.model import freeze, load_model, response_log_probs
-from lib.model.flops import flops_of, update_flops
-from tests.common import VOCAB, rollout_batch, save_tiny, tiny_vision, vision_batch
+from lib.model.flops import StepFlops, flops_of, update_flops
+from tests.common import ROOT, VOCAB, rollout_batch, save_tiny, tiny_vision, vision_batch
 
 PROMPTS, RESPONSES = [6, 6, 9, 9], [5, 8, 8, 3]  # 3 + 4 prompts
 
@@ -90,3 +95,36 @@ def test_products_of_a_tower_are_those_that_torch_counts(tmp_path, kind, frozen)
     ours = float(update_flops(flops._replace(pair=0, token=0, prediction=0), batch, share_prompts=True))
     # the lowest layer has no gradient of its input; LLaVA leaves the last layer of its two out
     assert products - text == pytest.approx(ours, rel=0.1 if kind != "llava" else 0.6)
+
+
+def test_flops_of_a_step_by_hand():
+    """Qwen2.5-0.5B has 357.9 M weights in the products of its layers and 136.1 M in its head; 8 groups of 4."""
+    words = f"--model {ROOT}/benchmarks/shapes/qwen2.5-0.5b.json --dry-run 1 --max-prompt-length 100"
+    words += " --max-response-length 50 --prompts-per-step"
+
+    def flops(script, more: str) -> StepFlops:
+        args = parse_flags(script.Args, f"{words} {more}".split(), RENAMED)
+        return flops_of_step(args, step_sizes(args, 1))
+
+    def by_hand(weights: int, group_size: int) -> float:
+        """Forward and backward of 8 groups, without the head."""
+        tokens = 100 + group_size * 49
+        pairs = 100 * 101 / 2 + group_size * (49 * 100 + 49 * 50 / 2)
+        return 8 * (6 * tokens * weights + 12 * 24 * 896 * pairs)
+
+    layers, head = 357_826_560, 6 * 8 * 4 * 50 * 151_936 * 896
+    update, log_probs, again = flops(grpo, "8 --group-size 4")
+    assert update == pytest.approx(by_hand(layers, 4) + head, rel=1e-12)
+    assert log_probs == again == 0
+    _, twice, again = flops(grpo, "8 --group-size 4 --kl-coef 1 --num-mini-batches 2")
+    assert twice == pytest.approx(2 * update / 3, rel=1e-12) and again == 0  # old log-probs and the reference's
+    _, _, again = flops(grpo, "8 --group-size 4 --gradient-checkpointing")
+    assert again == pytest.approx(by_hand(layers, 4) / 3, rel=1e-12)
+    _, _, alone = flops(grpo, "8 --group-size 4 --gradient-checkpointing --no-share-prompts")
+    assert alone == pytest.approx(4 * by_hand(layers, 1) / 3, rel=1e-12)
+
+    update, log_probs, again = flops(ppo, "8 --gradient-checkpointing --kl-coef 0")
+    both = by_hand(layers, 1) + by_hand(layers + 896, 1)  # of policy and critic, which has a head of its own
+    assert update == pytest.approx(both + head / 4, rel=1e-12)
+    assert log_probs == pytest.approx(update / 3, rel=1e-12)  # old log-probs and values
+    assert again == pytest.approx(both / 3, rel=1e-12)

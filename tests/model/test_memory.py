@@ -27,6 +27,7 @@ from lib.distributed import (
     shard_model,
     trainable_parameters,
 )
+from lib.estimate import memory_advice, memory_of, memory_savers, refuse_what_does_not_fit
 from lib.model import (
     add_lora,
     batched_log_probs,
@@ -47,7 +48,6 @@ from lib.model.memory import (
     worst_moment,
 )
 from lib.rollout import HFEngine, Sampling
-from lib.setup import memory_advice, memory_of, memory_savers, refuse_what_does_not_fit
 from tests.common import ROOT, TOY_MODEL, rollout_batch, run_ranks, save_tiny, tiny_vision, vision_inputs
 
 SHAPES = ROOT / "benchmarks/shapes"
