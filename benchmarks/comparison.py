@@ -29,7 +29,7 @@ FEW = "--train-files data/toy_rare/few.jsonl"
 LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")
 APART = "--rollout-gpus 1"
 MEASURE = "--rollout-correction.level measure"
-BASE = {"four updates a step": "4 updates: vanilla", "256 prompts": "uniform", "rollouts ahead": "level 0"}  # not grpo
+BASE = {"four updates a step": "4 updates: vanilla", "256 prompts": "uniform", "rollouts ahead": "level 0"}
 
 
 class Setting(NamedTuple):
@@ -109,9 +109,11 @@ def mean_accuracy(run: dict) -> float:
 
 
 def compared(records: dict[str, dict]) -> dict[str, tuple[list[float], list[float]]]:
-    """For each setting that has run, in the order of SETTINGS: (its mean accuracies, those of its group's first)."""
+    """For each setting that has run, in the order of SETTINGS: (its mean accuracies, those of what it is compared with:
+    its group's BASE, and this with grpo)."""
     scores = {name: [mean_accuracy(run) for run in records[name]["runs"]] for name in SETTINGS if name in records}
-    return {name: (own, scores[BASE.get(SETTINGS[name].group, "grpo")]) for name, own in scores.items()}
+    bases = {name: BASE.get(SETTINGS[name].group, "grpo") for name in scores}
+    return {name: (own, scores["grpo" if bases[name] == name else bases[name]]) for name, own in scores.items()}
 
 
 def apart(one: list[float], other: list[float]) -> bool:
@@ -119,7 +121,7 @@ def apart(one: list[float], other: list[float]) -> bool:
 
 
 def table(records: dict[str, dict]) -> str:
-    """One line a setting; those that differ from their group's first line are marked."""
+    """One line a setting; those that differ from what they are compared with are marked."""
     lines = [
         "| | mean accuracy of steps 0 to 100 | its range | 90 % at step | in the end | |",
         "|---|---|---|---|---|---|",

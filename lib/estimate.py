@@ -93,11 +93,20 @@ def flops_of_step(args: Any, sizes: Sizes) -> StepFlops:
         log_prob_passes=bool(needed) + (args.kl_coef > 0),
         share_prompts=args.model.share_prompts and args.model.padding_free,
         gradient_checkpointing=args.model.gradient_checkpointing,
-        critic_model=args.critic_model or args.model.model if hasattr(args, "critic_model") else "",
-        lora_rank=args.model.lora_rank,
-        lora_target_modules=args.model.lora_target_modules,
-        trust_remote_code=args.model.trust_remote_code,
+        **models_of(args),
     )
+
+
+def models_of(args: Any) -> dict[str, Any]:
+    """The critic, and what of the models trains."""
+    model = args.model
+    return {
+        "critic_model": args.critic_model or model.model if hasattr(args, "critic_model") else "",
+        "lora_rank": model.lora_rank,
+        "lora_target_modules": model.lora_target_modules,
+        "freeze_pattern": model.freeze,
+        "trust_remote_code": model.trust_remote_code,
+    }
 
 
 def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
@@ -116,16 +125,13 @@ def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
         max_response_length=rollout.max_response_length,
         accumulation="sharded" if shard.reduce_each_micro_batch else "whole",
         gradient_checkpointing=model.gradient_checkpointing,
-        lora_rank=model.lora_rank,
-        lora_target_modules=model.lora_target_modules,
         reference=args.kl_coef > 0 and not model.lora_rank,
-        critic_model=args.critic_model or model.model if hasattr(args, "critic_model") else "",
         reward_model=args.reward.reward_model,
         cpu_offload="actor" in shard.cpu_offload,
         offload_activations="activations" in shard.cpu_offload,
         engine_bytes=int(rollout.gpu_share * gpu) if beside else 0,
         engine_ranks=rollout.rollout_tensor_parallel_size,
-        trust_remote_code=model.trust_remote_code,
+        **models_of(args),
     )
 
 

@@ -109,7 +109,7 @@ def estimate_flops(
     Args:
         model: a Hugging Face id, a folder or a config.json file; so is critic_model.
         log_prob_passes: forward passes with the policy or its reference before the update.
-        of_model: `lora_rank`, `lora_target_modules`, `trust_remote_code` of `meta_model`.
+        of_model: what `meta_model` takes by name, such as `lora_rank`.
     """
     ids = torch.zeros(group_size, max_prompt_length + max_response_length, dtype=torch.long)
     mask = torch.ones_like(ids)

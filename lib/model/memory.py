@@ -33,6 +33,7 @@ adapters have gradients and Adam. What is offloaded counts in the moment "host",
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
 from lib.distributed import trainable_parameters
-from lib.model.load import add_lora, class_of, decoder_layers, fsdp_layer_classes
+from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
 from lib.model.log_probs import token_log_probs
 from lib.model.values import token_values
 from lib.model.vision import family_of, patches_per_feature, vision_names
@@ -75,6 +76,7 @@ def estimate_memory(
     gradient_checkpointing: bool = False,
     lora_rank: int = 0,
     lora_target_modules: str = "all-linear",
+    freeze_pattern: str = "",
     frozen_dtype: torch.dtype = torch.float32,
     reference: bool = False,
     critic_model: str = "",
@@ -92,7 +94,8 @@ def estimate_memory(
         rows: responses that one rank samples at once.
         accumulation: how gradients of a mini-batch add up. "none": it is one micro-batch. "whole": they are reduced
             only after the last micro-batch. "sharded": after each.
-        frozen_dtype: dtype of weights that are not trained: LoRA's base, reference, reward model.
+        freeze_pattern: as `freeze` takes it. What it freezes stays fp32.
+        frozen_dtype: dtype of LoRA's base, reference and reward model.
         reference: a frozen copy of the policy; with LoRA the base is the reference and there is no copy.
         cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
         offload_activations: activations of an update wait in the host's memory, except those of one layer.
@@ -106,13 +109,11 @@ def estimate_memory(
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
     tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
 
-    def build(auto_class, path: str, flag: str, lora_rank: int) -> PreTrainedModel:
-        options: dict[str, Any] = {"lora_target_modules": lora_target_modules, "trust_remote_code": trust_remote_code}
-        return meta_model(auto_class, path, flag, compute_dtype, lora_rank=lora_rank, **options)
-
-    actor = build(AutoModelForCausalLM, model, "--model", lora_rank)
-    critic = build(AutoModelForTokenClassification, critic_model, "--critic-model", lora_rank) if critic_model else None
-    judge = build(AutoModelForSequenceClassification, reward_model, "--reward-model", 0) if reward_model else None
+    build = partial(meta_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
+    train = partial(build, lora_rank=lora_rank, lora_target_modules=lora_target_modules, freeze_pattern=freeze_pattern)
+    actor = train(AutoModelForCausalLM, model, "--model")
+    critic = train(AutoModelForTokenClassification, critic_model, "--critic-model") if critic_model else None
+    judge = build(AutoModelForSequenceClassification, reward_model, "--reward-model") if reward_model else None
 
     # ---- what is held from the first step to the last
     held, gradients, accumulated = {}, {}, {}
@@ -120,7 +121,8 @@ def estimate_memory(
         if network is not None:
             trained = trainable_parameters(network)
             frozen = shard_numel([p for p in network.parameters() if not p.requires_grad], ranks)
-            held[f"{name}weights"] = 4 * shard_numel(trained, ranks) + frozen_dtype.itemsize * frozen
+            of_frozen = frozen_dtype.itemsize if lora_rank else 4
+            held[f"{name}weights"] = 4 * shard_numel(trained, ranks) + of_frozen * frozen
             held[f"{name}Adam"] = 8 * shard_numel(trained, ranks)
             gradients[f"{name}gradients"] = 4 * shard_numel(trained, ranks)
             if accumulation != "none":
@@ -262,9 +264,10 @@ def meta_model(
     *,
     lora_rank: int = 0,
     lora_target_modules: str = "all-linear",
+    freeze_pattern: str = "",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a config, on the meta device, with LoRA's adapters if there is a rank."""
+    """The model of a config, on the meta device: with adapters if there is a rank, frozen where a pattern says it."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if auto_class is not AutoModelForCausalLM:
@@ -283,6 +286,8 @@ def meta_model(
     if lora_rank:
         add_lora(model, rank=lora_rank, alpha=1, seed=0, target_modules=lora_target_modules)
         model.to("meta", dtype)  # FSDP casts the fp32 adapters for the forward
+    elif freeze_pattern:
+        freeze(model, freeze_pattern)
     return model
 
 

@@ -5,6 +5,7 @@ The record is that of torch's profiler: every allocation and release on the CPU,
 
 import re
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from lib.estimate import memory_advice, memory_of, memory_savers, refuse_what_do
 from lib.model import (
     add_lora,
     batched_log_probs,
+    freeze,
     load_critic,
     load_model,
     load_tokenizer,
@@ -77,14 +79,19 @@ def sizes(rows: int) -> dict[str, int]:
 # ---- exact: weights, gradients, Adam -------------------------------------------------------------
 
 
+TRAINED = [(0, ""), (4, ""), (0, r"model\.(embed_tokens|layers\.0).*")]  # LoRA's rank, what is frozen
+
+
 def stored(world, path):
-    """{(critic, lora_rank): bytes of weights, gradients, Adam} on this rank after an update, and, under (..., "step"),
-    what a step of the optimizer takes beside them."""
+    """{(critic, lora_rank, frozen): bytes of weights, gradients, Adam} on this rank after an update, and, under (...,
+    "step"), what a step of the optimizer takes beside them."""
     result = {}
-    for critic, lora_rank in ((False, 0), (False, 4), (True, 0), (True, 4)):
+    for critic, (lora_rank, frozen) in product((False, True), TRAINED):
         model = load_critic(path) if critic else load_model(path)
         if lora_rank:
             add_lora(model, rank=lora_rank, alpha=1, seed=0)
+        elif frozen:
+            freeze(model, frozen)
         model = shard_model(model, make_mesh(world), torch.float32)
         parameters, trained = list(model.parameters()), trainable_parameters(model)
         optimizer = torch.optim.AdamW(trained, fused=True)
@@ -93,27 +100,26 @@ def stored(world, path):
         outputs.sum().backward()
         optimizer.step()
         adam = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        result[critic, lora_rank] = (
+        result[critic, lora_rank, frozen] = (
             sum(p.to_local().untyped_storage().nbytes() for p in parameters),
             sum(p.grad.to_local().nbytes for p in trained),
             sum(t.to_local().nbytes for t in adam),
         )
-        result[critic, lora_rank, "step"] = allocated(optimizer.step)
+        result[critic, lora_rank, frozen, "step"] = allocated(optimizer.step)
     return result
 
 
 def test_weights_gradients_and_adam_are_exact(path):
     """On the first of 3 ranks, which split 104 and 64 rows unevenly."""
     measured = run_ranks(3, stored, path)[0]
-    for lora_rank in (0, 4):
-        moments = estimate_memory(
-            path, ranks=3, compute_dtype=torch.float32, lora_rank=lora_rank, critic_model=path, **sizes(4)
-        )
+    for lora_rank, frozen in TRAINED:
+        how = {"lora_rank": lora_rank, "freeze_pattern": frozen, "critic_model": path}
+        moments = estimate_memory(path, ranks=3, compute_dtype=torch.float32, **how, **sizes(4))
         for name, critic in {"": False, "critic ": True}.items():
             estimate = tuple(moments["optimizer"][f"{name}{part}"] for part in ("weights", "gradients", "Adam"))
-            assert measured[critic, lora_rank] == estimate
+            assert measured[critic, lora_rank, frozen] == estimate
             assert "work" not in moments["optimizer"]
-            assert measured[critic, lora_rank, "step"] <= 1024  # next to nothing: the steps that are counted
+            assert measured[critic, lora_rank, frozen, "step"] <= 1024  # next to nothing: the steps that are counted
 
 
 KNOWN = {  # parameters of the public models
@@ -414,5 +420,7 @@ def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(tmp_path, 
         ratio = (moments["vision"]["images"] + moments["vision"]["work"]) / allocated(encode)
         assert 0.8 <= ratio <= 2, (ratio, checkpointing)
     assert moments["optimizer"]["weights"] == run_ranks(2, stored_by_vision, path)[0]
-    lora = estimate_memory(path, ranks=2, compute_dtype=torch.float32, max_response_length=8, lora_rank=2, **flags)
-    assert "vision" not in lora  # the tower does not train
+    for how in ({"lora_rank": 2}, {"freeze_pattern": "tower"}):  # the tower does not train
+        assert "vision" not in estimate_memory(
+            path, ranks=2, compute_dtype=torch.float32, max_response_length=8, **how, **flags
+        )
