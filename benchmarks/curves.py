@@ -102,10 +102,14 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1) -> dict:
 
 
 def provenance(jobs: int) -> dict:
-    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    describe = ["git", "describe", "--always", "--exclude", "*"]
+    results = [":!benchmarks/results", ":!docs"]  # which a benchmark writes
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", *results]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    dirty = "-dirty" if subprocess.run(changed, cwd=ROOT).returncode else ""
     cpus = [line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     return {
-        "commit": subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "commit": f"{commit}{dirty}",
         "date": date.today().isoformat(),
         "machine": f"{[*cpus, platform.processor()][0]}, {os.cpu_count()} cores, {jobs} one-thread runs at a time",
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},

@@ -9,7 +9,7 @@ os.environ["PLAINRL_SANDBOX_LEVEL"] = "none"
 gc.disable()  # imports make a million objects that stay: the collector takes a quarter of their time
 
 
-FIRST = ("rollout", "scripts", "distributed", "model")  # folders whose tests start servers and jobs
+FIRST = ("rollout", "scripts", "distributed", "model", "tests", "run")  # folders whose tests start servers and jobs
 
 
 def pytest_collection_modifyitems(items):

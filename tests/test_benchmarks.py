@@ -1,11 +1,13 @@
 """benchmarks/ at toy size: they run, on the same work on both sides; nothing is said about times."""
 
 import json
+import re
+import shlex
 import subprocess
 
 import pytest
 
-from benchmarks import vs_trl, vs_trl_learn
+from benchmarks import comparison, pretrained, vs_trl, vs_trl_learn
 from benchmarks.curves import ACCURACY
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, make_task, run_plainrl, skewed_lengths, steps_of_run
 from tests.common import PYTHON, ROOT, TORCHRUN, environment, ran
@@ -92,3 +94,14 @@ def test_grpo_and_trl_learn_the_same_from_the_same_samples(tmp_path):
     for [run] in record["hf"]["runs"].values():
         assert len(run["accuracy"]) == len(run["wall"]) == 3 and run["wall"] == sorted(run["wall"])
     assert max(record["same"]["distances"]["1"]) < 1e-3
+
+
+def test_table_of_the_comparison_is_that_of_its_record():
+    assert comparison.table(comparison.results()) in (ROOT / "docs/comparison.md").read_text()
+
+
+def test_commands_of_the_pretrained_page_are_those_of_its_benchmark():
+    page = (ROOT / "docs/pretrained.md").read_text()
+    words = {word for block in re.findall(r"```bash\n(.*?)```", page, re.S) for word in shlex.split(block)}
+    for flags in (pretrained.DATA, pretrained.RUNS["grpo"], pretrained.FLAGS):
+        assert set(shlex.split(flags)) <= words
