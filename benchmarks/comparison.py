@@ -66,14 +66,14 @@ SETTINGS = {
     "4 updates: vanilla": Setting("four updates a step", FOUR),
     "clip higher": Setting("four updates a step", f"{FOUR} --clip-ratio-high 0.28"),
     **{
-        loss: Setting("four updates a step", f"{FOUR} --loss {loss}")
+        f"--loss {loss}": Setting("four updates a step", f"{FOUR} --loss {loss}")
         for loss in ("cispo", "reinforce", "gpg", "dppo_tv", "dppo_kl", "two_sided", "clip_cov", "kl_cov")
     },
     **{
-        loss: Setting("four updates a step", f"{FOUR} --loss {loss} --loss-agg-mode seq-mean-token-mean")
+        f"--loss {loss}": Setting("four updates a step", f"{FOUR} --loss {loss} --loss-agg-mode seq-mean-token-mean")
         for loss in ("gspo", "sapo", "geo_mean")
     },
-    "dro": Setting("four updates a step", f"{FOUR} --loss dro --loss-kwargs.dro-beta 0.1"),
+    "--loss dro": Setting("four updates a step", f"{FOUR} --loss dro --loss-kwargs.dro-beta 0.1"),
     "KL 0.001": Setting("settings", "--kl-coef 0.001"),
     "KL 0.04": Setting("settings", "--kl-coef 0.04"),
     "entropy bonus 0.001": Setting("settings", "--entropy-coef 0.001"),
