@@ -90,6 +90,7 @@ def flops_of_step(args: Any, sizes: Sizes) -> StepFlops:
         group_size=args.group_size,
         max_prompt_length=args.data.max_prompt_length,
         max_response_length=args.rollout.max_response_length,
+        update_epochs=args.update_epochs,
         log_prob_passes=bool(needed) + (args.kl_coef > 0),
         share_prompts=args.model.share_prompts and args.model.padding_free,
         gradient_checkpointing=args.model.gradient_checkpointing,

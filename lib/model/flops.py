@@ -98,6 +98,7 @@ def estimate_flops(
     group_size: int,
     max_prompt_length: int,
     max_response_length: int,
+    update_epochs: int,
     log_prob_passes: int,
     share_prompts: bool = True,
     gradient_checkpointing: bool = False,
@@ -108,6 +109,7 @@ def estimate_flops(
 
     Args:
         model: a Hugging Face id, a folder or a config.json file; so is critic_model.
+        update_epochs: passes of the update over the step's rows.
         log_prob_passes: forward passes with the policy or its reference before the update.
         of_model: what `meta_model` takes by name, such as `lora_rank`.
     """
@@ -129,9 +131,10 @@ def estimate_flops(
             network = meta_model(auto_class, path, flag, torch.bfloat16, **of_model)
             trained, frozen = flops_of(network), flops_of(network.requires_grad_(False))
             forward = Flops(frozen.token / 2, frozen.prediction / 2, frozen.pair / 3)
-            update += of_step(trained)
+            update += of_step(trained) * update_epochs
             log_probs += of_step(forward) * passes
-            recomputed += of_step(forward._replace(prediction=0.0)) * gradient_checkpointing
+            if gradient_checkpointing:
+                recomputed += of_step(forward._replace(prediction=0.0)) * update_epochs
     return StepFlops(update, log_probs, recomputed)
 
 

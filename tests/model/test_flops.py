@@ -118,8 +118,9 @@ def test_flops_of_a_step_by_hand():
     assert log_probs == again == 0
     _, twice, again = flops(grpo, "8 --group-size 4 --kl-coef 1 --num-mini-batches 2")
     assert twice == pytest.approx(2 * update / 3, rel=1e-12) and again == 0  # old log-probs and the reference's
-    _, _, again = flops(grpo, "8 --group-size 4 --gradient-checkpointing")
-    assert again == pytest.approx(by_hand(layers, 4) / 3, rel=1e-12)
+    twice, _, again = flops(grpo, "8 --group-size 4 --gradient-checkpointing --update-epochs 2")
+    assert twice == pytest.approx(2 * update, rel=1e-12)
+    assert again == pytest.approx(2 * by_hand(layers, 4) / 3, rel=1e-12)
     _, _, alone = flops(grpo, "8 --group-size 4 --gradient-checkpointing --no-share-prompts")
     assert alone == pytest.approx(4 * by_hand(layers, 1) / 3, rel=1e-12)
 
