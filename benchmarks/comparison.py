@@ -131,7 +131,10 @@ def table(records: dict[str, dict]) -> str:
         for name, (own, base) in settings:
             runs = records[name]["runs"]
             at = [run["first_step_at_90_percent"] for run in runs]
-            reached = f"{min(at)} to {max(at)}" if None not in at else f"{len(at) - at.count(None)} of {len(at)} runs"
+            if None in at:
+                reached = f"{len(at) - at.count(None)} of {len(at)} runs"
+            else:
+                reached = " to ".join(map(str, sorted({min(at), max(at)})))
             ends = statistics.mean(run["accuracy_after"] for run in runs)
             mark = ("more" if min(own) > min(base) else "less") if apart(own, base) else ""
             spread = f"{statistics.mean(own):.2f} | {min(own):.2f} to {max(own):.2f}"
