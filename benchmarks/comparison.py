@@ -29,7 +29,13 @@ FEW = "--train-files data/toy_rare/few.jsonl"
 LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")
 APART = "--rollout-gpus 1"
 MEASURE = "--rollout-correction.level measure"
-BASE = {"four updates a step": "4 updates: vanilla", "256 prompts": "uniform", "rollouts ahead": "level 0"}
+BASE = {  # of settings or their groups, where it is not grpo
+    "ppo": "4 updates: vanilla",  # which are its default
+    "dapo": "4 updates: vanilla",
+    "four updates a step": "4 updates: vanilla",
+    "256 prompts": "uniform",
+    "rollouts ahead": "level 0",
+}
 
 
 class Setting(NamedTuple):
@@ -109,10 +115,10 @@ def mean_accuracy(run: dict) -> float:
 
 
 def compared(records: dict[str, dict]) -> dict[str, tuple[list[float], list[float]]]:
-    """For each setting that has run, in the order of SETTINGS: (its mean accuracies, those of what it is compared with:
-    its group's BASE, and this with grpo)."""
+    """For each setting that has run, in the order of SETTINGS: (its mean accuracies, those of its BASE; a BASE itself is
+    compared with grpo)."""
     scores = {name: [mean_accuracy(run) for run in records[name]["runs"]] for name in SETTINGS if name in records}
-    bases = {name: BASE.get(SETTINGS[name].group, "grpo") for name in scores}
+    bases = {name: BASE.get(name, BASE.get(SETTINGS[name].group, "grpo")) for name in scores}
     return {name: (own, scores["grpo" if bases[name] == name else bases[name]]) for name, own in scores.items()}
 
 
