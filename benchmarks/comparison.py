@@ -115,8 +115,8 @@ def mean_accuracy(run: dict) -> float:
 
 
 def compared(records: dict[str, dict]) -> dict[str, tuple[list[float], list[float]]]:
-    """For each setting that has run, in the order of SETTINGS: (its mean accuracies, those of its BASE; a BASE itself is
-    compared with grpo)."""
+    """For each setting that has run, in the order of SETTINGS: (its mean accuracies, those of its BASE). A BASE itself
+    is compared with grpo."""
     scores = {name: [mean_accuracy(run) for run in records[name]["runs"]] for name in SETTINGS if name in records}
     bases = {name: BASE.get(name, BASE.get(SETTINGS[name].group, "grpo")) for name in scores}
     return {name: (own, scores["grpo" if bases[name] == name else bases[name]]) for name, own in scores.items()}
