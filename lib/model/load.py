@@ -7,7 +7,7 @@ import logging
 import re
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -444,8 +444,10 @@ def add_lora(
     if family_of(model.config) and target_modules == "all-linear":
         layers = {module for module in model.get_decoder().modules() if isinstance(module, torch.nn.Linear)}
         targets = [name for name, module in model.named_modules() if module in layers]
+    on_meta = any(p.is_meta for p in model.parameters())  # then without values that are thrown away
     try:
-        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=heads))
+        with torch.device("meta") if on_meta else nullcontext():
+            model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, exclude_modules=heads))
     except ValueError as error:
         raise InputError(f"--lora-target-modules {target_modules}: {str(error).splitlines()[0]}") from error
     with torch.random.fork_rng(devices=[]):
@@ -457,8 +459,8 @@ def add_lora(
                         f"--lora-target-modules {target_modules}: {name} is not a linear layer; name some that are, "
                         "such as '.*[qkvo]_proj'"
                     )
-                layer.lora_A.to_empty(device="cpu")  # it is on the meta device if the layer's weight is
-                layer.lora_B.to_empty(device="cpu")
+                for adapter in (layer.lora_A, layer.lora_B):  # on the meta device peft takes torch's default dtype
+                    adapter.to(layer.get_base_layer().weight.dtype).to_empty(device="cpu")
                 layer.reset_lora_parameters("default", init_lora_weights=True)
     if head is not None:
         head.requires_grad_(True)
