@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
-from benchmarks.curves import ACCURACY, PANELS, ROOT, plot, provenance
+from benchmarks.curves import ACCURACY, PANELS, ROOT, job_env, plot, provenance
 from benchmarks.vs_trl import GROUP, SETTINGS, Setting, make_task
 
 RECORD = ROOT / "benchmarks/results/ahead.json"
@@ -42,8 +41,7 @@ QUIET = "--no-val-before-train --val-every 0 --save-every 0 --no-export-model --
 def run(folder: Path, flags: list[str]) -> list[dict]:
     """The lines of the run's metrics.jsonl."""
     command = ["launch/one_node.sh", "grpo.py", *flags, "--output-dir", str(folder), "--run-name", "run"]
-    env = os.environ | {"GPUS": "2", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    env = job_env(2) | {"VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")

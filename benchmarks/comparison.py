@@ -4,7 +4,7 @@
     python -m benchmarks.comparison --names grpo rloo    runs these anew
     python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the table
 
-Each is a script with flags, run with five seeds, one thread a run (three hours of a core for all). Of each run counts
+Each is a script with flags, run with five seeds, one thread a run (four hours of a core for all). Of each run counts
 the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Two settings differ if
 no run of one is between runs of the other: by chance alone that happens once in 126.
 """
@@ -149,7 +149,7 @@ def table(records: dict[str, dict]) -> str:
 
 
 def draw_all(records: dict[str, dict]) -> None:
-    """Left: the curves of LEFT. Right: a dot for each run of each setting, over the range of its group's first."""
+    """Left: the curves of LEFT. Right: a dot for each run of each setting, over what it is compared with."""
     settings = compared(records)
     figure = Figure(figsize=(12, 1.5 + 0.22 * len(settings)), dpi=120, layout="constrained")
     figure.suptitle(f"right samples are rare: {PANELS[ACCURACY]}, five seeds")

@@ -70,6 +70,12 @@ TOOL_CALLS = "agent/tool_calls_mean"
 COSTS = {"training/tokens": "prompt and response tokens, summed", "timing_s/step": "seconds of training"}
 
 
+def job_env(ranks: int) -> dict[str, str]:
+    """For launch/one_node.sh, which looks for torchrun on the PATH."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"OMP_NUM_THREADS": "1", "GPUS": str(ranks), "PATH": path}
+
+
 def run_seed(script: str, flags: str, seed: int, ranks: int = 1) -> dict:
     """One run in processes of its own: its curves, wall and CPU seconds (start-up and validation included)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -77,9 +83,8 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1) -> dict:
         command = [launcher, f"{script}.py", *FLAGS.split(), *shlex.split(flags), "--seed", str(seed)]
         command += ["--output-dir", folder, "--run-name", "run"]
         with Path(folder, "log").open("w") as log:
-            start, env = time.perf_counter(), os.environ | {"OMP_NUM_THREADS": "1", "GPUS": str(ranks)}
-            env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # torchrun
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+            start = time.perf_counter()
+            process = subprocess.Popen(command, cwd=ROOT, env=job_env(ranks), stdout=log, stderr=subprocess.STDOUT)
             _, status, usage = os.wait4(process.pid, 0)  # wait() does not say what this child alone used
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:

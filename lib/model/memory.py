@@ -117,11 +117,11 @@ def estimate_memory(
 
     # ---- what is held from the first step to the last
     held, gradients, accumulated = {}, {}, {}
+    of_frozen = frozen_dtype.itemsize if lora_rank else 4
     for name, network in {"": actor, "critic ": critic}.items():
         if network is not None:
             trained = trainable_parameters(network)
             frozen = shard_numel([p for p in network.parameters() if not p.requires_grad], ranks)
-            of_frozen = frozen_dtype.itemsize if lora_rank else 4
             held[f"{name}weights"] = 4 * shard_numel(trained, ranks) + of_frozen * frozen
             held[f"{name}Adam"] = 8 * shard_numel(trained, ranks)
             gradients[f"{name}gradients"] = 4 * shard_numel(trained, ranks)
