@@ -319,7 +319,7 @@ def test_the_end_of_the_launcher_ends_its_ranks_at_once(jobs):
         time.sleep(0.1)
     said = log.read_text()
     # in probe.py, or in run() with what the collective raised when rank 1 was gone before
-    assert re.search(r"LauncherLost: rank 0 in step 3 reward \((probe|distributed)\.py:", said)
+    assert re.search(r"LauncherLost: rank 0 in step 3 reward \((probe|launch)\.py:", said)
     assert "StageTimeout" not in said
     assert "LauncherLost: rank 1" in said or "StoreLost: rank 1" in said  # whichever it sees first
 
