@@ -47,7 +47,7 @@ PANELS = {
 AT_THE_END = {  # means of the last five steps
     "response_length/mean": "tokens of a response",
     "actor/entropy": "entropy (nats)",
-    "rollout/prob_diff_mean": "rollout/prob_diff_mean",
+    "rollout/prob_diff_mean": "`rollout/prob_diff_mean`",
     "timing_s/step": "seconds of a step",
 }
 
@@ -78,33 +78,46 @@ def run(names: tuple[Literal[tuple(RUNS)], ...] = tuple(RUNS), seeds: tuple[int,
                 (RECORDS / f"{name}_{seed}.jsonl").write_text(json.dumps(how) + "\n" + lines)
 
 
+def records() -> dict[str, list[dict]]:
+    """By <name>_<seed>, in the order of RUNS: how the run was made, then the lines of its metrics.jsonl."""
+    files = [file for name in RUNS for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl"))]
+    return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def table(runs: dict[str, list[dict]]) -> str:
+    """One line a run."""
+    heads = ["run", "seed", "before", "after", *AT_THE_END.values()]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for label, (how, *rows) in runs.items():
+        before, *_, after = (
+            f"{row[ACCURACY]:.2f} ({row[f'{ACCURACY}/ci_low']:.2f} to {row[f'{ACCURACY}/ci_high']:.2f})"
+            for row in rows
+            if ACCURACY in row
+        )
+        steps = [row for row in rows if "timing_s/step" in row]
+        ends = [f"{statistics.mean(row[key] for row in steps[-5:]):.3g}" for key in AT_THE_END]
+        lines.append(f"| {label.rpartition('_')[0]} | {how['seed']} | {before} | {after} | {' | '.join(ends)} |")
+    return "\n".join(lines)
+
+
 def draw() -> None:
+    runs = records()
     figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
     figure.suptitle("SmolLM2-135M-Instruct on sums and differences of one or two digits, one CPU core")
     panels = figure.subplots(1, len(PANELS))
-    print(f"| run | seed | before | after | {' | '.join(AT_THE_END.values())} |")
-    print("|---" * (4 + len(AT_THE_END)) + "|")
-    for number, name in enumerate(RUNS):
-        for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl")):
-            how, *rows = map(json.loads, file.read_text().splitlines())
-            for axes, (key, label) in zip(panels, PANELS.items()):
-                steps, values = zip(*[(row["step"], row[key]) for row in rows if key in row])
-                own_label = name if file.stem.endswith("_1") else None
-                axes.plot(steps, values, color=f"C{number}", linewidth=1.5, label=own_label)
-                axes.set(xlabel="step", ylabel=label)
-            of_val = [row for row in rows if ACCURACY in row]
-            before, after = (
-                f"{row[ACCURACY]:.2f} ({row[f'{ACCURACY}/ci_low']:.2f} to {row[f'{ACCURACY}/ci_high']:.2f})"
-                for row in (of_val[0], of_val[-1])
-            )
-            steps = [row for row in rows if "timing_s/step" in row]
-            ends = [f"{statistics.mean(row[key] for row in steps[-5:]):.3g}" for key in AT_THE_END]
-            print(f"| {name} | {how['seed']} | {before} | {after} | {' | '.join(ends)} |")
+    for label, (how, *rows) in runs.items():
+        name = label.rpartition("_")[0]
+        for axes, (key, text) in zip(panels, PANELS.items()):
+            steps, values = zip(*[(row["step"], row[key]) for row in rows if key in row])
+            color = f"C{list(RUNS).index(name)}"
+            axes.plot(steps, values, color=color, linewidth=1.5, label=name if how["seed"] == 1 else None)
+            axes.set(xlabel="step", ylabel=text)
     for axes in panels:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False)
     figure.savefig(ROOT / "docs/pretrained_curve.png")
+    print(table(runs))
 
 
 if __name__ == "__main__":

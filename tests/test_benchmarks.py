@@ -96,8 +96,9 @@ def test_grpo_and_trl_learn_the_same_from_the_same_samples(tmp_path):
     assert max(record["same"]["distances"]["1"]) < 1e-3
 
 
-def test_table_of_the_comparison_is_that_of_its_record():
+def test_tables_of_the_documents_are_those_of_their_records():
     assert comparison.table(comparison.results()) in (ROOT / "docs/comparison.md").read_text()
+    assert pretrained.table(pretrained.records()) in (ROOT / "docs/pretrained.md").read_text()
 
 
 def test_commands_of_the_pretrained_page_are_those_of_its_benchmark():
