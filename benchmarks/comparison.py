@@ -35,6 +35,8 @@ BASE = {  # of settings or their groups, where it is not grpo
     "four updates a step": "4 updates: vanilla",
     "256 prompts": "uniform",
     "rollouts ahead": "level 0",
+    "level 2, 4 updates": "4 updates: vanilla",
+    "level 2, 4 updates: measure": "4 updates: vanilla",
 }
 
 
@@ -99,6 +101,8 @@ SETTINGS = {
     "level 2": Setting("rollouts ahead", f"{APART} --async-level 2"),
     "level 2: measure": Setting("rollouts ahead", f"{APART} --async-level 2 {MEASURE}"),
     "level 2: sequence": Setting("rollouts ahead", f"{APART} --async-level 2 --rollout-correction.level sequence"),
+    "level 2, 4 updates": Setting("rollouts ahead", f"{APART} --async-level 2 {FOUR}"),
+    "level 2, 4 updates: measure": Setting("rollouts ahead", f"{APART} --async-level 2 {FOUR} {MEASURE}"),
 }
 
 
