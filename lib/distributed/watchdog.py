@@ -87,7 +87,7 @@ def _watch(*args) -> None:
 
 def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
     beat_s, first_line_s, silent_s = timeout_s / 360, timeout_s / 30, max(1, timeout_s / 90)
-    store.set_timeout(timedelta(seconds=first_line_s))
+    store.set_timeout(timedelta(seconds=max(first_line_s, 10)))  # a busy node's may be late by seconds
     started_at, watched = time.time(), None
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     while not _finished.wait(beat_s):

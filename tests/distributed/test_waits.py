@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -218,11 +219,11 @@ def test_a_new_start_finds_no_ranks_of_the_last_in_the_store(start_ranks):
 
 def test_stages_that_end_may_take_longer_together(start_ranks):
     def steps(_):
-        init_distributed(3)
-        for step in range(10):
+        init_distributed(8)
+        for step in range(12):
             start_step(step)
             with timed("rollout"):
-                time.sleep(0.35)
+                time.sleep(0.7)
                 dist.barrier()
 
     ranks = start_ranks(2, steps)
@@ -330,7 +331,8 @@ def test_a_stopped_rank_ends_the_job_at_the_deadline_and_the_launcher_repeats_th
     deadline = time.monotonic() + WAIT_S
     while "closing signal SIGTERM" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.kill(pid_of(1, log), signal.SIGCONT)
+    with suppress(ProcessLookupError):  # the launcher has ended it, where this test comes half a minute late
+        os.kill(pid_of(1, log), signal.SIGCONT)
     assert job.wait(WAIT_S) != 0
     assert not psutil.pid_exists(pid_of(0, log)) and not psutil.pid_exists(pid_of(1, log))
     cause = log.read_text().split("Root Cause")[1]
