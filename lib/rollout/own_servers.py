@@ -99,15 +99,20 @@ class OwnServers:
     def states(self) -> list[tuple[str, int]]:
         """(URL, starts) of each server, in the same order always. starts: how often it has come to be healthy; it has
         lost its weights when the number rises. Waits until all are healthy. Raises InputError if one does not start."""
-        keys, stage = [f"server {i}" for i in range(self.number)], current_stage()
-        if not self._store.check(keys):
+        stage = current_stage()
+        if None in (states := self._states()):
             enter_stage(f"{stage}: start of vLLM servers")
-            while not self._store.check(keys):
+            while None in (states := self._states()):
                 self._check_failed()
                 time.sleep(POLL_S)
             enter_stage(stage)
-        # a key that is deleted meanwhile, when its server ends, comes back with it
-        return [tuple(json.loads(self._store.get(key))) for key in keys]
+        return states
+
+    def _states(self) -> list[tuple[str, int] | None]:
+        """None for a server that is not healthy."""
+        keys = [f"server {i}" for i in range(self.number)]
+        told = [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
+        return [state and tuple(state) for state in told]
 
     def urls(self) -> list[str]:
         return [url for url, _ in self.states()]
@@ -209,7 +214,7 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
             since = time.monotonic()
             while server.process.poll() is None and _number(store, f"bad start {server.number}") < starts:
                 _serving(store, f"serving {server.url}")
-            store.delete_key(f"server {server.number}")
+            store.set(f"server {server.number}", "null")  # a deleted key is read as "" by a get that has found it
             if server.process.poll() is None:
                 print(f"{server} is started again, as weights did not reach it; its log: {server.log}", file=sys.stderr)
                 server.stop()
