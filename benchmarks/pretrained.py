@@ -48,7 +48,6 @@ AT_THE_END = {  # means of the last five steps
     "response_length/mean": "tokens of a response",
     "actor/entropy": "entropy (nats)",
     "rollout/prob_diff_mean": "`rollout/prob_diff_mean`",
-    "timing_s/step": "seconds of a step",
 }
 
 
@@ -86,7 +85,7 @@ def records() -> dict[str, list[dict]]:
 
 def table(runs: dict[str, list[dict]]) -> str:
     """One line a run."""
-    heads = ["run", "seed", "before", "after", *AT_THE_END.values()]
+    heads = ["run", "seed", "before", "after", *AT_THE_END.values(), "seconds of a step (median)"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for label, (how, *rows) in runs.items():
         before, *_, after = (
@@ -96,6 +95,7 @@ def table(runs: dict[str, list[dict]]) -> str:
         )
         steps = [row for row in rows if "timing_s/step" in row]
         ends = [f"{statistics.mean(row[key] for row in steps[-5:]):.3g}" for key in AT_THE_END]
+        ends.append(f"{statistics.median(row['timing_s/step'] for row in steps):.0f}")  # the machine had other work
         lines.append(f"| {label.rpartition('_')[0]} | {how['seed']} | {before} | {after} | {' | '.join(ends)} |")
     return "\n".join(lines)
 
