@@ -4,9 +4,9 @@
     python -m benchmarks.comparison --names grpo rloo    runs these anew
     python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the table
 
-Each is a script with flags, run with five seeds, one thread a run (four hours of a core for all). Of each run counts
-the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Two settings differ if
-no run of one is between runs of the other: by chance alone that happens once in 126.
+Each is a script with flags, run with five seeds, one thread a run (four and a half hours of a core for all). Of each
+run counts the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Two settings
+differ if no run of one is between runs of the other: by chance alone that happens once in 126.
 """
 
 import json
