@@ -110,9 +110,7 @@ class OwnServers:
 
     def _states(self) -> list[tuple[str, int] | None]:
         """None for a server that is not healthy."""
-        keys = [f"server {i}" for i in range(self.number)]
-        told = [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
-        return [state and tuple(state) for state in told]
+        return [_told(self._store, f"server {i}") for i in range(self.number)]
 
     def urls(self) -> list[str]:
         return [url for url, _ in self.states()]
@@ -126,7 +124,7 @@ class OwnServers:
         if dist.get_rank() == 0:
             for i, number in enumerate(starts):
                 self._store.set(f"bad start {i}", str(number))
-            while any(_number(self._store, f"begun {i}") <= number for i, number in enumerate(starts)):
+            while any(_told(self._store, f"begun {i}", 0) <= number for i, number in enumerate(starts)):
                 self._check_failed()
                 time.sleep(POLL_S)
         dist.barrier()
@@ -212,7 +210,7 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
             starts += 1
             store.set(f"server {server.number}", json.dumps([server.url, starts]))
             since = time.monotonic()
-            while server.process.poll() is None and _number(store, f"bad start {server.number}") < starts:
+            while server.process.poll() is None and _told(store, f"bad start {server.number}", 0) < starts:
                 _serving(store, f"serving {server.url}")
             store.set(f"server {server.number}", "null")  # a deleted key is read as "" by a get that has found it
             if server.process.poll() is None:
@@ -321,8 +319,9 @@ def _serving(store: dist.Store, stage: str) -> None:
     time.sleep(POLL_S)
 
 
-def _number(store: dist.Store, key: str) -> int:
-    return int(store.get(key)) if store.check([key]) else 0
+def _told(store: dist.Store, key: str, default: Any = None) -> Any:
+    """The JSON value of a key, which nobody deletes; the default until it is set."""
+    return json.loads(store.get(key)) if store.check([key]) else default
 
 
 def _check_over(store: dist.Store) -> None:
