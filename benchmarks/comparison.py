@@ -35,8 +35,6 @@ BASE = {  # of settings or their groups, where it is not grpo
     "four updates a step": "4 updates: vanilla",
     "256 prompts": "uniform",
     "rollouts ahead": "level 0",
-    "level 2, 4 updates": "4 updates: vanilla",
-    "level 2, 4 updates: measure": "4 updates: vanilla",
 }
 
 
@@ -82,6 +80,8 @@ SETTINGS = {
         for loss in ("gspo", "sapo", "geo_mean")
     },
     "--loss dro": Setting("four updates a step", f"{FOUR} --loss dro --loss-kwargs.dro-beta 0.1"),
+    "--async-level 2": Setting("four updates a step", f"{APART} --async-level 2 {FOUR}"),
+    "--async-level 2: measure": Setting("four updates a step", f"{APART} --async-level 2 {FOUR} {MEASURE}"),
     "KL 0.001": Setting("settings", "--kl-coef 0.001"),
     "KL 0.04": Setting("settings", "--kl-coef 0.04"),
     "entropy bonus 0.001": Setting("settings", "--entropy-coef 0.001"),
@@ -101,8 +101,6 @@ SETTINGS = {
     "level 2": Setting("rollouts ahead", f"{APART} --async-level 2"),
     "level 2: measure": Setting("rollouts ahead", f"{APART} --async-level 2 {MEASURE}"),
     "level 2: sequence": Setting("rollouts ahead", f"{APART} --async-level 2 --rollout-correction.level sequence"),
-    "level 2, 4 updates": Setting("rollouts ahead", f"{APART} --async-level 2 {FOUR}"),
-    "level 2, 4 updates: measure": Setting("rollouts ahead", f"{APART} --async-level 2 {FOUR} {MEASURE}"),
 }
 
 

@@ -77,17 +77,21 @@ def run(names: tuple[Literal[tuple(RUNS)], ...] = tuple(RUNS), seeds: tuple[int,
                 (RECORDS / f"{name}_{seed}.jsonl").write_text(json.dumps(how) + "\n" + lines)
 
 
-def records() -> dict[str, list[dict]]:
-    """By <name>_<seed>, in the order of RUNS: how the run was made, then the lines of its metrics.jsonl."""
-    files = [file for name in RUNS for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl"))]
-    return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+def records() -> list[tuple[str, dict, list[dict]]]:
+    """Of each run, in the order of RUNS: its name, how it was made, the lines of its metrics.jsonl."""
+    runs = []
+    for name in RUNS:
+        for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl")):
+            how, *rows = map(json.loads, file.read_text().splitlines())
+            runs.append((name, how, rows))
+    return runs
 
 
-def table(runs: dict[str, list[dict]]) -> str:
+def table(runs: list[tuple[str, dict, list[dict]]]) -> str:
     """One line a run."""
     heads = ["run", "seed", "before", "after", *AT_THE_END.values(), "seconds of a step (median)"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for label, (how, *rows) in runs.items():
+    for name, how, rows in runs:
         before, *_, after = (
             f"{row[ACCURACY]:.2f} ({row[f'{ACCURACY}/ci_low']:.2f} to {row[f'{ACCURACY}/ci_high']:.2f})"
             for row in rows
@@ -96,21 +100,20 @@ def table(runs: dict[str, list[dict]]) -> str:
         steps = [row for row in rows if "timing_s/step" in row]
         ends = [f"{statistics.mean(row[key] for row in steps[-5:]):.3g}" for key in AT_THE_END]
         ends.append(f"{statistics.median(row['timing_s/step'] for row in steps):.0f}")  # the machine had other work
-        lines.append(f"| {label.rpartition('_')[0]} | {how['seed']} | {before} | {after} | {' | '.join(ends)} |")
+        lines.append(f"| {name} | {how['seed']} | {before} | {after} | {' | '.join(ends)} |")
     return "\n".join(lines)
 
 
 def draw() -> None:
-    runs = records()
+    runs, colors = records(), {name: f"C{number}" for number, name in enumerate(RUNS)}
     figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
     figure.suptitle("SmolLM2-135M-Instruct on sums and differences of one or two digits, one CPU core")
     panels = figure.subplots(1, len(PANELS))
-    for label, (how, *rows) in runs.items():
-        name = label.rpartition("_")[0]
+    for name, how, rows in runs:
+        label = name if how["seed"] == 1 else None
         for axes, (key, text) in zip(panels, PANELS.items()):
             steps, values = zip(*[(row["step"], row[key]) for row in rows if key in row])
-            color = f"C{list(RUNS).index(name)}"
-            axes.plot(steps, values, color=color, linewidth=1.5, label=name if how["seed"] == 1 else None)
+            axes.plot(steps, values, color=colors[name], linewidth=1.5, label=label)
             axes.set(xlabel="step", ylabel=text)
     for axes in panels:
         axes.grid(alpha=0.25)
