@@ -10,4 +10,5 @@ exec 9<> "$file"
 rm "$file"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export PLAINRL_LAUNCHER="GPUS=${GPUS:-8} $0"  # for the line that says how to go on
+trap '' HUP && export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT  # a closed terminal does not end the run
 exec torchrun --nproc-per-node "${GPUS:-8}" --rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint /dev/fd/9 "$@"

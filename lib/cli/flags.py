@@ -23,6 +23,7 @@ import yaml
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from lib import InputError, is_first_on_node, report_mistake
+from lib.cli.process import end_at_ctrl_c, guard_output
 from lib.cli.secrets import secret_in
 
 T = TypeVar("T")
@@ -71,6 +72,8 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
     renamed: {old flag: new flag}; an old flag is a mistake. A mistake is printed and ends the process with exit code 2.
     Python's garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on.
     """
+    guard_output()
+    end_at_ctrl_c()
     said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
