@@ -13,6 +13,11 @@ class InputError(ValueError):
     """The user's input is wrong. The message is one line: what, where (file, row, flag), and what to do about it."""
 
 
+def how_it_ended(code: int) -> str:
+    """A child process, by its returncode."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
 def is_first_on_node() -> bool:
     """True on one rank of each node, also before the process group exists."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
