@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import runpy
 import socket
 import subprocess
@@ -339,6 +340,17 @@ def _run_as_main(arguments: list[str], outputs: list[Path], launched: dict[str, 
     os.environ.update(environment() | launched)
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+@contextmanager
+def full_disk(most_bytes: int = 100):
+    """A limit on the size of a file looks like one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def off_policy(folder: Path) -> list[str]:
