@@ -28,7 +28,7 @@ import torch.distributed as dist
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lib import InputError, is_first_on_node
+from lib import InputError, how_it_ended, is_first_on_node
 from lib.distributed import (
     OVER,
     JobOver,
@@ -298,12 +298,15 @@ class Server:
     def why_it_ended(self, was_healthy: bool) -> str:
         """Also names the first error at the log's end, which caused those that follow, or else its last line."""
         code = self.process.poll()
-        ended = "did not answer in time" if code is None else f"ended with exit code {code}"
+        ended = "did not answer in time" if code is None else how_it_ended(code)
+        ended += "" if was_healthy else " before it could serve"
+        if code in (-signal.SIGKILL, -signal.SIGTERM):  # from outside: the log does not know why
+            return ended
         with self.log.open(errors="replace") as log:
             log.seek(self._log_begins)
             lines = [line for line in map(str.strip, log) if line][-END:]
         errors = (found[1] for line in lines if (found := ERROR.match(line)))
-        return f"{ended}{'' if was_healthy else ' before it could serve'}: {next(errors, (lines or ['no word'])[-1])}"
+        return f"{ended}: {next(errors, (lines or ['no word'])[-1])}"
 
     def _answers(self) -> bool:
         try:
