@@ -525,6 +525,12 @@ def test_every_alarm_has_its_help_on_the_page():
 # ---- a run that goes on ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none_is_one_line(tmp_path, port):
+    with pytest.raises(InputError, match=f"--serve {port}: give a port from 1 to 65535, or 0 for any free one"):
+        main(Args((tmp_path,), serve=port))
+
+
 def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path, visit):
     run = write_run(tmp_path / "run", 25, 4, 12)
     server = make_server(Pages((run,), 1e6), 0)
