@@ -128,7 +128,7 @@ def test_a_secret_is_struck_out_however_it_is_written(form, secret, before, afte
 def test_each_line_of_a_secret_is_struck_out(monkeypatch):
     monkeypatch.setattr(os, "environ", {"DEPLOY_KEY": PEM, "API_KEY": KEY})
     wrapped = textwrap.fill(f"Incorrect API key provided: {KEY} (401)", 20)
-    assert struck(wrapped).split() == "Incorrect API key provided: *** (401)".split()
+    assert " ".join(struck(wrapped).split()) == "Incorrect API key provided: *** (401)"
     logged = "".join(f"12:00 stderr: {line}\n" for line in PEM.splitlines())
     assert struck(logged).count("***") == 5 and "MIIE" not in struck(logged)
 
