@@ -264,7 +264,7 @@ def lay_out(
         reason = f"it has no layers of {kind}"
     for parent, layer in pairs:
         layer.rows, layer.forward = None, types.MethodType(_by_rows, layer)
-        parent.__class__ = _that_hands_down(type(parent))
+        parent.__class__ = _that_hands_down(type(parent))  # type: ignore[arg-type]  # a class is hashable
     if reason and padding_free:
         _say(f"{name}: rows are padded and prompts not shared, because {reason}")
     model.takes_rows = bool(pairs)
@@ -284,7 +284,7 @@ def _say(line: str) -> None:
 
 
 @cache
-def _that_hands_down(parent_class: type) -> type:
+def _that_hands_down(parent_class: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The class with a `forward` that first hands `sequence_rows` to its layers. No hook does it, because gradient
     checkpointing repeats only `forward` (transformers 5.23; 5.19 repeats hooks too)."""
 
