@@ -10,6 +10,7 @@ import io
 import json
 import math
 import operator
+import os
 import re
 import shlex
 import sys
@@ -79,6 +80,7 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
             args = parse_flags(args_class, sys.argv[1:], renamed)
+        threads_of_environment()  # torch's import would print a line of its own
         sys.stderr.write(said.getvalue())
     except InputError as error:
         report_mistake(f"error: {error}")
@@ -91,6 +93,16 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
         raise
     gc.disable()  # until lib.distributed.run: a sixth of the imports' time is its looking for garbage that is not there
     return args
+
+
+def threads_of_environment() -> int:
+    """OMP_NUM_THREADS, or 1. Raises InputError if it is no number of threads."""
+    text = os.environ.get("OMP_NUM_THREADS", "1")
+    if not re.fullmatch("[1-9][0-9]{0,3}", text):
+        raise InputError(
+            f"OMP_NUM_THREADS={text[:20]}: give the number of threads of a process, such as 1, or unset it"
+        )
+    return int(text)
 
 
 def parse_flags(args_class: type[T], words: list[str], renamed: dict[str, str]) -> T:

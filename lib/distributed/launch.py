@@ -23,6 +23,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lib import InputError, is_first_on_node, report_mistake
+from lib.cli.flags import threads_of_environment
 from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
 OVER = "over"  # the key in the job's store that tells engine ranks that no training rank needs them any more
@@ -90,7 +91,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
         # it plans each new shape for up to a second, and nearly every packed row has new shapes
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif not on_gpu:
-        torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(threads_of_environment())
     if stage_timeout:
         _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher can say more, so it comes first
     if is_on_one_node():

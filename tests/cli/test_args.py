@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import grpo
 from lib import InputError
 from lib.args import RENAMED, check_engine, check_model_path, check_output_dir
-from lib.cli.flags import Names, OnReplay, OnResume, check_range, parse_flags, walk
+from lib.cli.flags import Names, OnReplay, OnResume, check_range, parse_flags, threads_of_environment, walk
 from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
@@ -280,6 +280,13 @@ def test_a_path_without_a_model_is_one_clear_line(tmp_path, make, message):
     with pytest.raises(InputError, match=message) as error:
         check_model_path(str(make(tmp_path)))
     assert "--model" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("threads", ["x", "0", "-1", "1.5", "4,2", "9" * 5000, ""])
+def test_a_bad_number_of_threads_is_one_line(monkeypatch, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(InputError, match=r"^OMP_NUM_THREADS="):
+        threads_of_environment()
 
 
 def test_what_is_no_engine():
