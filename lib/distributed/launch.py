@@ -26,10 +26,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.process import end_interrupted
+from lib.cli.flags import threads_of_environment
 from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files
-MOST_THREADS = 1024  # of OMP_NUM_THREADS; torch crashes where the system has no more
 OVER = "over"  # the key in the job's store that tells engine ranks that no training rank needs them any more
 
 
@@ -95,7 +95,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
         # it plans each new shape for up to a second, and nearly every packed row has new shapes
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif not on_gpu:
-        torch.set_num_threads(_threads())
+        torch.set_num_threads(threads_of_environment())
     if stage_timeout:
         _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher can say more, so it comes first
     if is_on_one_node():
@@ -115,13 +115,6 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
         backend = "fake" if trainers == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=_timeout)
     return World(rank, trainers, device)
-
-
-def _threads() -> int:
-    text = os.environ.get("OMP_NUM_THREADS") or "1"
-    if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= MOST_THREADS):
-        raise InputError(f"OMP_NUM_THREADS={text}: give a number of threads from 1 to {MOST_THREADS}")
-    return int(text)
 
 
 def job_store() -> dist.Store:

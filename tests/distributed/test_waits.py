@@ -299,14 +299,12 @@ ONE_LINES = {
         r"error: rank 0 in .*: \[Errno 28\] No space left on device: 'runs/x/file'; make room, .*",
     ),
     "Ctrl-C": (lambda _: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
-    "no number": (lambda _: init_distributed(), 2, "error: OMP_NUM_THREADS=x: give a number of threads from 1 to 1024"),
 }
 
 
 @pytest.mark.parametrize("what", ONE_LINES)
-def test_an_early_end_is_one_line(tmp_path, start_ranks, monkeypatch, what):
+def test_an_early_end_is_one_line(tmp_path, start_ranks, what):
     main, code, said = ONE_LINES[what]
-    monkeypatch.setenv("OMP_NUM_THREADS", "x")
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
     [rank] = start_ranks(1, main)
     signal.signal(signal.SIGINT, ignored)
