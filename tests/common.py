@@ -446,8 +446,13 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
         process.wait(30)
 
 
+def key_header() -> dict[str, str]:
+    """For servers that `serve` has started with a key in the environment."""
+    return {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
+
+
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health").is_success
+        return httpx.get(f"{url}/health", headers=key_header()).is_success
     except httpx.TransportError:
         return False

@@ -25,8 +25,8 @@ import torch.testing._internal.distributed.fake_pg
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lib import InputError, is_first_on_node, report_mistake
-from lib.cli.process import end_interrupted
 from lib.cli.flags import threads_of_environment
+from lib.cli.process import end_interrupted
 from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files
