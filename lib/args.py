@@ -26,6 +26,7 @@ AS_RECORDED = OnReplay.AS_RECORDED
 ROOT = Path(__file__).parent.parent
 HUB_ANSWER_S = 5.0
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
+LONGEST_RUN_NAME = 128  # bytes: wandb takes 128 characters, a file system 255 bytes
 RENAMED = {
     "--engine-ranks": "--rollout-tensor-parallel-size",
     "--gpu-memory": "--gpu-memory-utilization",
@@ -359,7 +360,7 @@ class RunArgs(Group):
     """The run: its folder, length, checkpoints and logs."""
 
     run_name: Annotated[str, NOT_COMPARED] = ""
-    """name of the run, which writes to output_dir/run_name; empty: <script>-s<seed>-<date and time>"""
+    """name of the run, which writes to output_dir/run_name; empty: <script>-s<seed>-<date and time>-<random>"""
     output_dir: Annotated[str, NOT_COMPARED] = "runs"
     """folder of all runs"""
     config: Annotated[str, NOT_COMPARED] = ""
@@ -407,6 +408,7 @@ class RunArgs(Group):
     """traces show the memory in use; on a GPU each also has a snapshot with every allocation's stack"""
 
     def check(self) -> None:
+        check_run_name(self.run_name)
         if not self.dry_run:
             check_output_dir(self.output_dir)
         if self.record and self.replay:
@@ -750,9 +752,24 @@ def check_scorers(name: str, specs: tuple[str, ...]) -> None:
             load_object(as_flag(name), spec)
 
 
+def check_run_name(name: str) -> None:
+    """Raises InputError for a name that is not that of one folder, or that a tracker refuses."""
+    if "/" in name or name in (".", ".."):
+        raise InputError(f"--run-name {name!r}: must be one folder's name; --output-dir says where that folder lies")
+    if not name.isprintable():  # nor is half a surrogate pair, which Python makes of invalid UTF-8
+        raise InputError(f"--run-name {name!r}: must be printable UTF-8 on one line")
+    if len(name.encode()) > LONGEST_RUN_NAME:
+        raise InputError(f"--run-name {name[:40]}...: {len(name.encode())} bytes, at most {LONGEST_RUN_NAME} are taken")
+
+
 def check_output_dir(folder: str, flag: str = "--output-dir") -> None:
     """Raises InputError for a folder that cannot be made or written to."""
-    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if not folder.isprintable():
+        raise InputError(f"{flag} {folder!r}: must be printable UTF-8 on one line")
+    try:
+        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    except OSError as error:
+        raise InputError(f"{flag} {folder[:40]}...: {error.strerror}") from error
     if not there.is_dir():
         raise InputError(f"{flag} {folder}: {there} is not a folder")
     try:

@@ -178,7 +178,8 @@ class PendingScores:
         """
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
-        for number, answers in manager.tape.each("scores", self.answers):
+        lengths = [len(rows) for _, rows in self.calls]
+        for number, answers in manager.tape.each("scores", self.answers, lengths):
             k, rows = self.calls[number]
             name = manager.scorers[k].name
             for row, (kind, value) in zip(rows, answers):
