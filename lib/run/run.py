@@ -385,17 +385,20 @@ def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStac
 
 
 def _hold(folder: Path, locks: ExitStack, flag: str = "--run-name") -> None:
-    is_new = not folder.exists()
-    locks.callback(_give_back, take_lock(folder, flag), folder, is_new)
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    locks.callback(_give_back, take_lock(folder, flag), new)
 
 
-def _give_back(lock: TextIO, folder: Path, is_new: bool) -> None:
-    """Unlocks the folder. Removes it if it was made for the lock and holds nothing else: the start was refused."""
+def _give_back(lock: TextIO, new: list[Path]) -> None:
+    """Unlocks the folder. If the start was refused, removes the folders that were made for it.
+
+    new: the folder, if it was made, and those above it that were. They go if they hold nothing else."""
     lock.truncate(0)
-    with suppress(OSError):  # someone has moved the folder, or a file server keeps a file that is open
-        if is_new and _is_empty(folder):
+    with suppress(OSError):  # someone has moved the folder, a file server keeps a file that is open
+        if new and _is_empty(new[0]):
             Path(lock.name).unlink()
-            folder.rmdir()
+            for path in new:
+                path.rmdir()
     lock.close()
 
 
@@ -412,13 +415,13 @@ def take_lock(folder: Path, flag: str = "--run-name") -> TextIO:
     flag: which names the folder.
     """
     lock = _lock_file(folder)
-    host, started, said = socket.gethostname(), time.monotonic(), False
+    host, started, said, opened = socket.gethostname(), time.monotonic(), False, 1
     while True:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_in_place(lock):
+            if not _is_in_place(lock) and opened < 9:  # on some FUSE disks a file's number changes
                 lock.close()
-                lock = _lock_file(folder)
+                lock, opened = _lock_file(folder), opened + 1
                 continue
         except (BlockingIOError, PermissionError) as error:  # another process has the lock
             holder = _holder(lock)
