@@ -195,7 +195,7 @@ def load_inputs(args: Any) -> Inputs:
     if vision is not None:  # the dataset class of a text model need not know of it
         load = partial(load, vision=vision)
     train_data = None if validation.val_only else load(list(data.train_files))
-    val_data = load(list(data.val_files)) if validation.wanted else None
+    val_data = load(list(validation.val_files)) if validation.wanted else None
     trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
     seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
     if reward.reward_model and seen:

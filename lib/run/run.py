@@ -176,6 +176,8 @@ class Run:
 
     def validates(self, step: int) -> bool:
         """Whether validation is due after this step, or before the first one."""
+        if not self.validation.wanted:
+            return False
         if step == self.step:
             return self.validation.val_only or (self.validation.val_before_train and step == 0)
         return self._is_due(self.validation.val_every, step)

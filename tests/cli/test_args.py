@@ -74,6 +74,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "--model ./absent: no such folder": ["--model", "./absent"],
     "--reward-model ./absent: no such folder": ["--reward-model", "./absent"],
     "absent.jsonl: no such file": ["--train-files", "absent.jsonl"],
+    "toy_tools/val.jsonl without --val-files: name the files": ["--train-files", "data/toy_tools/val.jsonl"],
+    "--val-only needs --val-files": ["--val-only", "--val-files", "none"],
     "--reward absent.py:score: give an existing file": ["--reward", "absent.py:score"],
     "--val-reward README.md: give an existing file": ["--val-reward", "README.md"],
     "1 numbers for the 2 scorers": ["--reward", "data_source", "data_source", "--reward-weights", "1"],

@@ -821,6 +821,9 @@ def scaled(data_source, solution_str, ground_truth, extra_info=None, *, factor=1
 
 def again(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
     return factor
+
+def loose(data_source, solution_str, ground_truth, extra_info=None, *, method="strict", **kwargs):
+    return 1.0
 """
 
 
@@ -956,6 +959,12 @@ def test_scorers_of_this_project_by_data_source(workers):
         (["{file}:number"], {}, "it is not a function"),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
+        (
+            ["{file}:loose"],
+            {"kwargs": {"metod": 1}},
+            "--reward-kwargs: no scorer declares metod; the scorers take method",
+        ),
+        (["gsm8k"], {"kwargs": {"metod": 1}}, "--reward-kwargs: no scorer declares metod; the scorers take method"),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
         (["{file}:slowly"], {"weights": (1, 2)}, "--reward-weights has 2 numbers for the 1 scorers of --reward"),
         (["data_source"], {}, "no scorer for data_source 'unheard/of': add it to rewards/__init__.py"),
@@ -963,7 +972,8 @@ def test_scorers_of_this_project_by_data_source(workers):
 )
 def test_mistakes_are_found_before_anything_starts(tmp_path, specs, settings, message):
     (tmp_path / "mine.py").write_text(FORMS)
-    specs = [spec.format(file=tmp_path / "mine.py") for spec in specs]
+    sources = ("toy/arithmetic", "openai/gsm8k" if specs == ["gsm8k"] else "unheard/of")
+    specs = ["data_source" if spec == "gsm8k" else spec.format(file=tmp_path / "mine.py") for spec in specs]
     with pytest.raises(InputError) as caught:
-        load_scorers(specs, [Rows("toy/arithmetic", "unheard/of")], **settings)
+        load_scorers(specs, [Rows(*sources)], **settings)
     assert message in str(caught.value) and "\n" not in str(caught.value)

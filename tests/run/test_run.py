@@ -592,7 +592,8 @@ def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
     for number, resume in (("1", "auto"), ("2", str(folder / "run/checkpoints/step_000002"))):
         consent = ["--resume", resume, "--resume-override", "num_mini_batches"]
         done = ran(fork("grpo", folder, *args, "run", *consent))
-        assert "validation prompts: 16 (prompt_too_long 0) x 2 = 32 responses on 1 rank(s)" in done.stdout
+        assert "validation prompts: 16 (prompt_too_long 0) from " in done.stdout
+        assert "16 x 2 = 32 responses on 1 rank(s)" in done.stdout
         assert "training prompts" not in done.stdout and " epochs" not in done.stdout
         [row] = metrics(folder / f"run/val_only/{number}")
         assert row["step"] == (4 if resume == "auto" else 2)
