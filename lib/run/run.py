@@ -301,6 +301,8 @@ def open_run(args: Any, world: World, script: str) -> Run:
             return _open(run, args, Path(script))
 
     run.checkpoint, run.step, run.new_data = on_first_rank(open_here)
+    if world.rank == 0:
+        print(f"run folder: {folder}", flush=True)
     if args.run.record:
         run.tape = Recording(Path(args.run.record), world)
     elif args.run.replay:

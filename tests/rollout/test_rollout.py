@@ -454,7 +454,9 @@ def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
 def test_log_probs_that_are_not_finite_are_the_policys_fault(engine_and_model):
     """Weights of 1e30, as --lr 1e30 leaves them: each is finite, what is computed from them is not."""
     engine, model = engine_and_model
-    weight = next(p for p in model.parameters() if p.ndim == 2)
+    for module in fsdp_modules(model):
+        module.reshard()
+    weight = model.get_output_embeddings().weight
     before = weight.detach().clone()
     with torch.no_grad():
         weight.mul_(1e30)
