@@ -225,7 +225,7 @@ class Gym(SeededEnvironment):
 
     async def reset(self, options: dict) -> str:
         self.env = await in_thread(self.make)
-        observation, _ = await in_thread(self.env.reset, **options)
+        observation, _ = await in_thread(self.env.reset, **{"seed": 0} | options)  # None: from the clock
         return self._shown(observation)
 
     async def step(self, text: str) -> tuple[bool, str, float, dict]:

@@ -207,6 +207,7 @@ def test_gym_steps(game):
     play = load_interaction(game)
     replies, score = talk(play, ["a1", "<think>11</think> bb "], reset={"seed": 3, "options": None}, first="3?")
     assert replies == [(False, "2 long", 0.5, {}), (True, "2 long", 1.0, {})] and score == 0.0
+    talk(play, [], first="0?")  # a row without a seed: not from the clock
     with pytest.raises(InputError, match=r"shows '4\?', but the row has '3\?'"):
         talk(play, [], reset={"seed": 4}, first="3?")
     with pytest.raises(InputError, match="it shows a list; wrap the environment"):

@@ -412,6 +412,8 @@ def test_python():
     (tool,) = load_tools(("python",)).values()
     assert answer(tool, {"code": "import math\nprint(math.factorial(5), '\\u00e9')"}).text == "120 é\n"
     assert answer(tool, {"code": "x = 1"}).text == "(the program printed nothing)"
+    draw = {"code": "import random\nprint(random.random())"}
+    assert answer(tool, draw).text == answer(tool, draw).text
     failed = answer(tool, {"code": "print(1)\ndef f():\n    return [][0]\nf()"})
     assert failed.error_kind is None  # the tool did its work
     assert failed.text.startswith("1\nTraceback") and 'File "<program>", line 3, in f' in failed.text
