@@ -141,9 +141,7 @@ class PromptLoader(StatefulDataLoader):
         generator = torch.Generator().manual_seed(sampler.seed)
         collate = _collate_in_worker if num_workers else collate_fn
         rows = _SeededRows(dataset, sampler.seed)
-        super().__init__(
-            rows, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate, generator=generator
-        )
+        super().__init__(rows, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate, generator=generator)
         self.position = 0
 
     def __iter__(self) -> Iterator[dict]:

@@ -35,8 +35,8 @@ class RewardManager:
 
     workers: number of processes, started when there is work; 0: scorers run in this process. timeout_s: for one
     response; a batched scorer has that times the number of responses. memory_mb: MiB that a worker may take beyond what
-    the scorers' imports took. failure_score: the score of a response whose scorer failed; None: NaN. seed: what a scorer
-    draws depends on it, the response's uid and its number in the group, and so on no rank, worker or order.
+    the scorers' imports took. failure_score: the score of a response whose scorer failed; None: NaN. seed: what a
+    scorer draws depends on it, the response's uid and its number in the group, so on no rank, worker or order.
 
     A truncated or empty response is scored as it is. An aborted one (no trained token) is not scored and gets 0.
     """
