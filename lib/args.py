@@ -457,9 +457,9 @@ class MultiTurnArgs:
     max_turn_tokens: Annotated[int | None, Gt(0)] = None
     """most tokens of a turn; None: what is left of the row"""
     max_tool_output: Annotated[int, Gt(0)] = 2000
-    """most characters of a tool's output"""
+    """most characters of an answer of a tool or of the interaction"""
     truncate: Literal["left", "middle", "right"] = "middle"
-    """where a longer output is cut"""
+    """where a longer answer is cut"""
     tool_timeout: Annotated[float, Gt(0)] = 30.0
     """seconds that each call of a tool or an interaction may take"""
     episode_timeout: Annotated[float | None, Gt(0)] = None
