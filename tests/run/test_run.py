@@ -26,13 +26,13 @@ import grpo
 import lib.run.run as run_module
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
-from lib.cli.flags import OnResume, marked
+from lib.cli.flags import OnResume, marked, not_default
 from lib.distributed import World
 from lib.run import Run, open_run
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
 from lib.run.run import set_aside, take_lock
-from lib.run.run_config import not_default, read_json
+from lib.run.run_config import read_json
 from lib.run.tracking import Tracker
 from tests.common import (
     ACCELERATE,
