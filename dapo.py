@@ -111,10 +111,6 @@ class Args:
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
         shared.check_common_flags(self)
-        if (self.adv_estimator == "gdpo") != bool(self.reward_keys):
-            raise InputError("--adv-estimator gdpo and --reward-keys, the rewards that it weighs, go together")
-        if self.adv_estimator == "gdpo" and self.kl_placement == "reward":
-            raise InputError("--adv-estimator gdpo weighs --reward-keys only: --kl-placement loss")
         # DAPO: its own flags
         if self.zero_variance == "refill" and self.rollout.async_order == "finished":
             raise InputError(
@@ -132,7 +128,7 @@ class Args:
 
 
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
-    given_args = read_flags(Args, shared.RENAMED)
+    given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
 
 import torch
 
@@ -173,9 +169,8 @@ def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]
     live = batch.batch["response_mask"].bool()
     if args.overlong_filtering:
         live = live & ~batch.batch["truncated"][:, None]
-    dull = core_algos.zero_variance_rows(
-        batch.batch["token_level_scores"], live, batch.non_tensor_batch["uid"]
-    ) | ~live.any(1)
+    t, uid = batch.batch, batch.non_tensor_batch["uid"]
+    dull = core_algos.zero_variance_rows(t["token_level_scores"], live, uid, t.get("reward_components")) | ~live.any(1)
     dull = dull.view(-1, args.group_size).all(1).repeat_interleave(args.group_size)  # (B,)
     return batch[~dull], batch[dull]
 
@@ -247,7 +242,8 @@ def add_advantages(
     t["token_level_rewards"] = rewards
     t["advantages"], t["returns"] = core_algos.estimate_advantages(args.adv_estimator, settings, rewards, live, uid, t)
     if args.zero_variance != "keep":
-        without_signal = core_algos.zero_variance_rows(t["token_level_scores"], live, uid)  # (B,)
+        rewards_of_rows = t["token_level_scores"], live, uid, t.get("reward_components")
+        without_signal = core_algos.zero_variance_rows(*rewards_of_rows)  # (B,)
         stages["zero_variance"] = keep = keep & ~without_signal[:, None]
         if args.zero_variance in ("drop_from_denominator", "refill"):  # DAPO: what filled the step up
             counted = counted & ~without_signal[:, None]

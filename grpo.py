@@ -20,7 +20,6 @@ Every rank runs this file from top to bottom. Details, metrics and results: docs
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from lib import InputError
 from lib import args as shared
 from lib.cli.flags import Ge, Gt, Interval, given, read_flags
 
@@ -101,14 +100,10 @@ class Args:
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
         shared.check_common_flags(self)
-        if (self.adv_estimator == "gdpo") != bool(self.reward_keys):
-            raise InputError("--adv-estimator gdpo and --reward-keys, the rewards that it weighs, go together")
-        if self.adv_estimator == "gdpo" and self.kl_placement == "reward":
-            raise InputError("--adv-estimator gdpo weighs --reward-keys only: --kl-placement loss")
 
 
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
-    given_args = read_flags(Args, shared.RENAMED)
+    given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
 
 import torch
 
@@ -168,7 +163,8 @@ def add_advantages(
     t["token_level_rewards"] = rewards
     t["advantages"], t["returns"] = core_algos.estimate_advantages(args.adv_estimator, settings, rewards, live, uid, t)
     if args.zero_variance != "keep":
-        without_signal = core_algos.zero_variance_rows(t["token_level_scores"], live, uid)  # (B,)
+        rewards_of_rows = t["token_level_scores"], live, uid, t.get("reward_components")
+        without_signal = core_algos.zero_variance_rows(*rewards_of_rows)  # (B,)
         stages["zero_variance"] = keep = keep & ~without_signal[:, None]
         if args.zero_variance == "drop_from_denominator":
             counted = counted & ~without_signal[:, None]

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Interval
 from tyro.conf import OmitArgPrefixes, configure
 
 from lib import InputError, is_first_on_node, launched_ranks, node_begins
-from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, given, parse_json
+from lib.cli.flags import Group, Names, OnReplay, OnResume, ReadIf, as_flag, given, parse_json
 from lib.cli.user_code import load_object
 
 MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
@@ -76,6 +76,9 @@ PolicyLoss = Literal[
 """names in lib/core_algos/policy_losses.py"""
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 PromptSampling = Literal["uniform", "skip", "variance"]
+PASS_READ_BY = {"optimal_token_baseline", "tir_optimal_token_baseline", "top_entropy"}  # entropies, or sums of pi^2
+PASS_READ_BY |= {"decoupled", "m2po", "off_policy_sequence"}  # pi_old / pi_rollout, which would be 1
+"""estimators, losses and token masks that need the trainer's own pass over the responses before the update"""
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"]
 
 
@@ -528,18 +531,18 @@ class TokenMaskArgs:
     """Which tokens stay in the loss (lib/core_algos/policy_losses.py). The last three flags are for --loss clip_cov and
     kl_cov."""
 
-    top_entropy: float | None = None
+    top_entropy: Annotated[float | None, Interval(gt=0, le=1)] = None
     """keep only this fraction of the tokens, those of the highest entropy, such as 0.2 (2506.01939)"""
-    m2po: float | None = None
+    m2po: Annotated[float | None, Gt(0)] = None
     """drop tokens of largest log(pi_old / pi_rollout)^2 until the mean of the rest is below this, such as 0.04
     (2510.01161)"""
-    off_policy_sequence: float | None = None
+    off_policy_sequence: Annotated[float | None, Ge(0)] = None
     """drop tokens with A < 0 in rows whose mean of log(pi_rollout / pi_old) is above this (2512.02556)"""
-    clip_cov_ratio: float | None = None
+    clip_cov_ratio: Annotated[float | None, Interval(gt=0, le=1)] = None
     """share of the tokens that clip_cov leaves out; 2e-4 by default (2505.22617)"""
     clip_cov_bounds: Bounds = None
     """clip_cov draws among tokens whose covariance is between these; 1 5 by default"""
-    kl_cov_ratio: float | None = None
+    kl_cov_ratio: Annotated[float | None, Interval(gt=0, le=1)] = None
     """share of the tokens that kl_cov penalises; 2e-4 by default"""
 
     def settings(self, loss: str) -> dict[str, dict]:
@@ -600,6 +603,82 @@ class AdvKwargs:
     """divisor of the advantages [gpg]"""
     reward_weights: Annotated[tuple[float, ...] | None, Interval(ge=-1e4, le=1e4)] = None
     """a weight for each of --reward-keys [gdpo]"""
+
+
+# ---- which flags depend on others ------------------------------------------------------------------
+
+
+def _is_gdpo(args: Any) -> bool:
+    return getattr(args, "adv_estimator", "") == "gdpo"
+
+
+# Not here: flags of what a run shows, saves and validates, whose switch is off on purpose. --loss-kwargs and
+# --adv-kwargs are checked against the parameters of the loss and the estimator (lib/core_algos/settings.py).
+CONDITIONS = (
+    ReadIf(("lora_alpha", "lora_target_modules"), lambda a: a.model.lora_rank, "without --lora-rank"),
+    ReadIf(("freeze",), lambda a: not a.model.lora_rank, "with --lora-rank, which trains the adapters only"),
+    ReadIf(
+        ("truncation",),
+        lambda a: not a.data.filter_overlong_prompts or a.data.dataset_class,
+        "without --no-filter-overlong-prompts, as longer prompts are dropped",
+    ),
+    ReadIf(("prompt_skip_after",), lambda a: a.data.prompt_sampling == "skip", "without --prompt-sampling skip"),
+    ReadIf(("prompt_share",), lambda a: a.data.prompt_sampling != "uniform", "with --prompt-sampling uniform"),
+    ReadIf(("shuffle",), lambda a: a.data.prompt_sampling != "variance", "with --prompt-sampling variance"),
+    ReadIf(
+        ("gpu_memory_utilization",),
+        lambda a: a.rollout.rollout_engine == "vllm",
+        "without --rollout-engine vllm (a server gets it on its own command line)",
+    ),
+    ReadIf(
+        ("reward_weights",),
+        lambda a: not _is_gdpo(a),
+        "with --adv-estimator gdpo, which weighs --reward-keys by --adv-kwargs.reward-weights",
+    ),
+    ReadIf(
+        ("reward_model_coef",),
+        lambda a: a.reward.reward_model and not _is_gdpo(a),
+        "without --reward-model, and with --adv-estimator gdpo",
+    ),
+    ReadIf(("reward_timeout", "reward_memory"), lambda a: a.reward.reward_workers, "with --reward-workers 0"),
+    ReadIf(
+        ("singleton",),
+        lambda a: a.adv_estimator not in ("maxrl", "reinforce_plus_plus"),
+        "with --adv-estimator maxrl (always 0) and reinforce_plus_plus (no groups)",
+    ),
+    ReadIf(("adv_kwargs.norm_adv_by_std_in_grpo",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it is off"),
+    ReadIf(
+        ("adv_kwargs.epsilon",),
+        lambda a: a.adv_estimator != "dr_grpo" and a.adv_kwargs.norm_adv_by_std_in_grpo is not False,
+        "without a division by the standard deviation",
+    ),
+    ReadIf(("zero_variance",), lambda a: a.group_size > 1 or a.zero_variance == "keep", "with --group-size 1"),
+    ReadIf(("max_gen_batches",), lambda a: a.zero_variance == "refill", "without --zero-variance refill"),
+    ReadIf(("overlong_factor",), lambda a: a.overlong_buffer, "with --overlong-buffer 0"),
+    ReadIf(
+        ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+        lambda a: a.loss == "vanilla",
+        "without --loss vanilla (the other losses have --loss-kwargs)",
+    ),
+    ReadIf(
+        ("loss_scale_factor",),
+        lambda a: a.loss_agg_mode == "seq-mean-token-sum-norm",
+        "without --loss-agg-mode seq-mean-token-sum-norm",
+    ),
+    ReadIf(
+        ("token_masks.clip_cov_ratio", "token_masks.clip_cov_bounds"),
+        lambda a: a.loss == "clip_cov",
+        "without --loss clip_cov",
+    ),
+    ReadIf(("token_masks.kl_cov_ratio",), lambda a: a.loss == "kl_cov", "without --loss kl_cov"),
+    ReadIf(
+        tuple(f"rollout_correction.{name}" for name in ("action", "bounds", "batch_normalize")),
+        lambda a: a.rollout_correction.level != "measure",
+        "with --rollout-correction.level measure, which has no weights",
+    ),
+    ReadIf(("kl_estimator", "kl_placement"), lambda a: a.kl_coef, "without --kl-coef"),
+    ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "without --kl-target"),
+)
 
 
 # ---- the arithmetic of a step ----------------------------------------------------------------------
@@ -675,6 +754,7 @@ def check_common_flags(args: Any) -> None:
     _check_models_and_files(args)
     _set_val_files(args)
     _check_sampling(args)
+    _check_groups(args)
     _check_replay(args)
     _check_kl(args)
     _check_parallel(args)
@@ -821,10 +901,37 @@ def _check_sampling(args: Any) -> None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     if args.old_log_probs == "rollout" and args.rollout_correction.settings():
         raise InputError("--old-log-probs rollout is the correction itself: drop it or --rollout-correction")
-    reading = {"top_entropy"} & args.token_masks.settings(args.loss).keys()
-    reading |= {"optimal_token_baseline", "tir_optimal_token_baseline"} & {getattr(args, "adv_estimator", None)}
-    if args.old_log_probs == "rollout" and reading:
+    names = {args.loss, getattr(args, "adv_estimator", None), *args.token_masks.settings(args.loss)}
+    if args.old_log_probs == "rollout" and (reading := PASS_READ_BY & names):
         raise InputError(f"--old-log-probs rollout spares the forward pass that {reading.pop()} needs: drop one")
+    weighs = args.rollout_correction.settings() and args.rollout_correction.level != "measure"
+    if args.loss == "decoupled" and weighs:
+        raise InputError(
+            "--loss decoupled has the importance weight pi_old / pi_rollout already, and a rollout correction would "
+            "apply it twice: drop it, or set --rollout-correction.level measure, which may still reject"
+        )
+
+
+def _check_groups(args: Any) -> None:
+    """Of the scripts that have group estimators."""
+    estimator, turns = getattr(args, "adv_estimator", ""), args.multi_turn
+    if args.group_size == 1 and (estimator == "maxrl" or getattr(args, "singleton", "raw") == "zero"):
+        flag = "--adv-estimator maxrl" if estimator == "maxrl" else "--singleton zero"
+        raise InputError(f"{flag} with --group-size 1: every advantage is 0, and nothing trains; raise --group-size")
+    if (estimator == "gdpo") != bool(getattr(args, "reward_keys", ())):
+        raise InputError("--adv-estimator gdpo and --reward-keys, the rewards that it weighs, go together")
+    if estimator != "gdpo":
+        return
+    ignored = {
+        "--kl-placement loss": args.kl_coef > 0 and args.kl_placement == "reward",
+        "--overlong-buffer 0": getattr(args, "overlong_buffer", 0) > 0,
+        "--multi-turn.reward-coef 0": turns.wanted and turns.reward_coef,
+        "--reward-keys ... reward_model": args.reward.reward_model and "reward_model" not in args.reward_keys,
+    }
+    if needed := [flag for flag, is_ignored in ignored.items() if is_ignored]:
+        raise InputError(f"--adv-estimator gdpo weighs --reward-keys and ignores all other rewards: {needed[0]}")
+    if 0 in (args.adv_kwargs.reward_weights or ()):
+        raise InputError("--adv-kwargs.reward-weights 0: this reward trains nothing: drop it from --reward-keys")
 
 
 def _check_replay(args: Any) -> None:

@@ -112,7 +112,8 @@ def check_algorithm(args: Any, device: torch.device) -> dict:
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which 16 bits may round to W
     rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
-    if (args.rollout.async_level or rounded) and args.old_log_probs != "rollout":
+    corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in LOSS_TENSORS.get(args.loss, ())  # the loss
+    if (args.rollout.async_level or rounded) and not corrects:
         correction = correction or {"level": "token", "bounds": (0, 2)}
     if correction:
         get_rollout_correction_fn(correction)

@@ -175,8 +175,8 @@ def parsed(text: str | bytes, schema: dict, what: str) -> dict:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{what} is no JSON ({error})") from error
-    if error := jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(value)):
-        raise InputError(f"{what} has another form than OpenEnv's: {error.json_path}: {error.message[-200:]}")
+    if wrong := jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(value)):
+        raise InputError(f"{what} has another form than OpenEnv's: {wrong.json_path}: {wrong.message[-200:]}")
     return value
 
 

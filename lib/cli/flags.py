@@ -14,11 +14,11 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from dataclasses import Field, astuple, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, astuple, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 import yaml
@@ -68,10 +68,20 @@ class Names(Enum):
     ROWS = "the training rows or their order"
 
 
+class ReadIf(NamedTuple):
+    """Flags that the run reads only under a condition. Where it does not hold, giving one of them is a mistake."""
+
+    flags: tuple[str, ...]
+    holds: Callable[[Any], Any]
+    """of the script's Args"""
+    otherwise: str
+    """why the flag has no effect, for the message: with ..., without ..."""
+
+
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
+def read_flags(args_class: type[T], renamed: dict[str, str], conditions: Sequence[ReadIf] = ()) -> T:
     """The Args of the command line. Checks every range, runs every group's `check`, then the `check` of Args itself.
 
     renamed: {old flag: new flag}; an old flag is a mistake. A mistake is printed and ends the process with exit code 2.
@@ -82,7 +92,7 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
     said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
-            args = parse_flags(args_class, sys.argv[1:], renamed)
+            args = parse_flags(args_class, sys.argv[1:], renamed, conditions)
         threads_of_environment()  # torch's import would print a line of its own
         sys.stderr.write(said.getvalue())
     except InputError as error:
@@ -108,10 +118,11 @@ def threads_of_environment() -> int:
     return int(text)
 
 
-def parse_flags(args_class: type[T], words: list[str], renamed: dict[str, str]) -> T:
+def parse_flags(args_class: type[T], words: list[str], renamed: dict[str, str], conditions: Sequence[ReadIf] = ()) -> T:
     """The Args of these words of a command line, checked. Raises InputError; tyro raises SystemExit, for --help too."""
     args = tyro.cli(args_class, args=_words(args_class, words, renamed))
     _check(args)
+    _check_read(args, {word.partition("=")[0].replace("_", "-") for word in words}, conditions)
     return args
 
 
@@ -301,6 +312,22 @@ def marked(args: Any, mark: Enum) -> set[str]:
     return {name.partition(".")[0] for name, _, marks in walk(args) if mark in marks}
 
 
+def not_default(args: Any) -> dict[str, list]:
+    """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
+    The name of a setting has dots."""
+    required = {field.name: getattr(args, field.name) for field in fields(args) if _has_no_default(field)}
+    defaults = {name: value for name, value, _ in walk(type(args)(**required)) if name not in required}
+    return {
+        name: [value, defaults[name]] if name in defaults else [value]
+        for name, value, _ in walk(args)
+        if name not in defaults or value != defaults[name]
+    }
+
+
+def _has_no_default(field: Field) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 def given(settings: Any) -> dict[str, Any]:
     """The settings that are not None, as keyword arguments."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
@@ -322,6 +349,16 @@ def _check(args: Any) -> None:
     for group in groups_of(args):
         group.check()
     args.check()
+
+
+def _check_read(args: Any, typed: set[str], conditions: Sequence[ReadIf]) -> None:
+    """Raises InputError for a flag that was typed, or that a config sets to another value than its default, and that
+    nothing reads."""
+    is_given = not_default(args).keys() | {name for name, *_ in walk(args) if as_flag(name) in typed}
+    for flags, holds, otherwise in conditions:
+        unread = [name for name in flags if name in is_given]
+        if unread and not holds(args):
+            raise InputError(f"{as_flag(unread[0])} has no effect {otherwise}: drop it")
 
 
 def check_range(name: str, value: Any, marks: tuple) -> None:

@@ -308,6 +308,8 @@ def clip_cov_mask(old_log_probs, advantages, response_mask, *, row_ids, seed, ra
     not change it. The paper computes the covariance with the current weights and leaves out tokens that PPO clips.
     Before the first update the current weights are the old ones, and nothing is clipped.
     """
+    if not cov[0] < cov[1]:
+        raise InputError(f"clip_cov draws tokens whose covariance is between two bounds, low < high, not {cov}")
     valid = response_mask.bool()
     covariance = _covariance(advantages, old_log_probs, response_mask)
     candidates = valid & (cov[0] < covariance) & (covariance < cov[1])

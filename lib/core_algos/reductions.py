@@ -94,12 +94,22 @@ def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
     return _keep(row_values[:, None].expand(mask.shape), last)
 
 
-def zero_variance_rows(token_level_rewards: Tensor, response_mask: Tensor, index: Sequence | np.ndarray) -> Tensor:
+def zero_variance_rows(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence | np.ndarray,
+    reward_components: Tensor | None = None,
+) -> Tensor:
     """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all exactly equal.
 
     Every group estimator gives them advantage 0, and DAPO's dynamic sampling, arXiv 2503.14476, drops them. Groups of
-    one do not count, since their variance is undefined, not zero. The arguments are those of the estimators.
+    one do not count, since their variance is undefined, not zero. The arguments are those of the estimators. With
+    reward_components (B, K), which GDPO compares one by one, each of the K must be equal, whatever their sum is.
     """
+    if reward_components is not None:
+        alive = response_mask.bool().any(1, keepdim=True)
+        equal = [zero_variance_rows(rewards, alive, index) for rewards in reward_components.split(1, dim=1)]
+        return torch.stack(equal).all(0)
     scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
     size = torch.bincount(group)
     low, high = (

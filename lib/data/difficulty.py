@@ -27,14 +27,16 @@ class Difficulty:
         self.variance = np.full(num_rows, np.nan)  # of the last group's scores; nan: not seen
         self.alike = np.zeros(num_rows, dtype=int)  # groups in a row whose scores were equal
 
-    def observe(self, rows: Iterable[int], scores: Iterable[float]) -> None:
-        """rows, scores: of each response of this rank. A row with one response tells nothing. A collective."""
-        of_row: dict[int, list[float]] = defaultdict(list)
+    def observe(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
+        """rows, scores: of each response of this rank; several scores (those of --reward-keys) are compared one by one.
+        A row with one response tells nothing. A collective."""
+        of_row: dict[int, list[list[float]]] = defaultdict(list)
         for row, score in all_gather_lists(list(zip(rows, scores, strict=True))):
             of_row[row].append(score)
         for row, own in of_row.items():
             if len(own) > 1:
-                self.variance[row] = np.var(sorted(own))  # sorted: the same sum on any number of ranks
+                # sorted: the same sum on any number of ranks
+                self.variance[row] = sum(float(np.var(sorted(scores_of_one))) for scores_of_one in zip(*own))
                 self.alike[row] = 0 if min(own) < max(own) else self.alike[row] + 1
 
     def skips(self, row: int, rng: np.random.Generator) -> bool:

@@ -160,7 +160,7 @@ class PromptLoader(StatefulDataLoader):
         """Whether the scores of prompts decide which ones come: batches then have the column `data_row`."""
         return self.batch_sampler.sampling != "uniform"
 
-    def observe(self, rows: Iterable[int], scores: Iterable[float]) -> None:
+    def observe(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
         """How responses scored to the prompts of these rows (`data_row` of a batch), of this rank. A collective."""
         self.batch_sampler.difficulty.observe(rows, scores)
 

@@ -191,7 +191,8 @@ class Rollouts:
         """Tells the loader how responses to its prompts scored, for --prompt-sampling. A collective."""
         if self.loader is not None and self.loader.observes:
             scored = batch.batch["response_mask"].any(1).tolist()
-            scores = batch.batch["token_level_scores"].sum(1).tolist()
+            total = batch.batch["token_level_scores"].sum(1, keepdim=True)
+            scores = batch.batch.get("reward_components", total).tolist()
             rows = zip(batch.non_tensor_batch[ROW], scores, scored)
             known = [(row, score) for row, score, is_known in rows if is_known]
             self.loader.observe(*zip(*known, strict=True) if known else ((), ()))

@@ -40,8 +40,8 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     them, advantages and live_mask (B, T), and finish_reason ("length" = clipped).
 
     - reward/{mean,max,min}: the sum of a row's token_level_scores
-    - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores,
-      with all scores above `correct_above`, with no score above it
+    - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores
+      (with reward_components (B, K): of each), with all scores above `correct_above`, with no score above it
     - response_length/{mean,max,min}: tokens after the prompt, tool outputs included; response_length/clip_ratio
     - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over the tokens of live_mask), rollout/dead_rows
     """
@@ -62,11 +62,15 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     if (advantages := tensors.get("advantages", None)) is not None:
         metrics |= _spread("advantages", advantages[tensors["live_mask"].bool()])
 
-    groups = defaultdict(list)
-    for uid, score in zip(batch.non_tensor_batch["uid"][alive.cpu().numpy()], scores.tolist()):
-        groups[uid].append(score)
-    several = [group for group in groups.values() if len(group) > 1]
-    metrics["reward/zero_variance"] = Mean(sum(max(g) == min(g) for g in several), len(several))
+    def groups_of(values: list) -> list[list]:
+        groups = defaultdict(list)
+        for uid, value in zip(batch.non_tensor_batch["uid"][alive.cpu().numpy()], values):
+            groups[uid].append(value)
+        return [group for group in groups.values() if len(group) > 1]
+
+    several = groups_of(scores.tolist())
+    rewards = groups_of(tensors["reward_components"][alive].tolist()) if "reward_components" in tensors else several
+    metrics["reward/zero_variance"] = Mean(sum(max(g) == min(g) for g in rewards), len(several))
     metrics["reward/all_right"] = Mean(sum(min(g) > correct_above for g in several), len(several))
     metrics["reward/all_wrong"] = Mean(sum(max(g) <= correct_above for g in several), len(several))
     return metrics

@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
-from lib.cli.flags import Names, marked
+from lib.cli.flags import Names, marked, not_default
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import (
@@ -69,7 +69,7 @@ from lib.run.disk import writes_to
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
-from lib.run.run_config import checked_overrides, compare, compare_recording, describe_run, not_default, read_json
+from lib.run.run_config import checked_overrides, compare, compare_recording, describe_run, read_json
 from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.tracking import Tracker
 from lib.run.trouble import DROPPED

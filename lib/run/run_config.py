@@ -6,12 +6,11 @@ A resume compares this with the checkpoint's. A change that alters results needs
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
 from lib import InputError
-from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
+from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked
 from lib.cli.secrets import struck_values
 
 NO_FLAGS = {"contents", "history"}  # keys of config.json that are not flags; "script" is compared like a flag
@@ -23,22 +22,6 @@ def describe_run(args: Any, script: str) -> dict[str, Any]:
     of_files = marked(args, Names.FILES) - ({"train_files"} if flags["val_only"] else set())  # val_only reads none
     contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
     return {"script": script, **flags, "contents": contents}
-
-
-def not_default(args: Any) -> dict[str, list]:
-    """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
-    The name of a setting has dots."""
-    required = {field.name: getattr(args, field.name) for field in fields(args) if _has_no_default(field)}
-    defaults = {name: value for name, value, _ in walk(type(args)(**required)) if name not in required}
-    return {
-        name: [value, defaults[name]] if name in defaults else [value]
-        for name, value, _ in walk(args)
-        if name not in defaults or value != defaults[name]
-    }
-
-
-def _has_no_default(field: Field) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

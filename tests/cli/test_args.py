@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import grpo
 from lib import InputError
-from lib.args import RENAMED, check_engine, check_model_path, check_output_dir
+from lib.args import CONDITIONS, RENAMED, check_engine, check_model_path, check_output_dir
 from lib.cli.flags import Names, OnReplay, OnResume, check_range, parse_flags, threads_of_environment, walk
 from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
@@ -80,6 +80,21 @@ BAD_FLAGS = {  # what the message says, by flags
     "--val-reward README.md: give an existing file": ["--val-reward", "README.md"],
     "1 numbers for the 2 scorers": ["--reward", "data_source", "data_source", "--reward-weights", "1"],
     "--reward without a scorer": ["--reward"],
+    "--kl-horizon has no effect without --kl-target": ["--kl-horizon", "100"],
+    "--loss-scale-factor has no effect without --loss-agg-mode seq-mean-token-sum-norm": ["--loss-scale-factor", "9"],
+    "--clip-ratio-low has no effect without --loss vanilla": ["--loss", "gspo", "--clip-ratio-low", "0.2"],  # default
+    "--clip-ratio-c has no effect without --loss vanilla": ["--loss", "sapo", "--clip_ratio_c=5"],
+    "--token-masks.clip-cov-ratio has no effect without --loss clip_cov": ["--token-masks.clip-cov-ratio", "0.1"],
+    "--token-masks.off-policy-sequence -5.0: must be at least 0": ["--token-masks.off-policy-sequence", "-5"],
+    "--token-masks.top-entropy 2.0: must be above 0 and at most 1": ["--token-masks.top-entropy", "2"],
+    "--freeze has no effect with --lora-rank": ["--lora-rank", "4", "--freeze", "model.embed_tokens.*"],
+    "--rollout-correction.bounds has no effect with": [
+        *("--rollout-correction.level", "measure", "--rollout-correction.bounds", "0", "3")
+    ],
+    "that decoupled needs": ["--old-log-probs", "rollout", "--loss", "decoupled"],
+    "that m2po needs": ["--old-log-probs", "rollout", "--token-masks.m2po", "0.04"],
+    "that off_policy_sequence needs": ["--old-log-probs", "rollout", "--token-masks.off-policy-sequence", "0.1"],
+    "would apply it twice": ["--loss", "decoupled", "--rollout-correction.reject.token-k2", "0.1"],  # level token
     "--kl-target steers": ["--kl-target", "0.1", "--kl-coef", "0"],
     "--kl-horizon 1": ["--kl-target", "0.1", "--kl-placement", "reward", "--kl-coef", "0.1", "--kl-horizon", "1"],
     "drop it or --rollout-correction": ["--old-log-probs", "rollout", "--rollout-correction.level", "token"],
@@ -111,12 +126,22 @@ BAD_FLAGS = {  # what the message says, by flags
     "--profile-memory needs --profile-steps": ["--profile-memory"],
 }
 SERVER = ["--rollout-engine", "http://127.0.0.1:1", "--async-order", "finished"]
+GDPO = ["--adv-estimator", "gdpo", "--reward-keys", "x"]
 OWN_BAD_FLAGS = {
     "grpo": {
         "invalid choice 'gae'": ["--adv-estimator", "gae"],
         "invalid choice 'remax'": ["--adv-estimator", "remax"],
         "go together": ["--adv-estimator", "gdpo"],
-        "--kl-placement loss": ["--adv-estimator", "gdpo", "--reward-keys", "x", "--kl-placement", "reward"],
+        "--kl-placement loss": [*GDPO, "--kl-placement", "reward", "--kl-coef", "0.1"],
+        "--reward-weights has no effect with --adv-estimator gdpo": [*GDPO, "--reward-weights", "2"],
+        "--reward-keys ... reward_model": [*GDPO, "--reward-model", TOY_MODEL],
+        "--multi-turn.reward-coef 0": [*GDPO, "--multi-turn.tools", "calculator"],
+        "drop it from --reward-keys": [*GDPO, "--adv-kwargs.reward-weights", "0"],
+        "maxrl with --group-size 1: every advantage is 0": ["--adv-estimator", "maxrl", "--group-size", "1"],
+        "zero with --group-size 1: every advantage is 0": ["--singleton", "zero", "--group-size", "1"],
+        "--singleton has no effect": ["--adv-estimator", "reinforce_plus_plus", "--singleton", "zero"],
+        "--adv-kwargs.epsilon has no effect": ["--adv-estimator", "dr_grpo", "--adv-kwargs.epsilon", "1"],
+        "--zero-variance has no effect with --group-size 1": ["--zero-variance", "mask", "--group-size", "1"],
         "--async-level 1 needs --rollout-gpus or": ["--async-level", "1"],
         "--async-order finished: needs --async-level 2": [*SERVER, "--async-level", "1"],
         "without tools and without an interaction": ["--multi-turn.max-turns", "2"],
@@ -129,6 +154,9 @@ OWN_BAD_FLAGS = {
     "remax": {},
     "dapo": {
         "go together": ["--reward-keys", "right"],
+        "ignores all other rewards: --overlong-buffer 0": GDPO,
+        "--overlong-factor has no effect": ["--overlong-buffer", "0", "--overlong-factor", "2"],
+        "--max-gen-batches has no effect": ["--zero-variance", "keep", "--max-gen-batches", "2"],
         "--zero-variance refill compares": ["--group-size", "1"],
         "--max-gen-batches 0": ["--max-gen-batches", "0"],
         "--overlong-buffer 17: must be at most 16": ["--overlong-buffer", "17"],
@@ -157,6 +185,22 @@ def test_every_number_has_its_range_at_the_field():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 others = [mark for mark in marks if not isinstance(mark, Names | OnReplay | OnResume)]
                 assert others, f"{script}: {name} has no range"
+
+
+def test_every_condition_is_about_flags_that_there_are():
+    names = {name for script in OWN_BAD_FLAGS for name, *_ in walk(importlib.import_module(script).Args())}
+    assert {name for condition in CONDITIONS for name in condition.flags} <= names
+
+
+def test_a_flag_that_nothing_reads_is_named_where_a_config_sets_it(tmp_path):
+    """A run's config.json has all flags: one with its default asks for nothing."""
+    file = tmp_path / "flags.yaml"
+    flags = ["--config", str(file), "--loss", "gspo"]
+    file.write_text("clip_ratio_low: 0.2\nkl_horizon: 10000\n")
+    parse_flags(grpo.Args, flags, RENAMED, CONDITIONS)
+    file.write_text("clip_ratio_low: 0.3\n")
+    with pytest.raises(InputError, match="--clip-ratio-low has no effect"):
+        parse_flags(grpo.Args, flags, RENAMED, CONDITIONS)
 
 
 @given(st.floats(), st.floats(), st.floats())

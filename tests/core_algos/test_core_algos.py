@@ -260,6 +260,15 @@ def test_zero_variance_is_exact():
     assert zero_variance_rows(torch.zeros(0, 1), torch.zeros(0, 1), []).shape == (0,)
 
 
+def test_zero_variance_of_reward_components_is_not_that_of_their_sum():
+    """Group 0 differs in both rewards and not in their sum, group 1 only in the sum of what else there is."""
+    sums, mask = torch.tensor([[1.0], [1.0], [2.0], [3.0], [9.0]]), torch.tensor([[1], [1], [1], [1], [0]])
+    components = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 2.0], [2.0, 2.0], [5.0, 5.0]])  # the last row is dead
+    index = [0, 0, 1, 1, 1]
+    assert zero_variance_rows(sums, mask, index, components).tolist() == [False, False, True, True, False]
+    assert zero_variance_rows(sums, mask, index).tolist() == [True, True, False, False, False]
+
+
 @for_all(seed=seeds, buffer=st.integers(1, 6), factor=st.floats(0, 3))
 def test_overlong_penalty_equals_the_loop(seed, buffer, factor):
     *_, mask = random_batch(seed, width=6)

@@ -24,7 +24,7 @@ def loader(n: int, per_step: int, sampling: str, share: float = 0.1, **more):
 
 def observe(prompts, scores: dict[int, list[float]]) -> None:
     prompts.observe(
-        [row for row, own in scores.items() for _ in own], [score for own in scores.values() for score in own]
+        [row for row, own in scores.items() for _ in own], [[score] for own in scores.values() for score in own]
     )
 
 
@@ -114,6 +114,15 @@ def test_variance_draws_no_row_twice_in_a_step_unless_there_are_too_few():
         observe(prompts, {row: [0.0, float(row)] for row in range(n)})
         given = next(iter(prompts))[ROW].tolist()
         assert len(given) == 12 and (len(set(given)) == 12) == (times == 1)
+
+
+@alone
+def test_several_scores_are_compared_one_by_one():
+    """Two rewards (--reward-keys) whose sum is the same in all responses to row 0."""
+    prompts = loader(2, 2, "skip", skip_after=1)
+    prompts.observe([0, 0, 1, 1], [[0.0, 1.0], [1.0, 0.0], [2.0, 1.0], [2.0, 1.0]])
+    assert prompts.batch_sampler.difficulty.variance.tolist() == [0.5, 0]
+    assert prompts.metrics() == {"prompts/seen": 1.0, "prompts/skipped": 0.5}
 
 
 @alone

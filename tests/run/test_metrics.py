@@ -287,6 +287,13 @@ def test_data_metrics_by_hand():
     assert reduce_metrics(data_metrics(batch_of(ROWS))) == pytest.approx(EXPECTED, rel=1e-6)
 
 
+def test_zero_variance_of_several_rewards_is_that_of_each():
+    """Of group b, which has equal scores, one reward differs."""
+    batch = batch_of(ROWS)
+    batch.batch["reward_components"] = torch.tensor([[row, 1.0] for row in (1, 0, 9, 1, 2, 0, 0, 1)])
+    assert reduce_metrics(data_metrics(batch)) == pytest.approx(EXPECTED | {"reward/zero_variance": 1 / 3}, rel=1e-6)
+
+
 def test_data_metrics_without_optional_keys_or_live_rows():
     batch = batch_of(ROWS)
     batch.pop(["advantages"], ["finish_reason"])

@@ -27,13 +27,13 @@ import grpo
 import lib.run.run as run_module
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
-from lib.cli.flags import OnResume, marked
+from lib.cli.flags import OnResume, marked, not_default
 from lib.distributed import World
 from lib.run import Run, open_run
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
 from lib.run.run import default_name, set_aside, take_lock
-from lib.run.run_config import not_default, read_json
+from lib.run.run_config import read_json
 from lib.run.tracking import Tracker
 from tests.common import (
     ACCELERATE,
@@ -568,7 +568,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
         with full_disk(), pytest.raises(InputError) as raised:
             open_run(args, world, grpo.__file__)
         run = open_run(args, world, grpo.__file__)
-        run.lock.close()
+        run.locks.close()
         return str(raised.value), [path.name for path in (folder / "run/starts").iterdir()]
 
     [(said, starts)] = run_ranks(1, start, tmp_path)

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import grpo
 from lib import core_algos
+from lib.cli.flags import parse_flags
+from lib.setup import check_algorithm
 from tests.common import (
     FORKSERVER,
     ROOT,
@@ -179,10 +181,11 @@ def test_groups_without_signal_move_nothing(tmp_path, zero_variance):
 
 
 def two_rewards(folder: Path) -> str:
+    """Of which the score, equal for all responses, says nothing."""
     (folder / "two.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    right = float(solution_str.endswith('=' + ground_truth))\n"
-        "    return {'score': right, 'right': right, 'short': -len(solution_str) / 16}\n"
+        "    return {'score': 1.0, 'right': right, 'short': -len(solution_str) / 16}\n"
     )
     return f"{folder / 'two.py'}:score"
 
@@ -191,6 +194,7 @@ FLAGS = {
     "gdpo, decoupled, sequence mask, entropy target": (
         lambda t: [
             *("--adv-estimator", "gdpo", "--reward", two_rewards(t), "--reward-keys", "right", "short"),
+            *("--zero-variance", "mask", "--prompt-sampling", "skip", "--prompt-skip-after", "1"),
             *(
                 "--loss",
                 "decoupled",
@@ -207,6 +211,8 @@ FLAGS = {
             "reward/short/mean": lambda x: -1 <= x < 0,
             "advantages/mean": lambda x: abs(x) < 1e-6,  # whitened over all tokens, in fp32
             "advantages/max": lambda x: x > 0.5,
+            "reward/zero_variance": lambda x: x < 0.5,
+            "prompts/skipped": lambda x: x < 0.01,
             "actor/behave_ratio": lambda x: 0.5 < x < 1,
             "training/trained_share": lambda x: 0 < x < 1,
             "actor/entropy_coef": lambda x: x in (0.01, 0.01 + 0.005),
@@ -350,6 +356,30 @@ def test_the_scripts_loss_is_the_librarys(seed):
     assert torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("flags", [[], ["--rollout-correction.level", "measure"]])
+@pytest.mark.parametrize("loss", ["decoupled", "vanilla"])
+def test_the_importance_weight_is_in_the_gradient_once(loss, flags):
+    """With --async-level, against the gradient written out in float64: the loss itself has the weight min(pi_old /
+    pi_rollout, cap), or the correction has, unless it only measures. The clip is out of reach."""
+    flags = ["--rollout-engine", "http://127.0.0.1:1", "--async-level", "1", "--loss", loss, *flags]
+    args = parse_flags(grpo.Args, flags, {})
+    correction = check_algorithm(args, torch.device("cpu"))
+    g = torch.Generator().manual_seed(0)
+    old, drift, advantages = torch.randn(3, 4, 5, generator=g, dtype=torch.float64)
+    new = (old + 0.01).requires_grad_()
+    t = {"advantages": advantages, "response_mask": torch.ones(4, 5), "rollout_log_probs": old - drift}
+    losses, _ = grpo.policy_loss(args, new, old, t)
+    if correction:
+        weights, *_ = core_algos.compute_rollout_correction(
+            old, t["rollout_log_probs"], t["response_mask"], **correction
+        )
+        losses = losses if weights is None else losses * weights
+    cap = {"decoupled": 5, "vanilla": math.inf if correction.get("level", "") is None else 2}[loss]
+    weight = torch.ones(4, 5) if cap == math.inf else drift.exp().clamp(max=cap)
+    expected = -advantages * math.exp(0.01) * weight
+    torch.testing.assert_close(torch.autograd.grad(losses.sum(), new)[0], expected.double(), rtol=1e-12, atol=0)
+
+
 NO_VALIDATION = ["--val-files", "none"]
 BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "missing column": (
@@ -380,7 +410,10 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
     "estimator without the parameter": (lambda t: ["--adv-kwargs.gamma", "1"], "gamma"),
     "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "-0.5"], "coef in 0..1"),
-    "token mask's value": (lambda t: ["--token-masks.top-entropy", "2"], "(0, 1]"),
+    "covariances between no bounds": (
+        lambda t: ["--loss", "clip_cov", "--token-masks.clip-cov-bounds", "5", "1"],
+        "low < high",
+    ),
     "a correction's bounds": (lambda t: ["--rollout-correction.bounds", "2", "3"], "needs bounds on r"),
     "no such dataset class": (lambda t: ["--dataset-class", "absent.py:Mine"], "--dataset-class absent.py:Mine: give"),
     "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward-model"),

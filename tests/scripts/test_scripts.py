@@ -11,11 +11,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import dapo
+from lib.data_proto import DataProto
 from lib.run.checkpoint import load_batches
 from tests.common import (
     PYTHON,
@@ -431,6 +435,17 @@ def test_dapo_trains_on_groups_with_a_signal_only(default_run):
     assert max(row["training/gen_batches"] for row in rows) > 1
     assert max(row["training/rows_left_over"] for row in rows) > 0
     assert max(row["training/rows_dropped/refilled"] for row in rows) > 0
+
+
+def test_dapo_finds_the_signal_of_gdpo_in_each_reward():
+    """Group a differs in both rewards and not in their sum, group b in neither."""
+    mask, uid = torch.ones(4, 1, dtype=torch.long), np.array(["a", "a", "b", "b"], dtype=object)
+    tensors = {"response_mask": mask, "token_level_scores": torch.ones(4, 1)}
+    components = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 2.0], [2.0, 2.0]])
+    for more, expected in ({}, []), ({"reward_components": components}, ["a", "a"]):
+        batch = DataProto.from_dict(tensors=tensors | more, non_tensors={"uid": uid})
+        good, dull = dapo.split_by_signal(dapo.Args(group_size=2), batch)
+        assert [*good.non_tensor_batch["uid"]] == expected and len(good) + len(dull) == 4
 
 
 def test_dapo_fills_a_step_up_when_no_batch_has_a_signal(tmp_path):
