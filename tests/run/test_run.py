@@ -28,7 +28,7 @@ from lib import InputError
 from lib.args import RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, marked
 from lib.distributed import World
-from lib.run import Run, open_run
+from lib.run import Run, open_run, provenance
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
 from lib.run.run import set_aside, take_lock
@@ -338,10 +338,41 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     assert "CPU cores" in first["machine"]
     assert first["packages"]["torch"] == importlib.metadata.version("torch")
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert second["commit"] == head and second["untracked"] == ["new.py"]
+    assert second["commit"] == head and second["untracked"] == ["new.py"] and second["untracked_files"] == 1
     diff = tmp_path / "starts/2/diff.patch"
     assert "-first = 1" in diff.read_text() and "correct-horse" not in diff.read_text()
     assert diff.stat().st_mode & 0o077 == 0 and not (tmp_path / "starts/1/diff.patch").exists()
+
+
+def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeypatch):
+    """Thousands of untracked files, a long diff, a git that hangs."""
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
+    script = tmp_path / "mine.py"
+    script.write_text("first = 1\n")
+    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "starts\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    script.write_text("second = 2\n" * 1000)
+    for folder, number in (("new", 3000), (".venv-trl", 5)):
+        (tmp_path / folder).mkdir()
+        for i in range(number):
+            (tmp_path / folder / f"{i:0100}").touch()
+    (tmp_path / ".venv").symlink_to(".venv-trl")
+    monkeypatch.setattr(provenance, "LONGEST_DIFF", 1000)
+    write_start(tmp_path / "starts/1", script, "", {})
+    start = json.loads((tmp_path / "starts/1/start.json").read_text())
+    assert start["untracked_files"] == 3000 and start["untracked"] == [f"new/{i:0100}" for i in range(50)]
+    assert (tmp_path / "starts/1/diff.patch").read_text() == "more than 1000 bytes: too long to be kept\n"
+
+    monkeypatch.setattr(provenance, "GIT_S", 0.01)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "bin/git").chmod(0o755)
+    monkeypatch.setattr(provenance, "_commit", lambda folder: "abc")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    write_start(tmp_path / "starts/2", script, "", {})
+    assert json.loads((tmp_path / "starts/2/start.json").read_text())["untracked_files"] is None
+    assert "took longer" in (tmp_path / "starts/2/diff.patch").read_text()
 
 
 def test_flags_that_differ_from_their_defaults():
