@@ -24,13 +24,21 @@ LONGEST_DIFF = 10 * 2**20  # bytes
 MOST_UNTRACKED = 50  # names of files
 
 
-def write_start(folder: Path, script: Path, command: str, flags: Mapping[str, list]) -> None:
-    """Makes the folder with the script, start.json and, if the git checkout differs from its commit, diff.patch.
+def write_start(
+    folder: Path, code: Mapping[str, Path], command: str, flags: Mapping[str, list], changes: str = ""
+) -> None:
+    """Makes the folder with the code, start.json and, if the git checkout differs from its commit, diff.patch.
 
-    flags: those that differ from their defaults (`not_default`).
+    code: see `code_files`; the first is the script. flags: those that differ from their defaults (`not_default`).
+    changes: of the code since the checkpoint, for changes.patch (`code_changes`).
     """
     folder.mkdir(parents=True)
-    shutil.copy(script, folder)
+    for name, path in code.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(path, folder / name)
+    if changes:
+        private(folder / "changes.patch").write_text(changes)
+    script = next(iter(code.values()))
     commit = _commit(script.parent)
     untracked, number = _untracked(script.parent) if commit else ([], 0)
     start = {

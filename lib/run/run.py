@@ -2,7 +2,7 @@
 
     config.json    script, flags, digests of their files, and a history: each start, its checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
-    starts/1/      for each start, the script, the git commit and its diff, packages, command line, machine
+    starts/1/      for each start, the code, what in it changed, git commit and diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
     rollouts/      training samples (lib/run/rollouts.py)
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
@@ -66,13 +66,23 @@ from lib.run.disk import writes_to
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
-from lib.run.run_config import checked_overrides, compare, compare_recording, describe_run, not_default, read_json
+from lib.run.run_config import (
+    checked_overrides,
+    code_changes,
+    code_files,
+    compare,
+    compare_recording,
+    describe_run,
+    not_default,
+    read_json,
+)
 from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.tracking import Tracker
 from lib.run.trouble import DROPPED
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
+MOST_LINES = 40  # of the code's changes, on the screen
 RECORDED_BY = "recorded_by"  # the key in a recording's config.json of the folder of its run
 
 
@@ -295,9 +305,11 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     is_new = not run.folder.exists()
     if not is_new:
         run.lock = take_lock(run.folder)
-    run.config = describe_run(args, script.name)
+    run.config, code = describe_run(args, script), code_files(args, script)
     overrides = checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
+    if changes := "" if checkpoint is None else code_changes(checkpoint, code):
+        print(f"the code has changed since {checkpoint}:\n{_beginning(changes)}", flush=True)
     changed = {} if checkpoint is None else compare(checkpoint, run.config, args, overrides)
     step = 0 if checkpoint is None else json.loads((checkpoint / "trainer.json").read_text())["step"]
     if args.run.record:
@@ -326,7 +338,8 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     elif own:
         history = (read_json(run.folder / "config.json") or {}).get("history", [])
     start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
-    run.config["history"] = [*history, start]
+    starts = _next_number(logs / "starts")
+    run.config |= {"history": [*history, start], "start": int(starts.name)}
     run.tracker = Tracker(
         logs,
         run.config,
@@ -338,7 +351,7 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     )
     if not run.validation.val_only:
         set_aside(run.folder, step if own else 0)  # only now, when nothing can be refused any more
-    write_start(_next_number(logs / "starts"), script, typed_command()[0], not_default(args))
+    write_start(starts, code, typed_command()[0], not_default(args), changes)
     _write_json(logs / "config.json", run.config)
     if args.run.record:
         recording = Path(args.run.record)
@@ -346,6 +359,12 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
         forget_after(recording, step)
         _write_json(recording / "config.json", run.config | {RECORDED_BY: str(run.folder.resolve())})
     return checkpoint, step, new_data
+
+
+def _beginning(text: str) -> str:
+    lines = text.splitlines()
+    more = [f"... and {len(lines) - MOST_LINES} lines more"] if len(lines) > MOST_LINES else []
+    return "\n".join(lines[:MOST_LINES] + more)
 
 
 def _check_record(recording: Path, folder: Path, resume: str) -> None:
