@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
-from lib.cli.flags import Names, marked
+from lib.cli.flags import Names, as_flag, marked
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import (
@@ -269,10 +269,11 @@ def _of_checkpoint(models: Mapping[str, Trained]) -> dict[str, Any]:
     }
 
 
-def open_run(args: Any, world: World, script: str) -> Run:
+def open_run(args: Any, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
     """Locks the run's folder, finds where the run goes on and opens its logs, all before a model loads. A collective.
 
     `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
+    effective: the values of flags that were left to the run (setup.effective_settings), for config.json.
 
     Raises:
         InputError (on every rank): another process has the folder, the folder holds steps that would be overwritten,
@@ -287,7 +288,7 @@ def open_run(args: Any, world: World, script: str) -> Run:
 
     def open_here() -> tuple[Path | None, int, bool]:
         with writes_to(folder, "the run was not opened"):
-            return _open(run, args, Path(script))
+            return _open(run, args, Path(script), effective or {})
 
     run.checkpoint, run.step, run.new_data = on_first_rank(open_here)
     if args.run.record:
@@ -300,7 +301,7 @@ def open_run(args: Any, world: World, script: str) -> Run:
     return run
 
 
-def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
+def _open(run: Run, args: Any, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
     """Rank 0's part of open_run: (checkpoint, its step, whether the training data have changed)."""
     is_new = not run.folder.exists()
     if not is_new:
@@ -339,7 +340,9 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
         history = (read_json(run.folder / "config.json") or {}).get("history", [])
     start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
     starts = _next_number(logs / "starts")
-    run.config |= {"history": [*history, start], "start": int(starts.name)}
+    run.config |= {"history": [*history, start], "start": int(starts.name), "effective": dict(effective)}
+    if effective:
+        print(f"in effect: {', '.join(f'{as_flag(name)} {value}' for name, value in effective.items())}", flush=True)
     run.tracker = Tracker(
         logs,
         run.config,

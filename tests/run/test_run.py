@@ -24,7 +24,8 @@ import torch
 
 import grpo
 import lib.run.run as run_module
-from lib import InputError
+from lib import InputError, setup
+from lib import args as shared
 from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, marked
 from lib.distributed import World
@@ -412,6 +413,36 @@ def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeyp
     write_start(tmp_path / "starts/2", {"mine.py": script}, "", {})
     assert json.loads((tmp_path / "starts/2/start.json").read_text())["untracked_files"] is None
     assert "took longer" in (tmp_path / "starts/2/diff.patch").read_text()
+
+
+def test_config_json_says_what_takes_effect(tmp_path, capfd):
+    """Of flags that are left to the run: here the correction of --async-level, which no flag names."""
+    args = grpo.Args(run=RunArgs(run_name="run", output_dir=str(tmp_path), export_model=False))
+    cpu = torch.device("cpu")
+
+    def effective(**changed):
+        for name, value in changed.items():
+            setattr(args, name, value)
+        sizes, correction = shared.step_sizes(args, 1), setup.check_algorithm(args, cpu)
+        return setup.effective_settings(args, cpu, correction, setup.needed_log_probs(args, sizes, correction))
+
+    on_policy = {"compute_dtype": "float32", "attn_implementation": "packed_sdpa", "old_log_probs": "not needed"}
+    assert effective() == on_policy | {"rollout_correction": "none"}
+    args.rollout.async_level = 1
+    correction = {"level": "token", "bounds": (0, 2)}
+    ahead = on_policy | {"old_log_probs": "recompute", "rollout_correction": correction}
+    assert effective() == ahead
+    assert effective(loss_agg_mode="seq-mean-token-sum-norm")["loss_scale_factor"] == args.rollout.max_response_length
+
+    def start(world):
+        open_run(args, world, grpo.__file__, ahead).lock.close()
+
+    run_ranks(1, start)
+    saved = json.loads((tmp_path / "run/config.json").read_text())["effective"]
+    assert saved["rollout_correction"] == {"level": "token", "bounds": [0, 2]} and saved["old_log_probs"] == "recompute"
+    assert (
+        "--old-log-probs recompute, --rollout-correction {'level': 'token', 'bounds': (0, 2)}" in capfd.readouterr().out
+    )
 
 
 def test_flags_that_differ_from_their_defaults():
