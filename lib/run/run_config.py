@@ -17,12 +17,8 @@ from lib import InputError
 from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
 from lib.cli.secrets import struck, struck_values
 
-NO_FLAGS = {
-    "contents",
-    "history",
-    "start",
-    "effective",
-}  # keys of config.json that are not flags; "script" is compared like a flag
+# keys of config.json that are not flags; "script" is compared like a flag
+NO_FLAGS = {"contents", "history", "start", "effective"}
 
 
 def describe_run(args: Any, script: Path) -> dict[str, Any]:
