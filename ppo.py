@@ -270,7 +270,8 @@ def main(args: Args) -> None:
     if args.run.dry_run:
         return
     estimate.check_memory(args, sizes, world)
-    run = open_run(args, world, __file__)  # its folder, its logs, and the checkpoint to go on from
+    effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
+    run = open_run(args, world, __file__, effective)  # its folder, its logs, and the checkpoint to go on from
 
     sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, args.run.seed)
     # PPO: the policy's schedule begins after the critic's warm-up

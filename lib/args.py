@@ -340,7 +340,7 @@ class ValidationArgs(Group):
     """validate every n steps and after the last; 0: never"""
     val_only: Annotated[bool, NOT_COMPARED] = False
     """validate (with --resume: that checkpoint) and stop; reads no training data; writes to <run>/val_only/1, 2, ..."""
-    val_reward: Annotated[tuple[str, ...], MAY_CHANGE] = ()
+    val_reward: Annotated[tuple[str, ...], MAY_CHANGE, FILES] = ()
     """scorers of validation, as --reward; empty: those of training"""
     val_samples: Annotated[int, Ge(1), MAY_CHANGE] = 1
     """responses per validation prompt: n in mean@n, pass@k, maj@k"""
@@ -446,9 +446,9 @@ class RunArgs(Group):
 class MultiTurnArgs:
     """Episodes of several turns; they need tools or an interaction (docs/multi_turn.md)."""
 
-    tools: Annotated[tuple[str, ...], AS_RECORDED] = ()
+    tools: Annotated[tuple[str, ...], AS_RECORDED, FILES] = ()
     """tools of the episodes: calculator, python, zoom, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
-    interaction: str = ""
+    interaction: Annotated[str, FILES] = ""
     """what answers a turn without a tool call: reasoning_gym, openenv:http://host:port, gym:path/to/file.py:Class,
     verifiers:NAME or path/to/file.py:Class; empty: the episode ends"""
     parser: str = "auto"

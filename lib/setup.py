@@ -137,6 +137,28 @@ def needed_log_probs(args: Any, sizes: Sizes, correction: dict) -> tuple[str, ..
     return ("old_log_probs", "entropys") if needed else ()
 
 
+def effective_settings(args: Any, device: torch.device, correction: dict, needed: tuple[str, ...]) -> dict[str, Any]:
+    """The values that take effect of flags that are left to the run (auto, None), as {flag: value}, for config.json.
+
+    correction: of `check_algorithm`. needed: of `needed_log_probs`.
+    """
+    dtype = get_compute_dtype(args.model.compute_dtype, device)
+    name = str(dtype).removeprefix("torch.")
+    settings = {
+        "compute_dtype": name,
+        "attn_implementation": get_attention(args.model.attn_implementation, dtype, device),
+        "old_log_probs": "rollout" if args.old_log_probs == "rollout" else "recompute" if needed else "not needed",
+        "rollout_correction": correction or "none",
+    }
+    if args.loss_agg_mode == "seq-mean-token-sum-norm":
+        settings["loss_scale_factor"] = args.loss_scale_factor or args.rollout.max_response_length
+    if args.run.export_model:
+        settings["export_dtype"] = name if args.run.export_dtype == "auto" else args.run.export_dtype
+    if args.rollout.rollout_engine == "vllm":
+        settings["gpu_memory_utilization"] = args.rollout.gpu_share
+    return settings
+
+
 def make_kl_control(args: Any) -> AdaptiveKLController:
     """The controller of the KL coefficient beta: fixed or adaptive."""
     if args.kl_target is None:

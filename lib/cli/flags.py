@@ -31,7 +31,7 @@ from lib.cli.secrets import secret_in
 T = TypeVar("T")
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
-OF_ONE_START |= {"history", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
+OF_ONE_START |= {"history", "start", "effective", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
 AS_PYTHON = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False"}
 DEEPEST = 5  # levels of a config, of which flags have three
 LONGEST = 100  # characters of a name that a message repeats, and digits of a number

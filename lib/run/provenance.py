@@ -7,9 +7,12 @@ import platform
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from threading import Timer
 
 import torch
 
@@ -18,34 +21,41 @@ from lib.cli.secrets import private, struck, struck_values
 
 GIT_S = 30.0
 LONGEST_DIFF = 10 * 2**20  # bytes
+MOST_UNTRACKED = 50  # names of files
 
 
-def write_start(folder: Path, script: Path, command: str, flags: Mapping[str, list]) -> None:
-    """Makes the folder with the script, start.json and, if the git checkout differs from its commit, diff.patch.
+def write_start(
+    folder: Path, code: Mapping[str, Path], command: str, flags: Mapping[str, list], changes: str = ""
+) -> None:
+    """Makes the folder with the code, start.json and, if the git checkout differs from its commit, diff.patch.
 
-    flags: those that differ from their defaults (`not_default`).
+    code: see `code_files`; the first is the script. flags: those that differ from their defaults (`not_default`).
+    changes: of the code since the checkpoint, for changes.patch (`code_changes`).
     """
     folder.mkdir(parents=True)
-    shutil.copy(script, folder)
-    commit = _git(script.parent, "rev-parse", "HEAD").strip()
-    diff = _git(script.parent, "diff", "--no-ext-diff", "--binary", "HEAD") if commit else ""
-    untracked = _git(script.parent, "ls-files", "--others", "--exclude-standard", ":/").splitlines() if commit else []
+    for name, path in code.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(path, folder / name)
+    if changes:
+        private(folder / "changes.patch").write_text(changes)
+    script = next(iter(code.values()))
+    commit = _commit(script.parent)
+    untracked, number = _untracked(script.parent) if commit else ([], 0)
     start = {
         "command": struck(command),
         "flags": struck_values(flags),
         "machine": _machine(),
-        "commit": commit or None,  # None: no git, or not a checkout
+        "commit": commit,
         "untracked": untracked,
+        "untracked_files": number,
         "python": platform.python_version(),
         "packages": {
             name: package.version for package in sorted(distributions(), key=str) if (name := package.metadata["Name"])
         },
     }
     (folder / "start.json").write_text(json.dumps(start, indent=1, sort_keys=True) + "\n")
-    if diff:
-        whole = len(diff) <= LONGEST_DIFF
-        text = struck(diff) if whole else f"{len(diff)} bytes: too long to be kept\n"
-        private(folder / "diff.patch").write_text(text, errors="surrogateescape")
+    if commit and (diff := _diff(script.parent)):
+        private(folder / "diff.patch").write_text(struck(diff), errors="surrogateescape")
 
 
 def _machine() -> str:
@@ -57,12 +67,49 @@ def _machine() -> str:
     return f"{platform.node()}: {', '.join(parts)}"
 
 
-def _git(folder: Path, *words: str) -> str:
-    """What git prints; "" if it fails."""
+def _commit(folder: Path) -> str | None:
+    """None: no git, or not a checkout."""
+    with suppress(OSError):
+        return b"".join(_git(folder, "rev-parse", "HEAD")).decode().strip()
+    return None
+
+
+def _untracked(folder: Path) -> tuple[list[str], int | None]:
+    """The first names of the files that git neither tracks nor ignores, and how many there are; None: not known."""
+    first, number = b"", 0
+    try:
+        for piece in _git(folder, "ls-files", "-z", "--others", "--exclude-standard", ":/"):
+            first += piece if number < MOST_UNTRACKED else b""
+            number += piece.count(b"\0")
+    except OSError:
+        return [], None
+    return first.decode(errors="surrogateescape").split("\0")[: min(number, MOST_UNTRACKED)], number
+
+
+def _diff(folder: Path) -> str:
+    """What differs from the commit; one line if it is too long to be kept, or cannot be had."""
+    diff = b""
+    try:
+        for piece in _git(folder, "diff", "--no-ext-diff", "--binary", "HEAD"):
+            diff += piece
+            if len(diff) > LONGEST_DIFF:
+                return f"more than {LONGEST_DIFF} bytes: too long to be kept\n"
+    except OSError as error:
+        return f"{error}\n"
+    return diff.decode(errors="surrogateescape")
+
+
+def _git(folder: Path, *words: str) -> Iterator[bytes]:
+    """What git prints, piece by piece: it may be of any length. Raises OSError if git fails or takes too long."""
     command = ["git", "-C", str(folder), "-c", "core.quotePath=false", *words]
     env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, timeout=GIT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.decode(errors="surrogateescape")
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as git:
+        timer = Timer(GIT_S, git.kill)
+        timer.start()
+        try:
+            yield from iter(partial(git.stdout.read, 2**16), b"")
+            if git.wait():
+                raise OSError(f"git {words[0]} failed, or took longer than {GIT_S:.0f} s")
+        finally:
+            timer.cancel()
+            git.kill()

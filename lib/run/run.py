@@ -2,7 +2,7 @@
 
     config.json    script, flags, digests of their files, and a history: each start, its checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
-    starts/1/      for each start, the script, the git commit and its diff, packages, command line, machine
+    starts/1/      for each start, the code, what in it changed, git commit and diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
     rollouts/      training samples (lib/run/rollouts.py)
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
-from lib.cli.flags import Names, marked, not_default
+from lib.cli.flags import Names, as_flag, marked, not_default
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import (
@@ -69,7 +69,15 @@ from lib.run.disk import writes_to
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
-from lib.run.run_config import checked_overrides, compare, compare_recording, describe_run, read_json
+from lib.run.run_config import (
+    checked_overrides,
+    code_changes,
+    code_files,
+    compare,
+    compare_recording,
+    describe_run,
+    read_json,
+)
 from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.tracking import Tracker
 from lib.run.trouble import DROPPED
@@ -77,6 +85,7 @@ from lib.run.trouble import DROPPED
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
 LOCK = ".lock"
+MOST_LINES = 40  # of the code's changes, on the screen
 RECORDED_BY = "recorded_by"  # the key in a recording's config.json of the folder of its run
 
 
@@ -280,10 +289,11 @@ def _of_checkpoint(models: Mapping[str, Trained]) -> dict[str, Any]:
     }
 
 
-def open_run(args: Any, world: World, script: str) -> Run:
+def open_run(args: Any, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
     """Locks the run's folder, finds where the run goes on and opens its logs, all before a model loads. A collective.
 
     `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
+    effective: the values of flags that were left to the run (setup.effective_settings), for config.json.
 
     Raises:
         InputError (on every rank): another process has the folder, the folder holds steps that would be overwritten,
@@ -298,7 +308,7 @@ def open_run(args: Any, world: World, script: str) -> Run:
 
     def open_here() -> tuple[Path | None, int, bool]:
         with writes_to(folder, "the run was not opened"):
-            return _open(run, args, Path(script))
+            return _open(run, args, Path(script), effective or {})
 
     run.checkpoint, run.step, run.new_data = on_first_rank(open_here)
     if world.rank == 0:
@@ -318,22 +328,24 @@ def default_name(script: str, seed: int) -> str:
     return f"{Path(script).stem}-s{seed}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
-def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
+def _open(run: Run, args: Any, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
     """Rank 0's part of open_run: (checkpoint, its step, whether the training data have changed)."""
     with ExitStack() as locks:  # a start that is refused gives them back
         _hold(run.folder, locks)  # before anything is looked at, which another start may change
         if args.run.record:
             _claim_recording(Path(args.run.record), run.folder, args.run.resume, locks)
-        opened = _open_locked(run, args, script)
+        opened = _open_locked(run, args, script, effective)
         run.locks = locks.pop_all()
     return opened
 
 
-def _open_locked(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
-    run.config = describe_run(args, script.name)
+def _open_locked(run: Run, args: Any, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
+    run.config, code = describe_run(args, script), code_files(args, script)
     overrides = checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
     step = 0 if checkpoint is None else saved_step(checkpoint)
+    if changes := "" if checkpoint is None else code_changes(checkpoint, code):
+        print(f"the code has changed since {checkpoint}:\n{_beginning(changes)}", flush=True)
     changed = {} if checkpoint is None else compare(checkpoint, run.config, args, overrides)
     if args.run.replay:
         compare_recording(Path(args.run.replay), run.config, args)
@@ -357,7 +369,10 @@ def _open_locked(run: Run, args: Any, script: Path) -> tuple[Path | None, int, b
     elif own:
         history = (read_json(run.folder / "config.json") or {}).get("history", [])
     start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
-    run.config["history"] = [*history, start]
+    starts = _next_number(logs / "starts")
+    run.config |= {"history": [*history, start], "start": int(starts.name), "effective": dict(effective)}
+    if effective:
+        print(f"in effect: {', '.join(f'{as_flag(name)} {value}' for name, value in effective.items())}", flush=True)
     run.tracker = Tracker(
         logs,
         run.config,
@@ -367,10 +382,16 @@ def _open_locked(run: Run, args: Any, script: Path) -> tuple[Path | None, int, b
         resume_step=step,
         on_gpu=run.world.device.type == "cuda",
     )
-    write_start(_next_number(logs / "starts"), script, typed_command()[0], not_default(args))
+    write_start(starts, code, typed_command()[0], not_default(args), changes)
     if not _has_steps(logs):  # else the config of these steps stays until `load` has set aside the later ones
         _write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data
+
+
+def _beginning(text: str) -> str:
+    lines = text.splitlines()
+    more = [f"... and {len(lines) - MOST_LINES} lines more"] if len(lines) > MOST_LINES else []
+    return "\n".join(lines[:MOST_LINES] + more)
 
 
 def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStack) -> None:

@@ -1,27 +1,59 @@
-"""How a run was started, as config.json holds it: the script's name, its flags, digests of the files that flags name.
+"""How a run was started, as config.json holds it: the script, its flags, digests of the script and of files that flags
+name.
 
 A resume compares this with the checkpoint's. A change that alters results needs --resume-override, and is recorded.
 """
 
+import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lib import InputError
-from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked
-from lib.cli.secrets import struck_values
+from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
+from lib.cli.secrets import struck, struck_values
 
-NO_FLAGS = {"contents", "history"}  # keys of config.json that are not flags; "script" is compared like a flag
+# keys of config.json that are not flags; "script" is compared like a flag
+NO_FLAGS = {"contents", "history", "start", "effective"}
 
 
-def describe_run(args: Any, script: str) -> dict[str, Any]:
+def describe_run(args: Any, script: Path) -> dict[str, Any]:
     """The run as config.json holds it, without its history."""
     flags = struck_values(flag_values(args))
-    of_files = marked(args, Names.FILES) - ({"train_files"} if flags["val_only"] else set())  # val_only reads none
-    contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
-    return {"script": script, **flags, "contents": contents}
+    named = {"script": str(script)} | _named_files(args)
+    if flags["val_only"]:
+        del named["train_files"]  # it reads none
+    contents = {name: _digest(struck_values(value)) for name, value in sorted(named.items())}
+    return {"script": script.name, **flags, "contents": contents}
+
+
+def code_files(args: Any, script: Path) -> dict[str, Path]:
+    """{name in starts/n: path} of the script and of the Python files that flags name."""
+    values = [[value] if isinstance(value, str) else value for value in _named_files(args).values()]
+    paths = [Path(_path_and_name(text)[0]).expanduser() for texts in values for text in texts]
+    code = dict.fromkeys(path for path in paths if path.suffix == ".py" and path.is_file())
+    return {script.name: script} | {f"code/{number}-{path.name}": path for number, path in enumerate(code, 1)}
+
+
+def code_changes(checkpoint: Path, code: dict[str, Path]) -> str:
+    """What differs between the code (see code_files) and that of the start that wrote the checkpoint, if it is still
+    there: a unified diff, without secrets."""
+    before = read_json(checkpoint / "config.json") or {}
+    renamed = {next(iter(code)): before.get("script")}
+    lines: list[str] = []
+    for name, path in code.items():
+        kept = checkpoint.parent.parent / f"starts/{before.get('start')}/{renamed.get(name, name)}"
+        if kept.is_file():
+            was, is_now = (file.read_text(errors="replace").splitlines() for file in (kept, path))
+            lines += difflib.unified_diff(was, is_now, f"a/{name}", f"b/{name}", lineterm="")
+    return struck("".join(f"{line}\n" for line in lines))
+
+
+def _named_files(args: Any) -> dict[str, Any]:
+    return {name: value for name, value, marks in walk(args) if Names.FILES in marks}
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -112,28 +144,34 @@ def _never(flag: str, now: dict[str, Any]) -> str | None:
 
 
 def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    was, is_now = ((config.get("contents") or {}).get(flag) for config in (before, now))
-    if was and is_now:
-        return was != is_now
+    theirs, ours = (config.get("contents") or {} for config in (before, now))
+    other = {name: theirs[name] != ours[name] for name in theirs.keys() & ours.keys()}
+    if flag in other:
+        return other[flag]
+    if any(differs for name, differs in other.items() if name.startswith(f"{flag}.")):
+        return True
     if flag == "rollout_engine":  # vLLM draws the same samples here and on any server
         return (before[flag] == "hf") != (now[flag] == "hf")
     return before[flag] != now[flag]
 
 
 def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
-    texts = []
-    for flag, was, is_now in _leaves(flags, changed):
-        texts.append(
-            f"{_flag(flag)} was {was}, is {is_now}" if was != is_now else f"{_flag(flag)} {was} holds other data"
-        )
-    return ", ".join(texts)
+    return ", ".join(_change(*leaf) for leaf in _leaves(flags, changed))
+
+
+def _change(flag: str, was: Any, is_now: Any) -> str:
+    if was != is_now:
+        return f"{_flag(flag)} was {was}, is {is_now}"
+    if isinstance(was, dict):
+        return f"a file of {_flag(flag)} holds something else"
+    return f"{_flag(flag)} {was} holds other {'code' if flag == 'script' else 'data'}"
 
 
 def _leaves(flags: Iterable[str], changed: dict[str, list]) -> Iterator[tuple[str, Any, Any]]:
     """Yields (flag, was, is now). Of a flag with several settings only those that differ."""
     for flag in flags:
         was, is_now = changed[flag]
-        if isinstance(was, dict) and isinstance(is_now, dict):
+        if was != is_now and isinstance(was, dict) and isinstance(is_now, dict):
             inner = {name: [was.get(name), is_now.get(name)] for name in was | is_now}
             differ = [name for name, (before, now) in inner.items() if before != now]
             yield from ((f"{flag}.{name}", *rest) for name, *rest in _leaves(differ, inner))
@@ -149,7 +187,7 @@ def _digest(value: str | list[str]) -> str:
     """A digest of what the paths in a flag's value hold, wherever they lie. If it is no path, of the value itself."""
     digest = hashlib.sha256()
     for text in [value] if isinstance(value, str) else value:
-        path, function = text.rsplit(":", 1) if ".py:" in text else (text, "")
+        path, function = _path_and_name(text)
         files = _files_of(path)
         digest.update(json.dumps([function, [file.name for file in files] if len(files) > 1 else []]).encode())
         for file in files:
@@ -157,6 +195,12 @@ def _digest(value: str | list[str]) -> str:
         if not files:
             digest.update(path.encode())
     return digest.hexdigest()[:16]
+
+
+def _path_and_name(text: str) -> tuple[str, str]:
+    """Of a flag's value: path/to/file.py:name, or a path, perhaps with its kind before it (search:FILE, gym:...)."""
+    path, name = text.rsplit(":", 1) if ".py:" in text else (text, "")
+    return re.sub("^(search|gym):", "", path), name
 
 
 def _files_of(name: str) -> list[Path]:

@@ -25,15 +25,16 @@ import torch
 
 import grpo
 import lib.run.run as run_module
-from lib import InputError
-from lib.args import RunArgs, ValidationArgs
+from lib import InputError, setup
+from lib import args as shared
+from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, marked, not_default
 from lib.distributed import World
-from lib.run import Run, open_run
+from lib.run import Run, open_run, provenance
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
 from lib.run.run import default_name, set_aside, take_lock
-from lib.run.run_config import read_json
+from lib.run.run_config import code_changes, code_files, compare, describe_run, read_json
 from lib.run.tracking import Tracker
 from tests.common import (
     ACCELERATE,
@@ -361,6 +362,40 @@ def test_another_script_needs_consent_and_flags_that_come_or_go_are_reported(cop
     ):
         assert f"\n{line}" in done.stdout
     assert json.loads((folder / "run/config.json").read_text())["script"] == "mine.py"
+    changes = (folder / "run/starts/2/changes.patch").read_text()
+    assert changes.startswith("--- a/mine.py\n+++ b/mine.py\n@@") and "\n-    reward_keys: tuple" in changes
+    assert f"{folder}/run/checkpoints/step_000004:\n{changes[:200]}" in done.stdout
+
+
+@pytest.mark.parametrize("changed", ["mine", "reward", "rows", "tool", "user", "documents", None])
+def test_code_that_changed_in_its_place_needs_consent(tmp_path, changed, monkeypatch):
+    """The script, and what flags name: the diff is known, without secrets."""
+    monkeypatch.setenv("MY_API_KEY", "correct-horse")
+    files = {name: tmp_path / f"{name}.py" for name in ("mine", "reward", "rows", "tool", "user", "documents")}
+    for name, file in files.items():
+        file.write_text(f"{name} = 1\n")
+    args = grpo.Args(data=DataArgs(dataset_class=f"{files['rows']}:Rows"))
+    args.reward.reward = (f"{files['reward']}:one", f"{files['reward']}:two")
+    args.multi_turn.tools = ("calculator", f"{files['tool']}:add", f"search:{files['documents']}")
+    args.multi_turn.interaction = f"gym:{files['user']}:User"
+    checkpoint = tmp_path / "run/checkpoints/step_000001"
+    checkpoint.mkdir(parents=True)
+    before = describe_run(args, files["mine"]) | {"start": 1}
+    (checkpoint / "config.json").write_text(json.dumps(before))
+    write_start(tmp_path / "run/starts/1", code_files(args, files["mine"]), "", {})
+
+    if changed:
+        files[changed].write_text(f"{changed} = 2  # correct-horse\n")
+    now, code = describe_run(args, files["mine"]), code_files(args, files["mine"])
+    diff = code_changes(checkpoint, code)
+    if changed is None:
+        assert diff == "" and compare(checkpoint, now, args, set()) == {}
+        return
+    assert f"\n-{changed} = 1\n+{changed} = 2  # ***\n" in diff and diff.count("@@") == 2
+    flag = {"mine": "script", "reward": "reward", "rows": "dataset_class"}.get(changed, "multi_turn")
+    with pytest.raises(InputError, match=f"holds (other|something else).*--resume-override {flag}"):
+        compare(checkpoint, now, args, set())
+    assert list(compare(checkpoint, now, args, {flag})) == [flag]
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
@@ -381,13 +416,18 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
     script = tmp_path / "mine.py"
     script.write_text("first = 1\n")
-    write_start(tmp_path / "starts/1", script, "python mine.py --lr 1", {"lr": [1.0, 1e-6], "x": ["correct-horse", ""]})
+    write_start(
+        tmp_path / "starts/1",
+        {"mine.py": script},
+        "python mine.py --lr 1",
+        {"lr": [1.0, 1e-6], "x": ["correct-horse", ""]},
+    )
     (tmp_path / ".gitignore").write_text("starts\n")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     script.write_text("first = 2  # correct-horse\n")
     (tmp_path / "new.py").write_text("")
-    write_start(tmp_path / "starts/2", script, "python mine.py", {})
+    write_start(tmp_path / "starts/2", {"mine.py": script}, "python mine.py", {})
     first, second = (json.loads((tmp_path / f"starts/{n}/start.json").read_text()) for n in (1, 2))
     assert (tmp_path / "starts/1/mine.py").read_text() == "first = 1\n"
     assert first["command"] == "python mine.py --lr 1" and first["commit"] is None
@@ -395,10 +435,71 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     assert "CPU cores" in first["machine"]
     assert first["packages"]["torch"] == importlib.metadata.version("torch")
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert second["commit"] == head and second["untracked"] == ["new.py"]
+    assert second["commit"] == head and second["untracked"] == ["new.py"] and second["untracked_files"] == 1
     diff = tmp_path / "starts/2/diff.patch"
     assert "-first = 1" in diff.read_text() and "correct-horse" not in diff.read_text()
     assert diff.stat().st_mode & 0o077 == 0 and not (tmp_path / "starts/1/diff.patch").exists()
+
+
+def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeypatch):
+    """Thousands of untracked files, a long diff, a git that hangs."""
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
+    script = tmp_path / "mine.py"
+    script.write_text("first = 1\n")
+    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "starts\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    script.write_text("second = 2\n" * 1000)
+    for folder, number in (("new", 3000), (".venv-trl", 5)):
+        (tmp_path / folder).mkdir()
+        for i in range(number):
+            (tmp_path / folder / f"{i:0100}").touch()
+    (tmp_path / ".venv").symlink_to(".venv-trl")
+    monkeypatch.setattr(provenance, "LONGEST_DIFF", 1000)
+    write_start(tmp_path / "starts/1", {"mine.py": script}, "", {})
+    start = json.loads((tmp_path / "starts/1/start.json").read_text())
+    assert start["untracked_files"] == 3000 and start["untracked"] == [f"new/{i:0100}" for i in range(50)]
+    assert (tmp_path / "starts/1/diff.patch").read_text() == "more than 1000 bytes: too long to be kept\n"
+
+    monkeypatch.setattr(provenance, "GIT_S", 0.01)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "bin/git").chmod(0o755)
+    monkeypatch.setattr(provenance, "_commit", lambda folder: "abc")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    write_start(tmp_path / "starts/2", {"mine.py": script}, "", {})
+    assert json.loads((tmp_path / "starts/2/start.json").read_text())["untracked_files"] is None
+    assert "took longer" in (tmp_path / "starts/2/diff.patch").read_text()
+
+
+def test_config_json_says_what_takes_effect(tmp_path, capfd):
+    """Of flags that are left to the run: here the correction of --async-level, which no flag names."""
+    args = grpo.Args(run=RunArgs(run_name="run", output_dir=str(tmp_path), export_model=False))
+    cpu = torch.device("cpu")
+
+    def effective(**changed):
+        for name, value in changed.items():
+            setattr(args, name, value)
+        sizes, correction = shared.step_sizes(args, 1), setup.check_algorithm(args, cpu)
+        return setup.effective_settings(args, cpu, correction, setup.needed_log_probs(args, sizes, correction))
+
+    on_policy = {"compute_dtype": "float32", "attn_implementation": "packed_sdpa", "old_log_probs": "not needed"}
+    assert effective() == on_policy | {"rollout_correction": "none"}
+    args.rollout.async_level = 1
+    correction = {"level": "token", "bounds": (0, 2)}
+    ahead = on_policy | {"old_log_probs": "recompute", "rollout_correction": correction}
+    assert effective() == ahead
+    assert effective(loss_agg_mode="seq-mean-token-sum-norm")["loss_scale_factor"] == args.rollout.max_response_length
+
+    def start(world):
+        open_run(args, world, grpo.__file__, ahead).locks.close()
+
+    run_ranks(1, start)
+    saved = json.loads((tmp_path / "run/config.json").read_text())["effective"]
+    assert saved["rollout_correction"] == {"level": "token", "bounds": [0, 2]} and saved["old_log_probs"] == "recompute"
+    assert (
+        "--old-log-probs recompute, --rollout-correction {'level': 'token', 'bounds': (0, 2)}" in capfd.readouterr().out
+    )
 
 
 def test_flags_that_differ_from_their_defaults():
