@@ -20,11 +20,9 @@ Every rank runs this file from top to bottom. Details, metrics and results: docs
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Interval
-
 from lib import InputError
 from lib import args as shared
-from lib.cli.flags import given, read_flags
+from lib.cli.flags import Ge, Gt, Interval, given, read_flags
 
 
 @dataclass
@@ -66,7 +64,7 @@ class Args:
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
-    """vanilla is policy_loss below; the others are in lib/core_algos/policy_losses.py"""
+    """vanilla: PPO's clipped loss (policy_loss in this script); the others are in lib/core_algos/policy_losses.py"""
     loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""

@@ -21,6 +21,7 @@ import sys
 
 if __name__ == "__main__":  # this folder holds math.py, which would hide Python's own
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    import lib  # noqa: F401  outside the environment it says what to do
 
 import base64
 import io

@@ -11,6 +11,7 @@
 #SBATCH --requeue
 #SBATCH --output=%x-%j.log
 set -euo pipefail
+: "${SLURM_JOB_ID:?this is no Slurm job: sbatch launch/slurm.sh grpo.py ...}"
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 HEAD=${HOSTS[0]}
 export HEAD NODES="$SLURM_NNODES" PET_MAX_RESTARTS=3

@@ -12,5 +12,8 @@
 # the default is not the one between the nodes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+trap '' HUP && export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT  # a closed terminal does not end the run
+command -v torchrun > /dev/null || PATH="$PWD/.venv/bin:$PATH"
+command -v torchrun > /dev/null || { echo "error: no torchrun here: run \`make setup\`, or activate your environment" >&2; exit 1; }
 exec torchrun --nnodes "${NODES:-2}" --nproc-per-node "${GPUS:-8}" --rdzv-backend c10d --rdzv-id plainrl \
     --rdzv-endpoint "${HEAD:?the name of the first node}:${PORT:-29500}" "$@"

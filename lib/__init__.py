@@ -4,13 +4,25 @@ import json
 import os
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from lib.cli.secrets import struck
 
+for _name in ("annotated_types", "torch", "transformers", "tyro", "yaml"):
+    if find_spec(_name) is None:
+        _bin = Path(__file__).parent.parent / ".venv/bin"
+        _todo = f"`source {_bin}/activate`, or {_bin}/python in place of python" if _bin.exists() else "`make setup`"
+        sys.exit(f"error: {sys.executable} has no module {_name!r}, so it is not plainrl's environment: {_todo}")
+
 
 class InputError(ValueError):
     """The user's input is wrong. The message is one line: what, where (file, row, flag), and what to do about it."""
+
+
+def how_it_ended(code: int) -> str:
+    """A child process, by its returncode."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def is_first_on_node() -> bool:

@@ -4,16 +4,19 @@ A script's Args nests these groups. Each group checks itself, and a function of 
 """
 
 import importlib.util
+import os
 import re
+import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 from tyro.conf import OmitArgPrefixes, configure
 
-from lib import InputError, launched_ranks, node_begins
+from lib import InputError, is_first_on_node, launched_ranks, node_begins
 from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, given, parse_json
 from lib.cli.user_code import load_object
 
@@ -21,6 +24,7 @@ MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
 FILES, ROWS = Names.FILES, Names.ROWS
 AS_RECORDED = OnReplay.AS_RECORDED
 ROOT = Path(__file__).parent.parent
+HUB_ANSWER_S = 5.0
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
 RENAMED = {
     "--engine-ranks": "--rollout-tensor-parallel-size",
@@ -706,6 +710,8 @@ def check_model_path(path: str, flag: str = "--model") -> None:
             raise InputError(f"{flag} {path}: the folder has no weights (*.safetensors); is the download complete?")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise InputError(f"{flag} {path}: no such folder")
+    else:
+        check_hub(path)
 
 
 def check_source(source: str) -> None:
@@ -713,6 +719,28 @@ def check_source(source: str) -> None:
     path = Path(source).expanduser()
     if not path.exists() and (path.suffix in (".parquet", ".json", ".jsonl") or not HUB_ID.fullmatch(source)):
         raise InputError(f"{path}: no such file; check the path, or write it with one of the scripts in data/")
+    if not path.exists():
+        check_hub(source)
+
+
+@cache
+def check_hub(name: str) -> None:
+    """If the hub does not answer, lets its libraries read their cache only, also in processes that the run starts. They
+    would try for 25 s or more for each file."""
+    import httpx
+
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
+        return
+    try:
+        httpx.head(hub, timeout=HUB_ANSWER_S, verify=False)  # whoever answers
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are still to be imported
+        if imported := sys.modules.get("huggingface_hub.constants"):
+            vars(imported)["HF_HUB_OFFLINE"] = True
+        if is_first_on_node():
+            why = f"{name}: no such path here, and {hub} cannot be reached ({error})"
+            print(f"{why}: looking for it in the hub's cache only", file=sys.stderr, flush=True)
 
 
 def check_scorers(name: str, specs: tuple[str, ...]) -> None:
@@ -734,7 +762,10 @@ def check_output_dir(folder: str, flag: str = "--output-dir") -> None:
 
 
 def _check_models_and_files(args: Any) -> None:
-    if not args.run.dry_run:
+    if args.run.dry_run:
+        if not Path(args.model.model).exists():
+            check_hub(args.model.model)
+    else:
         check_model_path(args.model.model)
         if args.reward.reward_model:
             check_model_path(args.reward.reward_model, "--reward-model")

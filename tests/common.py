@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import runpy
 import socket
 import subprocess
@@ -341,6 +342,17 @@ def _run_as_main(arguments: list[str], outputs: list[Path], launched: dict[str, 
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+@contextmanager
+def full_disk(most_bytes: int = 100):
+    """A limit on the size of a file looks like one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def off_policy(folder: Path) -> list[str]:
     """A sampler whose probabilities are not the trainer's: there is something to correct and to reject."""
     (folder / "off.py").write_text(
@@ -434,8 +446,13 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
         process.wait(30)
 
 
+def key_header() -> dict[str, str]:
+    """For servers that `serve` has started with a key in the environment."""
+    return {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY')}"}
+
+
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health").is_success
+        return httpx.get(f"{url}/health", headers=key_header()).is_success
     except httpx.TransportError:
         return False

@@ -3,6 +3,7 @@
 `python tests/test_docs.py` writes the present line numbers into the documents.
 """
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -141,6 +142,40 @@ OF_TOOLS = {
     *("--flag", "--name"),  # placeholders
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
+
+
+OF_OTHERS = {
+    *("--extra-index-url", "--no-deps"),  # of pip
+    *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
+    *("--map-root-user", "--net", "--user"),  # of unshare
+    *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers
+    *("--teacher", "--teacher-coef"),  # which your_own.md adds
+}
+
+
+def flags_of_programs() -> set[str]:
+    """Of data/, benchmarks/, the run page and lib.model.memory: parameters, fields of dataclasses and words."""
+    paths = [*(ROOT / "data").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "rewards").glob("*.py")]
+    names = set()
+    for path in [*paths, ROOT / "lib/model/memory.py", ROOT / "lib/run/page/__main__.py"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            elif isinstance(node, ast.Constant) and str(node.value).startswith("--"):
+                names.add(node.value.removeprefix("--"))
+    return {f"--{name.replace('_', '-')}" for name in names}
+
+
+def test_flags_that_documents_name_exist():
+    """In a script, in a program of ours, or in one that is listed here."""
+    from lib.args import RENAMED
+
+    known = {flag for script in SCRIPTS for flag in flags_of(script)} | set(RENAMED) | flags_of_programs()
+    known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS
+    docs = [*DOCS, *(ROOT / "docs/recipes").glob("*.md")]
+    assert {(doc.name, flag) for doc in docs for flag in FLAG.findall(doc.read_text()) if flag not in known} == set()
 
 
 def test_flags_have_hyphens_everywhere():

@@ -4,11 +4,13 @@ Args nests groups, whose flags have no prefix (--lr), and settings, whose flags 
 """
 
 import contextlib
+import difflib
 import gc
 import io
 import json
 import math
 import operator
+import os
 import re
 import shlex
 import sys
@@ -23,12 +25,16 @@ import yaml
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from lib import InputError, is_first_on_node, report_mistake
+from lib.cli.process import end_at_ctrl_c, guard_output
 from lib.cli.secrets import secret_in
 
 T = TypeVar("T")
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
 OF_ONE_START |= {"history", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
+AS_PYTHON = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False"}
+DEEPEST = 5  # levels of a config, of which flags have three
+LONGEST = 100  # characters of a name that a message repeats, and digits of a number
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
@@ -71,10 +77,13 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
     renamed: {old flag: new flag}; an old flag is a mistake. A mistake is printed and ends the process with exit code 2.
     Python's garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on.
     """
+    guard_output()
+    end_at_ctrl_c()
     said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
             args = parse_flags(args_class, sys.argv[1:], renamed)
+        threads_of_environment()  # torch's import would print a line of its own
         sys.stderr.write(said.getvalue())
     except InputError as error:
         report_mistake(f"error: {error}")
@@ -87,6 +96,16 @@ def read_flags(args_class: type[T], renamed: dict[str, str]) -> T:
         raise
     gc.disable()  # until lib.distributed.run: a sixth of the imports' time is its looking for garbage that is not there
     return args
+
+
+def threads_of_environment() -> int:
+    """OMP_NUM_THREADS, or 1. Raises InputError if it is no number of threads."""
+    text = os.environ.get("OMP_NUM_THREADS", "1")
+    if not re.fullmatch("[1-9][0-9]{0,2}", text):  # torch crashes where the system has no more threads
+        raise InputError(
+            f"OMP_NUM_THREADS={text[:20]}: give the number of threads of a process, such as 1, or unset it"
+        )
+    return int(text)
 
 
 def parse_flags(args_class: type[T], words: list[str], renamed: dict[str, str]) -> T:
@@ -114,7 +133,7 @@ def _words(args_class: type, given: list[str], renamed: dict[str, str]) -> list[
         name, equals, value = word.partition("=")
         flag = name.replace("_", "-")
         if flag == "--config":
-            configs += _of_config(args_class, value if equals else "".join(given[i + 1 : i + 2]))
+            configs += _of_config(args_class, value if equals else "".join(given[i + 1 : i + 2]), renamed)
         if flag in renamed:
             raise InputError(f"{name} is called {renamed[flag]} now")
         if flag in settings:
@@ -149,15 +168,87 @@ def _flags_of(args_class: type, values: dict[str, Any], prefix: str = "") -> Ite
             yield from map(str, value if isinstance(value, list) else [value])
 
 
-def _of_config(args_class: type, path: str) -> list[str]:
+def _of_config(args_class: type, path: str, renamed: dict[str, str]) -> list[str]:
     """The flags in a run's config.json or a YAML file, without those that are about one start of a run."""
     try:
-        values = yaml.safe_load(Path(path).expanduser().read_text())  # JSON is YAML
+        text = Path(path).expanduser().read_text()
+        tree = yaml.compose(text, Loader=_FlatLoader)  # JSON is YAML
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"--config {path} line {error.problem_mark.line + 1}: {error.problem}") from error
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise InputError(f"--config {path}: cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(values, dict):
+    if not isinstance(tree, yaml.MappingNode):
         raise InputError(f"--config {path}: give a run's config.json, or YAML lines such as lr: 1e-5")
-    return list(_flags_of(args_class, {str(name): value for name, value in values.items() if name not in OF_ONE_START}))
+    tree.value = [(key, value) for key, value in tree.value if str(key.value) not in OF_ONE_START]
+    flags = {as_flag(name): value for name, value, _ in walk(args_class())}
+    return list(_flags_of(args_class, _values(tree, f"--config {path}", flags, renamed)))
+
+
+class _FlatLoader(yaml.SafeLoader):
+    """Flags are nested by a few levels; what nests deeper, or repeats itself by an alias, may have no end."""
+
+    depth = 0
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="an alias (*); write the value out", problem_mark=event.start_mark)
+        if self.depth > DEEPEST:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _values(node: yaml.Node, file: str, flags: dict[str, Any], renamed: dict[str, str], prefix: str = "--") -> Any:
+    """The values of a config as texts, as one would type them: YAML itself takes 010 for 8.
+
+    flags: {flag: default}. Raises InputError for a name that is no flag, stands there twice, or has no such value.
+    """
+    if not isinstance(node, yaml.MappingNode):
+        return _value(node, f"{file} line {node.start_mark.line + 1}: {prefix[2:]}", flags[prefix])
+    values: dict[str, Any] = {}
+    for key, inner in node.value:
+        where = f"{file} line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise InputError(f"{where}: a key that is no name")
+        name = key.value.replace("-", "_")
+        flag = f"{prefix}{key.value}".replace("_", "-")
+        if flag in renamed:
+            raise InputError(f"{where}: {key.value} is called {renamed[flag][2:].replace('-', '_')} now")
+        if name in values:
+            raise InputError(f"{where}: {key.value} is there twice")
+        if isinstance(inner, yaml.MappingNode) and flag in flags:
+            raise InputError(
+                f"{where}: {key.value} takes no mapping; if it takes JSON, write that as one text in quotes"
+            )
+        if flag in flags:
+            values[name] = _values(inner, file, flags, renamed, flag)
+        elif isinstance(inner, yaml.MappingNode) and any(other.startswith(f"{flag}.") for other in flags):
+            values[name] = _values(inner, file, flags, renamed, f"{flag}.")
+        else:
+            near = difflib.get_close_matches(flag, flags, 1)
+            hint = f"; is it {near[0][2:].replace('-', '_')}?" if near else "; --help has the names"
+            raise InputError(f"{where}: there is no flag {key.value[:LONGEST]}{hint}")
+    return values
+
+
+def _value(node: yaml.Node, where: str, default: Any) -> Any:
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    for item in nodes:
+        if not isinstance(item, yaml.ScalarNode):
+            raise InputError(f"{where}: give a list of plain values")
+        if item.value.startswith("--"):
+            raise InputError(f"{where} {item.value[:LONGEST]}: a value does not begin with --")
+        if re.fullmatch(rf"[+-]?\d{{{LONGEST},}}", item.value):
+            raise InputError(f"{where}: a number of {len(item.value)} digits")
+    texts = [item.value if item.style else AS_PYTHON.get(item.value, item.value) for item in nodes]
+    if isinstance(default, bool):
+        if texts not in (["True"], ["False"]):
+            raise InputError(f"{where}: give true or false")
+        return texts == ["True"]
+    return texts if isinstance(node, yaml.SequenceNode) else texts[0]
 
 
 # ---- walking over flags --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ FORMS = {
 }
 PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s@]+)@")
 SHORTEST = 8  # shorter values are not struck out, because they occur in other words
+SHORTEST_LINE = 16  # of a secret of several lines, which may be printed with something before each line
+SOFT = """ \a\b\t\n\v\f\r'"+"""  # what quoting adds, escapes and wraps; + is a URL's space
+BACKSLASHES = r"(?:\\|%(?:25)*5[cC])++"  # one more for each level of quoting
+ENCODED = re.compile(
+    rf"(?P<bytes>(?:(?:{BACKSLASHES}x|%(?!(?:25)*5[cC])(?:25)*)[0-9a-fA-F]{{2}})+)"
+    rf"|(?P<utf_16_be>(?:{BACKSLASHES}u[0-9a-fA-F]{{4}})+)|(?P<utf_32_be>{BACKSLASHES}U[0-9a-fA-F]{{8}})"
+    rf"|{BACKSLASHES}[abfnrtv]?|[{re.escape(SOFT)}]+"
+)
+DIGITS = re.compile(rf"(?:{BACKSLASHES}[xuU]|%(?:25)*)((?:[0-9a-fA-F]{{2}})+)")
+LATIN_1 = {0xDC00 + byte: byte for byte in range(0x80, 0x100)}  # bytes that are no UTF-8
 _named: set[str] = set()  # variables that hold a key, as flags say
 
 
@@ -54,13 +65,15 @@ def secret_in(value: Any, flag: str, *path: str) -> str | None:
         try:
             return secret_in(json.loads(value), flag, *path)
         except (ValueError, RecursionError):  # parse_json reports it
-            return _first(f"{where}: {word}" for word in re.findall(r"[\w-]+", value) if NAME.search(word))
+            if found := _first(f"{where}: {word}" for word in re.findall(r"[\w-]+", value) if NAME.search(word)):
+                return found
     if value.startswith("mcp:") and (name := _key_of_command(value.removeprefix("mcp:"))):
         return f"{where}: {name} gets a key or password"
     for why, form in FORMS.items():
         if re.search(form, value):
             return f"{where}: {why}"
-    return _first(f"{where}: it holds the value of {name}" for name, secret in _in_environment() if secret in value)
+    held = (name for name, secret in _in_environment() if _holds(value, secret))
+    return _first(f"{where}: it holds the value of {name}" for name in held)
 
 
 def _first(found) -> str | None:
@@ -94,10 +107,60 @@ def _in_environment() -> list[tuple[str, str]]:
 
 
 def struck(text: str) -> str:
-    """The text, with *** in place of the environment's keys and passwords."""
-    for secret in sorted({secret for _, secret in _in_environment()}, key=len, reverse=True):
+    """The text, with *** in place of the environment's keys and passwords, also where they are quoted or escaped (JSON,
+    repr, a shell, a URL), wrapped, or printed line by line."""
+    secrets = sorted({secret for _, secret in _in_environment()}, key=len, reverse=True)
+    for secret in secrets:
         text = text.replace(secret, "***")
-    return text
+    cores = sorted({core for secret in secrets for core in _cores(secret)}, key=len, reverse=True)
+    core_of_text = _core(text) if cores else ""
+    if not any(core in core_of_text for core in cores):
+        return text
+    spans = []  # of each character of core_of_text, where the text has it
+    for part in re.finditer(f"{ENCODED.pattern}|.", text, re.DOTALL):
+        spans += [part.span()] * len(_core(part[0]))
+    kept, end = [], 0
+    for found in re.finditer("|".join(map(re.escape, cores)), core_of_text):
+        kept.append(text[end : spans[found.start()][0]])
+        end = spans[found.end() - 1][1]
+    return "***".join([*kept, text[end:]])
+
+
+def struck_values(value: Any) -> Any:
+    """The value as JSON holds it, with all texts in it struck."""
+    if isinstance(value, dict):
+        return {struck(str(name)): struck_values(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [struck_values(inner) for inner in value]
+    return value if value is None or isinstance(value, int | float) else struck(str(value))
+
+
+def _holds(text: str, secret: str) -> bool:
+    return secret in text or any(core in _core(text) for core in _cores(secret))
+
+
+@cache
+def _cores(secret: str) -> list[str]:
+    """What a text is searched for besides the secret itself."""
+    lines = [line for line in map(_core, re.split(r"\\n|\n", secret)) if len(line) >= SHORTEST_LINE]
+    return [core for core in {_core(secret), *lines} if len(core) >= SHORTEST]
+
+
+def _core(text: str) -> str:
+    """The text without quotes, backslashes and whitespace, and with escaped characters as themselves, so that a secret
+    has one core however it is written."""
+    return ENCODED.sub(_decoded, text)
+
+
+def _decoded(part: re.Match) -> str:
+    if part.lastgroup is None:
+        return ""
+    encoded = bytes.fromhex("".join(DIGITS.findall(part[0])))
+    if part["bytes"]:
+        text = encoded.decode(errors="surrogateescape").translate(LATIN_1)
+    else:
+        text = encoded.decode(part.lastgroup, errors="replace")
+    return "".join(c for c in text if c not in SOFT and c != "\\")
 
 
 def from_environment(text: str) -> str | None:

@@ -99,7 +99,10 @@ class RLHFDataset(Dataset):
             raise InputError(f"max_prompt_length={max_prompt_length}: must be at least 1")
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-            raise InputError(f"tokenizer {name}: no chat template; use an instruct model's, or set chat_template")
+            raise InputError(
+                f"tokenizer {name}: no chat template (a base model?): take an instruct model, or set the tokenizer's "
+                "chat_template and save it"
+            )
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.pad_token_id is None:
             raise InputError(f"tokenizer {tokenizer.name_or_path}: neither a pad nor an eos token; set pad_token")

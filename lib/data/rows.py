@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lib import InputError
-from lib.args import HUB_ID, check_source
+from lib.args import HUB_ID, check_hub, check_source
 
 if TYPE_CHECKING:
     import datasets  # its import takes a second, which rows of JSON do not need
@@ -107,6 +107,7 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
     Raises InputError, with the reason, if there is none.
     """
     if local_dir is None:
+        check_hub(hub_id)
         try:
             with _quiet_datasets() as datasets:
                 return datasets.load_dataset(hub_id, config, split=split)

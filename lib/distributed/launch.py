@@ -1,5 +1,6 @@
 """The start and the end of a job: launchers, the store, the process group, Ctrl-C and mistakes."""
 
+import errno
 import gc
 import itertools
 import math
@@ -12,10 +13,11 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from os import _exit as end_process  # run() replaces os._exit
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,11 @@ import torch.testing._internal.distributed.fake_pg
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lib import InputError, is_first_on_node, report_mistake
+from lib.cli.flags import threads_of_environment
+from lib.cli.process import end_interrupted
 from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files
 OVER = "over"  # the key in the job's store that tells engine ranks that no training rank needs them any more
 
 
@@ -90,7 +95,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
         # it plans each new shape for up to a second, and nearly every packed row has new shapes
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif not on_gpu:
-        torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(threads_of_environment())
     if stage_timeout:
         _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher can say more, so it comes first
     if is_on_one_node():
@@ -182,18 +187,25 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
 def run(main: Callable[[Any], None], args: Any) -> None:
     """Runs `main(args)`. An InputError is shown as one line (once a node), without a traceback; the exit code is 2.
 
-    Ctrl-C ends it without a traceback, with exit code 130. Another exception is raised as usual, and recorded for the
-    report of torchrun and accelerate. Before each of these, the function given to `on_early_end` is called.
+    Ctrl-C ends it without a traceback, with exit code 130. So does a full disk, with exit code 1. Another exception is
+    raised as usual, and recorded for the report of torchrun and accelerate. Before each of these, the function given to
+    `on_early_end` is called. User code that ends the process, with whatever exit code, is reported: a run whose exit
+    code is 0 has done its last step. A closed terminal (SIGHUP) does not end a run that no launcher started.
     """
     gc.enable()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if a shell started us with it ignored
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_interrupted):  # not if it is ignored
         signal.signal(signal.SIGINT, _interrupt)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher passes on the SIGHUP that it gets
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        _run(main, args)
+        with _reported_exits():
+            _run(main, args)
     except KeyboardInterrupt:
+        if _at_early_end is None:
+            end_interrupted()
         _end_early(interrupted=True)
         sys.stdout.flush()
-        os._exit(130)  # at once, as below; a checkpoint's writer may wait for a peer
+        end_process(130)  # at once, as below; a checkpoint's writer may wait for a peer
 
 
 def _run(main: Callable[[Any], None], args: Any) -> None:
@@ -205,17 +217,26 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
         _end_early(interrupted=False)
         report_mistake(f"error: {error}")
         sys.stdout.flush()
-        os._exit(2)  # at once: a peer that waits in a collective must not hold this rank back
+        end_process(2)  # at once: a peer that waits in a collective must not hold this rank back
     except torch.OutOfMemoryError as error:
         _end_early(interrupted=False)
         traceback.print_exc()
-        _report_out_of_memory(error)
-        sys.stdout.flush()
-        os._exit(1)  # as above
+        advice = f"; {_advice(current_stage())}" if _advice else ""
+        _end_with(f"{str(error).partition('. GPU')[0]}{advice}")  # what follows is the allocator's state
+    except SystemExit as stop:
+        if stop.code == 128 + signal.SIGTERM:  # of an engine rank
+            raise
+        _end_early(interrupted=False)
+        _end_with(f"{_exit_call('sys.exit', stop.code)} in {_place_of(stop)}", stop.code)
     except Exception as error:
         _end_early(interrupted=False)
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            _end_with(f"{error}; make room, and go on with --resume auto")
         if _job is not None and _job.size > 1:
             time.sleep(2)  # launchers blame the first to end: not a rank that fails because another is gone
+            if isinstance(error, dist.DistError) or "by peer" in str(error):  # the latter is Gloo's RuntimeError
+                traceback.print_exc()
+                _end_with(f"another rank has ended; its own message says why ({str(error).partition('. ')[0]})")
         get_error_handler().record_exception(error)
         raise
     finally:
@@ -224,14 +245,42 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
         dist.destroy_process_group()
 
 
-def _report_out_of_memory(error: torch.OutOfMemoryError) -> None:
-    """On the rank that it happened to, whichever that is."""
-    stage, rank = current_stage(), dist.get_rank() if dist.is_initialized() else 0
-    line = f"error: rank {rank} in {stage}: {str(error).partition('. GPU')[0]}"  # what follows is the allocator's state
-    line += f"; {_advice(stage)}" if _advice else ""
+def _end_with(what: str, code: Any = 1) -> NoReturn:
+    """Ends the process at once, in a line from the rank that it happened to, whichever that is."""
+    line = f"error: rank {_job.rank if _job else 0} in {current_stage()}: {what}"
     report_mistake(line)
     if not is_first_on_node():
         print(line, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    end_process(code if isinstance(code, int) and code & 255 else 1)
+
+
+@contextmanager
+def _reported_exits() -> Iterator[None]:
+    """In the block, os._exit of this process says who called it, and with which code; instead of 0 the code is 1.
+    Processes that are forked from this one end as they like. Nobody sees native code that calls _exit."""
+    pid = os.getpid()
+
+    def reported(status: int) -> NoReturn:
+        if os.getpid() != pid:
+            end_process(status)
+        caller = sys._getframe(1)
+        _end_with(f"{_exit_call('os._exit', status)} in {caller.f_code.co_filename}:{caller.f_lineno}", status)
+
+    os._exit = reported
+    try:
+        yield
+    finally:
+        os._exit = end_process
+
+
+def _exit_call(name: str, code: Any) -> str:
+    return f"the run was ended by {name}({'' if code is None else repr(code)})"
+
+
+def _place_of(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def _leave() -> None:

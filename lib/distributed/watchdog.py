@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from datetime import timedelta
+from os import _exit as end_process  # run() replaces os._exit
 from pathlib import Path
 
 import torch.distributed as dist
@@ -82,7 +83,7 @@ def _watch(*args) -> None:
         faulthandler.dump_traceback()
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         get_error_handler().record_exception(error)  # for the launcher's report
-        os._exit(124)  # the exit code of timeout(1); the main thread may be anywhere
+        end_process(124)  # the exit code of timeout(1); the main thread may be anywhere
 
 
 def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
@@ -112,7 +113,10 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
                 silence = time.time() - told_at
                 states[r] = (where, stayed + silence, silence if silence > silent_s else 0)
         except dist.DistError as error:
-            raise StoreLost(f"rank {rank} in {name} ({line}): {error}") from error
+            lost = (
+                "the job's store, which is in rank 0 or in the first node's launcher, is gone; see why that one ended"
+            )
+            raise StoreLost(f"rank {rank} in {name} ({line}): {lost} ({str(error).splitlines()[0]})") from error
         if seconds >= limit_s:
             raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
         if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):

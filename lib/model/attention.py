@@ -248,8 +248,7 @@ def lay_out(
     """Decides how rows go through the model, and sets its attributes padding_free and share_prompts. If that is not
     what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row.
 
-    A hook on the parent of such a layer hands them down, because not every parent passes its keywords on. The hook
-    runs at each forward of the parent, also when gradient checkpointing repeats it.
+    The `forward` of the layer's parent hands them down, because not every parent passes its keywords on.
 
     Raises:
         InputError: the model's output at a token depends on later tokens, or on chance.
@@ -265,7 +264,7 @@ def lay_out(
         reason = f"it has no layers of {kind}"
     for parent, layer in pairs:
         layer.rows, layer.forward = None, types.MethodType(_by_rows, layer)
-        parent.register_forward_pre_hook(partial(_hand_down, layer), with_kwargs=True)
+        parent.__class__ = _that_hands_down(type(parent))  # type: ignore[arg-type]  # a class is hashable
     if reason and padding_free:
         _say(f"{name}: rows are padded and prompts not shared, because {reason}")
     model.takes_rows = bool(pairs)
@@ -284,8 +283,18 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def _hand_down(layer: torch.nn.Module, parent: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-    layer.rows = kwargs.get("sequence_rows")
+@cache
+def _that_hands_down(parent_class: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The class with a `forward` that first hands `sequence_rows` to its layers. No hook does it, because gradient
+    checkpointing repeats only `forward` (transformers 5.23; 5.19 repeats hooks too)."""
+
+    def forward(self, *args, **kwargs):
+        for layer in self.children():
+            if hasattr(layer, "rows"):
+                layer.rows = kwargs.get("sequence_rows")
+        return parent_class.forward(self, *args, **kwargs)
+
+    return type(parent_class.__name__, (parent_class,), {"forward": forward, "__module__": parent_class.__module__})
 
 
 def _by_rows(layer: torch.nn.Module, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:

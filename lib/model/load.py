@@ -134,7 +134,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
         raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
     if tokenizer.chat_template is None:
         raise InputError(
-            f"{flag} {path}: its tokenizer has no chat template; use an instruct model, or set one and save"
+            f"{flag} {path}: its tokenizer has no chat template (a base model?): take an instruct model, or set the "
+            "tokenizer's chat_template and save it (docs/models.md)"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -262,8 +262,13 @@ def with_images(model: PreTrainedModel, inputs: dict) -> dict:
     for kind, own in images.inputs.items():
         own = {name: x.to(flat.dtype) if x.is_floating_point() else x for name, x in own.items()}
         out = getattr(model.base_model, f"get_{kind}_features")(**own, return_dict=True)
-        _check_counts(out.pooler_output, images.counts.get(kind), kind)
-        features, *levels = (torch.cat(list(x)) for x in (out.pooler_output, *getattr(out, "deepstack_features", ())))
+        parts = out.pooler_output
+        if any(
+            x.dim() == 5 for x in own.values()
+        ):  # since transformers 5.23 Idefics3 gives those of all images at once
+            parts = torch.cat(list(parts)).unflatten(0, (len(out.last_hidden_state), -1))
+        _check_counts(parts, images.counts.get(kind), kind)
+        features, *levels = (torch.cat(list(x)) for x in (parts, *getattr(out, "deepstack_features", ())))
         # a dummy's features are taken nowhere, but so they are in the graph, and get gradients of zero
         taken = [F.embedding(images.takes[kind], x).to(flat.dtype) for x in (features, *levels)]
         flat = flat.index_copy(0, images.places[kind], taken[0])

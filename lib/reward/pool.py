@@ -38,6 +38,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lib import how_it_ended
 from lib.reward.frames import Frames
 from lib.reward.scorers import LARGEST_SCORE, LONGEST_RESULT, call, checked, load_scorer
 
@@ -300,7 +301,9 @@ def supervise(fd: int, trainer_pid: int) -> None:
                 function = functools.partial(_raise, error)
             scorers.append((function, scorer["batched"]))
         if LINUX:
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+            libc = ctypes.CDLL(None)
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped process would not see the trainer's end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         trainer.socket.setblocking(False)
         supervisor = _Supervisor(trainer, scorers, setup["workers"], setup["memory_mb"])
@@ -383,7 +386,7 @@ class Pool:
                 f"the reward pool's process {pid} has been silent for {SILENCE_S:g} s: stopped?"
             ) from None
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"the reward pool is gone: its process ended with {self._process.wait()}") from error
+            raise RuntimeError(f"the reward pool is gone: its process {how_it_ended(self._process.wait())}") from error
 
     def close(self) -> None:
         """Ends all its processes."""

@@ -4,6 +4,9 @@ They talk through the job's store. Rank 0 sets "order", what to start; the engin
 URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" ends server i if it is in
 that start or an earlier one, and "begun i" is the number of the one that it is in; OVER ends all.
 
+Every request to a server needs the run's key (vllm_batches.py). It never passes through the store of a job on one node,
+which any local user can read: rank 0 writes it to the file `key`, for the owner alone. A store of several nodes has it.
+
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
 only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
 """
@@ -11,10 +14,12 @@ only writer is the engine rank. When the pipe breaks, by whatever end, the guard
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,19 +33,22 @@ import torch.distributed as dist
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lib import InputError, is_first_on_node
+from lib import InputError, how_it_ended, is_first_on_node
+from lib.cli.secrets import private
 from lib.distributed import (
     OVER,
     JobOver,
     StoreLost,
     World,
     address_towards,
+    broadcast,
     compute_device,
     current_stage,
     enter_stage,
     is_on_one_node,
     job_store,
 )
+from lib.rollout.servers import ANSWER_S, HEALTH_S
 from lib.rollout.vllm_engine import check_model, engine_settings, save_files
 
 PROGRAM = ["-m", "vllm.entrypoints.openai.api_server"]  # for the Python of the engine rank
@@ -49,6 +57,8 @@ POLL_S = 0.2
 GRACE_S = 10  # for a server to end by itself before it is killed
 RESTARTS = 3  # in a row; a server that was healthy for STEADY_S begins a new row
 STEADY_S = 600.0
+LOOK_S = 10.0  # time between two checks that a server answers
+ANSWERS = {"/health": HEALTH_S, "/is_sleeping": ANSWER_S}  # by its API, by its engine; else it is started again
 LAST_WORDS_S = 10.0  # for the training ranks to end the job with a server's failure
 END = 500  # lines of a log: the traceback of each of its processes, and little more
 PIECE = 4 << 20  # bytes of a value in the store, which takes 8 MiB at most
@@ -69,11 +79,12 @@ exec "$@" < /dev/null 3<&-
 class OwnServers:
     """The vLLM servers that the job's engine ranks run, as its training ranks see them.
 
-    number: of servers. start_s: how long a server may take to start; 0: without a limit.
+    number: of servers. start_s: how long a server may take to start; 0: without a limit. Making it is a collective.
     """
 
     def __init__(self, number: int, start_s: float):
         self._store, self.number, self.start_s = job_store(), number, start_s
+        self.key: str = broadcast(secrets.token_urlsafe(32))
 
     def order(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Rank 0 tells the engine ranks what to start; other ranks' calls do nothing.
@@ -83,8 +94,10 @@ class OwnServers:
         """
         if dist.get_rank() > 0:
             return
-        folder = folder.resolve()
+        self._folder = folder = folder.resolve()
+        private(folder / "key").write_text(self.key)
         files = [file for file in sorted((folder / "model").rglob("*")) if file.is_file()]
+        files += [] if is_on_one_node() else [folder / "key"]
         pieces = {}
         for number, file in enumerate(files):
             content = file.read_bytes()
@@ -102,6 +115,7 @@ class OwnServers:
         stage = current_stage()
         if None in (states := self._states()):
             enter_stage(f"{stage}: start of vLLM servers")
+            self._say_who_is_awaited()
             while None in (states := self._states()):
                 self._check_failed()
                 time.sleep(POLL_S)
@@ -111,6 +125,13 @@ class OwnServers:
     def _states(self) -> list[tuple[str, int] | None]:
         """None for a server that is not healthy."""
         return [_told(self._store, f"server {i}") for i in range(self.number)]
+
+    def _say_who_is_awaited(self) -> None:
+        if dist.get_rank() == 0:
+            missing = [i for i, state in enumerate(self._states()) if state is None]
+            logs = " ".join(str(self._folder / f"server_{i}.log") for i in missing)
+            told = f"waiting for {len(missing)} of {self.number} vLLM server(s) to start; logs: {logs}"
+            print(told, file=sys.stderr, flush=True)
 
     def urls(self) -> list[str]:
         return [url for url, _ in self.states()]
@@ -187,7 +208,8 @@ def serve(world: World, tensor_parallel_size: int) -> NoReturn:
                 f"--rollout-gpus: {order['folder']} cannot be written on {socket.gethostname()}: {error.strerror}; "
                 "give an --output-dir that all nodes have"
             ) from error
-        server = Server(number, order, _environment(world, tensor_parallel_size), _own_address())
+        key = (Path(order["folder"]) / "key").read_text()
+        server = Server(number, order, _environment(world, tensor_parallel_size, key), _own_address())
         try:
             keep_running(server, store, order["start_s"])
         finally:
@@ -210,10 +232,10 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
             starts += 1
             store.set(f"server {server.number}", json.dumps([server.url, starts]))
             since = time.monotonic()
-            while server.process.poll() is None and _told(store, f"bad start {server.number}", 0) < starts:
+            while not server.is_lost() and _told(store, f"bad start {server.number}", 0) < starts:
                 _serving(store, f"serving {server.url}")
             store.set(f"server {server.number}", "null")  # a deleted key is read as "" by a get that has found it
-            if server.process.poll() is None:
+            if not server.is_lost():
                 print(f"{server} is started again, as weights did not reach it; its log: {server.log}", file=sys.stderr)
                 server.stop()
                 continue
@@ -245,7 +267,8 @@ class Server:
         self.settings = {"model": str(folder / "model"), "host": host, **order["settings"]}
         self.config = folder / f"server_{number}.yaml"
         self.command = [sys.executable, *order["program"], "--config", str(self.config)]
-        self._guard = -1
+        self._headers = {"Authorization": f"Bearer {env['VLLM_API_KEY']}"}
+        self._guard, self._silent = -1, ""
 
     def __str__(self) -> str:
         return f"vLLM server {self.number} ({self.url})"
@@ -253,6 +276,7 @@ class Server:
     def start(self, store: dist.Store, start_s: float) -> bool:
         """Returns whether it is healthy. Otherwise it ended, or took longer than start_s (0: no limit)."""
         self._take_port()
+        self._silent = ""
         enter_stage(f"starting {self}", limited=False)
         read, self._guard = os.pipe()
         with self.log.open("a") as log:
@@ -264,11 +288,13 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env=self.env,
                 start_new_session=True,
+                umask=0o077,  # sockets between its processes, which obey whoever can connect
             )
         os.close(read)
         begin = time.monotonic()
         while self.process.poll() is None and (not start_s or time.monotonic() < begin + start_s):
-            if self._answers():
+            if self._answers("/health", POLL_S * 10):
+                threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
                 return True
             _check_over(store)
             time.sleep(POLL_S)
@@ -295,19 +321,40 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)  # its number is taken as long as the guard lives
         self.process.wait()
 
+    def is_lost(self) -> bool:
+        """Whether it has ended or hangs."""
+        return self.process.poll() is not None or bool(self._silent)
+
+    def _watch(self, process: subprocess.Popen) -> None:
+        """In a thread, as the engine may take long to answer: notes if the process, or its engine, hangs."""
+        while process.poll() is None:
+            for path, limit in ANSWERS.items():
+                begin = time.monotonic()
+                if not self._answers(path, limit) and time.monotonic() - begin >= limit and process is self.process:
+                    self._silent = f"did not answer {path} for {limit:g} s"
+                    return
+            time.sleep(LOOK_S)
+
     def why_it_ended(self, was_healthy: bool) -> str:
-        """Also names the first error at the log's end, which caused those that follow, or else its last line."""
+        """Also names the first error at the log's end, which caused those that follow, or else its last line. What a
+        signal or a hang ended has not said why."""
         code = self.process.poll()
-        ended = "did not answer in time" if code is None else f"ended with exit code {code}"
+        if self._silent:
+            return self._silent
+        ended = "did not answer in time" if code is None else how_it_ended(code)
+        ended += "" if was_healthy else " before it could serve"
+        if code in (-signal.SIGKILL, -signal.SIGTERM):  # from outside: the log does not know why
+            return ended
         with self.log.open(errors="replace") as log:
             log.seek(self._log_begins)
             lines = [line for line in map(str.strip, log) if line][-END:]
         errors = (found[1] for line in lines if (found := ERROR.match(line)))
-        return f"{ended}{'' if was_healthy else ' before it could serve'}: {next(errors, (lines or ['no word'])[-1])}"
+        return f"{ended}: {next(errors, (lines or ['no word'])[-1])}"
 
-    def _answers(self) -> bool:
+    def _answers(self, path: str, timeout_s: float) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=POLL_S * 10, trust_env=False).is_success
+            url = self.url + path
+            return httpx.get(url, headers=self._headers, timeout=timeout_s, trust_env=False).is_success
         except httpx.TransportError:
             return False
 
@@ -349,15 +396,16 @@ def _write_files(order: Mapping[str, Any], store: dist.Store) -> None:
             continue
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it, too
-        new.write_bytes(content)
+        private(new).write_bytes(content)
         new.replace(file)
 
 
-def _environment(world: World, tensor_parallel_size: int) -> dict[str, str]:
+def _environment(world: World, tensor_parallel_size: int, key: str) -> dict[str, str]:
     """This process's, less the launcher's variables; with the GPUs of the server."""
     env = {name: value for name, value in os.environ.items() if not OF_THE_LAUNCHER.fullmatch(name)}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])  # for the worker extension
     env["VLLM_SERVER_DEV_MODE"] = "1"  # takes weights
+    env["VLLM_API_KEY"] = key  # not in the settings, which vLLM logs
     if world.device.type == "cuda":
         first = int(os.environ["LOCAL_RANK"])
         visible = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))

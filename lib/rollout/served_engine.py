@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import copy
+import os
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from lib import InputError
 from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
-from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, on_first_rank
+from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
 from lib.rollout.engine import (
     REPORT_S,
     Generated,
@@ -35,7 +36,7 @@ from lib.rollout.engine import (
 )
 from lib.rollout.own_servers import OwnServers
 from lib.rollout.served_weights import ServedWeights
-from lib.rollout.servers import PATH, ServerLost, Servers
+from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
@@ -111,7 +112,7 @@ class ServedEngine(RolloutEngine):
         images: bool = False,
         own: OwnServers | None = None,
     ):
-        self.servers, self.own = Servers(urls.split(",")), own
+        self.servers, self.own = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY")), own
         self._starts = own.starts() if own else []
         self._lost: set[str] = set()
         self._resampled = 0
@@ -133,7 +134,7 @@ class ServedEngine(RolloutEngine):
             if images:
                 self._check_takes_images(url)
         self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
-        self.weights = ServedWeights(self.servers, folder.resolve(), dtype)
+        self.weights = ServedWeights(self.servers, folder.resolve(), dtype, here=own is not None and is_on_one_node())
 
     def _check_server(self, url: str, max_length: int) -> None:
         served = self.servers.ask(url, "GET", "/v1/models")["data"][0]
@@ -322,6 +323,8 @@ class ServedEngine(RolloutEngine):
                 self.load_weights(*self._given)
             if (now := time.monotonic()) - reported >= REPORT_S:
                 report_states(now - start, [state() for state in list(self._running.values())])
+                for url in self.servers.urls if self.own is None else []:  # engine ranks look after the job's own
+                    self.servers.ask(url, "GET", "/health", limit_s=HEALTH_S)
                 reported = now
 
     def so_far(self, responses: list[Response]) -> list[Generated]:

@@ -9,10 +9,10 @@ from datetime import timedelta
 from ipaddress import ip_address
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -29,12 +29,16 @@ HEALTH_S = 2.0  # time between two checks that the servers are alive
 
 class ServedWeights:
     """way: what all servers can do: "broadcast" (they were started with vllm_weights.py's backend), or by a file
-    "reload_from" (only the worker extension), or "reload_weights" (vLLM alone). A collective, as is `give`."""
+    "reload_from" (only the worker extension), or "reload_weights" (vLLM alone). A collective, as is `give`.
 
-    def __init__(self, servers: Servers, folder: Path, dtype: torch.dtype):
+    here: the servers run on this machine, as this user. They then meet in a file that no other user can open; a store
+    on loopback would let anyone join the broadcast."""
+
+    def __init__(self, servers: Servers, folder: Path, dtype: torch.dtype, here: bool):
         self.servers, self.folder, self.dtype = servers, folder, dtype
         self.way = broadcast(self._find_way() if dist.get_rank() == 0 else None)
         self._group: Any = None  # what join_group returns
+        self.here = here
 
     def _find_way(self) -> str:
         backends = set()
@@ -89,9 +93,17 @@ class ServedWeights:
         urls = self.servers.urls
         sizes = [self.servers.ask(url, "GET", "/get_world_size")["world_size"] for url in urls]
         host = _address_towards(urls)
-        store = listening_store(host, 0, timedelta(seconds=SYNC_TIMEOUT_S))
-        info: dict[str, Any] = {"host": host, "port": store.port, "device": device.type}
+        info: dict[str, Any] = {"host": host, "port": 0, "file": "", "device": device.type}
         info |= {"size": 1 + sum(sizes), "timeout_s": SYNC_TIMEOUT_S}
+        store: dist.Store
+        if self.here:
+            self._meeting = TemporaryDirectory(prefix="plainrl_")
+            info["file"] = str(Path(self._meeting.name, "store"))
+            store = dist.FileStore(info["file"], info["size"])
+            store.set_timeout(timedelta(seconds=SYNC_TIMEOUT_S))
+        else:
+            store = listening_store(host, 0, timedelta(seconds=SYNC_TIMEOUT_S))
+            info["port"] = store.port
         replies = []
         for url, first_rank in zip(urls, accumulate([1, *sizes])):
             own = {"init_info": info | {"first_rank": first_rank}}
@@ -129,7 +141,7 @@ class ServedWeights:
                 raise self._broken_off(f"no answer for {SYNC_TIMEOUT_S:g} s")
             if time.monotonic() > asked + HEALTH_S:
                 for url in self.servers.urls:
-                    self.servers.ask(url, "GET", "/health", timeout=aiohttp.ClientTimeout(total=SYNC_TIMEOUT_S))
+                    self.servers.ask(url, "GET", "/health", limit_s=SYNC_TIMEOUT_S)
                 asked = time.monotonic()
             time.sleep(0.001)
 
@@ -163,6 +175,8 @@ class ServedWeights:
             )  # a server that ended needs none
             self._group.shutdown()
             self._group = None
+            if self.here:
+                self._meeting.cleanup()
 
 
 def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:

@@ -23,6 +23,8 @@ from lib.rollout.engine import Generated
 PATH = "/plainrl/generate"  # the route of vllm_batches.py
 MOMENT_S = 0.001  # in which requests gather that travel together
 END_S = 10.0  # for what still runs when a run ends
+HEALTH_S = 120.0  # for the process of a server's API to answer
+ANSWER_S = 600.0  # for the engine behind it: a step on a CPU takes minutes. For samples there is no limit
 DEAD = (500, 502, 503)  # how a server answers whose engine has ended
 
 
@@ -39,9 +41,11 @@ class Batch:
 
 
 class Servers:
-    """The servers at `urls`. Errors name the server, and are InputErrors: the user started it, or gave its URL."""
+    """The servers at `urls`. Errors name the server, and are InputErrors: the user started it, or gave its URL. key:
+    what each request shows to the server."""
 
-    def __init__(self, urls: list[str]):
+    def __init__(self, urls: list[str], key: str | None = None):
+        self._headers = {"Authorization": f"Bearer {key}"} if key else None
         self.urls = [url.rstrip("/") for url in urls]
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="servers", daemon=True).start()
@@ -52,18 +56,20 @@ class Servers:
 
     async def _connect(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)  # below vLLM's 5 s
-        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        timeout = aiohttp.ClientTimeout(total=None)
+        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
 
     def begin(self, coroutine: Coroutine) -> Future:
         """Runs it on the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def ask(self, url: str, method: str, path: str, **kwargs) -> dict:
-        return self.begin(self.request(url, method, path, **kwargs)).result()
+    def ask(self, url: str, method: str, path: str, limit_s: float = ANSWER_S, **kwargs) -> dict:
+        return self.begin(self.request(url, method, path, timeout=aiohttp.ClientTimeout(limit_s), **kwargs)).result()
 
     def order(self, path: str, **kwargs) -> list[Future]:
         """Posts the same to all servers, and waits for none."""
-        return [self.begin(self.request(url, "POST", path, **kwargs)) for url in self.urls]
+        limit = aiohttp.ClientTimeout(ANSWER_S)
+        return [self.begin(self.request(url, "POST", path, timeout=limit, **kwargs)) for url in self.urls]
 
     def on_workers(self, url: str, method: str, **kwargs) -> Future:
         """Calls a method of the server's workers, on a connection of its own: if the method fails, the server silently
@@ -98,6 +104,10 @@ class Servers:
             raise InputError(
                 f"--rollout-engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
                 "environment"
+            )
+        if status == 401:
+            raise InputError(
+                f"--rollout-engine {url}: the server wants a key: start the run with VLLM_API_KEY in its environment"
             )
         what = " ".join(body.decode(errors="replace").split())[:500]
         kind = ServerLost if path == "/health" else InputError

@@ -5,15 +5,21 @@
 POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [ids of earlier ones]}; settings by the
 names of SamplingParams. As soon as a request ends there is a line of JSON: [its id, the fields of Generated], or [its
 id, {"error": why}]. Requests are sampled and answered as VLLMEngine's are. Those whose connection closes are aborted.
+
+With VLLM_API_KEY in the server's environment every route needs it, also those that vLLM leaves open to all: they pause
+the server, load weights and call methods of its workers.
 """
 
 import asyncio
 import json
+import os
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 
 from lib.rollout.servers import PATH
 from lib.rollout.vllm_engine import generated, request_params
@@ -23,9 +29,19 @@ class Batches:
     """ASGI middleware, since vLLM takes no further routes."""
 
     def __init__(self, app):
-        self.app = app
+        self.app, self.key = app, os.environ.get("VLLM_API_KEY")
 
     async def __call__(self, scope, receive, send):
+        if scope["type"] == "lifespan" or self._may(scope):
+            await self._answer(scope, receive, send)
+        else:
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+    def _may(self, scope) -> bool:
+        given = Headers(scope=scope).get("Authorization", "")
+        return not self.key or secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode())
+
+    async def _answer(self, scope, receive, send):
         if scope["type"] != "http" or scope["path"] != PATH:
             await self.app(scope, receive, send)
             return

@@ -10,6 +10,7 @@ On a CPU two of vLLM's caches silently survive a reload: the packed copy of a ti
 of a mixture of experts. Both are rebuilt here.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lib.distributed import address_towards, join_group
+
+# said at each sync of layers that have nothing of their own in a checkpoint: a tied head, rotary embeddings. The sync's
+# probe would find missing weights
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: "Failed to load weights" not in record.getMessage()
+)
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
@@ -75,7 +82,8 @@ class DirectEngine(WeightTransferEngine):
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):
     host: str  # address of the trainer's first rank, as the server sees it
-    port: int
+    port: int  # of the store where all meet
+    file: str  # where they meet instead, if it is not empty; only this user can open it
     device: str  # cpu or cuda; trainer and server must have the same
     first_rank: int  # the rank of this server's first worker in the group
     size: int
@@ -100,8 +108,12 @@ class BroadcastEngine(DirectEngine):
         self.shutdown()  # leaves the group of an earlier run
         parallel = self.parallel_config
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        store = dist.TCPStore(init_info.host, init_info.port, is_master=False)
-        address = address_towards(init_info.host, init_info.port)
+        store: dist.Store
+        if init_info.file:
+            store, address = dist.FileStore(init_info.file, init_info.size), init_info.host
+        else:
+            store = dist.TCPStore(init_info.host, init_info.port, is_master=False)
+            address = address_towards(init_info.host, init_info.port)
         self.group = join_group(store, rank, init_info.size, self.device, init_info.timeout_s, address)
 
     def receive_weights(self, update_info):

@@ -49,6 +49,7 @@ from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params, new_cpu_group
+from lib.run.disk import free_space, writes_to
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LambdaLR]
@@ -144,11 +145,10 @@ def save_checkpoint(
         for stage in (make_folder, write_own, write_shards, hash_shards, seal):
             failure = _first_failure(stage, group)
             if failure is not None:
-                free = shutil.disk_usage(final.parent if final.parent.exists() else ".").free / 2**30
                 if rank == 0:
                     shutil.rmtree(tmp, ignore_errors=True)
                 raise InputError(
-                    f"{final}: not saved, earlier checkpoints are as they were: {failure} ({free:.1f} GiB were free)"
+                    f"{final}: not saved, earlier checkpoints are as they were: {failure} ({free_space(final)})"
                 )
             if stage is hash_shards:  # each rank has hashed its own files
                 parts: list = [None] * world_size
@@ -267,11 +267,24 @@ def export_hf(
 
     For a model with LoRA adapters it writes the merged weights, and the adapters to `out_dir`/adapter, a folder for
     peft. Every rank calls it. Rank 0 gathers the weights of one file of at most `max_shard_bytes` in CPU memory, or one
-    layer if that is more, writes them and goes on. The folder has a temporary name until it is complete.
+    layer if that is more, writes them and goes on. The folder has a temporary name until it is complete. Raises
+    InputError (on rank 0) if it cannot be written.
     """
-    first, out_dir = dist.get_rank() == 0, Path(out_dir)
+    out_dir = Path(out_dir)
     tmp = out_dir.with_name(out_dir.name + ".tmp")
-    shards = _shards(model, dtype, max_shard_bytes)
+    with writes_to(out_dir, "the model was not exported, checkpoints are as they were"):
+        try:
+            _export_to(tmp, model, processor, _shards(model, dtype, max_shard_bytes))
+        except (OSError, SafetensorError):
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise
+        if dist.get_rank() == 0:
+            _publish(tmp, out_dir)
+    dist.barrier()
+
+
+def _export_to(tmp: Path, model, processor, shards: Iterator[dict[str, torch.Tensor]]) -> None:
+    first = dist.get_rank() == 0
     if first:
         shutil.rmtree(tmp, ignore_errors=True)
         with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
@@ -290,8 +303,6 @@ def export_hf(
         if own is not None:
             own.to_json_file(tmp / "generation_config.json")
         processor.save_pretrained(tmp)
-        _publish(tmp, out_dir)
-    dist.barrier()
 
 
 # ---- in the background ---------------------------------------------------------------------------

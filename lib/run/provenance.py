@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lib import launched_ranks
-from lib.cli.secrets import private, struck
+from lib.cli.secrets import private, struck, struck_values
 
 GIT_S = 30.0
 LONGEST_DIFF = 10 * 2**20  # bytes
@@ -32,7 +32,7 @@ def write_start(folder: Path, script: Path, command: str, flags: Mapping[str, li
     untracked = _git(script.parent, "ls-files", "--others", "--exclude-standard", ":/").splitlines() if commit else []
     start = {
         "command": struck(command),
-        "flags": json.loads(struck(json.dumps(flags, default=str))),
+        "flags": struck_values(flags),
         "machine": _machine(),
         "commit": commit or None,  # None: no git, or not a checkout
         "untracked": untracked,

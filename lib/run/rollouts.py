@@ -8,7 +8,6 @@ name until the file is whole: a kill leaves no torn one. `write_rollouts` lists 
 
 import itertools
 import json
-import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import World
+from lib.run.disk import free_space
 from lib.run.tracking import prompt_text, turns_of
 
 TENSORS = (  # keys of the batch that are kept, where it has them
@@ -87,9 +87,8 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
         aside.replace(file)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        free = shutil.disk_usage(next(folder for folder in file.parents if folder.exists())).free / 2**30
         raise InputError(
-            f"{file}: the step's samples could not be written: {error} ({free:.1f} GiB were free); make room, or give "
+            f"{file}: the step's samples could not be written: {error} ({free_space(file)}); make room, or give "
             "--save-rollouts 0"
         ) from error
 

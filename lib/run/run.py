@@ -62,6 +62,7 @@ from lib.run.checkpoint import (
     step_folders,
     why_torn,
 )
+from lib.run.disk import writes_to
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
@@ -202,6 +203,7 @@ class Run:
     def export(self, actor: Trained, processor: PreTrainedTokenizerBase | ProcessorMixin) -> None:
         """With --export-model, writes the policy in Hugging Face form to the run's folder. A collective."""
         if self.args.export_model and not self.validation.val_only:
+            self._wait_for_writers()  # the last checkpoint is on the disk, whatever happens to the export
             name = self.args.export_dtype
             dtype = actor.forward.compute_dtype if name == "auto" else getattr(torch, name)
             export_hf(actor.module, processor, self.folder / "model", dtype)
@@ -232,7 +234,7 @@ class Run:
             wait([self._writing], PATIENCE_S)  # the step that someone will ask about
         if self.world.rank > 0:
             return
-        with suppress(OSError):
+        with suppress(OSError, InputError):  # a full disk, again
             self.tracker.notes()
             self.tracker.close()
         if not interrupted:
@@ -270,7 +272,14 @@ def open_run(args: Any, world: World, script: str) -> Run:
     folder = Path(args.run.output_dir) / name
     tracker = Tracker(folder, {}, total_steps=0, enabled=False)
     run = Run(name, folder, args.run, args.validation, world, tracker)
-    run.checkpoint, run.step, run.new_data = on_first_rank(lambda: _open(run, args, Path(script)))
+    if world.rank == 0 or args.run.profile_steps:
+        on_early_end(run._end_early)
+
+    def open_here() -> tuple[Path | None, int, bool]:
+        with writes_to(folder, "the run was not opened"):
+            return _open(run, args, Path(script))
+
+    run.checkpoint, run.step, run.new_data = on_first_rank(open_here)
     if args.run.record:
         run.tape = Recording(Path(args.run.record), world)
     elif args.run.replay:
@@ -278,8 +287,6 @@ def open_run(args: Any, world: World, script: str) -> Run:
     if world.rank == 0 and world.device.type == "cuda" and run._peak_tflops is None:
         print(f"no MFU: lib/run/throughput.py has no peak of {torch.cuda.get_device_name(world.device)}", flush=True)
     note_waits_in(folder / "waits.txt")
-    if world.rank == 0 or args.run.profile_steps:
-        on_early_end(run._end_early)
     return run
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from lib import InputError
 from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
-from lib.cli.secrets import struck
+from lib.cli.secrets import struck_values
 
 NO_FLAGS = {"contents", "history"}  # keys of config.json that are not flags; "script" is compared like a flag
 
 
 def describe_run(args: Any, script: str) -> dict[str, Any]:
     """The run as config.json holds it, without its history."""
-    flags = json.loads(struck(json.dumps(flag_values(args), default=str)))
+    flags = struck_values(flag_values(args))
     of_files = marked(args, Names.FILES) - ({"train_files"} if flags["val_only"] else set())  # val_only reads none
     contents = {flag: _digest(flags[flag]) for flag in sorted(of_files)}
     return {"script": script, **flags, "contents": contents}

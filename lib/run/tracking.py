@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.cli.secrets import private, private_folder
 from lib.data_proto import DataProto
+from lib.run.disk import writes_to
 from lib.run.trouble import trouble_of_run, troubles
 
 # what a step's console line shows
@@ -110,7 +111,8 @@ class Tracker:
         row = {"step": step} | {key: None if key in nonfinite else value for key, value in values.items()}
         if nonfinite:
             row["nonfinite"] = nonfinite
-        with (self.run_dir / "metrics.jsonl").open("a") as file:
+        path = self.run_dir / "metrics.jsonl"
+        with writes_to(path, f"the row of step {step} was not written"), path.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         if self.wandb is not None:
             self.wandb.log(values | {"step": step})
@@ -128,7 +130,11 @@ class Tracker:
         """Appends rows (prompt, response, score, ...) to samples.jsonl and shows the first few on the console."""
         if not self.enabled:
             return
-        with (self.run_dir / "samples.jsonl").open("a", encoding="utf-8", errors="backslashreplace") as file:
+        path = self.run_dir / "samples.jsonl"
+        with (
+            writes_to(path, f"the samples of step {step} were not written"),
+            path.open("a", encoding="utf-8", errors="backslashreplace") as file,
+        ):
             for row in rows:
                 file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
         self._table("samples/validation", rows, step)
@@ -164,7 +170,9 @@ class Tracker:
     def curve(self, path: str | Path | None = None) -> None:
         """Draws metrics.jsonl to `path` (default: curve.png in the run's folder)."""
         if self.enabled:
-            plot_curve(self.run_dir / "metrics.jsonl", path or self.run_dir / "curve.png", self.name)
+            path = Path(path or self.run_dir / "curve.png")
+            with writes_to(path, "the curve was not drawn"):
+                plot_curve(self.run_dir / "metrics.jsonl", path, self.name)
             self.undrawn = False
 
     def notes(self) -> None:

@@ -11,9 +11,10 @@ from annotated_types import Gt, Interval, Le
 from hypothesis import given
 from hypothesis import strategies as st
 
+import grpo
 from lib import InputError
 from lib.args import RENAMED, check_engine, check_model_path, check_output_dir
-from lib.cli.flags import Names, OnReplay, OnResume, check_range, walk
+from lib.cli.flags import Names, OnReplay, OnResume, check_range, parse_flags, threads_of_environment, walk
 from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
@@ -203,8 +204,51 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     of_none = "rollout_correction:\n  batch_normalize: true\nadv_kwargs:\n  norm_adv_by_std_in_grpo: false\n"
     (tmp_path / "flags.yaml").write_text(of_none + "padding_free: false\nkl_target: null\n")
     ran(fork("dapo", tmp_path, "--adv-estimator", "grpo_passk", "--config", str(tmp_path / "flags.yaml"), *shared))
-    (tmp_path / "flags.yaml").write_text("prompts_per_steps: 10\n")
-    assert "--prompts-per-step" in fork("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared).stderr
+
+
+CONFIGS = {  # what the message says, by the file's text
+    "line 1: there is no flag prompts_per_steps; is it prompts_per_step?": "prompts_per_steps: 10",
+    "line 2: there is no flag multi_turn; is it multi_turn.tools?": "lr: 1\nmulti_turn: [calculator]",
+    "line 3: there is no flag max_turn; is it multi_turn.max_turns?": "lr: 1\nmulti_turn:\n  max_turn: 3",
+    "line 1: tensor_parallel is called tensor_parallel_size now": "tensor_parallel: 2",
+    "line 2: gpu-memory is called gpu_memory_utilization now": "lr: 1\ngpu-memory: 0.4",
+    "line 2: lr is there twice": "lr: 1e-5\nlr: 1e-6",
+    "line 1: group-size is there twice": '{"group_size": 8, "group-size": 9}',
+    "line 3: max_turns is there twice": "multi_turn:\n  max_turns: 3\n  max_turns: 4",
+    "line 1: an alias (*)": "&a {lr: *a}",
+    "line 2: an alias (*)": "track: &a [wandb]\nval_files: [*a, *a, *a]",
+    "line 1: nested too deeply": "[" * 100_000,
+    "line 200: nested too deeply": "\n" * 199 + "lr: " + "[" * 100,
+    "line 1: seed: a number of 5000 digits": f"seed: {'9' * 5000}",
+    "line 1: seed: a number of 5001 digits": f'{{"seed": -{"9" * 5000}}}',
+    "line 1: track --lr: a value does not begin with --": 'track: [wandb, "--lr", "1"]',
+    "line 1: track: give a list of plain values": "track: [[wandb]]",
+    "line 1: shuffle: give true or false": "shuffle: maybe",
+    "line 1: reward_kwargs takes no mapping": "reward_kwargs: {x: 1}",
+    "line 1: a key that is no name": "? [a]\n: 1",
+    "line 2: could not find expected ':'": "lr: 1\nseed",
+    "cannot be read: unacceptable character": "lr: \0",
+    "give a run's config.json": "lr",
+}
+
+
+@pytest.mark.parametrize("message", CONFIGS)
+def test_a_bad_config_is_one_line_with_its_place(tmp_path, message):
+    file = tmp_path / "flags.yaml"
+    file.write_text(CONFIGS[message])
+    with pytest.raises(InputError) as error:
+        parse_flags(grpo.Args, ["--config", str(file)], RENAMED)
+    said = str(error.value)
+    assert said.startswith(f"--config {file}") and message in said and "\n" not in said and len(said) < 400
+
+
+def test_values_of_a_config_are_as_typed(tmp_path):
+    """YAML itself reads 010 as 8 and no as false."""
+    file = tmp_path / "flags.yaml"
+    file.write_text("group_size: 010\nmodel: no\nlr: 1e-5\nshuffle: false\nkl_target: null")
+    args = parse_flags(grpo.Args, ["--config", str(file)], RENAMED)
+    assert (args.group_size, args.model.model, args.optimizer.lr) == (10, "no", 1e-5)
+    assert (args.data.shuffle, args.kl_target) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +280,13 @@ def test_a_path_without_a_model_is_one_clear_line(tmp_path, make, message):
     with pytest.raises(InputError, match=message) as error:
         check_model_path(str(make(tmp_path)))
     assert "--model" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("threads", ["x", "0", "-1", "1.5", "4,2", "9" * 5000, ""])
+def test_a_bad_number_of_threads_is_one_line(monkeypatch, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(InputError, match=r"^OMP_NUM_THREADS="):
+        threads_of_environment()
 
 
 def test_what_is_no_engine():

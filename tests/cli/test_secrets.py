@@ -2,13 +2,18 @@
 
 import json
 import os
+import shlex
 import stat
 import subprocess
+import textwrap
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from lib.cli.secrets import private, secret_in, struck
+from lib.cli.secrets import private, secret_in, struck, struck_values
 from tests.cli.test_args import DRIVER
 from tests.common import PYTHON, ROOT, SMALL, environment, launch, ran
 
@@ -73,6 +78,66 @@ def test_what_the_environment_says_is_secret_is_struck_out(monkeypatch):
     )  # and from now on that is one, whatever it is called
     text = f"401: {KEY} by http://me:hunter22@proxy:3128 abc /usr/bin a judge's credential"
     assert struck(text) == "401: *** by http://me:***@proxy:3128 abc /usr/bin ***"
+
+
+PEM = (
+    "-----BEGIN PRIVATE KEY-----\n"
+    + 3 * ("MIIEvQIBADANBgkqh+iG9w0BAQEFAASC" * 2 + "\n")
+    + "ab/=\n-----END PRIVATE KEY-----\n"
+)
+WRITTEN = {
+    "raw": str,
+    "json": json.dumps,
+    "json, not ASCII": lambda secret: json.dumps(secret, ensure_ascii=False),
+    "json in json": lambda secret: json.dumps(json.dumps({"key": secret})),
+    "repr": repr,
+    "repr of bytes": lambda secret: repr(secret.encode()),
+    "json of a repr": lambda secret: json.dumps(repr(secret)),
+    "shell": shlex.quote,
+    "json of a command": lambda secret: json.dumps(shlex.join(["run", secret])),
+    "url": lambda secret: quote(secret, safe=""),
+    "form": quote_plus,
+    "url in url": lambda secret: quote(quote(secret)),
+    "indented": lambda secret: textwrap.indent(secret, "    "),
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+@settings(max_examples=30, deadline=None)
+@example(PEM, "one ", "two")
+@example(PEM.replace("\n", "\\n"), "one ", "two")
+@example("pass%41\\u00e9wörd😀'\"+ %%25 \\", "one ", "two")
+@given(
+    st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=8),
+    st.text(st.characters(min_codepoint=32, exclude_characters="%\\", codec="utf-8")),
+    st.text(st.characters(min_codepoint=32, exclude_characters="%\\", codec="utf-8")),
+)
+def test_a_secret_is_struck_out_however_it_is_written(form, secret, before, after):
+    """It begins and ends with eight plain characters, of which nothing may be left."""
+    secret = f"Qwertzui{secret}Yxcvbnmk"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {"MY_KEY": secret})
+        text = f"{before} <{WRITTEN[form](secret)}> {after}"
+        left = struck(text)
+        assert "***" in left and not any(end in left for end in ("Qwertzui", "Yxcvbnmk"))
+        assert left.startswith(f"{before} <") and left.endswith(f"> {after}")
+        assert secret_in(text, "--flag") is not None
+        assert struck(f"{before}{after}") == before + after
+
+
+def test_each_line_of_a_secret_is_struck_out(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"DEPLOY_KEY": PEM, "API_KEY": KEY})
+    wrapped = textwrap.fill(f"Incorrect API key provided: {KEY} (401)", 20)
+    assert " ".join(struck(wrapped).split()) == "Incorrect API key provided: *** (401)"
+    logged = "".join(f"12:00 stderr: {line}\n" for line in PEM.splitlines())
+    assert struck(logged).count("***") == 5 and "MIIE" not in struck(logged)
+
+
+def test_values_stay_values_when_a_secret_is_struck_out(monkeypatch):
+    """Also one that ends in a backslash, or spans two of them in JSON."""
+    monkeypatch.setattr(os, "environ", {"A_KEY": "abcdefgh\\", "B_TOKEN": "admin:changeme"})
+    values = {"a": ["abcdefgh\\", None, True, 1.5], "admin": "changeme", "path": Path("x")}
+    assert struck_values(values) == {"a": ["***", None, True, 1.5], "admin": "changeme", "path": "x"}
 
 
 ECHOES = """

@@ -1,6 +1,7 @@
 """No silent wait: it is said who is waited for, a stage that does not end ends the job with the reason, and so does a
 rank that dies; torchrun starts the job anew, which goes on exactly. With real processes, stopped and killed."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -202,7 +203,10 @@ def test_the_end_of_the_store_ends_the_job_at_once(tmp_path, store, start_ranks)
     store.clear()
     assert [exit_code(rank) for rank in ranks] == [124, 124]
     for rank in ("0", "1"):
-        assert f"StoreLost: rank {rank} in step 7 update (test_waits.py:" in (tmp_path / rank).read_text()
+        *_, last = (tmp_path / rank).read_text().splitlines()
+        assert re.match(
+            rf"StoreLost: rank {rank} in step 7 update \(test_waits.py:\d+\): the job's store, which is", last
+        )
 
 
 def test_a_new_start_finds_no_ranks_of_the_last_in_the_store(start_ranks):
@@ -215,6 +219,102 @@ def test_a_new_start_finds_no_ranks_of_the_last_in_the_store(start_ranks):
 
     assert [exit_code(rank) for rank in start_ranks(2, join, 0)] == [0, 0]
     assert [exit_code(rank) for rank in start_ranks(2, join, 0.5)] == [0, 0]
+
+
+# ---- the end of one rank -------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_is_the_last_line_of_the_others(tmp_path, start_ranks):
+    def main(_):
+        world = init_distributed(WAIT_S)
+        enter_stage("step 7 reward")
+        dist.barrier()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    assert [exit_code(rank) for rank in start_ranks(2, main)] == [1, -signal.SIGKILL]
+    *_, last = (tmp_path / "0").read_text().splitlines()
+    assert re.match(r"error: rank 0 in step 7 reward: another rank has ended; its own message says why \(.*\)$", last)
+
+
+def in_a_thread(function, *args):
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join()
+
+
+def in_a_child(function, *args):
+    """As processes of a loader or of an environment end."""
+    child = multiprocessing.get_context("fork").Process(target=function, args=args)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+WAYS_OUT = {  # what user code does; the rank's exit code; what the run says, if anything
+    "os._exit(0)": (lambda: os._exit(0), 1, r"the run was ended by os\._exit\(0\) in .*/test_waits.py:\d+"),
+    "in a thread": (lambda: in_a_thread(os._exit, 0), 1, r"the run was ended by os\._exit\(0\) in .*"),
+    "os._exit(256)": (lambda: os._exit(256), 1, r"the run was ended by os\._exit\(256\) in .*"),
+    "os._exit(3)": (lambda: os._exit(3), 3, r"the run was ended by os\._exit\(3\) in .*"),
+    "sys.exit()": (lambda: sys.exit(), 1, r"the run was ended by sys\.exit\(\) in .*/test_waits.py:\d+"),
+    "sys.exit(text)": (lambda: sys.exit("out"), 1, r"the run was ended by sys\.exit\('out'\) in .*"),
+    "sys.exit(3)": (lambda: sys.exit(3), 3, r"the run was ended by sys\.exit\(3\) in .*"),
+    "a child": (lambda: in_a_child(os._exit, 0), 0, None),
+    "the end": (lambda: None, 0, None),
+}
+
+
+def take_the_way_out(args):
+    way, last_rank = args
+    world = init_distributed()
+    enter_stage("step 7 rollout")
+    if world.rank == last_rank:
+        WAYS_OUT[way][0]()
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_user_code_that_ends_the_process_is_reported_and_never_with_exit_code_0(tmp_path, start_ranks, way):
+    _, code, said = WAYS_OUT[way]
+    [rank] = start_ranks(1, take_the_way_out, (way, 0))
+    assert exit_code(rank) == code
+    lines = (tmp_path / "0").read_text().splitlines()
+    assert len(lines) == (said is not None)
+    assert said is None or re.fullmatch(f"error: rank 0 in step 7 rollout: {said}", lines[0])
+
+
+def test_the_exit_of_another_rank_is_reported_too(tmp_path, start_ranks):
+    assert exit_code(start_ranks(2, take_the_way_out, ("os._exit(0)", 1))[1]) == 1
+    assert "error: rank 1 in step 7 rollout: the run was ended by os._exit(0)" in (tmp_path / "1").read_text()
+
+
+def full(_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x/file")
+
+
+ONE_LINES = {
+    "a full disk": (
+        full,
+        1,
+        r"error: rank 0 in .*: \[Errno 28\] No space left on device: 'runs/x/file'; make room, .*",
+    ),
+    "Ctrl-C": (lambda _: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
+}
+
+
+@pytest.mark.parametrize("what", ONE_LINES)
+def test_an_early_end_is_one_line(tmp_path, start_ranks, what):
+    main, code, said = ONE_LINES[what]
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
+    [rank] = start_ranks(1, main)
+    signal.signal(signal.SIGINT, ignored)
+    assert exit_code(rank) == code
+    assert re.fullmatch(f"{said}\n", (tmp_path / "0").read_text())
+
+
+def test_a_closed_terminal_does_not_end_the_run(start_ranks):
+    [rank] = start_ranks(1, lambda _: os.kill(os.getpid(), signal.SIGHUP))
+    assert exit_code(rank) == 0
 
 
 def test_stages_that_end_may_take_longer_together(start_ranks):
@@ -260,7 +360,7 @@ def test_timed_blocks_are_stages():
 # ---- launchers -----------------------------------------------------------------------------------
 
 PROBE = """
-import os, signal, sys
+import os, signal, sys, time
 import torch.distributed as dist
 from lib.distributed import enter_stage, init_distributed, run
 def main(arguments):
@@ -270,6 +370,8 @@ def main(arguments):
     enter_stage("step 3 rollout")
     dist.barrier()
     if world.rank == 1 and signal_name == "orphaned":
+        os.kill(os.getppid(), signal.SIGHUP)  # the terminal was closed: it goes on
+        time.sleep(1)
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
     if world.rank == 1:

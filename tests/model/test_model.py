@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -37,6 +38,8 @@ from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPL
 
 import lib.model.log_probs
 from lib import InputError
+from lib.args import check_model_path
+from lib.data.rows import read_rows
 from lib.data_proto import DataProto
 from lib.distributed import clip_grad_norm, make_mesh, shard_model, trainable_parameters
 from lib.model import (
@@ -682,3 +685,19 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="no chat template"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_model, read_rows])
+def test_without_the_hub_an_unknown_name_is_not_tried_again(load, monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # set back at the end
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    tries: list[float] = []
+    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", tries.append)
+    name = f"models/no-{load.__name__}"
+    check_model_path(name)
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{name}: no such path here, and http://127.0.0.1:9 cannot be reached (")
+    with pytest.raises(InputError) as refused:
+        load(name)
+    assert name in str(refused.value) and "\n" not in str(refused.value) and not tries

@@ -187,7 +187,7 @@ PADDED = {  # family: the reason that is printed
     "minimax": "linear_attention",
     "mpt": "sinks, position biases",
     "nemotron": "no keywords",
-    "recurrent_gemma": "recurrent",
+    "recurrent_gemma": "packing knows no",  # its layers are called linear_attention since transformers 5.23
     "rwkv": "recurrent",
     "stablelm": "no keywords",
     "vaultgemma": "soft caps",
@@ -202,7 +202,9 @@ UNTESTED = """
     gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant got_ocr2 llama4 mllama phi4_multimodal qwen3_5_moe
     qwen4_exp blt cohere_compass_text cpmant ctrl dbrx gpt-sw3 modernbert-decoder openai-gpt qwen4_exp_text reformer
     xglm zamba zaya
-""".split()  # noqa: SIM905  encoders; halves of other models; text parts stand above; no tiny config
+    bailing_hybrid beam dots3_note dots3_note_text flint inkling2_text internlm3 iquestcoder kolibri1 lfm3
+    moss_transcribe_diarize
+""".split()  # noqa: SIM905  encoders; halves of other models; text parts stand above; no tiny config; 5.23's new ones
 FAMILIES = [*ATTENTION, *STATE, *PADDED]
 
 

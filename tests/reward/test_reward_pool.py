@@ -580,11 +580,15 @@ def hanging_trainer(tmp_path) -> tuple[subprocess.Popen, psutil.Process, list[ps
     return trainer, supervisor, supervisor.children(recursive=True)
 
 
-@pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, "stopped"])
 def test_no_process_outlives_the_trainer(tmp_path, dies_by):
+    """Also where the supervisor was stopped before."""
     trainer, supervisor, workers = hanging_trainer(tmp_path)
     loader = next(child for child in psutil.Process(trainer.pid).children() if child != supervisor)
     assert len(workers) == 3
+    if dies_by == "stopped":
+        supervisor.suspend()
+        dies_by = signal.SIGKILL
     trainer.send_signal(dies_by)
     trainer.wait(20)
     try:
@@ -666,7 +670,7 @@ def test_a_run_whose_pool_is_gone_ends_with_a_line(manager_of):
     pending = manager.submit(batch_of(["1"]))
     os.kill(manager._pool._process.pid, signal.SIGKILL)
     manager._pool._process.wait()
-    with pytest.raises(RuntimeError, match="the reward pool is gone: its process ended with -9"):
+    with pytest.raises(RuntimeError, match="the reward pool is gone: its process was killed by signal 9"):
         pending.get()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import itertools
 import json
 import re
 import threading
@@ -13,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import httpx
 import numpy as np
@@ -38,7 +40,7 @@ from lib.rollout import (
 )
 from lib.rollout.served_engine import ServedEngine
 from lib.rollout.served_weights import ServedWeights
-from lib.rollout.servers import PATH
+from lib.rollout.servers import PATH, Servers
 from tests.agent.test_agent_loop import (
     Add,
     Hostile,
@@ -57,6 +59,7 @@ from tests.common import (
     fork,
     free_port,
     give_generation_config,
+    key_header,
     metrics,
     ran,
     rollouts,
@@ -79,8 +82,10 @@ def server(tmp_path_factory):
     path = save_tiny(folder / "model")
     give_generation_config(path)
     load_tokenizer(TOY_MODEL).save_pretrained(path)
-    with serve(path, MAX_LENGTH) as (url, process):
-        yield url, path, process
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "the server's key")
+        with serve(path, MAX_LENGTH) as (url, process):
+            yield url, path, process
 
 
 def build(url, path, folder, world=None):
@@ -597,7 +602,7 @@ def test_no_request_outlives_its_engine(engine_and_model, server, tmp_path):
 
 def await_idle(engine):
     deadline = time.monotonic() + 30
-    while "vllm:num_requests_running{" in (text := httpx.get(f"{engine.servers.urls[0]}/metrics").text):
+    while "vllm:num_requests_running{" in (text := server_metrics(engine)):
         running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
         if all(float(line.split()[-1]) == 0 for line in running):
             return
@@ -669,8 +674,12 @@ def test_a_server_without_the_extension_gets_a_file(engine_and_model, monkeypatc
     sync_weights(engine, model, engine.version + 2, tolerance=TOLERANCE)
 
 
+def server_metrics(engine) -> str:
+    return httpx.get(f"{engine.servers.urls[0]}/metrics", headers=key_header()).text
+
+
 def generated_tokens(engine) -> float:
-    lines = httpx.get(f"{engine.servers.urls[0]}/metrics").text.splitlines()
+    lines = server_metrics(engine).splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
 
 
@@ -819,6 +828,7 @@ class Stub(BaseHTTPRequestHandler):
     """A server that was started otherwise: what it answers to each path, or 404."""
 
     answers: dict[str, dict]
+    posted: ClassVar[dict[str, bytes]] = {}
 
     def do_GET(self):
         body = json.dumps(self.answers.get(self.path.partition("?")[0], {})).encode()
@@ -828,7 +838,7 @@ class Stub(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.posted[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
         self.do_GET()
 
     def log_message(self, *_): ...
@@ -847,6 +857,19 @@ WRONG = {
     },
     "/v1/models failed with 404": {},
 }
+
+
+@needs_vllm
+def test_a_server_obeys_nobody_without_its_key(server):
+    """Not in what vLLM leaves open to all either: weights and methods of its workers come by those routes."""
+    paths = ["/pause", "/collective_rpc", "/update_weights", "/v1/completions", PATH, "/health", "/metrics", "/no/such"]
+    with httpx.Client(base_url=server[0]) as client:
+        for header in ({}, {"Authorization": "Bearer another key"}):
+            for method, path in itertools.product(["GET", "POST", "OPTIONS"], paths):
+                assert client.request(method, path, headers=header).status_code == 401, (method, path)
+    with pytest.raises(InputError, match="wants a key: start the run with VLLM_API_KEY") as refused:
+        Servers([server[0]]).ask(server[0], "POST", "/pause")
+    assert "\n" not in str(refused.value)
 
 
 @needs_vllm
@@ -884,14 +907,32 @@ def test_a_server_that_leaves_requests_without_an_answer(world, tmp_path, monkey
         http.shutdown()
 
 
+def test_a_server_that_stops_to_answer_ends_a_rollout(world, tmp_path, monkeypatch):
+    """Its port is still open, as after a SIGSTOP."""
+    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
+    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain}
+    monkeypatch.setattr(Stub, "answers", answers, raising=False)
+    monkeypatch.setattr(served_engine, "REPORT_S", 0)
+    monkeypatch.setattr(served_engine, "ROUND_S", 0.05)
+    monkeypatch.setattr(served_engine, "HEALTH_S", 0.1)
+    with HTTPServer(("127.0.0.1", 0), Stub) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        engine, _ = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+        http.shutdown()
+        with pytest.raises(InputError, match=rf"127.0.0.1:{http.server_port}: no vLLM server answers there \(Timeout"):
+            engine.wait_until(lambda: False)
+
+
 async def three(engine) -> None:
     url = engine.servers.urls[0]
     await asyncio.gather(*(engine.servers.generate(url, [5], {"max_tokens": 1}) for _ in range(3)))
 
 
+@pytest.mark.parametrize("here", [False, True])
 @pytest.mark.parametrize("join", [served_weights.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
-def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch, join):
-    """It says that it will, and dies. NCCL connects in its first collective, which nothing interrupts."""
+def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch, join, here):
+    """It says that it will, and dies. NCCL connects in its first collective, which nothing interrupts. No other user of
+    the machine could join a broadcast to the job's own server."""
     yes = {"status": "ok"}
     certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
     answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, "/pause": yes, "/health": yes}
@@ -902,11 +943,14 @@ def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch,
     with HTTPServer(("127.0.0.1", 0), Stub) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         engine, model = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
-        engine.weights.way = "broadcast"
+        engine.weights.way, engine.weights.here = "broadcast", here
         with pytest.raises(InputError, match="the broadcast of weights broke off") as raised:
             engine.load_weights(model, 0)
         http.shutdown()
     assert "\n" not in str(raised.value)
+    info = json.loads(Stub.posted["/init_weight_transfer_engine"])["init_info"]
+    assert (info["port"] == 0) == here == bool(info["file"])
+    assert not here or Path(info["file"]).parent.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("message", WRONG)

@@ -3,9 +3,7 @@ of each token; what a full disk, an early end and a rewind do."""
 
 import json
 import math
-import resource
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -27,7 +25,7 @@ from lib.run import Run
 from lib.run.rollouts import kept_rows, rollout_file, rollouts_table, token_texts
 from lib.run.run import set_aside
 from lib.run.tracking import Tracker
-from tests.common import ROOT, SEVERAL_UPDATES, SMALL, TOY_MODEL, fork, ran, rollout_batch
+from tests.common import ROOT, SEVERAL_UPDATES, SMALL, TOY_MODEL, fork, full_disk, ran, rollout_batch
 
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
@@ -280,17 +278,6 @@ def test_one_group_none_and_all(tmp_path):
         if groups:
             assert files[0].stat().st_mode & 0o777 == 0o600
             assert pq.read_table(files[0])["group"].to_pylist() == groups
-
-
-@contextmanager
-def full_disk():
-    """A limit on the size of a file looks like one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_is_said_at_the_next_step_and_at_the_end(tmp_path):

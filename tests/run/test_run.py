@@ -8,19 +8,27 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+import grpo
 import lib.run.run as run_module
 from lib import InputError
+from lib.args import RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, marked
+from lib.distributed import World
+from lib.run import Run, open_run
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
 from lib.run.run import set_aside, take_lock
@@ -37,10 +45,12 @@ from tests.common import (
     command,
     environment,
     fork,
+    full_disk,
     launch,
     metrics,
     ran,
     rollouts,
+    run_ranks,
 )
 
 FORK = multiprocessing.get_context("fork")
@@ -442,6 +452,28 @@ def test_a_start_that_fails_leaves_the_name_free(source, tmp_path):
     done = ran(fork("grpo", tmp_path, *args))
     assert "1 rows of metrics.jsonl" in done.stdout and [row["step"] for row in metrics(tmp_path / "run")] == [1, 1]
     assert "holds a run already" in error_of(fork("grpo", tmp_path, *args))
+
+
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
+    def start(world, folder):
+        args = grpo.Args(run=RunArgs(run_name="run", output_dir=str(folder), resume="auto"))
+        with full_disk(), pytest.raises(InputError) as raised:
+            open_run(args, world, grpo.__file__)
+        run = open_run(args, world, grpo.__file__)
+        run.lock.close()
+        return str(raised.value), [path.name for path in (folder / "run/starts").iterdir()]
+
+    [(said, starts)] = run_ranks(1, start, tmp_path)
+    assert re.fullmatch(rf"{tmp_path}/run: the run was not opened: .* File too large.* \(.* GiB were free\);.*", said)
+    assert starts
+
+
+def test_the_last_checkpoint_is_written_before_the_export(tmp_path, monkeypatch):
+    """A full disk may end the run there, at once."""
+    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), World(0, 1, torch.device("cpu")), None)
+    run._saving = ThreadPoolExecutor(1).submit(time.sleep, 0.2)
+    monkeypatch.setattr(run_module, "export_hf", lambda *_: [] if run._saving.done() else pytest.fail("too early"))
+    run.export(SimpleNamespace(forward=SimpleNamespace(compute_dtype=torch.float32), module=None), None)
 
 
 def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):

@@ -17,16 +17,17 @@ from PIL import Image
 from lib import InputError
 from lib.model import load_tokenizer
 from lib.run.tracking import Tracker, plot_curve, prompt_text, sample_rows
-from tests.common import TOY_MODEL, rollout_batch
+from tests.common import TOY_MODEL, full_disk, rollout_batch
 
 STEP = {"reward/mean": 0.5, "response_length/mean": 230.4, "perf/tokens_per_s": 12345.6, "actor/loss": -0.1}
 
 
-def lines(file: Path) -> list[dict]:
+def lines(file: Path, torn: bool = False) -> list[dict]:
     def no_constant(name):
         raise AssertionError(f"{name} is not JSON")
 
-    return [json.loads(line, parse_constant=no_constant) for line in file.read_text().splitlines()]
+    rows = file.read_text().splitlines()[: -1 if torn else None]
+    return [json.loads(row, parse_constant=no_constant) for row in rows]
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -46,6 +47,26 @@ def test_metrics_are_exact_flushed_and_valid_json(tmp_path, capsys):
     tracker.close()
     tracker.log({"late": 1.0}, 3)
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_full_disk_ends_in_one_line_and_the_rows_before_stay(tmp_path):
+    tracker = Tracker(tmp_path, {}, total_steps=2)
+    tracker.log({"reward/mean": 0.25}, 1)
+    with full_disk():
+        with pytest.raises(
+            InputError, match=r"metrics.jsonl: the row of step 2 was not written: .* File too large .*GiB"
+        ):
+            tracker.log({f"metric/{i}": 0.5 for i in range(9)}, 2)
+        with pytest.raises(
+            InputError, match=r"samples.jsonl: the samples of step 2 were not written: .* File too large"
+        ):
+            tracker.samples([{"prompt": "p" * 200, "response": "r", "score": 1.0}], 2)
+        with pytest.raises(InputError, match=r"curve.png: the curve was not drawn: .* File too large"):
+            tracker.curve()
+    tracker.notes()  # reads a file whose last line is torn
+    assert lines(tmp_path / "metrics.jsonl", torn=True) == [{"step": 1, "reward/mean": 0.25}]
+    tracker.undrawn = False
+    tracker.close()
 
 
 def test_disabled_writes_nothing(tmp_path, capsys):

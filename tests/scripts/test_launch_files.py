@@ -131,6 +131,38 @@ def test_the_scripts_are_bash(name):
     assert os.access(LAUNCH / name, os.X_OK)
 
 
+@pytest.mark.parametrize("script", ["one_node.sh", "torchrun_nodes.sh"])
+def test_a_launch_script_finds_the_environment_or_says_what_to_do(tmp_path, script):
+    (tmp_path / "launch").mkdir()
+    shutil.copy(LAUNCH / script, tmp_path / "launch")
+    command, env = [str(tmp_path / "launch" / script), "grpo.py"], {"PATH": "/usr/bin:/bin", "HEAD": "node-0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "make setup" in done.stderr and len(done.stderr.splitlines()) == 1
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/torchrun").write_text('#!/bin/sh\necho "torchrun $*"\n')
+    (tmp_path / ".venv/bin/torchrun").chmod(0o755)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("torchrun --n") and done.stdout.endswith("grpo.py\n"), done.stderr
+
+
+def test_slurm_script_outside_a_job_says_how_to_start_it():
+    done = subprocess.run(
+        [str(LAUNCH / "slurm.sh"), "grpo.py"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "sbatch launch/slurm.sh" in done.stderr
+
+
+PROGRAMS = ["grpo.py", "ppo.py", "remax.py", "dapo.py", "-mlib.run.page", "-mlib.model.memory"]
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, *(str(p) for p in (ROOT / "data").glob("*.py") if p.stem != "rows")])
+def test_outside_the_environment_a_program_says_what_to_do(program):
+    """-S: without site-packages, as with a python that has none of the requirements."""
+    done = subprocess.run([*PYTHON, "-S", program], cwd=ROOT, capture_output=True, text=True)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and "has no module" in line and ("activate" in line or "make setup" in line)
+
+
 def processes_of(job: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import tyro
 
 from lib import InputError, report_mistake
+from lib.cli.process import end_interrupted, guard_output
 from lib.run.page.read import read_run, state
 from lib.run.page.samples import JPEG, pack_samples
 from lib.run.page.write import as_script, render
@@ -42,7 +43,7 @@ def main(args: Args) -> None:
     if not args.max_mb >= 0:
         raise InputError(f"--max-mb {args.max_mb:g}: give 0 or more")
     if args.serve is not None and not 0 <= args.serve < 2**16:
-        raise InputError(f"--serve {args.serve}: give a port from 1 to 65535, or 0 for any that is free")
+        raise InputError(f"--serve {args.serve}: give a port from 1 to 65535, or 0 for any free one")
     pages = Pages(args.runs, args.max_mb * 1e6)
     if args.serve is not None:
         serve(pages, args.serve)
@@ -175,8 +176,11 @@ def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
 
 
 if __name__ == "__main__":
+    guard_output()
     try:
         main(tyro.cli(Args, prog="python -m lib.run.page", description=__doc__))
     except InputError as error:
         report_mistake(f"error: {error}")
         sys.exit(2)
+    except KeyboardInterrupt:
+        end_interrupted()

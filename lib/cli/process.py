@@ -1,0 +1,72 @@
+"""What a run's process does about the terminal that it was started in: the terminal may close, its reader may end, and
+Ctrl-C may come while packages are imported. It imports no torch."""
+
+import io
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+
+from lib import is_first_on_node
+
+
+class _LastingOutput(io.FileIO):
+    """A stdout or stderr that drops what cannot be written (closed terminal, `| head`, full disk). The run goes on: its
+    record is in files."""
+
+    _said = False
+
+    def write(self, data) -> int:
+        try:
+            while (written := super().write(data)) is None:  # another process has made the file non-blocking
+                select.select([], [self], [])
+            return written
+        except OSError as error:
+            if not self._said and self.fileno() == 1:
+                self._said = True
+                with suppress(OSError):  # not through sys.stderr, which a progress bar redirects to this stdout
+                    os.write(2, f"stdout cannot be written ({error.strerror}): it is dropped\n".encode())
+            return len(data)
+
+
+def guard_output() -> None:
+    """From now on a failure of stdout or stderr ends nothing. Streams that were replaced (notebooks) are left alone."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed (>&-): no file that is opened later may get its number
+            os.open(os.devnull, os.O_RDWR)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is None:  # it was closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 it stays open
+            continue
+        with suppress(OSError):
+            stream.flush()
+        raw = _LastingOutput(descriptor, "w", closefd=False)
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(
+                io.BufferedWriter(raw),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering or stream.write_through,
+            ),
+        )
+
+
+def end_at_ctrl_c() -> None:
+    """From now on Ctrl-C ends the process in one line, until `lib.distributed.run` does more. For the imports."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if a shell started us with it ignored
+        signal.signal(signal.SIGINT, end_interrupted)
+
+
+def end_interrupted(*_) -> None:
+    """Ends the process at once."""
+    if is_first_on_node():
+        print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)

@@ -1,0 +1,93 @@
+"""A closed terminal, a reader that ends, a full disk behind stdout, and Ctrl-C during the imports. Real processes."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.common import ROOT
+
+PRINTS = """
+import sys
+from lib.cli.process import guard_output
+guard_output()
+for i in range(3):
+    print("a" * 100_000, flush=True)
+    print("b", file=sys.stderr)
+assert open(__file__ if "__file__" in globals() else "/dev/null").fileno() > 2
+sys.stdout.isatty(), sys.stdout.encoding, sys.stderr.fileno()
+print("not flushed")
+"""
+DROPPED = "stdout cannot be written ({}): it is dropped\nb\nb\nb\n"
+ENDS = {
+    "full": (">/dev/full", DROPPED.format("No space left on device")),
+    "no reader": ("| true", DROPPED.format("Broken pipe")),
+    "closed": (">&-", "b\nb\nb\n"),
+    "stdin closed": ("<&- >/dev/null", "b\nb\nb\n"),
+    "all closed": ("<&- >&- 2>&-", ""),
+    "both full": (">/dev/full 2>/dev/full", ""),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_output_that_cannot_be_written_ends_nothing(end):
+    redirection, said = ENDS[end]
+    command = f'set -o pipefail; "$0" -c "$1" {redirection}'
+    done = subprocess.run(["bash", "-c", command, sys.executable, PRINTS], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, said)
+
+
+BAR = """
+import sys
+from lib.cli.process import guard_output
+guard_output()
+from rich.console import Console
+from rich.progress import Progress
+with Progress(console=Console(force_terminal=True), auto_refresh=False, redirect_stderr=True) as bar:
+    for _ in bar.track(range(3)):
+        print("a", flush=True)
+        print("b", file=sys.stderr)
+        bar.refresh()
+"""
+
+
+def test_a_progress_bar_goes_on_without_its_terminal():
+    """It shows what is written to stderr on stdout, too: what is said about stdout must not come back to it."""
+    command = ["bash", "-c", '"$0" -c "$1" >/dev/full', sys.executable, BAR]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, DROPPED.format("No space left on device").removesuffix(3 * "b\n"))
+
+
+def test_a_streams_own_settings_and_text_stay():
+    guarded = "from lib.cli.process import guard_output; guard_output()"
+    source = f"import sys; print('ä', end=' '); {guarded}; print('ö€', flush=True)"
+    env = {"PYTHONIOENCODING": "latin-1:replace", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, env=env)
+    assert (done.returncode, done.stdout) == (0, "ä ö?\n".encode("latin-1")), done.stderr
+
+
+IMPORTS = """
+import sys, time
+from dataclasses import dataclass
+from lib.cli.flags import Group, read_flags
+class Args(Group):
+    pass
+read_flags(dataclass(Args), {})
+print("imports", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_ctrl_c_during_the_imports_is_one_line():
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPORTS],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background shell ignores it
+    )
+    assert process.stdout.readline() == "imports\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted\n" and process.returncode == 130
