@@ -30,6 +30,7 @@ from lib import InputError
 from lib.cli.secrets import private, private_folder
 from lib.data_proto import DataProto
 from lib.run.disk import writes_to
+from lib.run.prompt_images import row_hashes
 from lib.run.trouble import trouble_of_run, troubles
 
 # what a step's console line shows
@@ -74,9 +75,9 @@ class Tracker:
         self.enabled = enabled
         if unknown := set(trackers) - {"wandb", "tensorboard", "trackio"}:
             raise InputError(f"--track {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard, trackio")
+        self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
         if not enabled:
             return
-        self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
         self.name = name or self.run_dir.resolve().name
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.numbers = NUMBERS | (SPEED_OF_GPUS if on_gpu else SPEED)
@@ -278,17 +279,21 @@ class Tracker:
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """The rows of a scored batch for `Tracker.samples`: the question without the chat template, and the whole response
-    with its special tokens. A multi-turn episode also has how it ended, and its turns. For each turn: who wrote the
-    text ("policy" has response_mask 1), its number of tokens, and the reward that it got besides the score."""
+    """The rows of a scored batch for `Tracker.samples`: which row of the data set it is, the question without the chat
+    template, and the whole response with its special tokens. A multi-turn episode also has how it ended, and its turns.
+    For each turn: who wrote the text ("policy" has response_mask 1), its number of tokens, and the reward that it got
+    besides the score."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
     scored = tensors["response_mask"].any(1).tolist()
     attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
-    rows = []
+    rows, hashes = [], row_hashes(batch)
     for i in range(len(batch)):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
+            "index": row.get("index"),
+            "data_source": row["data_source"],
+            "row_hash": hashes[i],
             "prompt": prompt_text(row["raw_prompt"]),
             "response": tokenizer.decode(responses[i][attended[i]]),
             "score": scores[i] if scored[i] else None,

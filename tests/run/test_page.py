@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from benchmarks.run_page import SCHEMA, response_row, write_rollouts, write_run
 from lib import InputError
@@ -270,6 +271,61 @@ def test_one_prompt_over_all_steps(made, visit):
     expect_count(page, 64)
 
 
+@pytest.fixture
+def seen(tmp_path) -> Path:
+    """A run with two validation prompts of equal text but other images and answers, and files that are no images."""
+    run = write_run(tmp_path / "seen", 1, 1, 1)
+    (run / "images").mkdir()
+    for name, size in (("red", (40, 30)), ("blue", (50, 30)), ("wide", (600, 2))):
+        Image.new("RGB", size, "red").save(run / f"images/{name}.jpg")
+    (run / "images/page.jpg").write_text("<script>alert(1)</script>")
+    (run / "images/png.jpg").write_bytes(b"\x89PNG\r\n")
+    (run / "images/large.jpg").write_bytes((run / "images/red.jpg").read_bytes() + bytes(200_000))
+    (run / "images/link.jpg").symlink_to(ROOT / "README.md")
+    shown = {"step": 0, "prompt": "<image>How many?", "response": "2", "score": 1.0, "data_source": "made/up"}
+    rows = [
+        shown | {"index": 0, "row_hash": name, "ground_truth": name, "images": [f"{name}.jpg"]}
+        for name in ("red", "red", "blue")
+    ]
+    odd = ["nope", "page", "png", "large", "wide", "link", "../config", '"><script>alert(1)</script>']
+    rows.append(shown | {"index": 0, "row_hash": "odd", "images": [f"{name}.jpg" for name in odd]})
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_prompts_of_equal_text_are_apart_and_show_their_images(seen, visit):
+    page = visit(seen)
+    see_samples(page, kind="val")
+    cards = page.locator(".sample-group")
+    page.locator(".truth").nth(1).wait_for()
+    assert sorted(cards.locator(".truth").all_inner_texts()) == ["truth blue", "truth red"]
+    assert cards.locator(".response").count() == 4 and cards.count() == 3
+    widths = {}
+    for card in cards.all()[:2]:
+        card.locator("img").evaluate("(img) => img.decode()")
+        widths[card.locator(".truth").inner_text()] = card.locator("img").evaluate("(img) => img.naturalWidth")
+    assert widths == {"truth red": 40, "truth blue": 50} and page.locator("img").count() == 2
+    assert page.get_by_role("button", name="this prompt in").count() == 0
+    (note,) = page.locator(".note").all_inner_texts()
+    for said in ("nope.jpg (No such file", "page.jpg (cannot identify", "large.jpg (it is larger than 200 kB)"):
+        assert said in note
+    index, chunks, _ = pack_samples(seen, 1e6)
+    assert index["shown"] == 5 and len(chunks) == 2 + 2  # two images, each once
+
+
+def test_a_server_gives_images_as_images(seen):
+    server = make_server(Pages((seen,), 1e6), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        keys = pack_samples(seen, 1e6)[1]
+        answers = [httpx.get(f"http://127.0.0.1:{server.server_port}/chunk/{key}") for key in keys]
+        kinds = Counter(answer.headers["Content-Type"] for answer in answers)
+        assert kinds == {"application/octet-stream": 2, "image/jpeg": 2}
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_what_does_not_fit_is_left_out_evenly_and_said(made, visit, tmp_path):
     index, chunks, _ = pack_samples(made / "a", 20_000)
     steps = sorted({step for step, kind in zip(index["step"], index["kind"]) if index["texts"][kind] == "train"})
@@ -323,6 +379,22 @@ def test_runs_of_one_name_are_told_apart(made, tmp_path):
     other = write_run(tmp_path / "a", 1, 1, 1)
     data, _ = Pages((made / "a", other, made / "a"), 1e6).read()
     assert [run["name"] for run in data["runs"]] == [str(made / "a"), str(other)]
+
+
+def test_times_of_two_runs_have_one_scale_and_other_its_own_colour(made, visit, tmp_path):
+    slow = write_run(tmp_path / "slow", 3, 1, 2)
+    stages = dict.fromkeys([f"timing_s/stage_{i}" for i in range(9)], 10.0)
+    with (slow / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "timing_s/step": 100.0, **stages}) + "\n")
+    page = visit(made / "a", slow)
+    page.locator("#time").scroll_into_view_if_needed()
+    page.locator(".stages li").nth(3).wait_for()
+    tops = "[...figures].filter(([id]) => id.startsWith('t:')).map(([, figure]) => figure.plot.scales.y.max)"
+    page.wait_for_function(f"{tops}.length === 2")
+    assert page.evaluate(tops) == [pytest.approx(105)] * 2
+    colours = page.locator(".stages").nth(1).locator(".dot").evaluate_all("dots => dots.map((dot) => dot.dataset.c)")
+    names = page.locator(".stages").nth(1).locator("li").all_inner_texts()
+    assert names[-1].startswith("other ") and colours.count(colours[-1]) == 1
 
 
 def test_confidence_intervals_are_bands_and_no_curves(made, visit):
@@ -427,6 +499,9 @@ def test_a_phone_scrolls_in_one_direction(runs, visit, request):
     page.click("#open-all")
     see_samples(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    lines = "const r = document.createRange(); r.selectNodeContents(e.firstChild); return r.getClientRects().length;"
+    labels = page.locator("#sample-bar label:visible, #sample-bar legend:visible")
+    assert set(labels.evaluate_all(f"labels => labels.map((e) => {{ {lines} }})")) == {1}
     wide = "(e) => e.getBoundingClientRect().right > 361 && e.checkVisibility()"
     assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({wide}).map((e) => e.outerHTML)") == []
 

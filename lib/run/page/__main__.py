@@ -6,9 +6,7 @@ through `ssh -L 8000:localhost:8000 HOST`.
 
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import tyro
 
 from lib import InputError, report_mistake
 from lib.cli.process import end_interrupted, guard_output
+from lib.cli.secrets import write_private
 from lib.run.page.read import read_run, state
 from lib.run.page.samples import JPEG, pack_samples
 from lib.run.page.write import as_script, render
@@ -51,22 +50,10 @@ def main(args: Args) -> None:
     data, chunks = pages.read()
     file = args.output or args.runs[0] / "page.html"
     try:
-        _write(file, render(pages.title, data, chunks).encode())
+        write_private(file, render(pages.title, data, chunks).encode())  # it holds samples, see tracking.py
     except OSError as error:
         raise InputError(f"{_shown(file)}: cannot be written ({error.strerror}); give another --output") from error
     print(f"{_shown(file)}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
-
-
-def _write(file: Path, page: bytes) -> None:
-    """For its owner alone: it holds samples, see tracking.py. A link in its place is replaced, not followed."""
-    number, aside = tempfile.mkstemp(dir=file.parent, prefix=".page-")  # mode 0600
-    try:
-        with os.fdopen(number, "wb") as opened:
-            opened.write(page)
-        Path(aside).replace(file)
-    except OSError:
-        Path(aside).unlink(missing_ok=True)
-        raise
 
 
 def _shown(path: Path | str) -> str:
