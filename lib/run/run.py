@@ -211,8 +211,7 @@ class Run:
     def close(self) -> None:
         """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""
         self._wait_for_writers()
-        if not self.validation.val_only:
-            self.tracker.report()
+        self.tracker.report(of_training=not self.validation.val_only)
         self.tracker.close()
         on_early_end(None)
         if self.lock is not None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,7 @@ class Tracker:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.numbers = NUMBERS | (SPEED_OF_GPUS if on_gpu else SPEED)
         self.undrawn = False
+        self.last_samples: tuple[list[Mapping[str, Any]], int] = ([], 0)
         self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
         self.trackio = self._open_trackio(dict(config)) if "trackio" in trackers else None
@@ -128,7 +130,7 @@ class Tracker:
             self.curve()
 
     def samples(self, rows: Sequence[Mapping[str, Any]], step: int, show: int = 3) -> None:
-        """Appends rows (prompt, response, score, ...) to samples.jsonl and shows the first few on the console."""
+        """Appends rows (prompt, response, score, ...) to samples.jsonl; `report` prints the first few of the last."""
         if not self.enabled:
             return
         path = self.run_dir / "samples.jsonl"
@@ -139,17 +141,7 @@ class Tracker:
             for row in rows:
                 file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
         self._table("samples/validation", rows, step)
-        if not show:
-            return
-        table = Table(title=f"samples of step {step}", title_justify="left")
-        for name in ("score", "prompt", "response"):
-            table.add_column(name, no_wrap=True, overflow="ellipsis")
-        fifth = (self.console.width - 20) // 5  # borders and score take 20
-        for row in rows[:show]:
-            prompt, response = self._one_line(row["prompt"], 2 * fifth), self._one_line(row["response"], 3 * fifth)
-            score = "none" if row["score"] is None else f"{row['score']:.3g}"
-            table.add_row(*map(Text, (score, prompt, response)))
-        self.console.print(table)
+        self.last_samples = [*rows[:show]], step
 
     def training_samples(self, batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
         """Shows the first rows of a scored batch in wandb, tensorboard and trackio."""
@@ -180,21 +172,40 @@ class Tracker:
         """Prints what went wrong in how many steps."""
         if self.enabled:
             for trouble in trouble_of_run(_rows(self.run_dir / "metrics.jsonl")):
-                self.console.print(f"note: {trouble.text}", markup=False, soft_wrap=True)
+                self._say(f"note: {trouble.text}")
 
-    def report(self) -> None:
-        """Prints what went wrong in how many steps, the validation score of the start model and the last one, and where
-        the files are."""
+    def report(self, of_training: bool = True) -> None:
+        """Prints samples of the last validation, and how to see them all. of_training: also what went wrong in how many
+        steps, the validation score of the start model and the last one, and where the files are."""
         if not self.enabled:
             return
-        self.notes()
-        rows = _rows(self.run_dir / "metrics.jsonl")
-        for key in dict.fromkeys(key for row in rows for key in _validated(row)):
-            values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
-            before = [f"{values.pop(0):.3f} before training"] if 0 in values else []
-            after = [f"{values[step]:.3f} after step {step}" for step in [*values][-1:]]
-            self.console.print(f"{key}: {', '.join(before + after)}")
-        self.console.print(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/", soft_wrap=True)
+        self._show_samples(*self.last_samples)
+        if of_training:
+            self.notes()
+            rows = _rows(self.run_dir / "metrics.jsonl")
+            for key in dict.fromkeys(key for row in rows for key in _validated(row)):
+                values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+                before = [f"{values.pop(0):.3f} before training"] if 0 in values else []
+                after = [f"{values[step]:.3f} after step {step}" for step in [*values][-1:]]
+                self._say(f"{key}: {', '.join(before + after)}")
+            self._say(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/")
+        self._say(f"page of curves and samples: python -m lib.run.page {shlex.quote(str(self.run_dir))}")
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def _show_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if not rows:
+            return
+        table = Table(title=f"samples of step {step}", title_justify="left")
+        for name in ("score", "prompt", "response"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        fifth = (self.console.width - 20) // 5  # borders and score take 20
+        for row in rows:
+            prompt, response = self._one_line(row["prompt"], 2 * fifth), self._one_line(row["response"], 3 * fifth)
+            score = "none" if row["score"] is None else f"{row['score']:.3g}"
+            table.add_row(*map(Text, (score, prompt, response)))
+        self.console.print(table)
 
     def close(self) -> None:
         if not self.enabled:
