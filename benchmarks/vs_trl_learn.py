@@ -141,6 +141,7 @@ def run_plainrl(folder: Path, engine: str, seed: int, steps: int, *flags: str, k
     """Clocks and mean reward of each step. keep: and checkpoints in folder/plainrl."""
     command = [sys.executable, "grpo.py", "--model", str(TASK / "model"), *FLAGS.split()]
     command += ["--train-files", str(folder / "train.jsonl"), "--no-shuffle", "--rollout-engine", engine]
+    command += ["--val-files", str(TASK / "val.jsonl")]
     command += ["--reward", f"{Path(__file__).resolve()}:compute_score_batch", "--reward-workers", "0"]
     command += ["--total-steps", str(steps), "--seed", str(seed), "--save-rollouts", "0", "--no-export-model"]
     command += ["--no-val-before-train", "--val-every", "0", "--keep-checkpoints", "0", "--save-every", str(int(keep))]

@@ -24,8 +24,12 @@ MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
 FILES, ROWS = Names.FILES, Names.ROWS
 AS_RECORDED = OnReplay.AS_RECORDED
 ROOT = Path(__file__).parent.parent
+TOY = ROOT / "data/toy"
+TOY_TRAIN, TOY_VAL = (str(TOY / "train.jsonl"),), (str(TOY / "val.jsonl"),)
+NO_FILES = ("none",)
 HUB_ANSWER_S = 5.0
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
+LONGEST_RUN_NAME = 128  # bytes: wandb takes 128 characters, a file system 255 bytes
 RENAMED = {
     "--engine-ranks": "--rollout-tensor-parallel-size",
     "--gpu-memory": "--gpu-memory-utilization",
@@ -146,10 +150,8 @@ class ShardArgs(Group):
 class DataArgs(Group):
     """Data files in verl's format, and how their rows become prompts."""
 
-    train_files: Annotated[tuple[str, ...], FILES, ROWS] = (str(ROOT / "data/toy/train.jsonl"),)
+    train_files: Annotated[tuple[str, ...], FILES, ROWS] = TOY_TRAIN
     """parquet or json(l) files, or a data set on the hub"""
-    val_files: Annotated[tuple[str, ...], MAY_CHANGE] = (str(ROOT / "data/toy/val.jsonl"),)
-    """the same, for validation"""
     dataset_class: Annotated[str, FILES, ROWS] = ""
     """path/to/file.py:ClassName of your own dataset class; empty: lib/data's RLHFDataset"""
     max_prompt_length: Annotated[int, Ge(1), ROWS] = 32
@@ -326,6 +328,9 @@ class OptimizerArgs(Group):
 class ValidationArgs(Group):
     """Validation during training."""
 
+    val_files: Annotated[tuple[str, ...], MAY_CHANGE] = ()
+    """parquet or json(l) files, or a data set on the hub; none: no validation; empty: those of the toy, if it is
+    trained on or --val-only validates it"""
     val_before_train: Annotated[bool, MAY_CHANGE] = True
     """validate before the first step"""
     val_every: Annotated[int, Ge(0), MAY_CHANGE] = 5
@@ -345,12 +350,14 @@ class ValidationArgs(Group):
 
     def check(self) -> None:
         check_scorers("val_reward", self.val_reward)
+        if self.val_only and not self.wanted:
+            raise InputError("--val-only needs --val-files: name the files to validate on")
         if self.val_samples > 1 and self.val_temperature == 0:
             raise InputError(f"--val-samples {self.val_samples} are all the same at --val-temperature 0: raise it")
 
     @property
     def wanted(self) -> bool:
-        return self.val_only or self.val_before_train or self.val_every > 0
+        return self.val_files != NO_FILES and (self.val_only or self.val_before_train or self.val_every > 0)
 
 
 @configure(OmitArgPrefixes)
@@ -359,7 +366,7 @@ class RunArgs(Group):
     """The run: its folder, length, checkpoints and logs."""
 
     run_name: Annotated[str, NOT_COMPARED] = ""
-    """name of the run, which writes to output_dir/run_name; empty: <script>-s<seed>-<date and time>"""
+    """name of the run, which writes to output_dir/run_name; empty: <script>-s<seed>-<date and time>-<random>"""
     output_dir: Annotated[str, NOT_COMPARED] = "runs"
     """folder of all runs"""
     config: Annotated[str, NOT_COMPARED] = ""
@@ -407,6 +414,7 @@ class RunArgs(Group):
     """traces show the memory in use; on a GPU each also has a snapshot with every allocation's stack"""
 
     def check(self) -> None:
+        check_run_name(self.run_name)
         if not self.dry_run:
             check_output_dir(self.output_dir)
         if self.record and self.replay:
@@ -449,9 +457,9 @@ class MultiTurnArgs:
     max_turn_tokens: Annotated[int | None, Gt(0)] = None
     """most tokens of a turn; None: what is left of the row"""
     max_tool_output: Annotated[int, Gt(0)] = 2000
-    """most characters of a tool's output"""
+    """most characters of an answer of a tool or of the interaction"""
     truncate: Literal["left", "middle", "right"] = "middle"
-    """where a longer output is cut"""
+    """where a longer answer is cut"""
     tool_timeout: Annotated[float, Gt(0)] = 30.0
     """seconds that each call of a tool or an interaction may take"""
     episode_timeout: Annotated[float | None, Gt(0)] = None
@@ -665,6 +673,7 @@ def check_common_flags(args: Any) -> None:
     _check_engine_ranks(args, world_size)
     args.multi_turn.check()
     _check_models_and_files(args)
+    _set_val_files(args)
     _check_sampling(args)
     _check_replay(args)
     _check_kl(args)
@@ -750,15 +759,43 @@ def check_scorers(name: str, specs: tuple[str, ...]) -> None:
             load_object(as_flag(name), spec)
 
 
+def check_run_name(name: str) -> None:
+    """Raises InputError for a name that is not that of one folder, or that a tracker refuses."""
+    if "/" in name or name in (".", ".."):
+        raise InputError(f"--run-name {name!r}: must be one folder's name; --output-dir says where that folder lies")
+    if not name.isprintable():  # nor is half a surrogate pair, which Python makes of invalid UTF-8
+        raise InputError(f"--run-name {name!r}: must be printable UTF-8 on one line")
+    if len(name.encode()) > LONGEST_RUN_NAME:
+        raise InputError(f"--run-name {name[:40]}...: {len(name.encode())} bytes, at most {LONGEST_RUN_NAME} are taken")
+
+
 def check_output_dir(folder: str, flag: str = "--output-dir") -> None:
     """Raises InputError for a folder that cannot be made or written to."""
-    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if not folder.isprintable():
+        raise InputError(f"{flag} {folder!r}: must be printable UTF-8 on one line")
+    try:
+        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    except OSError as error:
+        raise InputError(f"{flag} {folder[:40]}...: {error.strerror}") from error
     if not there.is_dir():
         raise InputError(f"{flag} {folder}: {there} is not a folder")
     try:
         tempfile.TemporaryDirectory(dir=there).cleanup()
     except OSError as error:
         raise InputError(f"{flag} {folder}: {there} cannot be written: {error.strerror}") from error
+
+
+def _set_val_files(args: Any) -> None:
+    """The toy's prompts validate a model that is trained on the toy, or on nothing. Raises InputError for others."""
+    validation = args.validation
+    if validation.val_files or not validation.wanted:
+        return
+    own = [file for file in args.data.train_files if not Path(file).expanduser().resolve().is_relative_to(TOY)]
+    if own and not validation.val_only:
+        raise InputError(
+            f"--train-files {own[0]} without --val-files: name the files to validate on, or give --val-files none"
+        )
+    validation.val_files = TOY_VAL
 
 
 def _check_models_and_files(args: Any) -> None:
@@ -771,7 +808,7 @@ def _check_models_and_files(args: Any) -> None:
             check_model_path(args.reward.reward_model, "--reward-model")
     if not args.data.dataset_class:  # your own class may take other sources
         train_files = () if args.validation.val_only else args.data.train_files
-        for source in (*train_files, *(args.data.val_files if args.validation.wanted else ())):
+        for source in (*train_files, *(args.validation.val_files if args.validation.wanted else ())):
             check_source(source)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lib import InputError
-from lib.args import Sizes, training_ranks
+from lib.args import ROOT, Sizes, training_ranks
 from lib.distributed import World, advise_out_of_memory, on_first_rank
 from lib.model.flops import StepFlops, estimate_flops
 from lib.model.memory import GIB, Moments, estimate_memory, fits, memory_table
@@ -18,6 +18,7 @@ from lib.run.throughput import PEAK_TFLOPS, peak_tflops
 from lib.setup import Inputs, check_algorithm, get_compute_dtype, needed_log_probs
 
 MFU = 0.3  # of an update, for its time: an assumption
+NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
 
 
 class Gpu(NamedTuple):
@@ -32,33 +33,53 @@ H100 = Gpu("H100", 80 * GIB, PEAK_TFLOPS["H100"])
 
 
 def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
-    """What the run will do, in numbers; with --dry-run also the memory and FLOPs that a step needs."""
+    """The model, the data and the sizes of a step; with --dry-run also the memory and FLOPs that a step needs."""
 
-    def size_of(dataset) -> str:
+    def rows_of(dataset, files: tuple[str, ...]) -> str:
         counts = dict(getattr(dataset, "dropped", {}))
         if defused := getattr(dataset, "defused", 0):
             counts["special_tokens_as_text"] = defused
-        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())})"
+        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())}) from {_shown(files)}"
 
     train_data, val_data, samples = inputs.train_data, inputs.val_data, args.validation.val_samples
     ranks = f"on {training_ranks(args)} rank(s) of {world.device.type}"
     if args.rollout.rollout_gpus:
         servers = args.rollout.rollout_gpus // args.rollout.rollout_tensor_parallel_size
         ranks += f" (and {servers} vLLM server(s) on {args.rollout.rollout_gpus} more)"
+    lines = [f"model: {_shown((args.model.model,))}"]
+    if train_data is not None:
+        lines += [f"training prompts: {rows_of(train_data, args.data.train_files)}"]
+    lines += [f"validation prompts: {rows_of(val_data, args.validation.val_files) if val_data else 'none'}"]
     if train_data is None:
-        size = f"validation prompts: {size_of(val_data)} x {samples} = {len(val_data) * samples}"
-        return f"{size} responses {ranks}"
+        return "\n".join([*lines, f"{len(val_data)} x {samples} = {len(val_data) * samples} responses {ranks}"])
     responses, total_steps = args.prompts_per_step * args.group_size, args.run.total_steps
-    text = (
-        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step"
-        f" {ranks}, {sizes.updates_per_step} update(s) of "
-        f"{responses // args.num_mini_batches} rows; training prompts: {size_of(train_data)}, "
-        f"validation prompts: {size_of(val_data) if val_data else 'none'}; {total_steps} steps = "
-        f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs"
-    )
+    lines += [
+        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step {ranks}, "
+        f"{sizes.updates_per_step} update(s) of {responses // args.num_mini_batches} rows; {total_steps} steps = "
+        f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs",
+        *_notes(args),
+    ]
     if world.device.type == "cuda" and args.model.attn_implementation == "auto":
-        text += "\nattention: packed_sdpa; --attn-implementation varlen should be faster (docs/gpu.md)"
-    return text + (f"\n{describe_needs(args, sizes, gpu_here())}" if args.run.dry_run else "")
+        lines += ["attention: packed_sdpa; --attn-implementation varlen should be faster (docs/gpu.md)"]
+    if args.run.dry_run:
+        lines += [describe_needs(args, sizes, gpu_here())]
+    return "\n".join(lines)
+
+
+def _shown(paths: tuple[str, ...]) -> str:
+    """Paths, those of this repository relative to it."""
+    return ", ".join(path.removeprefix(f"{ROOT}/") for path in paths)
+
+
+def _notes(args: Any) -> list[str]:
+    """Settings that train nothing, or less than one may expect."""
+    notes = []
+    if args.optimizer.lr == 0:
+        notes += ["note: --lr 0 leaves the policy as it is"]
+    if args.group_size == 1 and getattr(args, "adv_estimator", NO_GROUPS) != NO_GROUPS:
+        raw = "is its reward" if args.singleton == "raw" else "is 0"
+        notes += [f"note: --group-size 1 leaves no baseline: the advantage of a response {raw} (--singleton)"]
+    return notes
 
 
 def describe_needs(args: Any, sizes: Sizes, gpu: Gpu) -> str:

@@ -58,6 +58,7 @@ from lib.reward.scorers import Scorer
 from lib.reward.scores import RewardModel, Rewards
 from lib.rollout import OwnServers, Rollouts, Sampling, check_engine_import, make_engine, serve
 from lib.run import Run, Validation
+from lib.seeds import set_seed
 
 # ---- before a model loads ------------------------------------------------------------------------
 
@@ -65,6 +66,7 @@ from lib.run import Run, Validation
 def join(args: Any) -> World:
     """Joins the job (init_distributed). An engine rank of --rollout-gpus does not come back: it runs its vLLM server
     until the job is over."""
+    set_seed(args.run.seed)  # the same on all ranks: a dataset class may draw which rows it keeps
     rollout = args.rollout
     engine_ranks = 0 if args.run.dry_run else rollout.rollout_gpus
     world = init_distributed(args.run.stage_timeout, rollout.rollout_engine, engine_ranks)
@@ -195,7 +197,7 @@ def load_inputs(args: Any) -> Inputs:
     if vision is not None:  # the dataset class of a text model need not know of it
         load = partial(load, vision=vision)
     train_data = None if validation.val_only else load(list(data.train_files))
-    val_data = load(list(data.val_files)) if validation.wanted else None
+    val_data = load(list(validation.val_files)) if validation.wanted else None
     trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
     seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
     if reward.reward_model and seen:
@@ -272,6 +274,7 @@ def make_sharding(
     model: ModelArgs, shard: ShardArgs, optimizer: OptimizerArgs, rollout: RolloutArgs, world: World, seed: int
 ) -> Sharding:
     torch.manual_seed(seed + world.rank)
+    set_seed(seed + world.rank)
     if world.device.type == "cuda" and {"actor", "critic"} & set(shard.cpu_offload):
         # AdamW runs on the CPU then, and torchrun gives a rank one thread
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
@@ -425,6 +428,7 @@ def make_rewards_and_validation(
             memory_mb=reward.reward_memory,
             failure_score=reward.reward_failure_score,
             tape=run.tape,
+            seed=args.run.seed,
         )
         return Rewards(manager, judge, args.multi_turn.reward_coef)
 

@@ -123,6 +123,7 @@ def test_distillation_learns_without_a_reward(scripts, teacher, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"reward_model": {}}) + "\n" for row in rows))
     (tmp_path / "none.py").write_text("def score(data_source, solution_str, extra_info, ground_truth=None): return 0\n")
     args = ["--teacher", teacher, "--train-files", str(tmp_path / "rows.jsonl"), "--no-export-model"]
+    args += ["--val-files", str(toy.FOLDER / "val.jsonl")]
     args += ["--reward", f"{tmp_path / 'none.py'}:score", "--val-reward", "data_source", "--run-name", "run"]
     ran(start(scripts["distill"], tmp_path, *TEN_STEPS, *args))
     logged = metrics(tmp_path / "run")

@@ -312,15 +312,14 @@ def _as_batch(
     Raises InputError if all episodes failed.
     """
     if all(error is not None for error in errors):
-        text = "".join(traceback.format_exception(errors[0]))
-        raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with\n{text}")
+        raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with{_story(errors[0])}")
     for request, error in zip(requests, errors):
         if error is not None:
             request.finish_reason = FinishReason.ERROR
-            *place, message = traceback.format_exception(error)
-            if (text := "".join(place)) not in SHOWN:
-                print(f"rollout: an episode failed; more like it are only counted\n{text}{message}", flush=True)
-            SHOWN.add(text)
+            place = "".join(traceback.format_exception(error)[:-1])
+            if place not in SHOWN:
+                print(f"rollout: an episode failed; more like it are only counted{_story(error)}", flush=True)
+            SHOWN.add(place)
     batch = add_responses(
         prompts,
         [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests],
@@ -340,6 +339,11 @@ def _as_batch(
     columns["agent_metrics"] = [dict(request.metrics) for request in requests]
     batch.non_tensor_batch |= DataProto.from_dict(non_tensors=columns).non_tensor_batch
     return batch
+
+
+def _story(error: BaseException) -> str:
+    """An InputError is one line for its reader; of others, which the user's code raises, one wants the place."""
+    return f": {error}" if isinstance(error, InputError) else f"\n{''.join(traceback.format_exception(error))}"
 
 
 def agent_metrics(batch: DataProto) -> dict[str, Metric]:

@@ -9,6 +9,7 @@ import math
 import operator
 import re
 import shlex
+import shutil
 import threading
 import time
 import urllib.request
@@ -28,6 +29,13 @@ from lib.reward.sandbox import connect, hang_up, make_spec, sandbox_level
 
 TOP_K = 3  # passages that a search returns
 REMOTE_S = 30.0  # how long an MCP server may take to start, and a retriever to answer
+LONGEST_ANSWER = 2**24  # bytes, of a retriever
+LONGEST_SCHEMAS = 2**18  # characters: the schemas are part of every prompt
+# A relay to the server's standard input. It is the end of the input when this process ends, in whatever way; GRACE_S
+# later the relay ends the server's process group, in which there may also be what the server started.
+GUARD = """exec 3<&0; exec "$@" < <(cat <&3; exec >&-; sleep $0; kill -KILL -$$) 3<&-"""
+GRACE_S = 2
+SCHEMA_ERRORS = (TypeError, ValueError, KeyError, NotImplementedError, RecursionError, jsonschema.SchemaError)
 
 # ---- loading -------------------------------------------------------------------------------------
 
@@ -47,17 +55,25 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     Raises InputError: a spec cannot be loaded, a schema is not valid, or two tools have one name.
     """
     tools: dict[str, BaseTool] = {}
+    size = 0
     for spec in specs:
         for tool in _tools_of(spec):
             try:
                 name = tool.get_openai_tool_schema()["function"]["name"]
+                size += len(json.dumps(tool.get_openai_tool_schema(), default=str))
                 validator = validator_of(tool)
-                validator.check_schema(validator.schema)
-            except (TypeError, KeyError, NotImplementedError, jsonschema.SchemaError) as error:
+                if size <= LONGEST_SCHEMAS:
+                    validator.check_schema(validator.schema)
+            except SCHEMA_ERRORS as error:
                 raise InputError(
                     f"--multi-turn.tools {spec}: get_openai_tool_schema() must give {{'type': 'function', 'function': "
-                    f"{{'name', 'description', 'parameters': a JSON schema}}}} ({say(error).splitlines()[0]})"
+                    f"{{'name', 'description', 'parameters': a JSON schema}}}} ({_line(error)})"
                 ) from error
+            if size > LONGEST_SCHEMAS:
+                raise InputError(
+                    f"--multi-turn.tools {spec}: its schemas and those before it have {size} characters; they are part "
+                    f"of every prompt, and at most {LONGEST_SCHEMAS} are taken"
+                )
             if name in tools:
                 raise InputError(f"--multi-turn.tools {spec}: there is a tool {name!r} already; rename one of the two")
             tools[name] = tool
@@ -88,6 +104,11 @@ def _tools_of(spec: str) -> list[BaseTool]:
     if not (inspect.isclass(found) and issubclass(found, BaseTool)):
         raise InputError(f"--multi-turn.tools {spec}: neither a function nor a subclass of lib.agent.BaseTool")
     return [found()]
+
+
+def _line(error: BaseException) -> str:
+    """What happened, in one line that is not too long."""
+    return say(error).splitlines()[0][:300]
 
 
 # ---- built in: calculator, python, search, MCP ---------------------------------------------------
@@ -230,7 +251,9 @@ def _retrieve(url: str, query: str) -> list[str]:
     body = json.dumps({"queries": [query], "topk": TOP_K, "return_scores": True}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=REMOTE_S) as response:
-        return [hit["document"]["contents"] for hit in json.load(response)["result"][0]]
+        if len(answer := response.read(LONGEST_ANSWER + 1)) > LONGEST_ANSWER:
+            raise ValueError(f"{url}: the answer has more than {LONGEST_ANSWER} bytes")
+    return [hit["document"]["contents"] for hit in json.loads(answer)["result"][0]]
 
 
 def _bm25(path: Path) -> Callable[[str], list[str]]:
@@ -296,6 +319,8 @@ class MCPServer:
 
 
 class MCPTool(BaseTool):
+    own_schema = False
+
     def __init__(self, server: MCPServer, tool):
         self.server, self.name = server, tool.name
         function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
@@ -329,7 +354,9 @@ def _mcp_target(target: str):
         del words[0]
     if words[0].startswith(("http://", "https://")):
         return streamable_http_client(words[0], http_client=create_mcp_http_client(given))
-    return StdioServerParameters(command=words[0], args=words[1:], env=given)
+    if not shutil.which(words[0]):
+        raise FileNotFoundError(f"there is no program {words[0]}")
+    return StdioServerParameters(command="bash", args=["-c", GUARD, str(GRACE_S), *words], env=given)
 
 
 def _mcp_tools(target: str) -> list[BaseTool]:
@@ -340,5 +367,5 @@ def _mcp_tools(target: str) -> list[BaseTool]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"--multi-turn.tools mcp:{target}: no MCP server answers there ({say(error)})") from error
+        raise InputError(f"--multi-turn.tools mcp:{target}: no MCP server answers there ({_line(error)})") from error
     return [MCPTool(server, tool) for tool in server.tools]

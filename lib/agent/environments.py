@@ -8,21 +8,37 @@ Responses to one prompt are compared, so they must have begun alike.
 import asyncio
 import importlib
 import json
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import aiohttp
+import jsonschema
 
 from lib import InputError
 from lib.agent.interactions import BaseInteraction
-from lib.agent.tools import in_thread
+from lib.agent.tools import in_thread, say
 from lib.cli.user_code import load_object
 
 CONNECT_S = 10.0
-LONGEST_MESSAGE = 2**24  # bytes of an observation
+LONGEST_MESSAGE = 2**24  # bytes of an observation, and of a schema
+ACTION = {"type": "object", "properties": {"properties": {"type": "object"}}}
+SCHEMAS = {"type": "object", "required": ["action"], "properties": {"action": ACTION}}  # what /schema answers
+OBSERVED = {
+    "type": "object",
+    "required": ["observation"],
+    "properties": {"observation": {"type": "object"}, "reward": {"type": ["number", "boolean", "null"]}},
+}
+WRONG_FIELD = {"type": "object", "required": ["loc", "msg"], "properties": {"loc": {"type": "array"}}}
+REFUSED = {"type": "object", "properties": {"errors": {"type": ["array", "null"], "items": WRONG_FIELD}}}
+REPLY = {  # what /ws answers
+    "type": "object",
+    "required": ["type", "data"],
+    "if": {"properties": {"type": {"const": "error"}}},
+    "then": {"properties": {"data": REFUSED}},
+    "else": {"properties": {"data": OBSERVED}},
+}
 
 
 class SeededEnvironment(BaseInteraction):
@@ -129,19 +145,19 @@ class OpenEnv(SeededEnvironment):
         if message.type != aiohttp.WSMsgType.TEXT:
             raise ConnectionError(f"openenv:{self.url}: the server closed the session")
         self.message = asyncio.create_task(self.socket.receive())
-        reply = json.loads(message.data)
+        reply = parsed(message.data, REPLY, f"openenv:{self.url}: its answer to {kind}")
         data = reply["data"]
         if reply["type"] != "error":
             return data
         if data.get("code") == "CAPACITY_REACHED":
             raise ConnectionError(
-                f"openenv:{self.url}: {data['message']}: start the server with as many sessions (max_concurrent_envs) "
-                "as there are responses in a step"
+                f"openenv:{self.url}: {data.get('message')}: start the server with as many sessions "
+                "(max_concurrent_envs) as there are responses in a step"
             )
         if data.get("code") not in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
             raise RuntimeError(f"openenv:{self.url}: {data.get('code')}: {data.get('message')}")
-        wrong = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in data.get("errors", [])]
-        raise Refused("; ".join(wrong) or data["message"] or data["code"])
+        wrong = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in data.get("errors") or []]
+        raise Refused("; ".join(wrong) or data.get("message") or data["code"])
 
     def _shown(self, observation: dict) -> str:
         if self.observation and self.observation not in observation:
@@ -151,6 +167,17 @@ class OpenEnv(SeededEnvironment):
         every = {name: value for name, value in observation.items() if name != "metadata"}
         shown = observation[self.observation] if self.observation else every
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+
+
+def parsed(text: str | bytes, schema: dict, what: str) -> dict:
+    """JSON from a server. Raises InputError if it has another form."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{what} is no JSON ({error})") from error
+    if error := jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(value)):
+        raise InputError(f"{what} has another form than OpenEnv's: {error.json_path}: {error.message[-200:]}")
+    return value
 
 
 def as_action(action: Any, text: str) -> dict:
@@ -187,12 +214,12 @@ def load_openenv(spec: str) -> Callable[[], OpenEnv]:
         )
     url = url.rstrip("/")
     try:
-        with urllib.request.urlopen(f"{url}/schema", timeout=CONNECT_S) as response:
-            schema = json.load(response)["action"]
-    except (OSError, ValueError, KeyError) as error:
+        text = asyncio.run(_get(f"{url}/schema"))
+    except (OSError, ValueError, aiohttp.ClientError) as error:
         raise InputError(
-            f"--multi-turn.interaction {spec}: no OpenEnv server answers at {url}/schema ({error})"
+            f"--multi-turn.interaction {spec}: no OpenEnv server answers at {url}/schema ({say(error)})"
         ) from error
+    schema = parsed(text, SCHEMAS, f"--multi-turn.interaction {spec}: what {url}/schema answers")["action"]
     action: Any = options.get("action")
     fields = [name for name in schema.get("properties", {}) if name != "metadata"]
     if action is None:
@@ -204,10 +231,20 @@ def load_openenv(spec: str) -> Callable[[], OpenEnv]:
             raise InputError(f"--multi-turn.interaction {spec}: {action} is not valid JSON ({error})") from error
         named = action if isinstance(action, dict) else {action}
         if unknown := [name for name in named if name not in fields]:
-            raise InputError(
-                f"--multi-turn.interaction {spec}: an action has no {unknown[0]!r}, but {', '.join(fields)}"
-            )
+            names = ", ".join(fields) or "no field"
+            raise InputError(f"--multi-turn.interaction {spec}: an action has no {unknown[0]!r}, but {names}")
     return partial(OpenEnv, url, action, options.get("observation"))
+
+
+async def _get(url: str) -> bytes:
+    """Raises what aiohttp raises; ValueError for a long answer."""
+    answer, timeout = b"", aiohttp.ClientTimeout(total=CONNECT_S)  # in all: urllib would wait as long for each byte
+    async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session, session.get(url) as response:
+        async for piece in response.content.iter_any():
+            answer += piece
+            if len(answer) > LONGEST_MESSAGE:
+                raise ValueError(f"more than {LONGEST_MESSAGE} bytes")
+    return answer
 
 
 # ---- gymnasium -----------------------------------------------------------------------------------
@@ -225,7 +262,7 @@ class Gym(SeededEnvironment):
 
     async def reset(self, options: dict) -> str:
         self.env = await in_thread(self.make)
-        observation, _ = await in_thread(self.env.reset, **options)
+        observation, _ = await in_thread(self.env.reset, **{"seed": 0} | options)  # None: from the clock
         return self._shown(observation)
 
     async def step(self, text: str) -> tuple[bool, str, float, dict]:

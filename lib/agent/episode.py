@@ -23,7 +23,7 @@ from lib.agent.multi_turn import (
     call_id,
     content_of,
 )
-from lib.agent.tools import ToolCall, ToolResult, attempt, run_tool_call
+from lib.agent.tools import ToolCall, ToolResult, attempt, check_metrics, run_tool_call
 from lib.rollout import Generated, Sampling, turn_seed
 
 
@@ -70,7 +70,8 @@ class Episode:
             if kind is None:
                 self.created.append(name)
             else:
-                self.not_created[name] = ToolResult(f"Error: {name} did not start: {what}", error_kind=kind)
+                text = self.settings.answer(f"Error: {name} did not start: {what}")
+                self.not_created[name] = ToolResult(text, error_kind=kind)
         if self.settings.interaction:
             self.interaction = self.settings.interaction()
             await self._interact("start", self.request.request_id, **self.request.interaction_kwargs)
@@ -103,10 +104,11 @@ class Episode:
                 return finish
             plain = settings.without_placeholders({"role": "assistant", "content": turn})
             try:
-                fits = add_messages(request, settings, turn, ended, [[message, *answers], [plain, *answers]], images)
+                versions = [[message, *answers], [plain, *answers]]
+                fits = await add_messages(request, settings, turn, ended, versions, images)
             except REFUSALS:  # the template wants a call before each answer, and a malformed call is none
                 answers = [{"role": "user", "content": answer["content"]} for answer in answers]
-                fits = add_messages(request, settings, turn, ended, [[plain, *answers]], images)
+                fits = await add_messages(request, settings, turn, ended, [[plain, *answers]], images)
             if not fits:
                 return FinishReason.LENGTH
 
@@ -179,16 +181,17 @@ class Episode:
             if kind is None:
                 result.images = fitted
             else:
-                result.text, result.error_kind = f"Error: {what}", kind
+                result.text, result.error_kind = self.settings.answer(f"Error: {what}"), kind
 
     async def _respond(self, messages: list[dict]) -> tuple[bool, list[dict]]:
         """(whether the episode is over, the user's message)."""
         self.request.state = RequestState.INTERACTING
         over, text, reward, metrics = await self._interact("respond", copy.deepcopy(messages))
         self.request.reward(reward)
+        check_metrics(metrics, "the interaction")
         for key, value in metrics.items():
             self.request.metrics[f"interaction/{key}"] = value
-        return over, [{"role": "user", "content": self.settings.defused(text)}]
+        return over, [{"role": "user", "content": self.settings.answer(self.settings.defused(text))}]
 
     async def _final_reward(self) -> float:
         """The sum of the tools' calc_reward and the interaction's score."""

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Literal, NamedTuple
 
 import jinja2
 import torch
@@ -29,11 +29,12 @@ from lib import InputError
 from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction, load_interaction
 from lib.agent.parsers import get_tool_parser
-from lib.agent.tools import BaseTool, ToolCall
+from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
 from lib.data import Defuse
 from lib.data.vision import Encoded, Media, Vision, media_hash
 from lib.reward import LARGEST_SCORE
 
+LONG_TEXT = 10_000  # characters that take milliseconds to encode
 REFUSALS = (jinja2.TemplateError, TypeError)  # what a chat template raises for messages that it refuses
 
 
@@ -71,7 +72,7 @@ class MultiTurn:
     max_turns: int = 8  # turns of the policy
     max_tool_calls: int = 4  # per turn; further calls are answered with an error. Calls run one after the other
     max_turn_tokens: int | None = None  # None: what is left of the row
-    max_tool_output: int = 2000  # characters
+    max_tool_output: int = 2000  # characters of an answer, of the interaction as well
     truncate: Literal["left", "middle", "right"] = "middle"  # where a longer output is cut
     tool_timeout: float = 30.0  # seconds, for every call of a tool or an interaction
     episode_timeout: float | None = None  # seconds; an episode that takes longer is not trained on
@@ -95,7 +96,8 @@ class MultiTurn:
 
     @cached_property
     def schemas(self) -> list[dict]:
-        return [tool.get_openai_tool_schema() for tool in self.tools.values()]
+        """Without special tokens: an MCP server may have written them."""
+        return self.defuse([tool.get_openai_tool_schema() for tool in self.tools.values()])
 
     @cached_property
     def special_ids(self) -> set[int]:
@@ -121,6 +123,10 @@ class MultiTurn:
     @cached_property
     def defuse(self) -> Defuse:
         return Defuse(self.tokenizer)
+
+    def answer(self, text: str) -> str:
+        """The text of a tool's error or of the interaction, for the model."""
+        return readable(text, self.max_tool_output, self.truncate)
 
     def defused(self, text: str) -> str:
         """The text of a tool or user, changed so that none of it becomes a special token and ends its message."""
@@ -301,7 +307,7 @@ def glue(settings: MultiTurn, before: str, turn: str, after: str) -> str | None:
     return rest if settings.special_ids.issuperset(settings.encode(rest)[:1]) and rest else None
 
 
-def add_messages(
+async def add_messages(
     request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list, images: list[Image]
 ) -> bool:
     """Adds the turn and its answers to the messages, and the answers' tokens to the row. False if the row has no room.
@@ -309,6 +315,36 @@ def add_messages(
     versions: the same messages in several forms. The first form that keeps the sampled text is used, or else the first
     that the template takes. ended: whether the policy sampled an end token. images: those that the answers show.
     """
+    encode = partial(_encode_messages, request, settings, turn, versions, images)
+    takes_long = images or any(len(message["content"]) > LONG_TEXT for message in versions[0])
+    added = await in_thread(encode) if takes_long else encode()  # other episodes go on meanwhile
+    raw_ids, ids, inputs = added.encoded
+    if added.follows and ended:
+        raw_ids, ids = raw_ids[1:], ids[1:]
+    request.messages, request.rendered = added.messages, added.rendered
+    if len(ids) >= request.room:
+        return False
+    if not added.follows:
+        request.begin_segment()
+    if inputs:
+        request.append_images(Encoded(raw_ids, ids, inputs), added.data, settings.vision)
+    else:
+        request.append(ids)
+    return True
+
+
+class Added(NamedTuple):
+    messages: list[dict]
+    rendered: str
+    data: dict  # images of the context
+    encoded: Encoded
+    follows: bool  # whether this is what follows the turn; otherwise it is the whole text
+
+
+def _encode_messages(
+    request: AsyncRolloutRequest, settings: MultiTurn, turn: str, versions: list, images: list[Image]
+) -> Added:
+    """Only reads the request."""
     rewritten = refusal = None
     for new in versions:
         messages = request.messages + new
@@ -325,21 +361,10 @@ def add_messages(
         if rewritten is None:
             raise refusal
         messages, after = rewritten
-    request.messages, request.rendered = messages, after
     shown = {"image": images} if images else {}
     data = request.data | {"image": [*request.data.get("image", ()), *images]} if images else request.data
-    raw_ids, ids, inputs = settings.encode_with(after, data) if rest is None else settings.encode_with(rest, shown)
-    if rest is not None and ended:
-        raw_ids, ids = raw_ids[1:], ids[1:]
-    if len(ids) >= request.room:
-        return False
-    if rest is None:
-        request.begin_segment()
-    if inputs:
-        request.append_images(Encoded(raw_ids, ids, inputs), data, settings.vision)
-    else:
-        request.append(ids)
-    return True
+    encoded = settings.encode_with(after, data) if rest is None else settings.encode_with(rest, shown)
+    return Added(messages, after, data, encoded, rest is not None)
 
 
 def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_id: int) -> dict:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jsonschema
 from PIL import Image
+from referencing.jsonschema import EMPTY_REGISTRY
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -25,6 +26,7 @@ from lib import InputError
 from lib.cli.secrets import struck
 from lib.reward import LARGEST_SCORE
 
+LARGEST_METRIC = 1e30
 ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")
 
 # ---- what a tool is ------------------------------------------------------------------------------
@@ -64,6 +66,7 @@ class BaseTool:
     """
 
     returns_images = False
+    own_schema = True  # False: somebody else wrote the schema, and to check arguments by it may take any time
 
     def get_openai_tool_schema(self) -> dict:
         raise NotImplementedError
@@ -187,16 +190,26 @@ def _checked(value, returns_images: bool) -> ToolResult:
         )
     if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_SCORE:  # type: ignore[operator]
         raise ValueError(f"the tool gave {reward!r} as reward; numbers up to {LARGEST_SCORE:g} are taken")
-    if not isinstance(metrics, dict) or not all(isinstance(number, numbers.Real) for number in metrics.values()):
-        raise TypeError("the tool's metrics are no dict of numbers")
+    check_metrics(metrics, "the tool")
     return ToolResult(str(text), float(reward), metrics, images=list(images))
 
 
-def _readable(text: str, max_chars: int, truncate: str) -> str:
-    """At most max_chars of the text, with a mark where something was cut. Lone surrogates become U+FFFD.
+def check_metrics(metrics: Any, whose: str) -> None:
+    """Raises TypeError unless they can be added up and logged."""
+    if not isinstance(metrics, dict) or not all(
+        isinstance(number, numbers.Real) and abs(number) <= LARGEST_METRIC  # type: ignore[operator]
+        for number in metrics.values()
+    ):
+        raise TypeError(f"{whose}'s metrics are no dict of finite numbers")
+
+
+def readable(text: str, max_chars: int, truncate: str) -> str:
+    """At most max_chars of the text, with a mark where something was cut, and *** for keys and passwords of the
+    environment. Lone surrogates become U+FFFD.
 
     truncate: where the text is cut (left, middle, right), as in lib/data/dataset.py.
     """
+    text = struck(text)
     if (excess := len(text) - max_chars) > 0:
         head = {"left": 0, "middle": max_chars - max_chars // 2, "right": max_chars}[truncate]
         text = f"{text[:head]}[... {excess} characters left out ...]{text[head + excess :]}"
@@ -218,7 +231,19 @@ def validator_of(tool: BaseTool):
     if isinstance(tool, FunctionTool):
         parameters["additionalProperties"] = False
     cls = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
-    return cls(parameters)
+    cls = cls if tool.own_schema else _without_regexes(cls)
+    return cls(parameters, registry=EMPTY_REGISTRY)  # without one, a $ref is fetched by HTTP
+
+
+def _without_regexes(cls):
+    """A match may take for ever, and no other thread runs meanwhile."""
+    additional = cls.VALIDATORS["additionalProperties"]
+
+    def additional_without(validator, allowed, instance, schema):
+        return () if "patternProperties" in schema else additional(validator, allowed, instance, schema)
+
+    skipped = dict.fromkeys(("pattern", "patternProperties", "unevaluatedProperties"), lambda *_: ())
+    return jsonschema.validators.extend(cls, skipped | {"additionalProperties": additional_without})
 
 
 def _argument_error(tool: BaseTool, arguments: dict) -> str | None:
@@ -227,6 +252,14 @@ def _argument_error(tool: BaseTool, arguments: dict) -> str | None:
         return error and f"{error.json_path.removeprefix('$').removeprefix('.')}: {error.message}".removeprefix(": ")
     except Exception as error:  # noqa: BLE001 a strange schema or a value nested too deeply may raise anything
         return f"they cannot be checked ({say(error)})"
+
+
+async def _checked_arguments(tool: BaseTool, arguments: dict, timeout_s: float) -> str | None:
+    """What is wrong with them."""
+    if tool.own_schema:
+        return _argument_error(tool, arguments)
+    problem, kind, what = await attempt(_argument_error, tool, arguments, timeout_s=timeout_s)
+    return f"they cannot be checked ({what})" if kind else problem
 
 
 async def run_tool_call(
@@ -255,10 +288,10 @@ async def run_tool_call(
         kind, message = "malformed", f"the tool call is malformed: {call.error}"
     elif call.name not in tools:
         kind, message = "unknown_tool", f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
-    elif problem := _argument_error(tools[call.name], call.arguments):
+    elif problem := await _checked_arguments(tools[call.name], call.arguments, timeout_s):
         kind, message = "wrong_arguments", f"wrong arguments for {call.name}: {problem}"
     else:
         value, kind, message = await attempt(execute, timeout_s=timeout_s)
     result = ToolResult(f"Error: {message}", error_kind=kind) if kind else value
-    result.text = _readable(struck(result.text), max_output_chars, truncate)
+    result.text = readable(result.text, max_output_chars, truncate)
     return result

@@ -17,6 +17,7 @@ from lib import InputError
 from lib.args import PromptSampling
 from lib.data.dataset import PromptDataset
 from lib.data.difficulty import Difficulty
+from lib.seeds import seeded
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
 
@@ -73,11 +74,13 @@ class _StepSampler:
         """what was yielded last"""
         self._epoch, self._order = -1, np.empty(0, dtype=int)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Of each row its place in what is handed out, over all ranks, and its number."""
         position = self.start
         while True:
-            self.given = self._step(position)[self.rank :: self.world_size]
-            yield self.given
+            own = slice(self.rank, None, self.world_size)
+            self.given = self._step(position)[own]
+            yield list(zip(range(position, position + self.prompts_per_step)[own], self.given))
             position += self.prompts_per_step
 
     def _step(self, position: int) -> list[int]:
@@ -111,6 +114,21 @@ class _StepSampler:
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
 
 
+class _SeededRows:
+    """What the data set draws for a row depends on the seed and the row's place in the stream."""
+
+    def __init__(self, dataset: PromptDataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place_and_row: tuple[int, int]) -> dict:
+        place, row = place_and_row
+        with seeded(f"{self.seed} row {place}"):
+            return self.dataset[row]
+
+
 class PromptLoader(StatefulDataLoader):
     """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks.
 
@@ -122,9 +140,8 @@ class PromptLoader(StatefulDataLoader):
         # Its own generator: otherwise worker seeds come from the global one, at another point of it after a resume.
         generator = torch.Generator().manual_seed(sampler.seed)
         collate = _collate_in_worker if num_workers else collate_fn
-        super().__init__(
-            dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate, generator=generator
-        )
+        rows = _SeededRows(dataset, sampler.seed)
+        super().__init__(rows, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate, generator=generator)
         self.position = 0
 
     def __iter__(self) -> Iterator[dict]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 class Defuse:
     """After defuse = Defuse(tokenizer), defuse(value) is the value with the tokenizer's special tokens broken up in all
-    its strings, also in lists and dicts."""
+    its strings, also in lists and dicts, whose keys a template may write, too."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None = None):
         """names: only these tokens."""
@@ -28,7 +28,7 @@ class Defuse:
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: self(item) for key, item in value.items()}
+            return {self(key): self(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self(item) for item in value]
         while isinstance(value, str) and self.pattern.search(value):  # again: tokens may overlap

@@ -5,6 +5,7 @@ Traps that this module avoids:
 - The picture that a processor gets and the one that an engine gets are one object, made here: turned as its EXIF says,
   without alpha, of the size that --max-pixels and --min-pixels allow. Each processor then resizes by its own rules.
 - Pillow reads a file lazily: one that is cut off is found only when its pixels are asked for.
+- A small file may hold billions of pixels: its size is checked before it is decoded (LARGEST_IMAGE).
 - A template may leave an image out, and an engine then says nothing: the placeholders in the text are counted.
 """
 
@@ -17,6 +18,7 @@ import hashlib
 import io
 import math
 import re
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
 
 MARKER = re.compile("<(image|video)>")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")  # others may start programs (EPS)
+LARGEST_IMAGE = 50_000_000  # pixels, of an image and of a video's frame
+LARGEST_FILE = 2**28  # bytes of an image
+LONGEST_PATH = 4096  # characters: longer text is base64
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # LARGEST_IMAGE is less
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # of a processor's output
 
 
@@ -198,14 +205,17 @@ class Vision:
         """RGB, with its pixels in memory, of a size that the limits allow."""
         source = _bytes_or_image(entry, where, folder)
         try:
-            image = Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source
+            image = Image.open(io.BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
+            _check_decodable(image, where)
             image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I;16"):  # convert("RGB") would make all above 255 white
-                image = image.point(lambda x: x / 257).convert("L")
+                image = image.convert("I").point(lambda x: x / 257).convert("L")
             if image.has_transparency_data:
                 white = Image.new("RGBA", image.size, "white")
                 image = Image.alpha_composite(white, image.convert("RGBA"))
             return self._sized(image.convert("RGB"))
+        except InputError:
+            raise
         except Exception as error:  # Pillow's decoders may raise anything
             raise InputError(f"{where}: not a readable image ({_reason(error)})") from error
 
@@ -217,7 +227,8 @@ class Vision:
             return image
         scale = math.sqrt((self.max_pixels if pixels > self.max_pixels else self.min_pixels) / pixels)
         around = math.floor if scale < 1 else math.ceil
-        return image.resize((max(1, around(width * scale)), max(1, around(height * scale))), Image.Resampling.BICUBIC)
+        width, height = (min(max(1, around(side * scale)), self.max_pixels) for side in image.size)
+        return image.resize((width, height), Image.Resampling.BICUBIC)
 
     def _video(self, entry: Any, where: str, folder: Path) -> tuple[np.ndarray, dict]:
         """(frames (F, H, W, 3) uint8, metadata, whose names are those of transformers' VideoMetadata): a file at
@@ -233,8 +244,8 @@ class Vision:
             images = [self._image(entry[i], f"{where}: frame {i}", folder) for i in taken]
             total, backend = len(entry), "frames"
         elif isinstance(entry, str | Path):
-            frames, total, fps, taken = self._read_video(str(entry), where, folder)
-            images, backend = [self._sized(Image.fromarray(frame)) for frame in frames], "opencv"
+            images, total, fps, taken = self._read_video(str(entry), where, folder)
+            backend = "opencv"
         else:
             raise InputError(f"{where}: {_shown(entry)}; it must be a path, or a list of frames")
         if len({image.size for image in images}) > 1:
@@ -243,27 +254,64 @@ class Vision:
         metadata |= {"width": images[0].width, "height": images[0].height, "video_backend": backend}
         return np.stack([np.asarray(image) for image in images]), metadata
 
-    def _read_video(self, name: str, where: str, folder: Path) -> tuple[np.ndarray, int, float, list[int]]:
+    def _read_video(self, name: str, where: str, folder: Path) -> tuple[list[Image.Image], int, float, list[int]]:
         """(frames, how many the file has, its frames a second, which of them were taken)."""
         if not find_spec("cv2"):
             raise InputError(f"{where}: reading video files needs a package: pip install opencv-python-headless")
-        from transformers.video_utils import load_video
-
-        def indices(metadata, **_) -> list[int]:
-            return _evenly(metadata.total_num_frames, min(self.max_frames, round(metadata.duration * self.video_fps)))
+        import cv2
 
         try:
             path = _file(name, where, folder)
         except FileNotFoundError as missing:
             raise InputError(f"{where}: {_shown(name)} is no file in {folder}") from missing
+        video = cv2.VideoCapture(str(path))
         try:
-            frames, metadata = load_video(str(path), backend="opencv", sample_indices_fn=indices)
-        except Exception as error:  # the decoder has no class of errors of its own
+            width, height = video.get(cv2.CAP_PROP_FRAME_WIDTH), video.get(cv2.CAP_PROP_FRAME_HEIGHT)
+            total, fps = video.get(cv2.CAP_PROP_FRAME_COUNT), video.get(cv2.CAP_PROP_FPS)
+            if not (1 <= total < math.inf and 0 <= fps < math.inf):
+                raise InputError(f"{where}: {path}: not a readable video")
+            _check_size(int(width), int(height), f"{where}: {path}")
+            seconds = total / fps if fps else 0
+            taken = _evenly(int(total), round(min(self.max_frames, seconds * self.video_fps)))
+            frames = self._frames(video, taken)
+        except cv2.error as error:
             raise InputError(f"{where}: {path}: not a readable video ({_reason(error)})") from error
-        taken = metadata.frames_indices
+        finally:
+            video.release()
         if len(frames) != len(taken):
             raise InputError(f"{where}: {path}: only {len(frames)} of {len(taken)} frames can be read; is it whole?")
-        return frames, metadata.total_num_frames, metadata.fps or self.video_fps, taken
+        return frames, int(total), fps or self.video_fps, taken
+
+    def _frames(self, video: Any, taken: list[int]) -> list[Image.Image]:
+        """Those frames, each sized before the next is decoded; fewer where the file ends."""
+        frames = []
+        for i in range(taken[-1] + 1):
+            if not video.grab():
+                break
+            if i in taken:
+                read, frame = video.retrieve()
+                if not read:
+                    break
+                frames.append(self._sized(Image.fromarray(np.ascontiguousarray(frame[..., ::-1]))))
+        return frames
+
+
+def _check_decodable(image: Image.Image, where: str) -> None:
+    """Raises InputError for an image that would take too much memory, or whose brightness is not known. A JPEG that is
+    too large is decoded at a half, a quarter or an eighth of its width and height."""
+    pixels = image.width * image.height
+    if pixels > LARGEST_IMAGE and not image.info.get("progressive"):  # which is decoded as a whole
+        factor = next((factor for factor in (2, 4) if pixels <= LARGEST_IMAGE * factor**2), 8)
+        image.draft(None, (image.width // factor, image.height // factor))  # leaves other formats as they are
+    _check_size(*image.size, where)
+    if image.mode in ("I", "F"):
+        kind = "integers" if image.mode == "I" else "floats"
+        raise InputError(f"{where}: its pixels are 32-bit {kind}, of no known range; save it with 8 or 16 bits")
+
+
+def _check_size(width: int, height: int, where: str) -> None:
+    if width * height > LARGEST_IMAGE:
+        raise InputError(f"{where}: {width} x {height} pixels; at most {LARGEST_IMAGE} are decoded: make it smaller")
 
 
 def _parts(messages: list[dict]) -> list[dict]:
@@ -300,7 +348,8 @@ def _bytes_or_image(entry: Any, where: str, folder: Path) -> bytes | Image.Image
     if not isinstance(entry, str):
         raise InputError(f"{where}: {_shown(entry)}; it must be a path, bytes, base64 text or a PIL image")
     try:
-        return _file(entry, where, folder).read_bytes()
+        with _file(entry, where, folder).open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
     except FileNotFoundError as missing:
         try:
             return base64.b64decode(entry.partition(",")[2] if entry.startswith("data:") else entry, validate=True)
@@ -308,16 +357,19 @@ def _bytes_or_image(entry: Any, where: str, folder: Path) -> bytes | Image.Image
             raise InputError(f"{where}: {_shown(entry)} is no file in {folder}, and no base64") from missing
     except OSError as error:
         raise InputError(f"{where}: {entry}: cannot be read ({error.strerror})") from error
+    if len(content) > LARGEST_FILE:
+        raise InputError(f"{where}: {entry}: has more than {LARGEST_FILE} bytes")
+    return content
 
 
 def _file(name: str, where: str, folder: Path) -> Path:
     """Raises FileNotFoundError if there is none, and InputError for a URL."""
     if name.startswith(("http://", "https://")):
         raise InputError(f"{where}: {_shown(name)}: images and videos are read from disk, not from the network")
-    path = folder / name.removeprefix("file://")
+    path = folder / name[:LONGEST_PATH].removeprefix("file://")
     try:
-        found = path.is_file()
-    except (OSError, ValueError):  # base64 text may be too long for a name
+        found = len(name) <= LONGEST_PATH and path.is_file()
+    except (OSError, ValueError):  # a part of it may be too long for a name
         found = False
     if not found:
         raise FileNotFoundError(path)
@@ -326,7 +378,7 @@ def _file(name: str, where: str, folder: Path) -> Path:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
-        return "no format that Pillow knows"
+        return f"none of the formats {', '.join(FORMATS)}"
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 

@@ -12,7 +12,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import compress
+from itertools import compress, count
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ from lib.distributed import Metric, Sum
 from lib.reward.pool import Pool
 from lib.reward.scorers import LARGEST_SCORE, Scorer, call, checked, load_scorer
 from lib.rollout import Tape
+from lib.seeds import seeded
 
 ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run
 
@@ -34,7 +35,8 @@ class RewardManager:
 
     workers: number of processes, started when there is work; 0: scorers run in this process. timeout_s: for one
     response; a batched scorer has that times the number of responses. memory_mb: MiB that a worker may take beyond what
-    the scorers' imports took. failure_score: the score of a response whose scorer failed; None: NaN.
+    the scorers' imports took. failure_score: the score of a response whose scorer failed; None: NaN. seed: what a
+    scorer draws depends on it, the response's uid and its number in the group, so on no rank, worker or order.
 
     A truncated or empty response is scored as it is. An aborted one (no trained token) is not scored and gets 0.
     """
@@ -49,9 +51,10 @@ class RewardManager:
         memory_mb: int = 2048,
         failure_score: float | None = None,
         tape: Tape | None = None,
+        seed: int = 0,
     ):
         self.scorers, self.tokenizer, self.timeout_s, self.failure_score = scorers, tokenizer, timeout_s, failure_score
-        self.workers, self.memory_mb, self.tape = workers, memory_mb, tape or Tape()
+        self.workers, self.memory_mb, self.tape, self.seed = workers, memory_mb, tape or Tape(), seed
         self._pool: Pool | None = None
         self._functions: list[Callable] | None = None
         if not self.tape.replays:
@@ -81,7 +84,12 @@ class RewardManager:
         calls: list[tuple[int, list[int]]] = []  # (scorer, rows)
         for k, scorer in enumerate(self.scorers):
             calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
-        tasks = [(k, self.timeout_s * len(part), [samples[i] for i in part]) for k, part in calls]
+        in_group: dict[str, count] = defaultdict(count)
+        keys = [f"{self.seed} {uid} {next(in_group[uid])}" for uid in columns.get("uid", [""] * len(mask))]
+        tasks = [
+            (k, self.timeout_s * len(part), [samples[i] for i in part], f"{keys[part[0]]} {self.scorers[k].name}")
+            for k, part in calls
+        ]
         answers = iter(()) if self.tape.gives else self._answers(tasks)
         return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
 
@@ -93,21 +101,24 @@ class RewardManager:
         """The scorers' imports, which take seconds, begin."""
         if self.workers:
             limit = {"time_limit_s": self.timeout_s}
-            self._pool = Pool([asdict(scorer) | limit for scorer in self.scorers], self.workers, self.memory_mb)
+            scorers = [asdict(scorer) | limit for scorer in self.scorers]
+            self._pool = Pool(scorers, self.workers, self.memory_mb, self.seed)
         else:
             self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in self.scorers]
 
-    def _answers(self, tasks: list[tuple[int, float, list[dict]]]) -> Iterator[tuple[int, list]]:
+    def _answers(self, tasks: list[tuple[int, float, list[dict], str]]) -> Iterator[tuple[int, list]]:
         """Begins to score; the iterator waits for the answers."""
         if self._pool is None and self._functions is None:
             self._start()
         if self._pool is None:
-            return enumerate([self._score_here(k, part) for k, _, part in tasks])
+            return enumerate([self._score_here(k, part, key) for k, _, part, key in tasks])
         return self._pool.collect(self._pool.submit(tasks))
 
-    def _score_here(self, k: int, samples: list[dict]) -> list:
+    def _score_here(self, k: int, samples: list[dict], key: str) -> list:
         try:
-            return [["ok", checked(result)] for result in call(self._functions[k], self.scorers[k].batched, samples)]
+            with seeded(key):
+                results = call(self._functions[k], self.scorers[k].batched, samples)
+            return [["ok", checked(result)] for result in results]
         except Exception as error:
             error.add_note(f"in scorer {self.scorers[k].name}, {_describe(samples[0])}")
             raise
@@ -178,7 +189,8 @@ class PendingScores:
         """
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
-        for number, answers in manager.tape.each("scores", self.answers):
+        lengths = [len(rows) for _, rows in self.calls]
+        for number, answers in manager.tape.each("scores", self.answers, lengths):
             k, rows = self.calls[number]
             name = manager.scorers[k].name
             for row, (kind, value) in zip(rows, answers):

@@ -1,4 +1,4 @@
-"""Processes that run scorers away from the training process. Standard library only: a worker starts without torch.
+"""Processes that run scorers away from the training process. They import numpy, to seed it, but no torch.
 
     trainer --socket--> supervisor --fork, a socket each--> workers
 
@@ -41,6 +41,7 @@ from pathlib import Path
 from lib import how_it_ended
 from lib.reward.frames import Frames
 from lib.reward.scorers import LARGEST_SCORE, LONGEST_RESULT, call, checked, load_scorer
+from lib.seeds import seeded, set_seed
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -59,10 +60,11 @@ def _failure(error: BaseException) -> list[str]:
     return ["error" if isinstance(error, Exception) else "crash", text[-LONGEST_TRACEBACK:]]
 
 
-def _attempt(function: Callable, batched: bool, samples: list[dict]) -> tuple[list[list], bool]:
+def _attempt(function: Callable, batched: bool, samples: list[dict], key: str) -> tuple[list[list], bool]:
     """([kind, result or traceback] of each sample, whether this worker should go on)."""
     try:
-        results = call(function, batched, samples)
+        with seeded(key):
+            results = call(function, batched, samples)
     except BaseException as error:  # noqa: BLE001 also sys.exit(): the worker must answer
         return [_failure(error)] * len(samples), isinstance(error, Exception) and not isinstance(error, MemoryError)
     answers: list[list] = []
@@ -89,9 +91,9 @@ def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memo
     os.register_at_fork(after_in_child=frames.close)  # a scorer's child process must not answer
     while True:
         for task in frames.receive():
-            scorer, _, samples = pickle.loads(task[ID.size :])  # noqa: S301 the trainer's
+            scorer, _, samples, key = pickle.loads(task[ID.size :])  # noqa: S301 the trainer's
             function, batched = scorers[scorer]
-            answers, going_on = _attempt(function, batched, samples)
+            answers, going_on = _attempt(function, batched, samples, key)
             frames.send(task[: ID.size] + (b"+" if going_on else b"-") + json.dumps(answers).encode())
 
 
@@ -292,6 +294,7 @@ def supervise(fd: int, trainer_pid: int) -> None:
         while not (messages := trainer.receive()):
             pass
         setup = pickle.loads(messages[0])  # noqa: S301 the trainer's
+        set_seed(setup["seed"])  # the imports may draw
         scorers = []
         for scorer in setup["scorers"]:
             try:
@@ -323,11 +326,12 @@ class Pool:
     """Runs scorers in `workers` processes.
 
     scorers: dicts of spec, modules, kwargs, perhaps time_limit_s (see load_scorer), and batched. memory_mb: MiB that a
-    worker may take beyond what the imports took. A task is (scorer's index, time limit in s, samples). A sample is a
-    dict of compute_score's arguments; only a batched scorer gets several.
+    worker may take beyond what the imports took. A task is (scorer's index, time limit in s, samples, key). A sample is
+    a dict of compute_score's arguments; only a batched scorer gets several. key: what the scorer draws depends on it
+    alone, see lib/seeds.py. seed: for what the imports draw.
     """
 
-    def __init__(self, scorers: list[dict], workers: int, memory_mb: int):
+    def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed: int = 0):
         ours, theirs = socket.socketpair()
         fd = theirs.fileno()
         start = f"import sys; sys.path[:] = {sys.path!r}; from lib.reward.pool import supervise"
@@ -343,9 +347,9 @@ class Pool:
         self._received: deque[bytes] = deque()
         self._next_id = 0
         self._samples: dict[int, int] = {}  # number of samples, by id of each unanswered task
-        self._send({"scorers": scorers, "workers": workers, "memory_mb": memory_mb})
+        self._send({"scorers": scorers, "workers": workers, "memory_mb": memory_mb, "seed": seed})
 
-    def submit(self, tasks: list[tuple[int, float, list[dict]]]) -> range:
+    def submit(self, tasks: list[tuple[int, float, list[dict], str]]) -> range:
         """Queues tasks and returns their ids for collect() at once."""
         ids = range(self._next_id, self._next_id + len(tasks))
         self._next_id += len(tasks)

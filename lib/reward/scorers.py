@@ -71,7 +71,26 @@ def load_scorers(
     for name, count in Counter(scorer.name for scorer in scorers).items():
         if count > 1:
             raise InputError(f"--reward: {count} scorers are called {name}; rename a file or a function")
+    if kwargs:
+        _check_keywords(scorers, kwargs)
     return scorers
+
+
+def _check_keywords(scorers: list[Scorer], kwargs: dict) -> None:
+    """Raises InputError for a keyword that no scorer declares, unless a scorer of your own declares **kwargs alone."""
+    declared: set[str] = set()
+    for scorer in scorers:
+        functions = [importlib.import_module(module).compute_score for module in scorer.modules]
+        for function in functions or [load_object("--reward", scorer.spec)]:
+            parameters = inspect.signature(function).parameters
+            own = {key for key, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+            own -= {*ARGUMENTS, *(f"{key}s" for key in ARGUMENTS), "time_limit_s"}
+            if not (own or functions):
+                return
+            declared |= own
+    if unknown := kwargs.keys() - declared - {"time_limit_s"}:
+        known = f"the scorers take {', '.join(sorted(declared))}" if declared else "the scorers take none"
+        raise InputError(f"--reward-kwargs: no scorer declares {', '.join(sorted(unknown))}; {known}")
 
 
 def _modules_for(datasets: list) -> list[str]:

@@ -11,13 +11,15 @@ update. So a replay computes it anew, and sees what its own flags change. The fi
         scores_0.safetensors                   what the scorers answered, for each of these
         reward_model_0.safetensors             the scores of a reward model
         batch.safetensors                      the whole batch just before the update, which no replay reads
+        manifest.json                          step and rank, the size and hash of each file (lib/manifest.py)
 
-The batch is written last: a step without it was cut off, and counts as not recorded.
+The manifest is written last: a step without it was cut off, and counts as not recorded.
 """
 
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -26,8 +28,10 @@ from safetensors import SafetensorError
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, timed
+from lib.manifest import MANIFEST, entry, why_altered, why_incomplete, write_manifest
 
-BATCH = "batch"
+BATCH = "batch.safetensors"
+LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-3  # rounding can raise a log-prob above 0
 
 
 class Tape:
@@ -48,12 +52,13 @@ class Tape:
         """What the step takes next under this name."""
         return produce()
 
-    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto]) -> DataProto:
-        """The responses to `prompts`, row by row."""
+    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
+        """The responses to `prompts`, row by row; any_order: to as many groups of other prompts."""
         return self.take("rollout", produce)
 
-    def each(self, name: str, items: Iterable) -> Iterable:
-        """The same for values that are plain data and come one by one."""
+    def each(self, name: str, items: Iterable[tuple[int, list]], lengths: list[int]) -> Iterable[tuple[int, list]]:
+        """The same for values that are plain data and come one by one: (i, a list of lengths[i] values), in any order
+        of i."""
         return items
 
     def end(self, batch: DataProto) -> None:
@@ -80,13 +85,17 @@ class _OnDisk(Tape):
 class Recording(_OnDisk):
     """Of --record. Writes at once, so that what a step took is on the disk before it trains."""
 
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self.written: dict[str, dict] = {}
+
     def take(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
         taken = produce()
         if self.at is not None:
             self._write(taken, self.next_file(name))
         return taken
 
-    def each(self, name: str, items: Iterable) -> Iterable:
+    def each(self, name: str, items: Iterable[tuple[int, list]], lengths: list[int]) -> Iterable[tuple[int, list]]:
         taken = []
         for item in items:
             taken.append(item)
@@ -96,13 +105,16 @@ class Recording(_OnDisk):
 
     @timed("record")
     def end(self, batch: DataProto) -> None:
-        self._write(batch, self.at / f"{BATCH}.safetensors")
+        self._write(batch, self.at / BATCH)
         self.at = None
 
     def _write(self, data: DataProto, file: Path) -> None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             data.save_to_disk(file)
+            self.written[file.name] = entry(file)
+            if file.name == BATCH:
+                write_manifest(file.parent, self.written, of=_place(file.parent))
         except (OSError, SafetensorError, InputError) as error:  # the last: a column that is no plain data
             raise InputError(f"--record {self.folder}: {file.name} of step {self.step} not written: {error}") from error
 
@@ -116,6 +128,12 @@ class Replay(_OnDisk):
     def gives(self) -> bool:
         return self.at is not None
 
+    def begin(self, step: int) -> None:
+        """Raises InputError if the step's files are not as they were recorded."""
+        super().begin(step)
+        if why := why_incomplete(self.at, of=_place(self.at)) or why_altered(self.at, but=[BATCH]):
+            raise self._damaged(why)
+
     def take(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
         if not self.gives:
             return produce()
@@ -125,19 +143,30 @@ class Replay(_OnDisk):
                 f"--replay {self.folder}: step {self.step} asks for {name} number {self.taken[name]}, and "
                 f"{self.taken[name] - 1} were recorded: {self._advice}"
             )
-        return DataProto.load_from_disk(file).to(self.world.device)
+        taken = DataProto.load_from_disk(file).to(self.world.device)
+        for key, column in taken.batch.items() if taken.batch is not None else ():
+            low, high = (LOWEST_LOG_PROB, HIGHEST_LOG_PROB) if key == "rollout_log_probs" else (-torch.inf, torch.inf)
+            wrong = column.isnan() | column.isinf() | (column < low) | (column > high)
+            if wrong.any():
+                raise self._damaged(f"{file.name} has {column[wrong][0].item()} among its {key}")
+        return taken
 
-    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto]) -> DataProto:
-        """Raises InputError if other prompts were recorded."""
+    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
+        """Raises InputError if other prompts were recorded, or with any_order groups of other sizes."""
         batch = super().rollout(prompts, produce)
-        if _asked(prompts) != _asked(batch):
+        asked = _group_sizes if any_order else _asked
+        if asked(prompts) != asked(batch):
             raise InputError(
                 f"--replay {self.folder}: the prompts of step {self.step} are not those recorded: {self._advice}"
             )
         return batch
 
-    def each(self, name: str, items: Iterable) -> Iterable:
-        return self.take(name, lambda: DataProto(meta_info={"items": items})).meta_info["items"]
+    def each(self, name: str, items: Iterable[tuple[int, list]], lengths: list[int]) -> Iterable[tuple[int, list]]:
+        """Raises InputError if other numbers of values were recorded."""
+        taken = self.take(name, lambda: DataProto(meta_info={"items": items})).meta_info["items"]
+        if self.gives and sorted((i, len(values)) for i, values in taken) != list(enumerate(lengths)):
+            raise self._damaged(f"its {name} are not of its rollouts")
+        return taken
 
     def end(self, batch: DataProto) -> None:
         """Raises InputError if the recorded step sampled more: the next one would get other prompts."""
@@ -147,6 +176,9 @@ class Replay(_OnDisk):
                 f"--replay {self.folder}: step {self.step} took {used} of its {recorded} rollouts: {self._advice}"
             )
         self.at = None
+
+    def _damaged(self, why: str) -> InputError:
+        return _damaged(self.folder, self.step, why)
 
     @property
     def _advice(self) -> str:
@@ -163,6 +195,10 @@ def _asked(rows: DataProto) -> list[tuple[list[int], int]]:
     return [(list(ids), own) for ids, own in zip(raw_ids, hashes.tolist())]
 
 
+def _group_sizes(rows: DataProto) -> list[int]:
+    return [len([*group]) for _, group in groupby(rows.non_tensor_batch["uid"])]
+
+
 # ---- the folder ----------------------------------------------------------------------------------
 
 
@@ -176,9 +212,10 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 def check_recorded(folder: Path, steps: range, ranks: int) -> None:
-    """Raises InputError unless all of `steps` were recorded on this number of ranks."""
+    """Raises InputError unless all of `steps` were recorded on this number of ranks, with files of the right sizes."""
     for step in steps:
-        on = _complete_on(_step_folder(folder, step))
+        of_step = _step_folder(folder, step)
+        on = _complete_on(of_step)
         if not on:
             way_out = f"--total-steps {step - 1} ends before it" if step > steps.start else "start at one that was"
             raise InputError(f"--replay {folder}: step {step} was not recorded: {way_out}")
@@ -187,14 +224,28 @@ def check_recorded(folder: Path, steps: range, ranks: int) -> None:
                 f"--replay {folder}: step {step} was recorded on {on[0]} rank(s), this run has {ranks}: start it on "
                 f"{on[0]}"
             )
+        for of_rank in sorted(of_step.glob(f"rank_*_of_{ranks}")):
+            if why := why_incomplete(of_rank, of=_place(of_rank)):
+                raise _damaged(folder, step, f"{of_rank.name}: {why}")
+
+
+def _damaged(folder: Path, step: int, why: str) -> InputError:
+    return InputError(
+        f"--replay {folder}: step {step} is not as it was recorded ({why}): restore its files, or record it anew"
+    )
 
 
 def _step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}"
 
 
+def _place(of_rank: Path) -> str:
+    """What the manifest of this folder is of: step_000003/rank_0_of_2."""
+    return f"{of_rank.parent.name}/{of_rank.name}"
+
+
 def _complete_on(path: Path) -> list[int]:
-    """The numbers of ranks, usually one, of which each has written its batch."""
+    """The numbers of ranks, usually one, of which each has ended the step."""
     sizes = {int(rank.name.rpartition("_")[2]) for rank in path.glob("rank_*_of_*")}
-    batches = {size: len(list(path.glob(f"rank_*_of_{size}/{BATCH}.safetensors"))) for size in sizes}
-    return [size for size, written in sorted(batches.items()) if written == size]
+    ended = {size: len(list(path.glob(f"rank_*_of_{size}/{MANIFEST}"))) for size in sizes}
+    return [size for size, written in sorted(ended.items()) if written == size]

@@ -151,7 +151,7 @@ class Rollouts:
             return batch, rows[:: self.sizes.group_size]
         prompts, rows, seeds = self._batch_of(step, first)
         if self._replays_any_order:
-            batch = self.tape.take("rollout", DataProto)
+            batch = self.tape.rollout(rows, DataProto, any_order=True)
             return batch, batch[:: self.sizes.group_size]
         return self._sampled(rows, self.sampling, seeds), prompts
 

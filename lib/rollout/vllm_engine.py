@@ -21,6 +21,7 @@ from lib.distributed import compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
 from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
+from lib.seeds import seeded
 
 BY_FLAG = {
     "model": "--model",
@@ -178,7 +179,7 @@ class VLLMEngine(SteppedEngine):
             settings["distributed_executor_backend"] = "external_launcher"
         settings |= more or {}
         try:
-            with torch.random.fork_rng(), _groups_of_one():  # vLLM seeds the global generators
+            with torch.random.fork_rng(), seeded("vllm"), _groups_of_one():  # vLLM seeds the global generators
                 self.llm = vllm.LLM(str(folder), **settings)
         except (ValueError, TypeError) as error:
             if not more:

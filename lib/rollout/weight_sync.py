@@ -32,12 +32,14 @@ def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *,
     after an image, too (features that an engine kept from old weights, another image processor).
 
     Raises:
-        InputError: a weight of the trainer is not finite.
+        InputError: a weight of the trainer is not finite, or a log-prob that it computes from them.
         WeightSyncError: a check failed. The mean |log-prob difference| on the probe may be at most `tolerance`.
     """
     if engine.version == version:
         return engine.proved  # a resumed run syncs again and has these metrics, so this step must have them, too
-    _check_finite(model, version)
+    since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
+    since = since if version else "at the start: see --model"
+    _check_finite(model, since)
     engine.load_weights(model, version)
     expected = weight_checksum(model, getattr(engine, "dtype", next(model.parameters()).dtype))
     if (engine.version, engine.checksum) != (version, expected):
@@ -48,24 +50,26 @@ def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *,
     differences = {"on the probe": _text_difference(engine, model)}
     if engine.image_probe is not None:
         differences["on the probe with an image"] = _image_difference(engine, model, engine.image_probe)
-    for where, difference in differences.items():
+    for where, (difference, finite) in differences.items():
+        if not finite:
+            raise InputError(f"the policy's log-probs are not finite {since}")
         if not difference <= tolerance:
             raise WeightSyncError(
                 f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats {where} "
                 f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
             )
-    engine.proved = {"rollout/canary_logp_diff": max(differences.values())}
+    engine.proved = {"rollout/canary_logp_diff": max(difference for difference, _ in differences.values())}
     return engine.proved
 
 
-def _text_difference(engine: RolloutEngine, model: PreTrainedModel) -> float:
+def _text_difference(engine: RolloutEngine, model: PreTrainedModel) -> tuple[float, bool]:
     ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
     row = torch.tensor([ids], device=compute_device(model))
     tensors = {"input_ids": row, "position_ids": torch.arange(len(ids), device=row.device)[None]}
     return _difference(engine.probe_log_probs(ids), model, DataProto.from_dict(tensors=tensors), len(ids) - 1)
 
 
-def _image_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe) -> float:
+def _image_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe) -> tuple[float, bool]:
     media, device = probe.media, compute_device(model)
     tensors = {"input_ids": torch.tensor([media.ids]), "position_ids": media.positions[None]}
     row = DataProto.from_dict(
@@ -76,15 +80,16 @@ def _image_difference(engine: RolloutEngine, model: PreTrainedModel, probe: Imag
 
 
 @torch.no_grad()
-def _difference(of_engine: torch.Tensor, model: PreTrainedModel, row: DataProto, n: int) -> float:
-    """The mean |log-prob difference| over the last n tokens of a row, from the server that differs most.
+def _difference(of_engine: torch.Tensor, model: PreTrainedModel, row: DataProto, n: int) -> tuple[float, bool]:
+    """(the mean |log-prob difference| over the last n tokens of a row, from the server that differs most; whether the
+    trainer's log-probs are finite).
 
     of_engine: (..., tokens), what probe_log_probs gives."""
     ids = row.batch["input_ids"]
     row.batch["attention_mask"], row.batch["responses"] = torch.ones_like(ids), ids[:, -n:]
     row.batch["response_mask"] = torch.ones_like(ids[:, -n:])
     own = response_log_probs(model, row, 1.0)[0][0].float().cpu()
-    return float((of_engine[..., -n:] - own).abs().mean(-1).max())
+    return float((of_engine[..., -n:] - own).abs().mean(-1).max()), bool(own.isfinite().all())
 
 
 def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> ImageProbe:
@@ -100,15 +105,11 @@ def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, m
     return ImageProbe(raw_ids + after, Media(data, inputs, ids + after, positions, media_hash(inputs)), len(after))
 
 
-def _check_finite(model: PreTrainedModel, version: int) -> None:
+def _check_finite(model: PreTrainedModel, since: str) -> None:
     shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     finite = torch.stack([shard.isfinite().all() for shard in shards.values()]).tolist()
     if bad := sorted(set(all_gather_lists([name for name, fine in zip(shards, finite) if not fine]))):
-        since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
-        raise InputError(
-            f"the policy's weights are not finite, {bad[0]} and {len(bad) - 1} others, "
-            + (since if version else "at the start: see --model")
-        )
+        raise InputError(f"the policy's weights are not finite, {bad[0]} and {len(bad) - 1} others, {since}")
 
 
 class CheckedStream:

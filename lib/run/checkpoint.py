@@ -12,8 +12,8 @@ that this file avoids:
   model's state dict reshards them, so it is taken first.
 - Collectives of a save could mix with those of training. So a save has a process group of its own.
 
-A checkpoint is loaded only if each file has the hash in the manifest. No file can run code: DCP's `.metadata` is a
-pickle, but only DCP's own classes are unpickled.
+A checkpoint is loaded only if the manifest lists each file and each has its hash. No file can run code: DCP's
+`.metadata` is a pickle, but only DCP's own classes are unpickled.
 """
 
 import json
@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
-from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import Module
@@ -49,6 +48,7 @@ from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params, new_cpu_group
+from lib.manifest import MANIFEST, entry, file_hash, why_altered, why_incomplete, write_manifest
 from lib.run.disk import free_space, writes_to
 
 Models = dict[str, tuple[Module, Optimizer | None]]
@@ -109,7 +109,7 @@ def save_checkpoint(
         if rank == 0:
             final.parent.mkdir(parents=True, exist_ok=True)
             for leftover in final.parent.glob("step_*.tmp"):
-                shutil.rmtree(leftover)
+                _remove(leftover)
             tmp.mkdir()
 
     def write_own() -> None:
@@ -133,11 +133,7 @@ def save_checkpoint(
             (tmp / "trainer.json").write_text(trainer_json)
             if config:
                 private(tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-            files = {
-                file.name: {"bytes": file.stat().st_size, "blake3": hashes.get(file.name) or file_hash(file)}
-                for file in sorted(tmp.iterdir())
-            }
-            (tmp / "manifest.json").write_text(json.dumps({"files": files}, indent=1))
+            write_manifest(tmp, {file.name: entry(file, hashes.get(file.name)) for file in sorted(tmp.iterdir())})
             _publish(tmp, final)
             _rotate(final, keep)
 
@@ -481,44 +477,31 @@ def step_folders(checkpoint_dir: Path) -> list[Path]:
 
 
 def why_torn(folder: Path) -> str | None:
-    """Why the checkpoint is not what was saved: no manifest, or a file is missing or has another size or hash.
+    """Why the checkpoint is not what was saved: no manifest, a file that it does not list, or a file is missing or has
+    another size or hash.
 
     Reads all its files, but only once in a process.
     """
-    return _unlike_the_manifest(folder) or _altered(folder, (folder / "manifest.json").stat().st_mtime_ns)
+    return _why_incomplete(folder) or _why_altered(folder, (folder / MANIFEST).stat().st_mtime_ns)
 
 
-def _unlike_the_manifest(folder: Path) -> str | None:
+def _why_incomplete(folder: Path) -> str | None:
     """The part of why_torn that does not read the files."""
-    try:
-        sizes = {name: file["bytes"] for name, file in _manifest(folder).items()}
-    except OSError:
-        return "no manifest.json"
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return "manifest.json is damaged"
-    for name, size in sizes.items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if (folder / name).stat().st_size != size:
-            return f"{name} has {(folder / name).stat().st_size} bytes, not {size}"
-    return None
+    return why_incomplete(folder, needed=("trainer.json", ".metadata"))
 
 
 @cache
-def _altered(folder: Path, saved: int) -> str | None:
-    for name, file in _manifest(folder).items():
-        if file_hash(folder / name) != file.get("blake3"):
-            return f"{name} is not as it was saved"
-    return None
+def _why_altered(folder: Path, saved: int) -> str | None:
+    return why_altered(folder)
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    return json.loads((folder / "manifest.json").read_text())["files"]
-
-
-def file_hash(file: Path) -> str:
-    threads = os.cpu_count() or 1  # AUTO's threads are global; a forked child would wait for them for ever
-    return blake3(max_threads=threads).update_mmap(file).hexdigest()
+def saved_step(checkpoint: Path) -> int:
+    """The step of a complete checkpoint. Raises InputError if the folder's name says another one."""
+    step = json.loads((checkpoint / "trainer.json").read_text())["step"]
+    named = checkpoint.name.removeprefix("step_")
+    if named.isdecimal() and int(named) != step:
+        raise InputError(f"{checkpoint} holds step {step}: rename it to step_{step:06d}, or move it out of the run")
+    return step
 
 
 def _publish(tmp: Path, final: Path) -> None:
@@ -526,12 +509,12 @@ def _publish(tmp: Path, final: Path) -> None:
     for file in [*tmp.rglob("*"), tmp]:
         _fsync(file)
     replaced = final.with_name(final.name + ".replaced.tmp")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
+    _remove(replaced)
+    if final.is_symlink() or final.exists():
         final.rename(replaced)
     tmp.rename(final)
     _fsync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
 
 
 def _rotate(newest: Path, keep: int) -> None:
@@ -540,10 +523,18 @@ def _rotate(newest: Path, keep: int) -> None:
         return
     folders = step_folders(newest.parent)
     older = folders[: folders.index(newest)]
-    kept = [folder for folder in reversed(older) if _unlike_the_manifest(folder) is None][: keep - 1]
+    kept = [folder for folder in reversed(older) if _why_incomplete(folder) is None][: keep - 1]
     for folder in older:
         if folder not in kept:  # renamed first, since a kill during rmtree must not leave half a checkpoint
-            shutil.rmtree(folder.rename(folder.with_name(folder.name + ".tmp")))
+            _remove(folder.rename(folder.with_name(folder.name + ".tmp")))
+
+
+def _remove(folder: Path) -> None:
+    """Deletes the folder, if it is there; of a link to a folder on another disk only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fsync(path: Path) -> None:

@@ -11,13 +11,15 @@
     waits.txt      which rank waited for which (lib/distributed/watchdog.py), if one had to for long
     (--record DIR  what each step took from outside: lib/rollout/replay.py)
 
-A kill at any moment leaves the run at one of its checkpoints. For this, a rewind takes out later checkpoints first,
-from the highest down, and every start cuts off rows after the checkpoint.
+A kill at any moment leaves the run at one of its checkpoints. For this, a rewind takes out nothing before its
+checkpoint is loaded, then later checkpoints first, from the highest down, and every start cuts off rows after the
+checkpoint.
 """
 
 import fcntl
 import json
 import os
+import secrets
 import shlex
 import shutil
 import socket
@@ -25,7 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -59,6 +61,7 @@ from lib.run.checkpoint import (
     load_checkpoint,
     newest_complete,
     save_checkpoint,
+    saved_step,
     step_folders,
     why_torn,
 )
@@ -73,6 +76,7 @@ from lib.run.trouble import DROPPED
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
+LOCK = ".lock"
 RECORDED_BY = "recorded_by"  # the key in a recording's config.json of the folder of its run
 
 
@@ -90,12 +94,14 @@ class Run:
     """where the run goes on; None: at the start"""
     step: int = 0
     """the step of the checkpoint"""
+    own: bool = False
+    """whether the checkpoint is this run's, not another's (only on rank 0)"""
     new_data: bool = False
     """whether --resume-override allowed other training data than the checkpoint's"""
     config: dict[str, Any] = field(default_factory=dict)
     """what config.json holds (only on rank 0)"""
-    lock: TextIO | None = None
-    """the open lock file (only on rank 0)"""
+    locks: ExitStack = field(default_factory=ExitStack)
+    """of the folders that this run writes to (only on rank 0)"""
     tape: Tape = field(default_factory=Tape)
     """what steps take from outside goes through it"""
     _saving: Future | None = None
@@ -110,15 +116,19 @@ class Run:
         self._peak_tflops = peak_tflops(self.world.device)
 
     def load(self, models: Mapping[str, Trained], parts: Mapping[str, Any]) -> dict[str, DataProto]:
-        """Loads the checkpoint, if there is one, into models and parts. Returns its `batches`. A collective.
+        """Loads the checkpoint, if there is one, into models and parts. Returns its `batches`. Then sets aside what the
+        run does again: a checkpoint that cannot be loaded leaves all as it is. A collective.
 
         parts: other objects with state_dict() and load_state_dict(). A state is plain numbers and, if it is the same on
         all ranks, DataProtos.
         """
-        if self.checkpoint is None:
-            return {}
-        state = load_checkpoint(self.checkpoint, **_of_checkpoint(models))
-        batches = load_batches(self.checkpoint)
+        batches = {} if self.checkpoint is None else self._load(self.checkpoint, models, parts)
+        on_first_rank(self._begin)
+        return batches
+
+    def _load(self, checkpoint: Path, models: Mapping[str, Trained], parts: Mapping[str, Any]) -> dict[str, DataProto]:
+        state = load_checkpoint(checkpoint, **_of_checkpoint(models))
+        batches = load_batches(checkpoint)
         for place in [place for place in batches if "." in place]:
             name, key = place.split(".")
             state[name][key] = batches.pop(place)
@@ -127,6 +137,17 @@ class Run:
         for name, part in _with_loss_scales(parts, models).items():
             part.load_state_dict(state[name])
         return batches
+
+    def _begin(self) -> None:
+        """Rank 0's part of load: nothing can be refused any more."""
+        with writes_to(self.folder, "the run was not opened"):
+            if not self.validation.val_only:
+                set_aside(self.folder, self.step if self.own else 0)
+            _write_json(self.tracker.run_dir / "config.json", self.config)
+            if self.args.record:
+                recording = Path(self.args.record)
+                forget_after(recording, self.step)
+                _write_json(recording / "config.json", self.config | {RECORDED_BY: str(self.folder.resolve())})
 
     def steps(self) -> Iterator[int]:
         """The steps that are left; the first of a run is 1."""
@@ -155,6 +176,8 @@ class Run:
 
     def validates(self, step: int) -> bool:
         """Whether validation is due after this step, or before the first one."""
+        if not self.validation.wanted:
+            return False
         if step == self.step:
             return self.validation.val_only or (self.validation.val_before_train and step == 0)
         return self._is_due(self.validation.val_every, step)
@@ -214,9 +237,7 @@ class Run:
         self.tracker.report(of_training=not self.validation.val_only)
         self.tracker.close()
         on_early_end(None)
-        if self.lock is not None:
-            self.lock.truncate(0)
-            self.lock.close()
+        self.locks.close()
 
     def _wait_for_writers(self) -> None:
         for writing in (self._saving, self._writing):
@@ -267,7 +288,7 @@ def open_run(args: Any, world: World, script: str) -> Run:
         InputError (on every rank): another process has the folder, the folder holds steps that would be overwritten,
             there is no such checkpoint, the checkpoint had other flags, a tracker is missing or not logged in.
     """
-    name = broadcast(args.run.run_name or f"{Path(script).stem}-s{args.run.seed}-{time.strftime('%Y%m%d-%H%M%S')}")
+    name = broadcast(args.run.run_name or default_name(script, args.run.seed))
     folder = Path(args.run.output_dir) / name
     tracker = Tracker(folder, {}, total_steps=0, enabled=False)
     run = Run(name, folder, args.run, args.validation, world, tracker)
@@ -279,6 +300,8 @@ def open_run(args: Any, world: World, script: str) -> Run:
             return _open(run, args, Path(script))
 
     run.checkpoint, run.step, run.new_data = on_first_rank(open_here)
+    if world.rank == 0:
+        print(f"run folder: {folder}", flush=True)
     if args.run.record:
         run.tape = Recording(Path(args.run.record), world)
     elif args.run.replay:
@@ -289,25 +312,33 @@ def open_run(args: Any, world: World, script: str) -> Run:
     return run
 
 
+def default_name(script: str, seed: int) -> str:
+    """A name that no other run has: a sweep starts several in the same second, on several hosts that share a disk."""
+    return f"{Path(script).stem}-s{seed}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
 def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     """Rank 0's part of open_run: (checkpoint, its step, whether the training data have changed)."""
-    is_new = not run.folder.exists()
-    if not is_new:
-        run.lock = take_lock(run.folder)
+    with ExitStack() as locks:  # a start that is refused gives them back
+        _hold(run.folder, locks)  # before anything is looked at, which another start may change
+        if args.run.record:
+            _claim_recording(Path(args.run.record), run.folder, args.run.resume, locks)
+        opened = _open_locked(run, args, script)
+        run.locks = locks.pop_all()
+    return opened
+
+
+def _open_locked(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
     run.config = describe_run(args, script.name)
     overrides = checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
+    step = 0 if checkpoint is None else saved_step(checkpoint)
     changed = {} if checkpoint is None else compare(checkpoint, run.config, args, overrides)
-    step = 0 if checkpoint is None else json.loads((checkpoint / "trainer.json").read_text())["step"]
-    if args.run.record:
-        _check_record(Path(args.run.record), run.folder, args.run.resume)
     if args.run.replay:
         compare_recording(Path(args.run.replay), run.config, args)
         check_recorded(Path(args.run.replay), range(step + 1, args.run.total_steps + 1), run.world.size)
-    if is_new:  # only now, so that a refused start leaves nothing behind
-        run.lock = take_lock(run.folder)
 
-    own = checkpoint is not None and _is_own(checkpoint, run.folder)
+    own = run.own = checkpoint is not None and _own_path(checkpoint, run.folder) is not None
     came_from, new_data = None, bool(changed.keys() & marked(args, Names.ROWS))
     if checkpoint is not None:
         came_from = checkpoint.name if own else str(checkpoint.resolve())
@@ -335,22 +366,19 @@ def _open(run: Run, args: Any, script: Path) -> tuple[Path | None, int, bool]:
         resume_step=step,
         on_gpu=run.world.device.type == "cuda",
     )
-    if not run.validation.val_only:
-        set_aside(run.folder, step if own else 0)  # only now, when nothing can be refused any more
     write_start(_next_number(logs / "starts"), script, typed_command()[0], not_default(args))
-    _write_json(logs / "config.json", run.config)
-    if args.run.record:
-        recording = Path(args.run.record)
-        recording.mkdir(parents=True, exist_ok=True)
-        forget_after(recording, step)
-        _write_json(recording / "config.json", run.config | {RECORDED_BY: str(run.folder.resolve())})
+    if not _has_steps(logs):  # else the config of these steps stays until `load` has set aside the later ones
+        _write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data
 
 
-def _check_record(recording: Path, folder: Path, resume: str) -> None:
+def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStack) -> None:
     """Raises InputError unless the folder is new or empty, or the run that it was recorded by is resumed."""
+    if recording.resolve() == folder.resolve():
+        raise InputError(f"--record {recording}: the folder holds something else: give a new one")
+    _hold(recording, locks, "--record")
     by = (read_json(recording / "config.json") or {}).get(RECORDED_BY)
-    if recording.resolve() == folder.resolve() or (by is None and recording.exists() and any(recording.iterdir())):
+    if by is None and not _is_empty(recording):
         raise InputError(f"--record {recording}: the folder holds something else: give a new one")
     if by is not None and (by != str(folder.resolve()) or resume == "never"):
         raise InputError(f"--record {recording}: it holds the recording of {by}: give a new folder")
@@ -359,21 +387,45 @@ def _check_record(recording: Path, folder: Path, resume: str) -> None:
 # ---- one writer ----------------------------------------------------------------------------------
 
 
-def take_lock(folder: Path) -> TextIO:
+def _hold(folder: Path, locks: ExitStack, flag: str = "--run-name") -> None:
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    locks.callback(_give_back, take_lock(folder, flag), new)
+
+
+def _give_back(lock: TextIO, new: list[Path]) -> None:
+    """Unlocks the folder. If the start was refused, removes the folders that were made for it.
+
+    new: the folder, if it was made, and those above it that were. They go if they hold nothing else."""
+    lock.truncate(0)
+    with suppress(OSError):  # someone has moved the folder, a file server keeps a file that is open
+        if new and _is_empty(new[0]):
+            Path(lock.name).unlink()
+            for path in new:
+                path.rmdir()
+    lock.close()
+
+
+def _is_empty(folder: Path) -> bool:
+    return {path.name for path in folder.iterdir()} <= {LOCK}
+
+
+def take_lock(folder: Path, flag: str = "--run-name") -> TextIO:
     """Makes the folder if it is missing and locks it. The lock is the open file that it returns.
 
     It is an fcntl lock: the kernel frees it however the process ends, children do not inherit it, and file servers
     (NFS, Lustre, GPFS) show it to other hosts. If another process has it, raises InputError and says who.
+
+    flag: which names the folder.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a+")
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another --output-dir") from error
-    host, started, said = socket.gethostname(), time.monotonic(), False
+    lock = _lock_file(folder)
+    host, started, said, opened = socket.gethostname(), time.monotonic(), False, 1
     while True:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_in_place(lock) and opened < 9:  # on some FUSE disks a file's number changes
+                lock.close()
+                lock, opened = _lock_file(folder), opened + 1
+                continue
         except (BlockingIOError, PermissionError) as error:  # another process has the lock
             holder = _holder(lock)
             elsewhere = holder.get("host", host) != host
@@ -384,7 +436,7 @@ def take_lock(folder: Path) -> TextIO:
                 time.sleep(0.1)
                 continue
             raise InputError(
-                f"{folder} is in use by {_who(holder)}: end that run first, or give another --run-name "
+                f"{folder} is in use by {_who(holder)}: end that run first, or give another {flag} "
                 f"(if its host is gone for good, delete {lock.name})"
             ) from error
         except OSError as error:
@@ -398,6 +450,21 @@ def take_lock(folder: Path) -> TextIO:
     lock.flush()
     os.fsync(lock.fileno())  # for readers on other hosts
     return lock
+
+
+def _lock_file(folder: Path) -> TextIO:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / LOCK).open("a+")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from error
+
+
+def _is_in_place(lock: TextIO) -> bool:
+    """False if a start that was refused has removed the folder since the file was opened."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock.fileno()), Path(lock.name).stat())
+    return False
 
 
 def _holder(lock: TextIO) -> dict[str, Any]:
@@ -436,8 +503,8 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
             raise InputError(
                 f"--resume {resume}: no complete checkpoint ({why}); give one like RUN/checkpoints/step_000020"
             )
-        if _is_own(checkpoint, folder):
-            return checkpoint
+        if own := _own_path(checkpoint, folder):
+            return own
     if _has_steps(folder):
         raise InputError(
             f"{folder} holds a run already: --resume auto goes on with it, --resume {folder}/checkpoints/step_... goes "
@@ -465,8 +532,8 @@ def set_aside(folder: Path, step: int) -> None:
         shutil.copy(folder / "config.json", aside)
     taken = []
     for path in [folder / "model", *reversed(checkpoints)]:
-        if path.exists():
-            path.rename(aside / path.name)
+        if path.is_symlink() or path.exists():
+            _move(path, aside / path.name)
             taken.append(path.name)
     for name, late in logs.items():
         if any(late):
@@ -478,6 +545,15 @@ def set_aside(folder: Path, step: int) -> None:
             file.rename(aside / "rollouts" / file.name)
         taken.append(f"{len(rollouts)} files of rollouts")
     print(f"set aside in {aside}: {', '.join(taken)}", flush=True)
+
+
+def _move(path: Path, to: Path) -> None:
+    """Moves the folder, or a link to it, which may be relative."""
+    if path.is_symlink():
+        to.symlink_to(os.path.realpath(path))
+        path.unlink()
+    else:
+        path.rename(to)
 
 
 def _late_rows(file: Path, step: int) -> list[bool]:
@@ -523,8 +599,12 @@ def _has_steps(folder: Path) -> bool:
     return any(_steps(folder / "metrics.jsonl"))
 
 
-def _is_own(checkpoint: Path, folder: Path) -> bool:
-    return checkpoint.resolve().parent == (folder / "checkpoints").resolve()
+def _own_path(checkpoint: Path, folder: Path) -> Path | None:
+    """Where the run has this checkpoint, which may be a link to another disk; None if it is another run's."""
+    there, target = folder / "checkpoints", os.path.realpath(checkpoint)
+    inside = os.path.realpath(checkpoint.parent) == os.path.realpath(there)
+    linked = (own for own in step_folders(there) if os.path.realpath(own) == target)
+    return next(linked, there / checkpoint.name if inside else None)
 
 
 def _next_number(folder: Path) -> Path:

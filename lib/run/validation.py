@@ -20,6 +20,7 @@ from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, Sampling, truncated_rows
 from lib.run.prompt_images import keep_images
 from lib.run.tracking import Tracker, sample_rows
+from lib.seeds import seeded
 
 
 def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
@@ -194,8 +195,8 @@ class Validation:
             enter_stage(f"validation at step {step}")
             # every rank takes the same number of rows; those beyond the data set's end only fill up
             rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
-            items = [self.dataset[min(i, len(self.dataset) - 1)] for i in rows]
-            prompts = DataProto.from_single_dict(collate_fn(items)).to(world.device)
+            prompts = DataProto.from_single_dict(collate_fn([self._item(row) for row in rows])).to(world.device)
+            prompts.non_tensor_batch["uid"] = np.array([f"val-{row}" for row in rows], dtype=object)
             batch = prompts.repeat(args.val_samples, interleave=True)
             numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
             batch = self.rollouts.generate(batch, sampling, step=-1, numbers=numbers)
@@ -210,6 +211,10 @@ class Validation:
         results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # the same order on any number of ranks
         self.tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
         return metrics | validation_metrics(results)
+
+    def _item(self, row: int) -> dict:
+        with seeded(f"{self.rollouts.seed} validation {row}"):
+            return self.dataset[min(row, len(self.dataset) - 1)]
 
     def close(self) -> None:
         self.rewards.close()

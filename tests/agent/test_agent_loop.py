@@ -5,6 +5,7 @@ import functools
 import itertools
 import random
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ from lib.agent import (
     load_multi_turn,
     make_episodes,
 )
+from lib.agent.multi_turn import LONG_TEXT
 from lib.data_proto import DataProto
 from lib.distributed import World, init_distributed, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
@@ -249,6 +251,46 @@ def test_an_interaction_answers_turns_without_a_call():
     assert reduce_metrics(agent_metrics(out))["agent/interaction/asked"] == 3.0  # of 2 and 4
 
 
+def test_what_an_interaction_and_a_tools_start_say_is_limited(monkeypatch):
+    """As what tools answer: in its length, and without the environment's keys."""
+    monkeypatch.setenv("DEMO_API_KEY", "hunter22hunter22")
+
+    class Long(User):
+        async def respond(self, messages):
+            return False, "hunter22hunter22" + "x" * 10**7, 0.0, {}
+
+    class Fails(Add):
+        async def create(self, instance_id):
+            raise RuntimeError("y" * 10**7)
+
+    how = settings(Fails(), interaction=Long, max_tool_output=40, truncate="right", max_turns=3)
+    out, _ = play(how, ["a" + END, CALL % (1, 2) + END, "b" + END])
+    said = [message["content"] for message in out.non_tensor_batch["messages"][0] if message["role"] != "assistant"]
+    assert said[1] == f"***{'x' * 37}[... {10**7 - 37} characters left out ...]"
+    assert said[2].startswith("Error: add did not start: ") and len(said[2]) < 100
+    assert "characters left out" in response_text(out)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, FORGETS])
+def test_a_long_text_is_encoded_beside_the_event_loop(monkeypatch, template):
+    """A short one is not: a thread would cost more."""
+    threads, encode = [], MultiTurn.encode
+
+    def encode_and_note(how, text):
+        threads.append((len(text) > LONG_TEXT, threading.current_thread() is threading.main_thread()))
+        return encode(how, text)
+
+    class Long(User):
+        async def respond(self, messages):
+            return False, "1" * (LONG_TEXT + 1 if len(messages) > 2 else 10), 0.0, {}
+
+    how = settings(template=template, interaction=Long, max_tool_output=2 * LONG_TEXT, max_turns=3)
+    monkeypatch.setattr(MultiTurn, "encode", encode_and_note)
+    out, _ = play(how, ["oh</think>a" + END] * 3, T=2 * LONG_TEXT)
+    assert out.non_tensor_batch["num_turns"].tolist() == [3]
+    assert set(threads) == {(True, False), (False, True)}
+
+
 def test_a_template_that_drops_thinking_starts_a_new_segment():
     how = settings(template=FORGETS, interaction=User)
     turns = ["hm</think>" + CALL % (1, 2) + END, "ah</think>3" + END, "oh</think>4" + END]
@@ -387,6 +429,31 @@ def test_a_failed_episode_is_masked_counted_and_shown_once(capsys):
     assert [kind for kind, *_ in how.tools["add"].log].count("release") == 4
     with pytest.raises(InputError, match=r"all 2 episodes failed(.|\n)*the environment broke"):
         play(how, ["a" + END], ["a" + END], interaction_kwargs=[{"fail_at": 1}] * 2)
+
+
+@pytest.mark.parametrize("metrics", [{"a": "b"}, {"a": 10**400}, {"a": float("nan")}, [1]])
+def test_metrics_that_cannot_be_added_up_cost_their_episode(metrics):
+    class Odd(User):
+        async def respond(self, messages):
+            return True, "", 0.0, metrics if self.fail_at else {"a": 1}
+
+    out, _ = play(settings(interaction=Odd), ["a" + END], ["a" + END], interaction_kwargs=[{}, {"fail_at": 1}])
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", "error"]
+    assert reduce_metrics(agent_metrics(out))["agent/interaction/a"] == 1.0
+
+
+def test_an_error_in_the_input_is_one_line_without_its_traceback(capsys):
+    class Wrong(User):
+        async def start(self, instance_id, wrong=True):
+            if wrong:
+                raise InputError("reset shows another text")
+            await super().start(instance_id, times=0)
+
+    how = settings(interaction=Wrong)
+    play(how, ["a" + END], ["a" + END], interaction_kwargs=[{"wrong": False}, {}])
+    assert "only counted: reset shows another text\n" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"all 1 episodes failed, the first with: reset shows another text$"):
+        play(how, ["a" + END])
 
 
 class Hostile(BaseTool):

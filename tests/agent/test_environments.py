@@ -10,8 +10,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
+from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +22,7 @@ from aiohttp import web
 
 from data import environments as rows_of
 from lib import InputError
-from lib.agent import MultiTurn, make_episodes
+from lib.agent import MultiTurn, environments, make_episodes
 from lib.agent.builtin_tools import calculator
 from lib.agent.environments import OpenEnv
 from lib.agent.interactions import load_interaction
@@ -207,6 +210,7 @@ def test_gym_steps(game):
     play = load_interaction(game)
     replies, score = talk(play, ["a1", "<think>11</think> bb "], reset={"seed": 3, "options": None}, first="3?")
     assert replies == [(False, "2 long", 0.5, {}), (True, "2 long", 1.0, {})] and score == 0.0
+    talk(play, [], first="0?")  # a row without a seed: not from the clock
     with pytest.raises(InputError, match=r"shows '4\?', but the row has '3\?'"):
         talk(play, [], reset={"seed": 4}, first="3?")
     with pytest.raises(InputError, match="it shows a list; wrap the environment"):
@@ -276,31 +280,104 @@ def test_openenv_has_a_session_for_each_episode_and_frees_it(openenv):
 def test_openenv_answers_pings_while_the_policy_speaks():
     """uvicorn closes a session whose client does not answer for 40 s. This server, which only echoes, for 0.15 s."""
 
+    async def episode():
+        async with replying(lambda asked: {"type": "observation", "data": {"observation": asked["data"]}}) as env:
+            await env.start("1", reset={"message": "begin"})
+            await asyncio.sleep(1)
+            return await env.respond([{"role": "assistant", "content": "hello"}])
+
+    assert asyncio.run(episode())[1] == "hello"
+
+
+@asynccontextmanager
+async def replying(reply):
+    """An environment of a server that sends reply(what it is sent), as JSON unless it is text."""
+
     async def serve(request):
         socket = web.WebSocketResponse(heartbeat=0.1)
         await socket.prepare(request)
         async for message in socket:
             if (asked := message.json())["type"] == "close":
                 break
-            await socket.send_json({"type": "observation", "data": {"observation": asked["data"], "done": False}})
+            answer = reply(asked)
+            await socket.send_str(answer if isinstance(answer, str) else json.dumps(answer))
         return socket
 
-    async def episode():
-        app = web.Application()
-        app.router.add_get("/ws", serve)
-        runner, port = web.AppRunner(app), free_port()
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        env = OpenEnv(f"http://127.0.0.1:{port}", "message", "message")
-        try:
-            await env.start("1", reset={"message": "begin"})
-            await asyncio.sleep(1)
-            return await env.respond([{"role": "assistant", "content": "hello"}])
-        finally:
-            await env.stop()
-            await runner.cleanup()
+    app = web.Application()
+    app.router.add_get("/ws", serve)
+    runner, port = web.AppRunner(app), free_port()
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    env = OpenEnv(f"http://127.0.0.1:{port}", "message", "message")
+    try:
+        yield env
+    finally:
+        await env.stop()
+        await runner.cleanup()
 
-    assert asyncio.run(episode())[1] == "hello"
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ("no JSON", "is no JSON"),
+        ("[" * 10**5, "is no JSON (maximum recursion depth"),
+        (["x" * 10**6], "has another form than OpenEnv's: $: "),
+        ({"data": {}}, "$: 'type' is a required property"),
+        ({"type": "observation", "data": None}, "$.data: None is not of type 'object'"),
+        ({"type": "observation", "data": {}}, "$.data: 'observation' is a required property"),
+        ({"type": "observation", "data": {"observation": [1]}}, "$.data.observation: [1] is not of type 'object'"),
+        ({"type": "observation", "data": {"observation": {"message": ""}, "reward": {}}}, "$.data.reward: {} is not"),
+        ({"type": "error", "data": {"errors": [{"loc": 1, "msg": ""}]}}, "$.data.errors[0].loc: 1 is not"),
+    ],
+)
+def test_replies_of_another_form_are_one_line(reply, words):
+    async def episode():
+        async with replying(lambda asked: reply) as env:
+            await env.start("1")
+
+    with pytest.raises(InputError) as caught:
+        asyncio.run(episode())
+    said = str(caught.value)
+    assert (
+        words in said and "\n" not in said and len(said) < 400 and re.match(r"openenv:http://\S+: its answer to ", said)
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ([], "$: [] is not of type 'object'"),
+        ({"action": None}, "$.action: None is not of type 'object'"),
+        ({"action": {"properties": ["code"]}}, "$.action.properties: ['code'] is not of type 'object'"),
+        ("[" * 10**5, "is no JSON"),
+        ("x" * 10**6, "is no JSON"),
+        ({"action": {}}, "an action has no 'code', but no field"),
+        (None, "no OpenEnv server answers at"),  # what it sends is no HTTP
+    ],
+)
+def test_schemas_of_another_form_are_one_line(schema, words, monkeypatch):
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if schema is None:
+                self.wfile.write(b"SSH-2.0-x\r\n")
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(schema.encode() if isinstance(schema, str) else json.dumps(schema).encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as http:
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+        spec = f"openenv:action=code http://127.0.0.1:{http.server_port}"
+        with pytest.raises(InputError) as caught:
+            load_interaction(spec)
+        monkeypatch.setattr(environments, "LONGEST_MESSAGE", 1)
+        with pytest.raises(InputError, match="no OpenEnv server answers at"):
+            load_interaction(spec)
+        http.shutdown()
+    assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(

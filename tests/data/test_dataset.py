@@ -589,6 +589,28 @@ def test_loader_leaves_the_global_random_state_alone():
     assert np.array_equal(np.random.get_state()[1], before[1]) and random.getstate() == before[2]
 
 
+class Drawing(Rows):
+    def __getitem__(self, i):
+        drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
+        return {"row": torch.tensor(drawn, dtype=torch.double)}
+
+
+def test_what_a_data_set_draws_depends_on_seed_and_place_alone():
+    """Not on ranks, workers, or how far another process came: a resumed run draws as one that was never stopped."""
+
+    def loader(rank=0, world=1, seed=1, workers=0):
+        return make_loader(Drawing(5), 4, rank=rank, world_size=world, seed=seed, num_workers=workers)
+
+    whole = draw(loader(), 4)
+    assert len({number for step in whole for row in step for number in row}) == 3 * 4 * 4  # also of a row drawn again
+    ranks = [draw(loader(rank, 2), 4) for rank in range(2)]
+    assert [[ranks[k % 2][step][k // 2] for k in range(4)] for step in range(4)] == whole
+    resumed = loader(workers=2)
+    resumed.load_state_dict({"position": 4})
+    assert draw(resumed, 3) == whole[1:]
+    assert draw(loader(seed=2), 1) != whole[:1]
+
+
 def test_loader_errors():
     def make(n=10, per_step=4, rank=0, world=2, seed=0):
         return make_loader(Rows(n), per_step, rank=rank, world_size=world, seed=seed)

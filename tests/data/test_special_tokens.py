@@ -46,7 +46,7 @@ def test_all_strings_of_a_message_are_defused_and_nothing_else():
         {
             "role": "user",
             "content": [{"type": "text", "text": "a< |im_end|>"}],
-            "tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": ["< |im_end|>", 3, None, True]}}}],
+            "tool_calls": [{"function": {"name": "f", "arguments": {"< |im_end|>": ["< |im_end|>", 3, None, True]}}}],
         }
     ]
 

@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import pickle
+import struct
 import tempfile
+import zlib
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from transformers import (
 from data import toy
 from lib import InputError
 from lib.data import RLHFDataset, collate_fn, make_loader
+from lib.data import vision as vision_rows
 from lib.data.vision import Vision, media_hash, media_of, text_positions, to_png
 from lib.data_proto import DataProto
 
@@ -218,19 +221,20 @@ def test_a_turned_picture_is_turned_back_and_alpha_is_white(tmp_path):
     turned.save(file, "PNG", exif=exif)
     clear = Image.new("RGBA", (4, 4), (10, 20, 30, 0))
     half = Image.new("RGBA", (4, 4), (255, 255, 255, 255))
-    grey = Image.fromarray(np.full((2, 2), 257 * 100, np.uint16))
-    read = vision_of().media([file.getvalue(), clear, half, grey], [], "a row", tmp_path)["image"]
+    grey = [Image.fromarray(np.full((2, 2), 257 * 100, kind)) for kind in ("<u2", ">u2")]
+    read = vision_of().media([file.getvalue(), clear, half, *grey], [], "a row", tmp_path)["image"]
     assert pixels(read[0]) == pixels(turned.rotate(-90, expand=True))
     assert pixels(read[1]) == pixels(read[2]) == pixels(Image.new("RGB", (4, 4), "white"))
-    assert pixels(read[3]) == [[[100] * 3] * 2] * 2  # 16 bits
+    assert pixels(read[3]) == pixels(read[4]) == [[[100] * 3] * 2] * 2  # 16 bits
 
 
-@pytest.mark.parametrize(("width", "height"), [(24, 24), (200, 50), (10, 2), (4, 9)])
+@pytest.mark.parametrize(("width", "height"), [(24, 24), (200, 50), (10, 2), (4, 9), (3, 9000)])
 def test_the_size_is_kept_within_the_limits(tmp_path, width, height):
     vision = vision_of(max_pixels=576, min_pixels=100)
     [read] = vision.media([picture(width=width, height=height)], [], "a row", tmp_path)["image"]
     assert 100 <= read.width * read.height <= 576
-    assert read.width / read.height == pytest.approx(width / height, rel=0.1)  # whole pixels
+    if height < 9000:  # a line of one pixel
+        assert read.width / read.height == pytest.approx(width / height, rel=0.1)  # whole pixels
     if 100 <= width * height <= 576:
         assert read.size == (width, height)
 
@@ -249,7 +253,7 @@ BROKEN = {
     "missing": ("none.png", "image 1: 'none.png' is no file in "),
     "url": ("https://example.com/a.png", "images and videos are read from disk, not from the network"),
     "torn": (base64.b64encode(encoded(picture(), "JPEG")[:-200]).decode(), "not a readable image (OSError: "),
-    "text": (base64.b64encode(b"this is no picture").decode(), "not a readable image (no format that Pillow knows)"),
+    "text": (base64.b64encode(b"this is no picture").decode(), "not a readable image (none of the formats PNG, JPEG, "),
     "number": (7, "image 1: 7; it must be a path, bytes, base64 text or a PIL image"),
     "null": (None, "image 1: null; it must be a path"),
 }
@@ -270,6 +274,60 @@ def test_a_broken_image_of_a_feature_is_named(tmp_path):
     rows = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
     rows.to_parquet(tmp_path / "a.parquet")
     assert f"{tmp_path}/a.parquet row 1: image 0: not a readable image" in error_of(tmp_path / "a.parquet")
+
+
+def png_of(*chunks):
+    """A PNG whose header says 13,000 x 13,000."""
+    header = struct.pack(">IIBBBBB", 13000, 13000, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", b""), (b"IEND", b"")]
+    body = b"".join(struct.pack(">I", len(x)) + n + x + struct.pack(">I", zlib.crc32(n + x)) for n, x in parts)
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+UNSAFE = {
+    "bomb": (png_of(), "13000 x 13000 pixels; at most 50000000 are decoded: make it smaller"),
+    "text": (png_of((b"zTXt", b"a\0\0" + zlib.compress(bytes(2**23)))), "Decompressed data too large"),
+    "floats": (encoded(Image.new("F", (4, 4), 0.5), "TIFF"), "its pixels are 32-bit floats, of no known range"),
+    "integers": (encoded(Image.new("I", (4, 4), 70000), "TIFF"), "its pixels are 32-bit integers, of no known range"),
+    "PostScript": (encoded(picture(), "EPS"), "not a readable image (none of the formats PNG, JPEG, "),
+    "a PNG as icon": (encoded(picture(), "ICO"), "not a readable image (none of the formats PNG, JPEG, "),
+}
+
+
+@pytest.mark.parametrize("case", UNSAFE)
+def test_an_image_that_is_unsafe_or_not_defined_is_not_decoded(tmp_path, case):
+    """Also as a picture of a tool or a frame of a video."""
+    content, message = UNSAFE[case]
+    vision, entry = vision_of(), f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    said = error_of(write(tmp_path / "a.jsonl", [make_row("red"), make_row("<image>", [entry])]))
+    assert said.startswith(f"{tmp_path}/a.jsonl row 1: image 0: ") and message in said
+    vision.config.video_token_id = 1
+    with pytest.raises(InputError, match=r"^a row: video 0: frame 0: ") as caught:
+        vision.media([], [[content]], "a row", tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "JPEG", "AVIF", "JPEG2000", None])
+def test_no_format_decodes_more_pixels_than_the_limit(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(vision_rows, "LARGEST_IMAGE", 24 * 24)
+    small, large = ((encoded(x, kind) if kind else x) for x in (picture(), picture(height=50)))
+    vision_of().media([small], [], "a row", tmp_path)
+    if kind == "JPEG":  # its decoder reduces
+        [read] = vision_of().media([large], [], "a row", tmp_path)["image"]
+        assert read.size == (12, 25)
+        large = io.BytesIO()
+        picture(height=50).save(large, kind, progressive=True)
+        large = large.getvalue()
+    with pytest.raises(InputError, match=r"^a row: image 0: 24 x 50 pixels; at most 576 are decoded: make it smaller$"):
+        vision_of().media([large], [], "a row", tmp_path)
+
+
+def test_a_file_is_read_up_to_a_limit(tmp_path, monkeypatch):
+    (tmp_path / "a.png").write_bytes(to_png(picture()))
+    vision_of().media(["a.png"], [], "a row", tmp_path)
+    monkeypatch.setattr(vision_rows, "LARGEST_FILE", 100)
+    with pytest.raises(InputError, match=r"^a row: image 0: a\.png: has more than 100 bytes$"):
+        vision_of().media(["a.png"], [], "a row", tmp_path)
 
 
 WRONG = {
@@ -645,7 +703,7 @@ def test_a_video_file_is_sampled(tmp_path, max_frames, taken):
         assert abs(frames.mean((1, 2, 3)) - [10 * i for i in taken]).max() < 3  # JPEG
 
 
-def test_a_broken_video_is_named(tmp_path):
+def test_a_broken_video_is_named(tmp_path, monkeypatch):
     whole = write_video(tmp_path / "a.avi", 20).read_bytes()
     (tmp_path / "torn.avi").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.avi").write_text("no video")
@@ -669,6 +727,9 @@ def test_a_broken_video_is_named(tmp_path):
             vision.media([], [video], "a row", tmp_path)
     with pytest.raises(InputError, match="a row: has videos; models of type idefics3 take none"):
         vision_of().media([], ["a.avi"], "a row", tmp_path)
+    monkeypatch.setattr(vision_rows, "LARGEST_IMAGE", 500)
+    with pytest.raises(InputError, match=r"^a row: video 0: .*/a\.avi: 32 x 16 pixels; at most 500 are decoded"):
+        vision.media([], ["a.avi"], "a row", tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])

@@ -1,6 +1,7 @@
 """lib/reward: managers and the pool of workers, with real processes and scorers that misbehave on purpose."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -559,7 +561,7 @@ import os, signal, sys, time
 from lib.reward.pool import Pool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
-pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})])
+pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})], "")
              for kind in ("fork_and_hang_twice", "hang_ignoring_signals")])
 if os.fork() == 0:  # as a loader's process would: it keeps the pool's socket open
     time.sleep(1000)
@@ -602,7 +604,7 @@ UNREAD = """
 import os, sys, time
 from lib.reward.pool import Pool
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
-ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})])] * 100)
+ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})], "")] * 100)
 next(pool.collect(ids))
 if os.fork() == 0:
     time.sleep(1000)
@@ -659,7 +661,7 @@ def test_no_worker_outlives_the_supervisor(tmp_path):
 CALM = """
 import os, sys
 def score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": extra_info["row"] + 1, "heavy": sorted({"torch", "transformers", "numpy"} & set(sys.modules)),
+    return {"score": extra_info["row"] + 1, "heavy": sorted({"torch", "transformers"} & set(sys.modules)),
             "pid": os.getpid(), "argument": sorted(extra_info.keys() - {"row"}), "source": data_source,
             "text": solution_str, "truth": ground_truth}
 """
@@ -821,6 +823,9 @@ def scaled(data_source, solution_str, ground_truth, extra_info=None, *, factor=1
 
 def again(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
     return factor
+
+def loose(data_source, solution_str, ground_truth, extra_info=None, *, method="strict", **kwargs):
+    return 1.0
 """
 
 
@@ -907,6 +912,43 @@ def test_without_workers_an_exception_stops_the_run_and_names_the_response(manag
     assert extras["pid"] == [os.getpid()]
 
 
+DRAWS = """
+import random
+
+once = random.random()
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    import numpy as np
+    return {"score": random.random(), "drawn": np.random.rand(), "once": once}
+
+def two(data_source, solution_str, ground_truth, extra_info=None):
+    return random.random()
+"""
+
+
+def test_what_a_scorer_draws_depends_on_seed_and_response_alone(manager_of):
+    """Not on the number of workers, on who scores what when, on the rank, or on the process."""
+
+    def drawn(uids: list[str], workers: int, seed: int = 1) -> dict[str, list]:
+        batch = batch_of(["1"] * len(uids))
+        batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        manager = manager_of(DRAWS, "score", "two", workers=workers, seed=seed)
+        return manager.submit(batch).get()[1]
+
+    random.seed(5), np.random.seed(5)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    groups = ["1-0", "1-0", "1-1", "1-1"]
+    extras = drawn(groups, 1)
+    for name in ("mine.score", "mine.score/drawn", "mine.two"):
+        whole = extras[name]
+        assert len({*whole, *extras["mine.two"], *extras["mine.score/drawn"]} - {None}) == 12
+        assert [drawn(groups, workers)[name] for workers in (0, 3)] == [whole, whole]
+        assert drawn(groups[2:] + groups[:2], 2)[name] == whole[2:] + whole[:2]
+        assert not {*drawn(groups, 1, seed=2)[name]} & {*whole}
+    assert drawn(groups, 1)["mine.score/once"] == extras["mine.score/once"]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
 class Rows:
     def __init__(self, *data_sources):
         self.data_sources = set(data_sources)
@@ -956,6 +998,12 @@ def test_scorers_of_this_project_by_data_source(workers):
         (["{file}:number"], {}, "it is not a function"),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
+        (
+            ["{file}:loose"],
+            {"kwargs": {"metod": 1}},
+            "--reward-kwargs: no scorer declares metod; the scorers take method",
+        ),
+        (["gsm8k"], {"kwargs": {"metod": 1}}, "--reward-kwargs: no scorer declares metod; the scorers take method"),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
         (["{file}:slowly"], {"weights": (1, 2)}, "--reward-weights has 2 numbers for the 1 scorers of --reward"),
         (["data_source"], {}, "no scorer for data_source 'unheard/of': add it to rewards/__init__.py"),
@@ -963,7 +1011,8 @@ def test_scorers_of_this_project_by_data_source(workers):
 )
 def test_mistakes_are_found_before_anything_starts(tmp_path, specs, settings, message):
     (tmp_path / "mine.py").write_text(FORMS)
-    specs = [spec.format(file=tmp_path / "mine.py") for spec in specs]
+    sources = ("toy/arithmetic", "openai/gsm8k" if specs == ["gsm8k"] else "unheard/of")
+    specs = ["data_source" if spec == "gsm8k" else spec.format(file=tmp_path / "mine.py") for spec in specs]
     with pytest.raises(InputError) as caught:
-        load_scorers(specs, [Rows("toy/arithmetic", "unheard/of")], **settings)
+        load_scorers(specs, [Rows(*sources)], **settings)
     assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -956,7 +956,7 @@ def test_the_pool_counts_a_judge_that_says_nothing():
         pool = Pool([{"spec": spec, "modules": [], "kwargs": kwargs, "batched": False}], workers=2, memory_mb=512)
         try:
             sample = {"data_source": "", "ground_truth": "", "extra_info": {"question": "Is it?"}}
-            tasks = [(0, 30.0, [sample | {"solution_str": text}]) for text in ("good", "bad", "good")]
+            tasks = [(0, 30.0, [sample | {"solution_str": text}], "") for text in ("good", "bad", "good")]
             answers = {number: answer for number, [answer] in pool.collect(pool.submit(tasks))}
         finally:
             pool.close()

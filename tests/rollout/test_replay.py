@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World
+from lib.manifest import entry, write_manifest
 from lib.rollout import Recording, Replay, check_recorded, forget_after
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran
 
@@ -133,11 +134,11 @@ def test_a_resumed_run_records_its_steps_again(recorded, tmp_path):
     (folder / "kept/config.json").write_text(json.dumps(config | {"recorded_by": str(folder / "run")}))
 
     def files() -> dict:
-        """Less the scores, whose order is that in which workers answered."""
-        return {path.relative_to(folder): path.read_bytes() for path in folder.glob("kept/step_*/*/[!s]*")}
+        """Less the scores, whose order is that in which workers answered, and the manifest with their hash."""
+        return {path.relative_to(folder): path.read_bytes() for path in folder.glob("kept/step_*/*/[!sm]*")}
 
     before = files()
-    (folder / "kept/step_000003/rank_0_of_1/batch.safetensors").unlink()
+    (folder / "kept/step_000003/rank_0_of_1/manifest.json").unlink()
     shutil.copytree(folder / "kept/step_000003", folder / "kept/step_000009")
     args = [*SMALL, "--total-steps", "3", "--save-every", "1", "--keep-checkpoints", "0"]
     args += ["--record", str(folder / "kept"), "--run-name", "run", "--resume"]
@@ -187,7 +188,9 @@ def test_a_recording_is_never_written_over(recorded, tmp_path):
 
 def rollout(*prompts: int) -> DataProto:
     ids = np.fromiter(([prompt] for prompt in prompts), object, len(prompts))
-    return DataProto.from_dict({"responses": torch.tensor(prompts)[:, None] * 10}, {"raw_prompt_ids": ids})
+    columns = {"raw_prompt_ids": ids, "uid": [f"1-{prompt}" for prompt in prompts]}
+    responses = torch.tensor(prompts)[:, None] * 10
+    return DataProto.from_dict({"responses": responses, "rollout_log_probs": -responses / 100}, columns)
 
 
 def record_steps(folder: Path, steps: int, of: World) -> Recording:
@@ -195,6 +198,7 @@ def record_steps(folder: Path, steps: int, of: World) -> Recording:
     for step in range(1, steps + 1):
         tape.begin(step)
         tape.rollout(rollout(step), lambda step=step: rollout(step))
+        list(tape.each("scores", [(0, [["ok", {"score": float(step)}]])], [1]))
         tape.end(rollout(step))
     return tape
 
@@ -226,10 +230,75 @@ def test_a_step_that_takes_more_or_less_than_was_recorded_is_refused(tmp_path):
     replay.rollout(rollout(1), None)
     with pytest.raises(InputError, match="asks for rollout number 3, and 2 were recorded"):
         replay.rollout(rollout(1), None)
-    (tmp_path / "step_000001/rank_0_of_1/rollout_0.safetensors").write_bytes(b"torn")
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+
+
+def rewrite(file: Path, log_prob: float) -> None:
+    batch = rollout(2)
+    batch.batch["rollout_log_probs"] = torch.tensor([[log_prob]])
+    batch.save_to_disk(file)
+
+
+STEP_2 = "step_000002/rank_0_of_1"
+DAMAGES = {  # to step 2, by what the message says
+    "scores_0.safetensors is not as it was saved": lambda kept: flip_a_bit(kept / STEP_2 / "scores_0.safetensors"),
+    "rollout_0.safetensors is not as": lambda kept: rewrite(kept / STEP_2 / "rollout_0.safetensors", -2.0),
+    "rollout_0.safetensors has 4 bytes": lambda kept: (kept / STEP_2 / "rollout_0.safetensors").write_bytes(b"torn"),
+    "scores_0.safetensors is missing": lambda kept: (kept / STEP_2 / "scores_0.safetensors").unlink(),
+    "scores_0.safetensors is not as": lambda kept: shutil.copy(
+        kept / "step_000001/rank_0_of_1/scores_0.safetensors", kept / STEP_2
+    ),
+    "it is of step_000001/rank_0_of_1": lambda kept: shutil.copytree(
+        kept / "step_000001", kept / "step_000002", dirs_exist_ok=True
+    ),
+    "batch.safetensors is not in manifest.json": lambda kept: write_manifest(kept / STEP_2, {}, of=STEP_2),
+    "manifest.json is damaged": lambda kept: (kept / STEP_2 / "manifest.json").write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_step_that_is_not_as_it_was_recorded_is_named(tmp_path, message):
+    record_steps(tmp_path, 2, world())
+    DAMAGES[message](tmp_path)
+    with pytest.raises(InputError) as error:
+        check_recorded(tmp_path, range(1, 3), 1)  # sees sizes before the run starts
+        replay = Replay(tmp_path, world())
+        for step in (1, 2):
+            replay.begin(step)
+    text = str(error.value)
+    assert f"--replay {tmp_path}: step 2 is not as it was recorded (" in text and message in text and "\n" not in text
+
+
+@pytest.mark.parametrize("log_prob", [float("nan"), float("-inf"), 1e9, -1e9])
+def test_log_probs_that_no_engine_gives_are_refused(tmp_path, log_prob):
+    """Also where the manifest was made to fit."""
+    record_steps(tmp_path, 2, world())
+    folder = tmp_path / STEP_2
+    rewrite(folder / "rollout_0.safetensors", log_prob)
+    write_manifest(folder, {file.name: entry(file) for file in folder.glob("*.safetensors")}, of=STEP_2)
+    replay = Replay(tmp_path, world())
+    replay.begin(2)
+    with pytest.raises(
+        InputError, match=r"step 2 is not as .*rollout_0.safetensors has .* among its rollout_log_probs"
+    ):
+        replay.rollout(rollout(2), None)
+
+
+def test_scores_and_groups_of_other_sizes_are_refused(tmp_path):
+    record_steps(tmp_path, 1, world())
+    replay = Replay(tmp_path, world())
     replay.begin(1)
-    with pytest.raises(InputError, match="not a file of DataProto"):
-        replay.rollout(rollout(1), None)
+    with pytest.raises(InputError, match="its scores are not of its rollouts"):
+        replay.each("scores", (), [2])
+    with pytest.raises(InputError, match="prompts of step 1 are not those recorded"):
+        replay.rollout(rollout(5, 5), None, any_order=True)
+    replay.begin(1)
+    assert len(replay.rollout(rollout(5), None, any_order=True)) == 1
 
 
 def test_steps_are_checked_by_number_and_by_ranks(tmp_path):

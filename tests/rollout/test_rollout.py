@@ -451,6 +451,23 @@ def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
     engine.version = None
 
 
+def test_log_probs_that_are_not_finite_are_the_policys_fault(engine_and_model):
+    """Weights of 1e30, as --lr 1e30 leaves them: each is finite, what is computed from them is not."""
+    engine, model = engine_and_model
+    for module in fsdp_modules(model):
+        module.reshard()
+    weight = model.get_output_embeddings().weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(1e30)
+    engine.version = None
+    with pytest.raises(InputError, match="the policy's log-probs are not finite after step 7: lower --lr"):
+        sync_weights(engine, model, 7, tolerance=TOLERANCE)
+    with torch.no_grad():
+        weight.copy_(before)
+    engine.version = None
+
+
 @pytest.mark.parametrize(("version", "blamed"), [(0, "--model"), (7, "--lr")])
 def test_weights_that_are_not_finite_are_named_and_not_sent(engine_and_model, version, blamed, monkeypatch):
     """One number of an embedding that the probe need not read: the engine is not to blame."""

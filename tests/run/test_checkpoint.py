@@ -33,8 +33,9 @@ from transformers import (
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
+from lib.manifest import file_hash
 from lib.model.memory import LiveBytes
-from lib.run.checkpoint import export_hf, file_hash, load_batches, load_checkpoint, newest_complete, save_checkpoint
+from lib.run.checkpoint import export_hf, load_batches, load_checkpoint, newest_complete, save_checkpoint, why_torn
 from tests.common import full_disk, run_ranks
 
 VOCAB, ROWS, LENGTH = 96, 4, 12
@@ -428,6 +429,18 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def _unlist(folder: Path, name: str) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"][name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _only_a_manifest(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"files": {}}')
+
+
 def _flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -437,6 +450,11 @@ def _flip_a_bit(path: Path) -> None:
 TEARS = {
     "no manifest.json": lambda folder: (folder / "manifest.json").unlink(),
     "manifest.json is damaged": lambda folder: _truncate(folder / "manifest.json"),
+    ".metadata is not in": lambda folder: (folder / "manifest.json").write_text('{"files": {}}'),
+    ".metadata is not in manifest.json": _only_a_manifest,
+    "trainer.json is not in manifest.json": lambda folder: _unlist(folder, "trainer.json"),
+    "batch_kept.safetensors is not in manifest.json": lambda folder: _unlist(folder, "batch_kept.safetensors"),
+    "__1_0.distcp is not in manifest.json": lambda folder: _unlist(folder, "__1_0.distcp"),
     "trainer.json is missing": lambda folder: (folder / "trainer.json").unlink(),
     "__0_0.distcp has": lambda folder: _truncate(folder / "__0_0.distcp"),
     ".metadata has 0 bytes": lambda folder: (folder / ".metadata").write_bytes(b""),
@@ -486,6 +504,22 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, capfd):
             load_checkpoint(folder / "step_000100", models={"m": (torch.nn.Linear(4, 4), None)}, schedulers={})
 
     run_ranks(2, refuse, tmp_path)
+
+
+def test_a_checkpoint_that_is_a_link_is_replaced_and_rotated_without_the_data_on_the_other_disk(tmp_path):
+    def check(world, folder):
+        for step in (1, 2):
+            saved, moved = _save_small(folder / "run", step), folder / f"moved_{step}"
+            saved.rename(moved)
+            saved.symlink_to(moved)
+        (folder / "run/step_000003").symlink_to(folder / "disk_that_is_gone")
+        assert newest_complete(folder / "run") == folder / "run/step_000002"
+        _save_small(folder / "run", 2)
+        _save_small(folder / "run", 3, keep=1)
+        assert [path.name for path in (folder / "run").iterdir()] == ["step_000003"]
+        assert why_torn(folder / "moved_1") is why_torn(folder / "moved_2") is None
+
+    run_ranks(1, check, tmp_path)
 
 
 def test_kill_before_the_rename_leaves_the_previous_one(tmp_path):

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import shutil
@@ -31,7 +32,7 @@ from lib.distributed import World
 from lib.run import Run, open_run
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
-from lib.run.run import set_aside, take_lock
+from lib.run.run import default_name, set_aside, take_lock
 from lib.run.run_config import not_default, read_json
 from lib.run.tracking import Tracker
 from tests.common import (
@@ -228,6 +229,62 @@ def test_another_runs_checkpoint_starts_a_new_run_and_overwrites_none(source, co
     assert steps_of(folder / "fork") == [3]
 
 
+# ---- checkpoints that were moved or renamed ------------------------------------------------------
+
+
+def moved(checkpoint: Path, to: Path) -> None:
+    """To another disk, with a link in its place that starts from the link's own folder."""
+    shutil.move(checkpoint, to)
+    checkpoint.symlink_to(os.path.relpath(to, checkpoint.parent))
+
+
+def test_a_checkpoint_that_is_a_link_to_another_disk_is_the_runs_own(source, copied):
+    folder, args = copied
+    link, disk = folder / "run/checkpoints/step_000004", folder / "disk/kept"
+    disk.parent.mkdir()
+    moved(link, disk)
+    for resume in ("auto", str(link), str(disk)):
+        assert run_module.find_checkpoint(resume, folder / "run") == link
+    done = ran(fork("grpo", folder, *args, "--run-name", "run", "--resume", "auto", "--total-steps", "5"))
+    assert "resumed from step_000004\n" in done.stdout and "set aside" not in done.stdout
+    whole = metrics(source[0] / "run")
+    assert metrics(folder / "run")[: len(whole)] == whole and steps_of(folder / "run") == [1, 2, 3, 4, 5]
+
+
+def test_a_link_that_is_set_aside_still_leads_to_its_checkpoint(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"run/checkpoints/step_{step:06d}").mkdir(parents=True)
+    moved(tmp_path / "run/checkpoints/step_000002", tmp_path / "disk")
+    (tmp_path / "run/checkpoints/step_000003").symlink_to("disk_that_is_gone")
+    set_aside(tmp_path / "run", 1)
+    assert steps_of(tmp_path / "run") == [1]
+    aside = tmp_path / "run/abandoned/1"
+    assert (aside / "step_000002").samefile(tmp_path / "disk") and (aside / "step_000003").is_symlink()
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_anything_is_set_aside(copied):
+    """By its name, before the model loads; by what it holds, where only the script knows."""
+    folder, args = copied
+    run, args = folder / "run", [*args, "--run-name", "run", "--total-steps", "5"]
+
+    def state() -> dict:
+        """Less the record of each start and the lock."""
+        names = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"]
+        return {path: path.read_bytes() for path in names if "starts" not in path.parts}
+
+    before = state()
+    step_2 = ["--resume", str(run / "checkpoints/step_000002"), "--resume-override", "script", "num_mini_batches"]
+    refused = error_of(fork("ppo", folder, *args, *step_2, "kl_coef", "kl_estimator", "kl_placement"))
+    assert "step_000002: holds {'models': ['actor']" in refused and state() == before
+
+    (run / "checkpoints/step_000004").rename(run / "checkpoints/step_000099")
+    before = state()
+    for resume in ("auto", str(run / "checkpoints/step_000099")):
+        refused = error_of(fork("grpo", folder, *args, "--resume", resume))
+        assert "step_000099 holds step 4: rename it to step_000004, or move it out of the run" in refused
+    assert state() == before
+
+
 # ---- flags ---------------------------------------------------------------------------------------
 
 
@@ -368,6 +425,57 @@ def _hold(folder: Path, ready) -> None:
     lock.close()
 
 
+def test_names_that_were_not_given_are_each_runs_own(monkeypatch):
+    """A sweep starts several runs in the same second, on several hosts, all with the same seed."""
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-120000")
+    names = {(random.seed(1), default_name("somewhere/grpo.py", 1))[1] for _ in range(100)}
+    assert len(names) == 100 and all(name.startswith("grpo-s1-20260101-120000-") for name in names)
+
+
+def _second_start(folder: Path) -> None:
+    run_module.PATIENCE_S = 0
+    with contextlib.suppress(InputError):
+        take_lock(folder)
+        os._exit(3)
+
+
+def _opens_slowly(world: World, folder: Path) -> list[int]:
+    """How second starts end that come while the first still looks at what there is."""
+    args = importlib.import_module("grpo").Args()
+    args.run.output_dir, args.run.run_name, args.run.record = str(folder), "run", str(folder / "kept")
+    find, ends = run_module.find_checkpoint, []
+
+    def find_slowly(*given):
+        for name in ("run", "kept"):
+            second = FORK.Process(target=_second_start, args=(folder / name,))
+            second.start()
+            second.join()
+            ends.append(second.exitcode)
+        return find(*given)
+
+    run_module.find_checkpoint = find_slowly
+    run_module.open_run(args, world, str(ROOT / "grpo.py"))
+    return ends
+
+
+def test_a_second_start_at_the_same_moment_gets_neither_the_folder_nor_the_recording(tmp_path):
+    [ends] = run_ranks(1, _opens_slowly, tmp_path)
+    assert ends == [0, 0]
+
+
+def test_the_lock_of_a_folder_that_a_refused_start_removes_is_taken_anew(tmp_path, monkeypatch):
+    take = fcntl.lockf
+
+    def take_late(*given):
+        monkeypatch.setattr(fcntl, "lockf", take)
+        shutil.rmtree(tmp_path / "run")
+        return take(*given)
+
+    monkeypatch.setattr(fcntl, "lockf", take_late)
+    with take_lock(tmp_path / "run") as lock:
+        assert os.path.samestat(os.fstat(lock.fileno()), (tmp_path / "run/.lock").stat())
+
+
 def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_module, "PATIENCE_S", 0)
     ready = FORK.Event()
@@ -484,7 +592,8 @@ def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
     for number, resume in (("1", "auto"), ("2", str(folder / "run/checkpoints/step_000002"))):
         consent = ["--resume", resume, "--resume-override", "num_mini_batches"]
         done = ran(fork("grpo", folder, *args, "run", *consent))
-        assert "validation prompts: 16 (prompt_too_long 0) x 2 = 32 responses on 1 rank(s)" in done.stdout
+        assert "validation prompts: 16 (prompt_too_long 0) from " in done.stdout
+        assert "16 x 2 = 32 responses on 1 rank(s)" in done.stdout
         assert "training prompts" not in done.stdout and " epochs" not in done.stdout
         [row] = metrics(folder / f"run/val_only/{number}")
         assert row["step"] == (4 if resume == "auto" else 2)

@@ -350,13 +350,18 @@ def test_the_scripts_loss_is_the_librarys(seed):
     assert torch.equal(*gradients)
 
 
+NO_VALIDATION = ["--val-files", "none"]
 BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "missing column": (
-        lambda t: ["--train-files", write(t / "a.jsonl", {"prompt": ROW["prompt"], "data_source": "x"})],
+        lambda t: [
+            "--train-files",
+            write(t / "a.jsonl", {"prompt": ROW["prompt"], "data_source": "x"}),
+            *NO_VALIDATION,
+        ],
         "reward_model",
     ),
     "no row left": (
-        lambda t: ["--train-files", write(t / "a.jsonl", ROW), "--max-prompt-length", "3"],
+        lambda t: ["--train-files", write(t / "a.jsonl", ROW), "--max-prompt-length", "3", *NO_VALIDATION],
         "too long for max_prompt_length=3",
     ),
     "prompt too long": (
@@ -364,7 +369,7 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
         "max_prompt_length=3",
     ),
     "no scorer": (
-        lambda t: ["--train-files", write(t / "a.jsonl", ROW | {"data_source": "mine"})],
+        lambda t: ["--train-files", write(t / "a.jsonl", ROW | {"data_source": "mine"}), *NO_VALIDATION],
         "no scorer for data_source 'mine'",
     ),
     "no ground truth": (
@@ -418,6 +423,17 @@ def test_a_special_token_in_a_prompt_is_text_and_is_counted(tmp_path):
     )
     allowed = ran(fork("grpo", tmp_path, *args, "--allow-special-tokens")).stdout
     assert "training prompts: 2 (prompt_too_long 0)" in allowed
+
+
+def test_the_header_names_model_data_and_what_trains_nothing(tmp_path):
+    args = ["--dry-run", "1", "--lr", "0", "--group-size", "1", "--val-files", "none"]
+    said = ran(fork("grpo", tmp_path, *args)).stdout
+    assert "model: data/toy/model\ntraining prompts: 4096 (prompt_too_long 0) from data/toy/train.jsonl\n" in said
+    assert "\nvalidation prompts: none\n" in said
+    assert "\nnote: --lr 0 leaves the policy as it is\n" in said
+    assert (
+        "\nnote: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)\n" in said
+    )
 
 
 def test_your_own_reward_dataset_and_validation_by_sampling(tmp_path):

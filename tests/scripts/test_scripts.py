@@ -218,10 +218,27 @@ def test_two_ranks_train_as_one(tmp_path, case):
 
 # two controllers and, in step 1, a critic that learns alone
 ADAPTIVE = [*IN_THE_REWARD, "--kl-coef", "0.1", "--entropy-coef", "0.01", "--entropy-target", "0.2"]
+DRAWING = """
+import random
+import numpy as np
+from lib.data import RLHFDataset
+
+class Rows(RLHFDataset):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        np.random.shuffle(self.kept)
+
+    def __getitem__(self, i):
+        return super().__getitem__(i if random.random() < 0.5 else 0)
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return random.random() + np.random.rand()
+"""
+DRAWS = ["--dataset-class", "FOLDER/drawing.py:Rows", "--reward", "FOLDER/drawing.py:score"]
 KILLED = {
     "grpo": ("grpo", PYTHON, ["--prompt-sampling", "variance"]),
     "ppo": ("ppo", PYTHON, [*ADAPTIVE, "--critic-warmup-steps", "1"]),
-    "remax": ("remax", PYTHON, ["--lora-rank", "4"]),
+    "remax": ("remax", PYTHON, ["--lora-rank", "4", "--reward-workers", "0", *DRAWS]),
     # leaves groups over in every step
     "dapo on 2 ranks": ("dapo", TORCHRUN, ["--group-size", "8", "--prompt-sampling", "skip"]),
     "dapo, several turns": ("dapo", PYTHON, ["--group-size", "8", *TOOLS]),
@@ -248,6 +265,8 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
     script, launcher, args = KILLED[case]
     args = [*SMALL, *few_prompts(tmp_path), "--save-every", "1", "--total-steps", "6", *args]
     args += ["--num-mini-batches", "2", "--warmup-steps", "3"]
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    args = [arg.replace("FOLDER", str(tmp_path)) for arg in args]
     run = functools.partial(fork, ranks=1 if launcher == PYTHON else 2)
     ran(run(script, tmp_path, *args, "--run-name", "whole"))
 
