@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.cli.secrets import private, private_folder
 from lib.data_proto import DataProto
+from lib.distributed import check_number
 from lib.run.disk import writes_to
 from lib.run.prompt_images import row_hashes
 from lib.run.trouble import trouble_of_run, troubles
@@ -109,6 +110,8 @@ class Tracker:
         """Writes one line of metrics.jsonl. A step may have several (training, then validation)."""
         if not self.enabled:
             return
+        for key, value in metrics.items():
+            check_number(key, value)
         values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
         row = {"step": step} | {key: None if key in nonfinite else value for key, value in values.items()}

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from lib import InputError
+from lib.distributed import Max, Mean, reduce_metrics
 from lib.model import load_tokenizer
 from lib.run.tracking import Tracker, plot_curve, prompt_text, sample_rows
 from tests.common import TOY_MODEL, full_disk, rollout_batch
@@ -67,6 +68,17 @@ def test_a_full_disk_ends_in_one_line_and_the_rows_before_stay(tmp_path):
     assert lines(tmp_path / "metrics.jsonl", torn=True) == [{"step": 1, "reward/mean": 0.25}]
     tracker.undrawn = False
     tracker.close()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones((2, 3)), [1.0], "x", None])
+def test_a_metric_that_is_no_number_is_named(tmp_path, value):
+    tracker = Tracker(tmp_path, {}, total_steps=2)
+    with pytest.raises(InputError, match=r"^metric 'my/ratio' is a \w+( of shape .*)?: log a number"):
+        tracker.log({"reward/mean": 1.0, "my/ratio": value}, 1)
+    tracker.close()
+    for metric in (value, Mean(value, 1), Max(value)):
+        with pytest.raises(InputError, match=r"^metric 'my/ratio' is a \w+"):
+            reduce_metrics({"reward/mean": torch.tensor(1.0), "my/ratio": metric})
 
 
 def test_disabled_writes_nothing(tmp_path, capsys):
