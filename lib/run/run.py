@@ -5,6 +5,7 @@
     starts/1/      for each start, the script, the git commit and its diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
     rollouts/      training samples (lib/run/rollouts.py)
+    images/        small copies of the images in prompts (lib/run/prompt_images.py)
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
     val_only/1/    what --val-only writes
     profile/       what --profile-steps writes
