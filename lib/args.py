@@ -349,7 +349,7 @@ class ValidationArgs(Group):
     val_top_p: Annotated[float, Interval(gt=0, le=1), MAY_CHANGE] = 1.0
     """nucleus sampling in validation"""
     show_samples: Annotated[int, Ge(0), MAY_CHANGE] = 3
-    """responses shown after each validation (samples.jsonl holds them all)"""
+    """responses of the last validation that the end of a run shows (samples.jsonl holds all)"""
 
     def check(self) -> None:
         check_scorers("val_reward", self.val_reward)

@@ -12,7 +12,6 @@ import copy
 import itertools
 import os
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch
 from lib import InputError
 from lib.agent.episode import Episode
 from lib.agent.multi_turn import AsyncRolloutRequest, FinishReason, MultiTurn
-from lib.agent.tools import ERROR_KINDS
+from lib.agent.tools import ERROR_KINDS, show_once, story
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
@@ -38,7 +37,6 @@ NUMBERS = itertools.count()  # numbers the episodes of this process
 INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kwargs")
 MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs")
 OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version")
-SHOWN: set[str] = set()  # the tracebacks already shown of failed episodes, without their messages
 
 # ---- all episodes of a batch, on an engine in this process ---------------------------------------
 
@@ -312,14 +310,11 @@ def _as_batch(
     Raises InputError if all episodes failed.
     """
     if all(error is not None for error in errors):
-        raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with{_story(errors[0])}")
+        raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with{story(errors[0])}")
     for request, error in zip(requests, errors):
         if error is not None:
             request.finish_reason = FinishReason.ERROR
-            place = "".join(traceback.format_exception(error)[:-1])
-            if place not in SHOWN:
-                print(f"rollout: an episode failed; more like it are only counted{_story(error)}", flush=True)
-            SHOWN.add(place)
+            show_once("an episode", error)
     batch = add_responses(
         prompts,
         [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests],
@@ -339,11 +334,6 @@ def _as_batch(
     columns["agent_metrics"] = [dict(request.metrics) for request in requests]
     batch.non_tensor_batch |= DataProto.from_dict(non_tensors=columns).non_tensor_batch
     return batch
-
-
-def _story(error: BaseException) -> str:
-    """An InputError is one line for its reader; of others, which the user's code raises, one wants the place."""
-    return f": {error}" if isinstance(error, InputError) else f"\n{''.join(traceback.format_exception(error))}"
 
 
 def agent_metrics(batch: DataProto) -> dict[str, Metric]:

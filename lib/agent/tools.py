@@ -27,6 +27,8 @@ from lib.cli.secrets import struck
 from lib.reward import LARGEST_SCORE
 
 LARGEST_METRIC = 1e30
+MOST_SHOWN = 4000  # characters of an error
+SHOWN: set[tuple] = set()  # kinds of errors that were shown: their types and places
 ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")
 
 # ---- what a tool is ------------------------------------------------------------------------------
@@ -116,6 +118,21 @@ def say(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
+def story(error: BaseException) -> str:
+    """An InputError is one line for its reader; of others, which the user's code raises, one wants the place."""
+    text = f": {error}" if isinstance(error, InputError) else f"\n{''.join(traceback.format_exception(error))}"
+    text = readable(struck(text), MOST_SHOWN, "middle")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+def show_once(what: str, error: BaseException) -> None:
+    """Prints the first error of each kind, which are those of one type from one line of code."""
+    kind = (type(error), *((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[-1:]))
+    if kind not in SHOWN:
+        SHOWN.add(kind)
+        print(f"rollout: {what} failed; more like it are only counted{story(error)}", flush=True)
+
+
 async def in_thread(function: Callable, *args, **kwargs):
     """Like asyncio.to_thread, but no full pool delays the call, and the process does not wait for it at its end."""
     loop = asyncio.get_running_loop()
@@ -153,7 +170,11 @@ async def _outcome(function: Callable, args: tuple, kwargs: dict) -> tuple[Any, 
     except BaseException as error:  # SystemExit would end the loop; `attempt` itself may be cancelled
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C; in another thread it is the function's own
-        return None, "timeout" if isinstance(error, TimeoutError) else "exception", say(error)
+        if isinstance(error, TimeoutError):
+            return None, "timeout", say(error)
+        if not isinstance(error, asyncio.CancelledError):
+            show_once("a call of a tool or interaction", error)
+        return None, "exception", say(error)
 
 
 async def attempt(function: Callable, /, *args, timeout_s: float, **kwargs) -> tuple[Any, str | None, str]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import tempfile
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -180,6 +181,18 @@ def private(path: Path) -> Path:
     path.touch(mode=0o600)
     path.chmod(0o600)
     return path
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes the file whole or not at all, for its owner alone. A link in its place is replaced, not followed."""
+    number, aside = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
+        Path(aside).replace(path)
+    except OSError:
+        Path(aside).unlink(missing_ok=True)
+        raise
 
 
 def private_folder(path: Path) -> None:

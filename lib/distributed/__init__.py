@@ -36,7 +36,7 @@ from lib.distributed.launch import (
     run,
     wait_for_all,
 )
-from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, reduce_metrics, token_means
+from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, check_number, reduce_metrics, token_means
 from lib.distributed.sharding import (
     TENSOR_PARALLEL_STYLES,
     RowGroup,
@@ -77,6 +77,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_objects",
     "broadcast",
+    "check_number",
     "clip_grad_norm",
     "compute_device",
     "current_stage",

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from lib import InputError
+
 Number = float | torch.Tensor
 
 
@@ -74,6 +76,9 @@ def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None 
 
 def _read(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The metrics with numbers in place of tensors, in one transfer."""
+    for key, metric in metrics.items():
+        for number in _numbers(metric):
+            check_number(key, number)
     flat: list[Any] = [number for metric in metrics.values() for number in _numbers(metric)]
     tensors = [number.double() for number in flat if isinstance(number, torch.Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else ())
@@ -82,6 +87,14 @@ def _read(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         key: type(metric)(*(next(numbers) for _ in metric)) if isinstance(metric, tuple) else next(numbers)
         for key, metric in metrics.items()
     }
+
+
+def check_number(key: str, value: Any) -> None:
+    """Raises InputError if the value of a metric is not one number."""
+    shape = tuple(getattr(value, "shape", ()))
+    if shape or not (isinstance(value, int | float) or hasattr(value, "item")):
+        what = f"a {type(value).__name__}" + (f" of shape {shape}" if shape else "")
+        raise InputError(f"metric {key!r} is {what}: log a number, such as its mean()")
 
 
 def _numbers(metric: Any) -> tuple:

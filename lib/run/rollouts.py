@@ -21,14 +21,15 @@ from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import World
 from lib.run.disk import free_space
+from lib.run.prompt_images import keep_images, row_hashes
 from lib.run.tracking import prompt_text, turns_of
 
 TENSORS = (  # keys of the batch that are kept, where it has them
     *("prompts", "responses", "attention_mask", "response_mask", "loss_mask", "token_level_scores", "turn_rewards"),
     *("rollout_log_probs", "log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages", "values"),
-    "weight_versions",
+    *("weight_versions", "multi_modal_hash"),
 )
-OBJECTS = ("uid", "data_source", "raw_prompt", "reward_model", "finish_reason", "reward_extra_info")
+OBJECTS = ("uid", "data_source", "raw_prompt", "reward_model", "finish_reason", "reward_extra_info", "multi_modal_data")
 
 
 def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -> list[int]:
@@ -64,6 +65,7 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
     """Writes the rows of a trained batch on the CPU.
 
     - step, group (the uid), sample (its number in the group, from 0), data_source, finish_reason
+    - row_hash of the row of the data, images (names of files in images/): lib/run/prompt_images.py
     - prompt (the messages' text), response (with special tokens), ground_truth (JSON if it is not a string)
     - prompt_ids, response_ids, tokens (the text of each response token: `token_texts`), without padding
     - response_mask: sampled by the policy; loss_mask: counted by the loss
@@ -83,7 +85,9 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
     aside = file.with_suffix(".tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)  # a disk of this node alone does, too
-        pyarrow.parquet.write_table(rollouts_table(step, batch, tokenizer), private(aside), compression="zstd")
+        table = rollouts_table(step, batch, tokenizer)
+        images = pyarrow.array(keep_images(file.parent.parent, batch), pyarrow.list_(pyarrow.string()))
+        pyarrow.parquet.write_table(table.append_column("images", images), private(aside), compression="zstd")
         aside.replace(file)
     except OSError as error:
         aside.unlink(missing_ok=True)
@@ -129,6 +133,7 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
         "group": texts(columns["uid"]),
         "sample": pa.array([next(in_group[uid]) for uid in columns["uid"]], pa.int32()),
         "data_source": texts(columns["data_source"]),
+        "row_hash": texts(row_hashes(batch)),
         "prompt": texts(prompt_text(messages) for messages in columns["raw_prompt"]),
         "response": texts(responses),
         "ground_truth": texts(x if x is None or isinstance(x, str) else _json(x) for x in truths),

@@ -5,6 +5,7 @@
     starts/1/      for each start, the code, what in it changed, git commit and diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
     rollouts/      training samples (lib/run/rollouts.py)
+    images/        small copies of the images in prompts (lib/run/prompt_images.py)
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
     val_only/1/    what --val-only writes
     profile/       what --profile-steps writes
@@ -243,8 +244,7 @@ class Run:
     def close(self) -> None:
         """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""
         self._wait_for_writers()
-        if not self.validation.val_only:
-            self.tracker.report()
+        self.tracker.report(of_training=not self.validation.val_only)
         self.tracker.close()
         on_early_end(None)
         self.locks.close()

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,9 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.cli.secrets import private, private_folder
 from lib.data_proto import DataProto
+from lib.distributed import check_number
 from lib.run.disk import writes_to
+from lib.run.prompt_images import row_hashes
 from lib.run.trouble import trouble_of_run, troubles
 
 # what a step's console line shows
@@ -74,13 +77,14 @@ class Tracker:
         self.enabled = enabled
         if unknown := set(trackers) - {"wandb", "tensorboard", "trackio"}:
             raise InputError(f"--track {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard, trackio")
+        self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
         if not enabled:
             return
-        self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
         self.name = name or self.run_dir.resolve().name
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.numbers = NUMBERS | (SPEED_OF_GPUS if on_gpu else SPEED)
         self.undrawn = False
+        self.last_samples: tuple[list[Mapping[str, Any]], int] = ([], 0)
         self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
         self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
         self.trackio = self._open_trackio(dict(config)) if "trackio" in trackers else None
@@ -106,6 +110,8 @@ class Tracker:
         """Writes one line of metrics.jsonl. A step may have several (training, then validation)."""
         if not self.enabled:
             return
+        for key, value in metrics.items():
+            check_number(key, value)
         values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
         row = {"step": step} | {key: None if key in nonfinite else value for key, value in values.items()}
@@ -127,7 +133,7 @@ class Tracker:
             self.curve()
 
     def samples(self, rows: Sequence[Mapping[str, Any]], step: int, show: int = 3) -> None:
-        """Appends rows (prompt, response, score, ...) to samples.jsonl and shows the first few on the console."""
+        """Appends rows (prompt, response, score, ...) to samples.jsonl; `report` prints the first few of the last."""
         if not self.enabled:
             return
         path = self.run_dir / "samples.jsonl"
@@ -138,17 +144,7 @@ class Tracker:
             for row in rows:
                 file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
         self._table("samples/validation", rows, step)
-        if not show:
-            return
-        table = Table(title=f"samples of step {step}", title_justify="left")
-        for name in ("score", "prompt", "response"):
-            table.add_column(name, no_wrap=True, overflow="ellipsis")
-        fifth = (self.console.width - 20) // 5  # borders and score take 20
-        for row in rows[:show]:
-            prompt, response = self._one_line(row["prompt"], 2 * fifth), self._one_line(row["response"], 3 * fifth)
-            score = "none" if row["score"] is None else f"{row['score']:.3g}"
-            table.add_row(*map(Text, (score, prompt, response)))
-        self.console.print(table)
+        self.last_samples = [*rows[:show]], step
 
     def training_samples(self, batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
         """Shows the first rows of a scored batch in wandb, tensorboard and trackio."""
@@ -179,21 +175,40 @@ class Tracker:
         """Prints what went wrong in how many steps."""
         if self.enabled:
             for trouble in trouble_of_run(_rows(self.run_dir / "metrics.jsonl")):
-                self.console.print(f"note: {trouble.text}", markup=False, soft_wrap=True)
+                self._say(f"note: {trouble.text}")
 
-    def report(self) -> None:
-        """Prints what went wrong in how many steps, the validation score of the start model and the last one, and where
-        the files are."""
+    def report(self, of_training: bool = True) -> None:
+        """Prints samples of the last validation, and how to see them all. of_training: also what went wrong in how many
+        steps, the validation score of the start model and the last one, and where the files are."""
         if not self.enabled:
             return
-        self.notes()
-        rows = _rows(self.run_dir / "metrics.jsonl")
-        for key in dict.fromkeys(key for row in rows for key in _validated(row)):
-            values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
-            before = [f"{values.pop(0):.3f} before training"] if 0 in values else []
-            after = [f"{values[step]:.3f} after step {step}" for step in [*values][-1:]]
-            self.console.print(f"{key}: {', '.join(before + after)}")
-        self.console.print(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/", soft_wrap=True)
+        self._show_samples(*self.last_samples)
+        if of_training:
+            self.notes()
+            rows = _rows(self.run_dir / "metrics.jsonl")
+            for key in dict.fromkeys(key for row in rows for key in _validated(row)):
+                values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+                before = [f"{values.pop(0):.3f} before training"] if 0 in values else []
+                after = [f"{values[step]:.3f} after step {step}" for step in [*values][-1:]]
+                self._say(f"{key}: {', '.join(before + after)}")
+            self._say(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/")
+        self._say(f"page of curves and samples: python -m lib.run.page {shlex.quote(str(self.run_dir))}")
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    def _show_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if not rows:
+            return
+        table = Table(title=f"samples of step {step}", title_justify="left")
+        for name in ("score", "prompt", "response"):
+            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        fifth = (self.console.width - 20) // 5  # borders and score take 20
+        for row in rows:
+            prompt, response = self._one_line(row["prompt"], 2 * fifth), self._one_line(row["response"], 3 * fifth)
+            score = "none" if row["score"] is None else f"{row['score']:.3g}"
+            table.add_row(*map(Text, (score, prompt, response)))
+        self.console.print(table)
 
     def close(self) -> None:
         if not self.enabled:
@@ -278,17 +293,21 @@ class Tracker:
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """The rows of a scored batch for `Tracker.samples`: the question without the chat template, and the whole response
-    with its special tokens. A multi-turn episode also has how it ended, and its turns. For each turn: who wrote the
-    text ("policy" has response_mask 1), its number of tokens, and the reward that it got besides the score."""
+    """The rows of a scored batch for `Tracker.samples`: which row of the data set it is, the question without the chat
+    template, and the whole response with its special tokens. A multi-turn episode also has how it ended, and its turns.
+    For each turn: who wrote the text ("policy" has response_mask 1), its number of tokens, and the reward that it got
+    besides the score."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
     scored = tensors["response_mask"].any(1).tolist()
     attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
-    rows = []
+    rows, hashes = [], row_hashes(batch)
     for i in range(len(batch)):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
+            "index": row.get("index"),
+            "data_source": row["data_source"],
+            "row_hash": hashes[i],
             "prompt": prompt_text(row["raw_prompt"]),
             "response": tokenizer.decode(responses[i][attended[i]]),
             "score": scores[i] if scored[i] else None,

@@ -114,8 +114,8 @@ def trouble_of_run(rows: Sequence[Mapping]) -> list[Trouble]:
             lost, rows_in = sum(values.values()), sum(column("training/rows_in").values())
             text = f"rows dropped by {key.removeprefix(DROPPED)}: {lost:,.0f} of {rows_in:,.0f}"
             found.append(Trouble(text, "rows-are-dropped", steps))
-    for key in dict.fromkeys(key for row in rows for key in row.get("nonfinite", ())):
-        steps = [row["step"] for row in rows if key in row.get("nonfinite", ())]
+    for key in dict.fromkeys(key for row in rows for key in row.get("nonfinite") or ()):
+        steps = [row["step"] for row in rows if key in (row.get("nonfinite") or ())]
         text = f"{key} not finite in {len(steps)} of {len(rows)} rows of metrics.jsonl"
         found.append(Trouble(text, "a-number-is-not-finite", steps))
     return found

@@ -14,10 +14,11 @@ import numpy as np
 from lib.args import Sizes, ValidationArgs
 from lib.data import PromptDataset, collate_fn
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, enter_stage, timed
+from lib.distributed import all_gather_lists, broadcast, enter_stage, timed
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, Sampling, truncated_rows
+from lib.run.prompt_images import keep_images
 from lib.run.tracking import Tracker, sample_rows
 from lib.seeds import seeded
 
@@ -189,7 +190,7 @@ class Validation:
         sampling = Sampling(self.rollouts.sampling.max_response_length, args.val_temperature, args.val_top_p)
         per_rank = math.ceil(len(self.dataset) / world.size)
         per_call = max(1, self.sizes.local_rows // args.val_samples)
-        results, shown = [], []
+        results, shown, folder = [], [], broadcast(self.tracker.run_dir)
         for start in range(0, per_rank, per_call):
             enter_stage(f"validation at step {step}")
             # every rank takes the same number of rows; those beyond the data set's end only fill up
@@ -202,7 +203,11 @@ class Validation:
             extras, _ = self.rewards.submit(batch).add_to(batch)
             batch = batch[: sum(row < len(self.dataset) for row in rows) * args.val_samples]
             results += validated_rows(batch, extras, [n // args.val_samples for n in numbers])
-            shown += sample_rows(batch, self.rewards.manager.tokenizer)
+            images = keep_images(folder, batch)
+            shown += [
+                row | ({"images": names} if names else {})
+                for row, names in zip(sample_rows(batch, self.rewards.manager.tokenizer), images)
+            ]
         results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # the same order on any number of ranks
         self.tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
         return metrics | validation_metrics(results)

@@ -245,6 +245,28 @@ def test_hostile_tools_are_answered(name, is_async):
     result.text.encode()  # no surrogate is left
 
 
+def test_the_first_exception_of_each_kind_is_printed_with_its_traceback(monkeypatch, capsys):
+    monkeypatch.setattr("lib.agent.tools.SHOWN", set())
+    monkeypatch.setenv("MY_API_KEY", "secret-of-the-tool")
+
+    def broken(word: str):
+        """Broken.
+
+        Args:
+            word: a word
+        """
+        if word == "slow":
+            raise TimeoutError
+        return {}[word] if word != "secret" else raise_(ValueError("\x1b[2Jsecret-of-the-tool" + "x" * 10**6))
+
+    for word in ("a", "b", "slow", "secret", "secret"):
+        assert answer(broken, {"word": word}).error_kind == ("timeout" if word == "slow" else "exception")
+    said = capsys.readouterr().out
+    assert said.count("more like it are only counted\nTraceback (most recent") == 2 and len(said) < 10_000
+    assert said.count("KeyError: 'a'") == 1 and "KeyError: 'b'" not in said and "in broken" in said
+    assert "secret-of-the-tool" not in said and "\x1b" not in said and "ValueError: \ufffd[2J***xxx" in said
+
+
 def test_the_loop_runs_while_tools_hang_and_run():
     """64 calls of a tool that waits for all 64 end: none waits for a place in a pool, nor for the hanging one."""
     barrier = threading.Barrier(64)

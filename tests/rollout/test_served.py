@@ -24,7 +24,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib import InputError
-from lib.agent import FunctionTool, MultiTurn, ToolCall, agent_loop, agent_metrics, make_episodes
+from lib.agent import FunctionTool, MultiTurn, ToolCall, agent_metrics, make_episodes
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
@@ -510,7 +510,7 @@ def test_what_a_rollout_waits_for_is_said(engine_and_model, monkeypatch, capsys)
 @needs_vllm
 def test_failed_episodes_on_a_server_and_a_failed_server(engine_and_model, monkeypatch, capsys):
     engine, _ = engine_and_model
-    monkeypatch.setattr(agent_loop, "SHOWN", set())
+    monkeypatch.setattr("lib.agent.tools.SHOWN", set())
     how = MultiTurn(tokenizer(), interaction=User, max_turns=3, max_turn_tokens=6)
 
     def play(*fail_at):

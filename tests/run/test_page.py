@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import math
+import os
 import re
+import socket
 import subprocess
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,13 +15,16 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from benchmarks.run_page import response_row, write_rollouts, write_run
+from benchmarks.run_page import SCHEMA, response_row, write_rollouts, write_run
 from lib import InputError
+from lib.run.page import __main__ as command
 from lib.run.page.__main__ import Args, Pages, main, make_server
 from lib.run.page.read import read_run
 from lib.run.page.samples import bfloat16, pack_samples, spread_out
@@ -38,6 +45,8 @@ TOOLS = [
     *("--multi-turn.tools", "calculator", "--multi-turn.max-turns", "3"),
 ]
 
+
+PATIENCE_MS = 120_000  # for anything in the browser, on a busy machine
 
 # ---- the browser -----------------------------------------------------------------------------------
 
@@ -62,7 +71,7 @@ def visit(browser, tmp_path) -> Iterator[Callable]:
 
     def open_page(*folders: Path, url: str = "", **how):
         page = browser.new_page(**{"viewport": {"width": 1200, "height": 900}, "reduced_motion": "reduce"} | how)
-        page.set_default_timeout(5_000)
+        page.set_default_timeout(PATIENCE_MS)
         pages.append(page)
         file = tmp_path / "page.html"
         if not url:
@@ -262,11 +271,66 @@ def test_one_prompt_over_all_steps(made, visit):
     expect_count(page, 64)
 
 
+@pytest.fixture
+def seen(tmp_path) -> Path:
+    """A run with two validation prompts of equal text but other images and answers, and files that are no images."""
+    run = write_run(tmp_path / "seen", 1, 1, 1)
+    (run / "images").mkdir()
+    for name, size in (("red", (40, 30)), ("blue", (50, 30)), ("wide", (600, 2))):
+        Image.new("RGB", size, "red").save(run / f"images/{name}.jpg")
+    (run / "images/page.jpg").write_text("<script>alert(1)</script>")
+    (run / "images/png.jpg").write_bytes(b"\x89PNG\r\n")
+    (run / "images/large.jpg").write_bytes((run / "images/red.jpg").read_bytes() + bytes(200_000))
+    (run / "images/link.jpg").symlink_to(ROOT / "README.md")
+    shown = {"step": 0, "prompt": "<image>How many?", "response": "2", "score": 1.0, "data_source": "made/up"}
+    rows = [
+        shown | {"index": 0, "row_hash": name, "ground_truth": name, "images": [f"{name}.jpg"]}
+        for name in ("red", "red", "blue")
+    ]
+    odd = ["nope", "page", "png", "large", "wide", "link", "../config", '"><script>alert(1)</script>']
+    rows.append(shown | {"index": 0, "row_hash": "odd", "images": [f"{name}.jpg" for name in odd]})
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_prompts_of_equal_text_are_apart_and_show_their_images(seen, visit):
+    page = visit(seen)
+    see_samples(page, kind="val")
+    cards = page.locator(".sample-group")
+    page.locator(".truth").nth(1).wait_for()
+    assert sorted(cards.locator(".truth").all_inner_texts()) == ["truth blue", "truth red"]
+    assert cards.locator(".response").count() == 4 and cards.count() == 3
+    widths = {}
+    for card in cards.all()[:2]:
+        card.locator("img").evaluate("(img) => img.decode()")
+        widths[card.locator(".truth").inner_text()] = card.locator("img").evaluate("(img) => img.naturalWidth")
+    assert widths == {"truth red": 40, "truth blue": 50} and page.locator("img").count() == 2
+    assert page.get_by_role("button", name="this prompt in").count() == 0
+    (note,) = page.locator(".note").all_inner_texts()
+    for said in ("nope.jpg (No such file", "page.jpg (cannot identify", "large.jpg (it is larger than 200 kB)"):
+        assert said in note
+    index, chunks, _ = pack_samples(seen, 1e6)
+    assert index["shown"] == 5 and len(chunks) == 2 + 2  # two images, each once
+
+
+def test_a_server_gives_images_as_images(seen):
+    server = make_server(Pages((seen,), 1e6), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        keys = pack_samples(seen, 1e6)[1]
+        answers = [httpx.get(f"http://127.0.0.1:{server.server_port}/chunk/{key}") for key in keys]
+        kinds = Counter(answer.headers["Content-Type"] for answer in answers)
+        assert kinds == {"application/octet-stream": 2, "image/jpeg": 2}
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_what_does_not_fit_is_left_out_evenly_and_said(made, visit, tmp_path):
     index, chunks, _ = pack_samples(made / "a", 20_000)
     steps = sorted({step for step, kind in zip(index["step"], index["kind"]) if index["texts"][kind] == "train"})
     assert 4 <= len(steps) < 30 and max(np.diff(steps)) <= 16 and steps[-1] == 30
-    assert sum(map(len, chunks.values())) < 2 * 20_000  # the last one may go over
+    assert sum(map(len, chunks.values())) <= 20_000
     assert index["shown"] == len(index["step"]) < index["kept"] == 120 + 64
     main(Args((made / "a",), output=tmp_path / "small.html", max_mb=0.02))
     page = visit(url=(tmp_path / "small.html").as_uri())
@@ -315,6 +379,22 @@ def test_runs_of_one_name_are_told_apart(made, tmp_path):
     other = write_run(tmp_path / "a", 1, 1, 1)
     data, _ = Pages((made / "a", other, made / "a"), 1e6).read()
     assert [run["name"] for run in data["runs"]] == [str(made / "a"), str(other)]
+
+
+def test_times_of_two_runs_have_one_scale_and_other_its_own_colour(made, visit, tmp_path):
+    slow = write_run(tmp_path / "slow", 3, 1, 2)
+    stages = dict.fromkeys([f"timing_s/stage_{i}" for i in range(9)], 10.0)
+    with (slow / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "timing_s/step": 100.0, **stages}) + "\n")
+    page = visit(made / "a", slow)
+    page.locator("#time").scroll_into_view_if_needed()
+    page.locator(".stages li").nth(3).wait_for()
+    tops = "[...figures].filter(([id]) => id.startsWith('t:')).map(([, figure]) => figure.plot.scales.y.max)"
+    page.wait_for_function(f"{tops}.length === 2")
+    assert page.evaluate(tops) == [pytest.approx(105)] * 2
+    colours = page.locator(".stages").nth(1).locator(".dot").evaluate_all("dots => dots.map((dot) => dot.dataset.c)")
+    names = page.locator(".stages").nth(1).locator("li").all_inner_texts()
+    assert names[-1].startswith("other ") and colours.count(colours[-1]) == 1
 
 
 def test_confidence_intervals_are_bands_and_no_curves(made, visit):
@@ -419,6 +499,9 @@ def test_a_phone_scrolls_in_one_direction(runs, visit, request):
     page.click("#open-all")
     see_samples(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    lines = "const r = document.createRange(); r.selectNodeContents(e.firstChild); return r.getClientRects().length;"
+    labels = page.locator("#sample-bar label:visible, #sample-bar legend:visible")
+    assert set(labels.evaluate_all(f"labels => labels.map((e) => {{ {lines} }})")) == {1}
     wide = "(e) => e.getBoundingClientRect().right > 361 && e.checkVisibility()"
     assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({wide}).map((e) => e.outerHTML)") == []
 
@@ -487,8 +570,8 @@ def test_numbers_that_are_not_finite_and_broken_lines_are_said(tmp_path, visit):
     page = visit(run)
     assert page.locator(".pill").inner_text() == "stopped"
     notes = page.locator(".note").all_inner_texts()
-    assert "metrics.jsonl: left out 2 of 7 lines that are no rows of a run (line 6, 7)" in notes
-    assert any("step_000003-rank_0.parquet: left out" in note for note in notes)
+    assert any(re.match(r"metrics.jsonl: could not read row 6 \(Expect.*\), row 7 \(step is", note) for note in notes)
+    assert any("step_000003-rank_0.parquet: could not read the file" in note for note in notes)
     alarms = page.locator(".alarm")
     assert "actor/metric_1 not finite" in alarms.nth(1).inner_text()
     assert "equal scores in more than 90 % of the groups" in alarms.nth(0).inner_text()
@@ -496,6 +579,193 @@ def test_numbers_that_are_not_finite_and_broken_lines_are_said(tmp_path, visit):
     assert "reward/zero_variance" in alarms.nth(0).locator(".help").inner_text()
     page.fill("#find", "metric_1")
     page.locator("figure .nan", has_text="nan × 1").first.wait_for()
+
+
+DEEP = "[" * 100_000
+MALFORMED = [  # a row of metrics.jsonl
+    *("", "null", "1", "[]", '"x"', "{}", '{"step": null}', '{"step": "1"}', '{"step": 1.5}', '{"step": -1}'),
+    *('{"step": Infinity}', '{"step": NaN}', '{"step": [1]}', '{"step": 9007199254740992}', "{", "\x00", DEEP),
+    f'{{"step": 1{"0" * 400}}}',
+    *(
+        f'{{"step": 9, "reward/mean": {value}}}'
+        for value in ('"x"', "[1]", '{"a": 1}', "1" + "0" * 400, "1" * 5000, DEEP)
+    ),
+    *(f'{{"step": 9, "nonfinite": {value}}}' for value in ("1", "[]", '{"reward/mean": 1}', '{"reward/mean": []}')),
+]
+MALFORMED_SAMPLES = [
+    *MALFORMED[:18],
+    *(
+        f'{{"step": 9, "{name}": {value}}}'
+        for name in ("prompt", "score", "data_source", "finish_reason", "turns", "images", "row_hash")
+        for value in ("[1]", '{"a": 1}', DEEP)
+    ),
+    *(f'{{"step": 9, "ground_truth": {value}}}' for value in (DEEP, "[" * 60 + "]" * 60, "1" * 5000)),
+    *('{"step": 9, "turns": [null]}', '{"step": 9, "turns": [{"text": 1}]}', '{"step": 9, "images": [null]}'),
+]
+
+
+def read_page(*folders: Path, most_bytes: float = 1e6) -> dict:
+    """The page's data, as the browser gets it."""
+    data, chunks = Pages(folders, most_bytes).read()
+    assert sum(map(len, chunks.values())) <= most_bytes
+    return json.loads(as_script(data))["runs"][0]
+
+
+@pytest.mark.parametrize("name, malformed", [("metrics.jsonl", MALFORMED), ("samples.jsonl", MALFORMED_SAMPLES)])
+def test_rows_that_cannot_be_read_are_named_and_left_out(tmp_path, name, malformed):
+    run = write_run(tmp_path / "run", 2, 1, 2)
+    whole = read_page(run)
+    rows = (run / name).read_text().count("\n")
+    for row in malformed:
+        with (run / name).open("r+") as file:
+            kept = file.readlines()[:rows]
+            file.seek(0)
+            file.truncate()
+            file.writelines([*kept, row + "\n", kept[-1]])
+        read = read_page(run)
+        (note,) = read["notes"]
+        assert note.startswith(f"{name}: could not read row {rows + 1} (") and len(note) < 400, row[:60]
+        assert read["metrics"] == whole["metrics"] and read["step"] == whole["step"], row[:60]
+        more = name == "samples.jsonl"  # the row after it, which repeats the one before
+        assert read["samples"]["shown"] == whole["samples"]["shown"] + more, row[:60]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=3) | st.sampled_from([0, -1, 2**53, 10**400, "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["by", "tokens", "a"]), inner),
+    max_leaves=5,
+)
+NAMES = [
+    "step",
+    "nonfinite",
+    "turns",
+    "images",
+    "row_hash",
+    "index",
+    "score",
+    "prompt",
+    "timing_s/step",
+    "val/a/ci_low",
+]
+ROW = st.fixed_dictionaries({"step": st.integers(0, 3) | JSON}, optional=dict.fromkeys(NAMES[1:], JSON))
+CONFIG = st.dictionaries(st.sampled_from(["script", "seed", "total_steps", "history", "lr"]), JSON)
+START = st.dictionaries(st.sampled_from(["command", "commit", "packages", "flags", "python", "untracked"]), JSON)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ROW, max_size=3), st.lists(ROW, max_size=3), CONFIG | JSON, START | JSON)
+def test_whatever_json_a_run_holds_there_is_a_page(metrics, samples, config, start):
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        (run / "starts/1").mkdir(parents=True)
+        for name, rows in (("metrics.jsonl", metrics), ("samples.jsonl", samples)):
+            (run / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name, value in (("config.json", config), ("starts/1/start.json", start)):
+            (run / name).write_text(json.dumps(value))
+        read_page(run)
+
+
+COLUMN = st.sampled_from([
+    *(pa.nulls(2), pa.array([1, None]), pa.array([0.5, math.inf]), pa.array(["x", None]), pa.array([True, False])),
+    *(pa.array([b"\xff", b""]), pa.array([2**62, 0], pa.timestamp("us")), pa.array([{"a": 1}, None])),
+    *(pa.array([[1, None], [1, 2, 3]]), pa.array([[math.nan], None]), pa.array([["x", None], []])),
+    *(pa.array([[[1]], [[2]]]), pa.array([[{"by": "policy", "tokens": -1}], [{"text": "x"}]]), pa.array(["{", DEEP])),
+])  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*response_row(1, 0, ["a"], np.random.default_rng(0)), "images"]), COLUMN | st.none()
+    )
+)
+def test_whatever_a_file_of_training_samples_holds_there_is_a_page(columns):
+    """columns: what takes the place of one; None: it is missing."""
+    row = response_row(1, 0, ["a", "b", "c"], np.random.default_rng(0))
+    table = pa.Table.from_pylist([row, row], SCHEMA)
+    table = table.drop_columns([name for name in columns if name in table.column_names])
+    for name, column in columns.items():
+        table = table if column is None else table.append_column(name, column)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        (run / "rollouts").mkdir()
+        (run / "metrics.jsonl").touch()
+        pq.write_table(table, run / "rollouts/step_000001-rank_0.parquet")
+        read_page(run)
+
+
+def test_a_wrong_row_of_training_samples_is_left_out_and_named(tmp_path):
+    run, rng = write_run(tmp_path / "run", 1, 1, 3), np.random.default_rng(0)
+    wrong = [
+        {"ratio": [1.0]},
+        {"response_mask": [True, None]},
+        {"tokens": ["a", None]},
+        {"sample": -1},
+        {"rewards": "["},
+    ]
+    rows = [response_row(1, i, ["a", "b"], rng) | more for i, more in enumerate([{}, *wrong, {}])]
+    write_rollouts(run, 1, rows)
+    read = read_page(run)
+    kinds = [read["samples"]["texts"][kind] for kind in read["samples"]["kind"]]
+    assert kinds.count("train") == 2 and read["samples"]["kept"] - read["samples"]["shown"] == 5
+    assert read["notes"] == [
+        "rollouts/step_000001-rank_0.parquet: could not read row 2 (2 tokens, but 1 ratio), row 3 (a list of whole "
+        "numbers with null in it), row 4 (tokens has null in it), row 5 (sample is no whole number from 0 to 2^53), "
+        "row 6 (Expecting value: line 1 column 2 (char 1))"
+    ]
+
+
+FILES = ["metrics.jsonl", "samples.jsonl", "config.json", "starts/1/start.json", "waits.txt", ".lock"]
+FILES += ["rollouts/step_000001-rank_0.parquet", "rollouts/step_000002-rank_0.parquet"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link out of the folder", "link to itself"])
+def test_what_is_no_file_of_the_run_is_not_read(tmp_path, kind):
+    """A FIFO would block, and a link shows a file that is not of the run."""
+    run, other = write_run(tmp_path / "run", 2, 1, 2), write_run(tmp_path / "other", 2, 1, 2)
+    (other / "waits.txt").write_text("secret")
+    for name in FILES:
+        (run / name).unlink(missing_ok=True)
+        match kind:
+            case "folder":
+                (run / name).mkdir()
+            case "fifo":
+                os.mkfifo(run / name)
+            case _:
+                (run / name).symlink_to(other / name if "out" in kind else run / name)
+    read = read_page(run)
+    assert read["metrics"] == {} and read["samples"]["shown"] == 0 and "secret" not in str(read)
+    noted = [note.split(": could not read the file (")[0] for note in read["notes"]]
+    assert sorted(noted) == sorted(set(FILES) - {".lock"}) and read["state"] == "state unknown"
+
+
+def test_the_page_replaces_a_link_and_does_not_follow_it(made, tmp_path):
+    (tmp_path / "other").write_text("other")
+    (tmp_path / "page.html").symlink_to(tmp_path / "other")
+    main(Args((made / "a",), output=tmp_path / "page.html"))
+    assert (tmp_path / "other").read_text() == "other" and (tmp_path / "page.html").stat().st_size > 1000
+    with pytest.raises(InputError, match="cannot be written"):
+        main(Args((made / "a",), output=tmp_path / "nope/page.html"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "page.html"]
+
+
+def test_a_name_that_is_no_utf8_is_shown(tmp_path, capsys):
+    main(Args((write_run(tmp_path / "run", 1, 1, 1).rename(tmp_path / "run\udcff"),)))
+    assert capsys.readouterr().out.encode().endswith(b" MB\n")
+
+
+@pytest.mark.parametrize("max_mb", [-1.0, math.nan])
+def test_max_mb_out_of_range_is_one_line(made, max_mb):
+    with pytest.raises(InputError, match=r"^--max-mb \S+: give 0 or more"):
+        main(Args((made / "a",), max_mb=max_mb))
+
+
+def test_a_step_larger_than_max_mb_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", 2, 1, 4)
+    write_rollouts(run, 3, [response_row(3, 0, [*map(chr, range(1000, 9000))], np.random.default_rng(0))])
+    samples = read_page(run, most_bytes=5000)["samples"]
+    assert 3 not in samples["step"] and samples["shown"] > 0 and samples["kept"] == samples["shown"] + 1
+    assert read_page(run, most_bytes=0)["samples"]["shown"] == 0
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path):
@@ -562,7 +832,21 @@ def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path, vis
         assert httpx.get(f"{url}../config.json").status_code == 404
         assert httpx.get(f"{url}chunk/nope").status_code == 404
         (run / "config.json").write_text("no JSON")
-        assert "config.json: not a JSON object" in httpx.get(f"{url}data.json").text
+        assert "config.json: could not read the file" in httpx.get(f"{url}data.json").text
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_connection_without_a_request_is_closed(made, monkeypatch):
+    monkeypatch.setattr(command, "IDLE_S", 0.1)
+    server = make_server(Pages((made / "a",), 1e6), 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        for said in (b"", b"GET / HTTP/1.1\r\nHost: loc"):
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+                connection.sendall(said)
+                assert connection.recv(1) == b""
     finally:
         server.shutdown()
         server.server_close()

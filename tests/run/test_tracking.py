@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from lib import InputError
+from lib.distributed import Max, Mean, reduce_metrics
 from lib.model import load_tokenizer
 from lib.run.tracking import Tracker, plot_curve, prompt_text, sample_rows
 from tests.common import TOY_MODEL, full_disk, rollout_batch
@@ -67,6 +68,17 @@ def test_a_full_disk_ends_in_one_line_and_the_rows_before_stay(tmp_path):
     assert lines(tmp_path / "metrics.jsonl", torn=True) == [{"step": 1, "reward/mean": 0.25}]
     tracker.undrawn = False
     tracker.close()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones((2, 3)), [1.0], "x", None])
+def test_a_metric_that_is_no_number_is_named(tmp_path, value):
+    tracker = Tracker(tmp_path, {}, total_steps=2)
+    with pytest.raises(InputError, match=r"^metric 'my/ratio' is a \w+( of shape .*)?: log a number"):
+        tracker.log({"reward/mean": 1.0, "my/ratio": value}, 1)
+    tracker.close()
+    for metric in (value, Mean(value, 1), Max(value)):
+        with pytest.raises(InputError, match=r"^metric 'my/ratio' is a \w+"):
+            reduce_metrics({"reward/mean": torch.tensor(1.0), "my/ratio": metric})
 
 
 def test_disabled_writes_nothing(tmp_path, capsys):
@@ -176,23 +188,32 @@ def test_the_accuracy_is_shown_where_the_scorer_gives_one(tmp_path, capsys):
     tracker.samples([{"prompt": "p", "response": "r", "score": None}], 0)
     tracker.report()
     tracker.close()
-    line, *rest, last, _ = capsys.readouterr().out.splitlines()
+    line, *rest, last, _, _ = capsys.readouterr().out.splitlines()
     assert line == "step 0/20 | val/aime/acc/mean@1 0.250 | unscored in validation: 3"
     assert last == "val/aime/acc/mean@1: 0.250 before training"
     assert any("none" in row for row in rest) and lines(tmp_path / "samples.jsonl")[0]["score"] is None
 
 
-def test_samples_are_stored_whole_and_shown_short(tmp_path, capsys):
-    tracker = Tracker(tmp_path, {}, total_steps=20)
+def test_samples_are_stored_whole_and_those_of_the_last_validation_shown_short(tmp_path, capsys):
+    """One line per validation; one table and the command of the page at the end."""
+    run = tmp_path / "a run"
+    tracker = Tracker(run, {}, total_steps=20)
     hostile = "\x1b[2J[bold]red[/bold]\r\n\u202eend " + "long " * 200 + "#### 42"
     rows = [{"prompt": f"What is {i}?", "response": hostile, "score": i / 3, "pred": "42"} for i in range(5)]
-    tracker.samples(rows, 7, show=2)
-    assert lines(tmp_path / "samples.jsonl") == [{"step": 7} | row for row in rows]
-    shown = capsys.readouterr().out
-    assert "What is 1?" in shown and "What is 2?" not in shown and "0.333" in shown
-    assert "[bold]red" in shown and "#### 42" in shown and "samples of step 7" in shown
-    assert all(c.isprintable() or c == "\n" for c in shown)
-    assert max(map(len, shown.splitlines())) <= 120
+    for step in (0, 7):
+        tracker.samples(rows, step, show=2)
+        tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1}, step)
+    assert lines(run / "samples.jsonl") == [{"step": step} | row for step in (0, 7) for row in rows]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    for of_training in (True, False):
+        tracker.report(of_training)
+        shown = capsys.readouterr().out
+        assert "What is 1?" in shown and "What is 2?" not in shown and "0.333" in shown
+        assert "[bold]red" in shown and "#### 42" in shown and shown.count("samples of step ") == 1
+        assert all(c.isprintable() or c == "\n" for c in shown) and "samples of step 7" in shown
+        *table, page = shown.splitlines()
+        assert max(map(len, table[:8])) <= 120 and ("curve:" in shown) == of_training
+        assert page == f"page of curves and samples: python -m lib.run.page '{run}'"
     tracker.close()
 
 
@@ -347,7 +368,7 @@ def test_a_sample_of_a_prompt_with_a_call_is_shown_without_content():
     batch = rollout_batch([3, 3], [4, 2])
     batch.batch["token_level_scores"] = torch.zeros(2, 4)
     prompt = [{"role": "user", "content": "2*3"}, {"role": "assistant", "tool_calls": [{}]}]
-    columns = {"raw_prompt": [prompt] * 2, "reward_model": [{"ground_truth": "6"}] * 2}
+    columns = {"raw_prompt": [prompt] * 2, "reward_model": [{"ground_truth": "6"}] * 2, "data_source": ["toy"] * 2}
     batch.non_tensor_batch |= {key: np.fromiter(values, object, count=2) for key, values in columns.items()}
     rows = sample_rows(batch, load_tokenizer(TOY_MODEL))
     assert [row["prompt"] for row in rows] == ["2*3\n"] * 2 and rows[0]["score"] == 0

@@ -4,16 +4,19 @@ the four scripts on it."""
 import base64
 import functools
 import io
+import json
 import random
 from collections import Counter
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data import toy, toy_vision
+from lib.run.page.samples import pack_samples
 from rewards.arithmetic import compute_score
 from tests.common import TOY_MODEL, fork, metrics, ran, rollouts, skip_without_vllm, unexplained_metrics
 
@@ -190,6 +193,25 @@ def test_every_script_trains_the_whole_model_and_exports_it(tmp_path, flags, scr
     assert exported.chat_template == exported.tokenizer.chat_template == toy_vision.CHAT_TEMPLATE
 
 
+def questions_of_equal_text_are_apart(run: Path, blank: bool) -> None:
+    """In the run page: each row of the data set has its own group, answer and image, the same at each validation."""
+    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == 3 and {row["data_source"] for row in rows} == {"toy/vision"}
+    assert {row["step"]: row["index"] for row in rows} == {0: 255, 6: 255}
+    index, _, notes = pack_samples(run, 1e9)
+    texts = index["texts"]
+    found = {
+        (texts[kind], step, texts[group]) for kind, step, group in zip(index["kind"], index["step"], index["group"])
+    }
+    assert notes == [] and sum(kind == "val" for kind, *_ in found) == 2 * 256
+    prompts = {texts[prompt] for kind, prompt in zip(index["kind"], index["prompt"]) if texts[kind] == "val"}
+    assert len(prompts) == 256 or blank  # two white images with the same colour and answer are one prompt
+    trained = pq.read_table(run / "rollouts/step_000001-rank_0.parquet").to_pylist()
+    kept = {name for row in [*rows, *trained] for name in row["images"]}
+    assert {file.name for file in (run / "images").iterdir()} >= kept and len(kept) >= len(prompts)
+    assert Image.open(run / "images" / rows[0]["images"][0]).size == (72, 72)
+
+
 def test_the_image_decides_what_is_learnt(tmp_path, flags):
     """The same steps with white images gain nothing: 0.20 is what one answer to all questions earns."""
     accuracy = {}
@@ -199,6 +221,7 @@ def test_the_image_decides_what_is_learnt(tmp_path, flags):
         ran(fork("grpo", tmp_path, *args, "--no-export-model", "--run-name", str(blank)))
         rows = metrics(tmp_path / str(blank))
         accuracy[blank] = [row["val/toy/vision/mean@1"] for row in rows if "val/toy/vision/mean@1" in row]
+        questions_of_equal_text_are_apart(tmp_path / str(blank), blank)
     assert accuracy[False][0] < 0.4 and accuracy[False][-1] > 0.8
     assert max(accuracy[True]) < 0.3
 

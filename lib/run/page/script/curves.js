@@ -223,11 +223,14 @@ function stagesOf(run) {
   return {steps, stages};
 }
 
-/** The number of a stage's colour, the same in all runs. */
-function stageNumber(stage) {
+/** [the colour of a stage, which is the same in all runs, its strength]; "other" has one of its own. */
+function stageColour(stage) {
+  if (stage === "other") return ["other", 1];
   const names = runs.flatMap((run) => Object.keys(run.metrics).filter((name) => name.startsWith("timing_s/")));
   const usual = ["update", "rollout", "log_probs", "reward", "weight_sync", "advantages"];
-  return [...new Set([...usual, ...names.map((name) => name.slice("timing_s/".length)).sort(), stage])].indexOf(stage);
+  const all = [...new Set([...usual, ...names.map((name) => name.slice("timing_s/".length)).sort()])];
+  const number = all.indexOf(stage);
+  return [`c${number % COLOURS}`, number < COLOURS ? 1 : .5];
 }
 
 function drawTimes() {
@@ -247,18 +250,25 @@ function drawTimes() {
   } else redrawAll("t:");
 }
 
+function longestStep() {
+  const timed = runs.filter((run) => run.metrics["timing_s/step"]).map(stagesOf);
+  const tops = timed.flatMap(({steps, stages}) => steps.map((_, i) =>
+    stages.reduce((sum, [, seconds]) => sum + seconds[i], 0)));
+  return tops.reduce((most, top) => Math.max(most, top), 0) || 1;
+}
+
 function drawTime(name, place, read) {
   const {steps, stages} = stagesOf(runs.find((run) => run.name === name)), tops = [];
   stages.forEach(([, seconds], i) => tops.push(seconds.map((s, k) => s + (i ? tops[i - 1][k] : 0))));
-  const numbers = stages.map(([stage]) => stageNumber(stage));
-  const tint = (i, alpha) => () => colour(`c${numbers[i] % COLOURS}`, numbers[i] < COLOURS ? alpha : alpha / 2);
+  const colours = stages.map(([stage]) => stageColour(stage));
+  const tint = (i, alpha) => () => colour(colours[i][0], alpha * colours[i][1]);
   const line = (i) => ({stroke: tint(i, 1), width: 1, points: {show: false}, ...(i ? {} : {fill: tint(0, .5)})});
   const series = [{}, ...stages.map((_, i) => line(i))];
   const bands = stages.slice(1).map((_, i) => ({series: [i + 2, i + 1], fill: tint(i + 1, .5)}));
   const total = mean(tops.at(-1)) || 1;
   const share = (seconds) => `${fmt3(mean(seconds))} s, ${Math.round((100 * mean(seconds)) / total)} %`;
   place.parentElement.querySelector(".stages").replaceChildren(...stages.map(([stage, seconds], i) =>
-    h("li", {}, dot(`c${numbers[i] % COLOURS}`), `${stage} ${share(seconds)}`)));
+    h("li", {}, dot(colours[i][0]), `${stage} ${share(seconds)}`)));
   paintDots();
   const show = (plot) => {
     const at = plot.cursor.idx;
@@ -269,7 +279,7 @@ function drawTime(name, place, read) {
   const told = stages.map(([stage, seconds]) => `${stage} ${share(seconds)}`).join(", ");
   place.setAttribute("aria-label", `seconds of a step: ${told}; arrow keys move along`);
   const cursor = {y: false, points: {show: false}, drag: {x: true, y: false}};
-  const scales = {x: {time: false}, y: {range: (_, __, most) => [0, most * 1.05]}};
+  const scales = {x: {time: false}, y: {range: [0, longestStep() * 1.05]}}; // the same for all runs
   const hooks = {setCursor: [show], ready: [show]};
   const drawn = options(place, {series, bands, cursor, scales, hooks, axes: axes(fmtAxis, (s) => `${fmt(s)} s`)});
   return new uPlot(drawn, [steps, ...tops], place);

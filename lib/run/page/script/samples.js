@@ -162,12 +162,19 @@ function groupCard(group) {
   element.fill = async () => {
     const texts = await chunk(key), {prompt: asked, ground_truth: truth = null} = texts[group[0].at];
     const box = {class: "prompt", tabindex: 0, role: "group", "aria-label": "prompt"};
-    body.replaceChildren(h("div", box, h("div", {class: "text"}, asked)),
+    const images = texts[group[0].at].images.map(picture);
+    body.replaceChildren(h("div", box, h("div", {class: "text"}, asked), ...images),
       truth === null ? "" : h("p", {class: "muted truth"}, "truth ", truth),
       h("div", {class: "responses"}, ...group.map((row) => response(row, texts[row.at]))));
   };
   filling.observe(element);
   return element;
+}
+
+/** The image of a chunk's key, the i-th of its prompt. */
+function picture(key, i) {
+  const src = LIVE ? `/chunk/${key}` : `data:image/jpeg;base64,${$(`chunk-${key}`).textContent}`;
+  return h("img", {src, alt: `image ${i + 1} of the prompt`});
 }
 
 function showPrompt(prompt) {
