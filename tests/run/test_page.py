@@ -296,6 +296,7 @@ def seen(tmp_path) -> Path:
 def test_prompts_of_equal_text_are_apart_and_show_their_images(seen, visit):
     page = visit(seen)
     see_samples(page, kind="val")
+    expect_count(page, 4)
     cards = page.locator(".sample-group")
     page.locator(".truth").nth(1).wait_for()
     assert sorted(cards.locator(".truth").all_inner_texts()) == ["truth blue", "truth red"]

@@ -27,7 +27,7 @@ def render(title: str, data: dict[str, Any] | None, chunks: dict[str, bytes]) ->
         "script-src": " ".join(map(_hash, scripts)),
         "style-src": _hash(style),
         "connect-src": "'none'" if data is not None else "'self'",
-        "img-src": "data:" if data is not None else "'self'",
+        "img-src": "data:" if data is not None else "data: 'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }
