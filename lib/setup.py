@@ -54,7 +54,7 @@ from lib.model import (
 )
 from lib.reward import RewardManager, load_scorers
 from lib.reward.sandbox import accept as accept_sandbox
-from lib.reward.scorers import Scorer
+from lib.reward.scorers import Scorer, check_keywords
 from lib.reward.scores import RewardModel, Rewards
 from lib.rollout import OwnServers, Rollouts, Sampling, check_engine_import, make_engine, serve
 from lib.run import Run, Validation
@@ -229,6 +229,7 @@ def load_inputs(args: Any) -> Inputs:
     scored = trained if validation.val_reward else [*trained, *validated]
     scorers = load_scorers(reward.reward, scored, kwargs, reward.reward_weights)
     val_scorers = load_scorers(validation.val_reward, validated, kwargs)
+    check_keywords([*scorers, *val_scorers], kwargs)
     if args.run.total_epochs is not None and train_data is not None:
         args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
         args.run.check_profile_steps()

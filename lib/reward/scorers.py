@@ -71,21 +71,21 @@ def load_scorers(
     for name, count in Counter(scorer.name for scorer in scorers).items():
         if count > 1:
             raise InputError(f"--reward: {count} scorers are called {name}; rename a file or a function")
-    if kwargs:
-        _check_keywords(scorers, kwargs)
     return scorers
 
 
-def _check_keywords(scorers: list[Scorer], kwargs: dict) -> None:
-    """Raises InputError for a keyword that no scorer declares, unless a scorer of your own declares **kwargs alone."""
+def check_keywords(scorers: Sequence[Scorer], kwargs: dict) -> None:
+    """Raises InputError for a keyword that none of a run's scorers declares, those of --val-reward among them, unless
+    one of your own declares **kwargs alone."""
     declared: set[str] = set()
-    for scorer in scorers:
-        functions = [importlib.import_module(module).compute_score for module in scorer.modules]
-        for function in functions or [load_object("--reward", scorer.spec)]:
+    for scorer in scorers if kwargs else ():
+        by_source = scorer.spec == BY_DATA_SOURCE
+        of_rewards = [importlib.import_module(module).compute_score for module in scorer.modules]
+        for function in of_rewards if by_source else [load_object("--reward", scorer.spec)]:
             parameters = inspect.signature(function).parameters
             own = {key for key, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
             own -= {*ARGUMENTS, *(f"{key}s" for key in ARGUMENTS), "time_limit_s"}
-            if not (own or functions):
+            if not (own or by_source):
                 return
             declared |= own
     if unknown := kwargs.keys() - declared - {"time_limit_s"}:

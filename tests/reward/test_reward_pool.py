@@ -19,6 +19,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Sum
 from lib.model import load_tokenizer
 from lib.reward import RewardManager, load_scorers, pool
+from lib.reward.scorers import check_keywords
 from lib.reward.scores import reward_components
 from lib.run import extra_metrics
 from tests.common import TOY_MODEL, run_ranks
@@ -823,9 +824,6 @@ def scaled(data_source, solution_str, ground_truth, extra_info=None, *, factor=1
 
 def again(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
     return factor
-
-def loose(data_source, solution_str, ground_truth, extra_info=None, *, method="strict", **kwargs):
-    return 1.0
 """
 
 
@@ -998,12 +996,6 @@ def test_scorers_of_this_project_by_data_source(workers):
         (["{file}:number"], {}, "it is not a function"),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
-        (
-            ["{file}:loose"],
-            {"kwargs": {"metod": 1}},
-            "--reward-kwargs: no scorer declares metod; the scorers take method",
-        ),
-        (["gsm8k"], {"kwargs": {"metod": 1}}, "--reward-kwargs: no scorer declares metod; the scorers take method"),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
         (["{file}:slowly"], {"weights": (1, 2)}, "--reward-weights has 2 numbers for the 1 scorers of --reward"),
         (["data_source"], {}, "no scorer for data_source 'unheard/of': add it to rewards/__init__.py"),
@@ -1011,8 +1003,23 @@ def test_scorers_of_this_project_by_data_source(workers):
 )
 def test_mistakes_are_found_before_anything_starts(tmp_path, specs, settings, message):
     (tmp_path / "mine.py").write_text(FORMS)
-    sources = ("toy/arithmetic", "openai/gsm8k" if specs == ["gsm8k"] else "unheard/of")
-    specs = ["data_source" if spec == "gsm8k" else spec.format(file=tmp_path / "mine.py") for spec in specs]
+    specs = [spec.format(file=tmp_path / "mine.py") for spec in specs]
     with pytest.raises(InputError) as caught:
-        load_scorers(specs, [Rows(*sources)], **settings)
+        load_scorers(specs, [Rows("toy/arithmetic", "unheard/of")], **settings)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
+    """Where a **kwargs would swallow it. One that declares nothing else may read any."""
+    (tmp_path / "mine.py").write_text(
+        "def loose(solution_str, factor=1, **kwargs): ...\ndef free(solution_str, time_limit_s=1.0, **kwargs): ...\n"
+    )
+    gsm8k = load_scorers(["data_source"], [Rows("openai/gsm8k", "lighteval/MATH")])
+    loose, free = (load_scorers([f"{tmp_path / 'mine.py'}:{name}"], []) for name in ("loose", "free"))
+    without_rows = load_scorers(["data_source"], [])  # --val-reward where nothing is validated
+    check_keywords([*gsm8k, *loose], {"method": "strict", "factor": 2})
+    check_keywords([*gsm8k, *without_rows], {"method": "strict"})
+    check_keywords([*gsm8k, *free], {"anything": 1})
+    for scorers, known in ((gsm8k, "method"), ([*gsm8k, *loose], "factor, method")):
+        with pytest.raises(InputError, match=f"no scorer declares metod; the scorers take {known}$"):
+            check_keywords(scorers, {"metod": "strict"})

@@ -183,9 +183,9 @@ def test_groups_without_signal_move_nothing(tmp_path, zero_variance):
 def two_rewards(folder: Path) -> str:
     """Of which the score, equal for all responses, says nothing."""
     (folder / "two.py").write_text(
-        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "def score(data_source, solution_str, ground_truth, extra_info=None, *, longest):\n"
         "    right = float(solution_str.endswith('=' + ground_truth))\n"
-        "    return {'score': 1.0, 'right': right, 'short': -len(solution_str) / 16}\n"
+        "    return {'score': 1.0, 'right': right, 'short': -len(solution_str) / longest}\n"
     )
     return f"{folder / 'two.py'}:score"
 
@@ -194,7 +194,8 @@ FLAGS = {
     "gdpo, decoupled, sequence mask, entropy target": (
         lambda t: [
             *("--adv-estimator", "gdpo", "--reward", two_rewards(t), "--reward-keys", "right", "short"),
-            *("--zero-variance", "mask", "--prompt-sampling", "skip", "--prompt-skip-after", "1"),
+            *("--reward-kwargs", '{"longest": 16}', "--zero-variance", "mask"),
+            *("--prompt-sampling", "skip", "--prompt-skip-after", "1"),
             *(
                 "--loss",
                 "decoupled",
