@@ -83,7 +83,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--kl-horizon has no effect without --kl-target": ["--kl-horizon", "100"],
     "--loss-scale-factor has no effect without --loss-agg-mode seq-mean-token-sum-norm": ["--loss-scale-factor", "9"],
     "--clip-ratio-low has no effect without --loss vanilla": ["--loss", "gspo", "--clip-ratio-low", "0.2"],  # default
-    "--clip-ratio-c has no effect without --loss vanilla": ["--loss", "sapo", "--clip_ratio_c=5"],
+    "--clip-ratio-c has no effect without --loss vanilla": ["--loss", "sapo", "--clip-ratio-c=5"],
     "--token-masks.clip-cov-ratio has no effect without --loss clip_cov": ["--token-masks.clip-cov-ratio", "0.1"],
     "--token-masks.off-policy-sequence -5.0: must be at least 0": ["--token-masks.off-policy-sequence", "-5"],
     "--token-masks.top-entropy 2.0: must be above 0 and at most 1": ["--token-masks.top-entropy", "2"],
