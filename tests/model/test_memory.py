@@ -377,7 +377,8 @@ def test_memory_that_runs_out_is_told_with_its_stage_and_what_to_change(flags, s
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of")
 
     exits = []
-    monkeypatch.setattr(lib.distributed.launch.os, "_exit", exits.append)
+    monkeypatch.setattr(lib.distributed.launch, "end_process", exits.append)
+    monkeypatch.setattr(lib.distributed.launch.os, "_exit", exits.append)  # which a run sets back at its end
     lib.distributed.run(main, flags_of(TOY_MODEL, *flags)[0])
     said = capfd.readouterr().err
     assert f"error: rank 0 in {stage}: CUDA out of memory. Tried to allocate 2.50 GiB; {advice}" in said

@@ -456,15 +456,16 @@ def test_log_probs_that_are_not_finite_are_the_policys_fault(engine_and_model):
     engine, model = engine_and_model
     for module in fsdp_modules(model):
         module.reshard()
-    weight = model.get_output_embeddings().weight
-    before = weight.detach().clone()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    before = [p.detach().clone() for p in matrices]
     with torch.no_grad():
-        weight.mul_(1e30)
+        torch._foreach_mul_(matrices, 1e30)
     engine.version = None
     with pytest.raises(InputError, match="the policy's log-probs are not finite after step 7: lower --lr"):
         sync_weights(engine, model, 7, tolerance=TOLERANCE)
     with torch.no_grad():
-        weight.copy_(before)
+        torch._foreach_copy_(matrices, before)
+    sync_weights(engine, model, 8, tolerance=TOLERANCE)
     engine.version = None
 
 

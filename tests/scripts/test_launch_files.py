@@ -62,7 +62,7 @@ def free_port() -> int:
 
 
 def shell(arguments: list[str], **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(arguments, env=environment() | env, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    return subprocess.run(arguments, env=environment() | env, capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")
