@@ -28,6 +28,7 @@ def seeded(key: str) -> Iterator[None]:
     np.random.seed(random.getrandbits(32))
     if torch:
         torch.default_generator.manual_seed(random.getrandbits(32))
+    random.seed(key)  # again, as a scorer's process may have no torch
     try:
         yield
     finally:
