@@ -104,7 +104,8 @@ class RewardManager:
             scorers = [asdict(scorer) | limit for scorer in self.scorers]
             self._pool = Pool(scorers, self.workers, self.memory_mb, self.seed)
         else:
-            self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in self.scorers]
+            with seeded(str(self.seed)):  # an import may draw
+                self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in self.scorers]
 
     def _answers(self, tasks: list[tuple[int, float, list[dict], str]]) -> Iterator[tuple[int, list]]:
         """Begins to score; the iterator waits for the answers."""

@@ -931,10 +931,11 @@ def test_what_a_scorer_draws_depends_on_seed_and_response_alone(manager_of):
         batch = batch_of(["1"] * len(uids))
         batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
         manager = manager_of(DRAWS, "score", "two", workers=workers, seed=seed)
-        return manager.submit(batch).get()[1]
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        extras = manager.submit(batch).get()[1]
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+        return extras
 
-    random.seed(5), np.random.seed(5)
-    before = random.getstate(), np.random.get_state()[1].tolist()
     groups = ["1-0", "1-0", "1-1", "1-1"]
     extras = drawn(groups, 1)
     names = ("mine.score", "mine.score/drawn", "mine.two")
@@ -945,7 +946,6 @@ def test_what_a_scorer_draws_depends_on_seed_and_response_alone(manager_of):
         assert drawn(groups[2:] + groups[:2], 2)[name] == whole[2:] + whole[:2]
         assert not {*drawn(groups, 1, seed=2)[name]} & {*whole}
     assert drawn(groups, 1)["mine.score/once"] == extras["mine.score/once"]
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
 class Rows:
