@@ -1,7 +1,4 @@
-"""The documents: each linked line says what the text says of it; each file, flag and name in it exists.
-
-`python tests/test_docs.py` writes the present line numbers into the documents.
-"""
+"""The documents: each file, symbol, flag and name in them exists."""
 
 import ast
 import dataclasses
@@ -19,7 +16,7 @@ import tyro
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
-CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)#L(\d+)\)")
+CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 SCRIPT_OF = (
     {page.name: "grpo" for page in PAGES if page.name != "your_own.md"}
@@ -29,17 +26,14 @@ SCRIPT_OF = (
 SNIPPET = re.compile(r"`(?:(\w+)\.py )?(--[^`]+)`")  # in a sentence or a table, flags with or without values
 
 
-def line_of(doc: Path, file: str, code: str) -> int:
-    lines = (doc.parent / file).resolve().read_text().splitlines()
-    found = [number for number, line in enumerate(lines, 1) if code in line]
-    assert found, f"{doc.name}: no line of {file} has {code!r}"
-    return found[0]
-
-
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
-def test_linked_lines_hold_the_code_that_is_quoted(doc):
-    for code, file, line in CODE_LINK.findall(doc.read_text()):
-        assert line_of(doc, file, code) == int(line), f"{code!r} moved: run python tests/test_docs.py"
+def test_linked_files_hold_the_code_that_is_quoted(doc):
+    """A link to code names a symbol or quotes a line; it has no line number, which would go stale."""
+    text = doc.read_text()
+    assert re.findall(r"\]\([^)]*#L\d+", text) == []
+    for code, file in CODE_LINK.findall(text):
+        if code.split("/")[-1] != Path(file).name:  # else the link names the file itself
+            assert code in (doc.parent / file).read_text(), f"{doc.name}: {file} does not contain {code!r}"
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
@@ -309,16 +303,3 @@ def test_the_help_lists_every_estimator_loss_and_mask(script):
         assert set(choices(script, "adv_estimator")) == set(ADV_ESTIMATORS) - of_others
     flags = [field.name for field in dataclasses.fields(TokenMaskArgs)]
     assert [name for name in TOKEN_MASKS if not any(flag.startswith(name) for flag in flags)] == []
-
-
-def with_present_line(doc: Path, link: re.Match) -> str:
-    try:
-        return f"[`{link[1]}`]({link[2]}#L{line_of(doc, link[2], link[1])})"
-    except (AssertionError, FileNotFoundError) as error:
-        print(str(error).splitlines()[0])  # to be mended by hand
-        return link[0]
-
-
-if __name__ == "__main__":
-    for doc in DOCS:
-        doc.write_text(CODE_LINK.sub(lambda link, doc=doc: with_present_line(doc, link), doc.read_text()))

@@ -469,7 +469,7 @@ def score(row, response):
 
 def test_every_script_can_import_what_the_modules_beside_it_hide():
     parent = "os.path.dirname(os.path.dirname(os.path.abspath(__file__)))"
-    start = ["import os", "import sys", f"if __name__ == '__main__':\n    sys.path[0] = {parent}"]
+    start = ["import os", "import sys", f"if __name__ == '__main__':\n    sys.path[0] = {parent}\n    import lib"]
     scripts = [path for path in (ROOT / "data").glob("*.py") if path.name != "rows.py"]
     assert len(scripts) > 4
     for script in scripts:
