@@ -56,7 +56,7 @@ from lib.reward import RewardManager, load_scorers
 from lib.reward.sandbox import accept as accept_sandbox
 from lib.reward.scorers import Scorer, check_keywords
 from lib.reward.scores import RewardModel, Rewards
-from lib.rollout import OwnServers, Rollouts, Sampling, check_engine_import, make_engine, serve
+from lib.rollout import ManagedServers, Rollouts, Sampling, check_engine_import, make_engine, serve
 from lib.run import Run, Validation
 from lib.seeds import set_seed
 
@@ -380,7 +380,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
     own = None
     if rollout.rollout_gpus and not run.tape.replays:
         servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
-        own = OwnServers(
+        own = ManagedServers(
             servers, start_s=0.9 * args.run.stage_timeout
         )  # before this rank's own limit: it has the reason
     engine = make_engine(

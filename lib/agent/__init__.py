@@ -1,6 +1,6 @@
 """Multi-turn episodes: the model's turns, the tools that it calls, simulated users."""
 
-from lib.agent.agent_loop import Episodes, ServedEpisodes, agent_metrics, generate_multi_turn, make_episodes
+from lib.agent.agent_loop import Episodes, ServerEpisodes, agent_metrics, generate_multi_turn, make_episodes
 from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction
 from lib.agent.multi_turn import MultiTurn, load_multi_turn
@@ -13,7 +13,7 @@ __all__ = [
     "Episodes",
     "FunctionTool",
     "MultiTurn",
-    "ServedEpisodes",
+    "ServerEpisodes",
     "ToolCall",
     "ToolResponse",
     "agent_metrics",

@@ -29,7 +29,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
 from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses
 from lib.rollout.engine import REPORT_S, report_states
-from lib.rollout.served_engine import Pictures, Response, ServedEngine, add_weight_versions
+from lib.rollout.server_engine import Pictures, Response, ServerEngine, add_weight_versions
 
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
 LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes
@@ -194,14 +194,14 @@ class EpisodeResponse(Response):
     """also future's result"""
 
 
-class ServedEpisodes:
+class ServerEpisodes:
     """Episodes on vLLM servers. They run in the thread of the engine's requests, on its event loop, and so also while
     this thread trains. All rollouts share that loop, because a client that a tool keeps belongs to one loop.
 
     When new weights come, a turn that is being sampled keeps its tokens and goes on with them, as a single turn does.
     """
 
-    def __init__(self, engine: ServedEngine, settings: MultiTurn):
+    def __init__(self, engine: ServerEngine, settings: MultiTurn):
         self.engine, self.settings = engine, settings
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
@@ -254,8 +254,8 @@ class ServedEpisodes:
         return batch
 
 
-def make_episodes(engine: SteppedEngine | ServedEngine, settings: MultiTurn) -> Episodes | ServedEpisodes:
-    return ServedEpisodes(engine, settings) if isinstance(engine, ServedEngine) else Episodes(engine, settings)
+def make_episodes(engine: SteppedEngine | ServerEngine, settings: MultiTurn) -> Episodes | ServerEpisodes:
+    return ServerEpisodes(engine, settings) if isinstance(engine, ServerEngine) else Episodes(engine, settings)
 
 
 # ---- from prompts to requests, and from these to a batch -----------------------------------------

@@ -15,7 +15,7 @@ from lib.rollout.engine import (
     turn_seed,
 )
 from lib.rollout.hf_engine import HFEngine
-from lib.rollout.own_servers import OwnServers, serve
+from lib.rollout.managed_servers import ManagedServers, serve
 from lib.rollout.replay import Recording, Replay, Tape, check_recorded, forget_after
 from lib.rollout.stream import Rollouts, check_engine_import, make_engine
 from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
@@ -24,7 +24,7 @@ __all__ = [
     "Ahead",
     "Generated",
     "HFEngine",
-    "OwnServers",
+    "ManagedServers",
     "Recording",
     "Replay",
     "RolloutEngine",

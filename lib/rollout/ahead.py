@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric
 from lib.rollout.engine import Generated, Sampling
-from lib.rollout.served_engine import Response, ServedEngine
+from lib.rollout.server_engine import Response, ServerEngine
 
 Order = Literal["prompts", "finished"]
 STATE = ("seed", "begun", "version")  # columns of a saved group that are not its prompt's
@@ -47,7 +47,7 @@ class Ahead:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: ServerEngine,
         sampler: Any,
         begin: Callable[[int], tuple[DataProto, list[int]]],
         sampling: Sampling,
@@ -148,7 +148,7 @@ class Ahead:
 
 
 def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int | torch.Tensor) -> dict[str, Metric]:
-    """weight_versions (B, T): those of ServedEngine.collect, -1 where no token was sampled. version: that of the
+    """weight_versions (B, T): those of ServerEngine.collect, -1 where no token was sampled. version: that of the
     weights at the start of the step. level: how old a token may be, or (B, 1) for each row."""
     sampled = weight_versions >= 0
     stale = (version - weight_versions) * sampled

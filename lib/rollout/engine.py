@@ -1,7 +1,7 @@
 """The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
 
 `hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
-`http://host:port` is a vLLM server (served_engine.py). What all have is RolloutEngine.
+`http://host:port` is a vLLM server (server_engine.py). What all have is RolloutEngine.
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. A prompt
 with images has one placeholder for each there; vLLM expands it, and `check_expanded` compares. Each response has its

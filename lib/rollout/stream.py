@@ -19,9 +19,9 @@ from lib.model import Policy
 from lib.rollout.ahead import Ahead, Order, staleness_metrics
 from lib.rollout.engine import RolloutEngine, Sampling, SteppedEngine, request_seeds
 from lib.rollout.hf_engine import HFEngine
-from lib.rollout.own_servers import OwnServers, order_servers
+from lib.rollout.managed_servers import ManagedServers, order_servers
 from lib.rollout.replay import Tape
-from lib.rollout.served_engine import ServedEngine
+from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
 from lib.rollout.weight_sync import image_probe, sync_weights
 
@@ -39,8 +39,8 @@ def make_engine(
     processor: ProcessorMixin | None = None,
     max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
-    own: OwnServers | None = None,
-) -> SteppedEngine | ServedEngine:
+    own: ManagedServers | None = None,
+) -> SteppedEngine | ServerEngine:
     """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
     neighbouring ranks share one vLLM engine. processor: of a vision model, whose prompts have at most max_images
     images. vllm_kwargs: its further settings. own: what "vllm" means if given."""
@@ -50,16 +50,16 @@ def make_engine(
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
     started = {"gpu_memory": gpu_memory, "ranks": ranks, "processor": processor, "max_images": max_images}
     started["more"] = vllm_kwargs or {}
-    engine: SteppedEngine | ServedEngine
+    engine: SteppedEngine | ServerEngine
     if name == "hf":
         engine = HFEngine(model, tokenizer)
     elif own is not None:
         order_servers(own, model, tokenizer, **settings, **started)
-        engine = ServedEngine(",".join(own.urls()), model, tokenizer, **settings, images=probe is not None, own=own)
+        engine = ServerEngine(",".join(own.urls()), model, tokenizer, **settings, images=probe is not None, own=own)
     elif name == "vllm":
         engine = VLLMEngine(model, tokenizer, **settings, **started)
     else:
-        engine = ServedEngine(name, model, tokenizer, **settings, images=probe is not None)
+        engine = ServerEngine(name, model, tokenizer, **settings, images=probe is not None)
     engine.image_probe = probe
     return engine
 
@@ -107,7 +107,7 @@ class Rollouts:
         self._steps = iter(steps)
         self._ahead: Ahead | None = None
         if async_level and not tape.replays:
-            assert isinstance(engine, ServedEngine)
+            assert isinstance(engine, ServerEngine)
             self._ahead = Ahead(
                 engine,
                 sampler,
@@ -203,7 +203,7 @@ class Rollouts:
         if self._ahead is not None:
             position -= len(self._ahead.on_their_way) * self.world.size
         metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
-        if isinstance(self.engine, ServedEngine):
+        if isinstance(self.engine, ServerEngine):
             metrics |= self.engine.metrics()
         if self.async_level:
             waited = step - batch.batch.get("sampled_at", torch.tensor(step))  # dapo.py keeps what is left over

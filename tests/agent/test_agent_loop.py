@@ -32,7 +32,7 @@ from lib.data_proto import DataProto
 from lib.distributed import World, init_distributed, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
-from lib.rollout.served_engine import ServedEngine
+from lib.rollout.server_engine import ServerEngine
 from tests.common import TOY_MODEL, run_ranks, save_tiny
 
 TEMPLATE = """\
@@ -622,7 +622,7 @@ def random_play(engine, delay=0.0, template=TEMPLATE, n=12, T=300, **kwargs):
 @contextmanager
 def recorded(engine):
     """(context, sampled tokens) of each request of each episode, as they cross the engine's border."""
-    with recorded_samples(engine) if isinstance(engine, ServedEngine) else recorded_steps(engine) as got:
+    with recorded_samples(engine) if isinstance(engine, ServerEngine) else recorded_steps(engine) as got:
         yield got
 
 

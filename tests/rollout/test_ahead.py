@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lib.data_proto import DataProto
 from lib.rollout import Ahead, Generated, Sampling, staleness_metrics
-from lib.rollout.served_engine import Response
+from lib.rollout.server_engine import Response
 
 GROUP = 2
 

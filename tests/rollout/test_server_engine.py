@@ -1,4 +1,4 @@
-"""ServedEngine against a real vLLM server on the CPU, started once."""
+"""ServerEngine against a real vLLM server on the CPU, started once."""
 
 import asyncio
 import importlib.util
@@ -34,12 +34,12 @@ from lib.rollout import (
     WeightSyncError,
     make_engine,
     request_seeds,
-    served_engine,
-    served_weights,
+    server_engine,
+    server_weights,
     sync_weights,
 )
-from lib.rollout.served_engine import ServedEngine
-from lib.rollout.served_weights import ServedWeights
+from lib.rollout.server_engine import ServerEngine
+from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import PATH, Servers
 from tests.agent.test_agent_loop import (
     Add,
@@ -492,7 +492,7 @@ def test_the_end_of_a_run_releases_tools(engine_and_model, server, tmp_path):
 
 
 def test_equal_prompts_share_a_server():
-    engine = ServedEngine.__new__(ServedEngine)
+    engine = ServerEngine.__new__(ServerEngine)
     engine._turns = count()
     assert engine.turns([[1], [1], [2], [2], [1]]) == [0, 0, 1, 1, 2]
 
@@ -500,8 +500,8 @@ def test_equal_prompts_share_a_server():
 @needs_vllm
 def test_what_a_rollout_waits_for_is_said(engine_and_model, monkeypatch, capsys):
     engine, _ = engine_and_model
-    monkeypatch.setattr(served_engine, "REPORT_S", 0.1)
-    monkeypatch.setattr(served_engine, "ROUND_S", 0.05)
+    monkeypatch.setattr(server_engine, "REPORT_S", 0.1)
+    monkeypatch.setattr(server_engine, "ROUND_S", 0.05)
     kwargs = [{"add": {"execute_kwargs": {"how": 0}}}] * 3
     always_calls(engine, MoreHostile(), turns=2, n=3, tool_timeout=0.5, tools_kwargs=kwargs)
     assert "responses: 3 tool_calling\n" in capsys.readouterr().out
@@ -641,7 +641,7 @@ def test_every_way_gives_the_same_weights(engine_and_model, monkeypatch, way, bu
     """A bucket of 9000 bytes holds several of the smaller tensors; the embedding and others exceed it."""
     engine, model = engine_and_model
     monkeypatch.setattr(engine.weights, "way", way)
-    monkeypatch.setattr(served_weights, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(server_weights, "BUCKET_BYTES", bucket)
     sent, real = [], engine.servers.order
     monkeypatch.setattr(engine.servers, "order", lambda path, **kw: sent.append(path) or real(path, **kw))
     perturb(model)
@@ -689,8 +689,8 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch, batches
     """Each token's log-prob is that of the weights of its version, and of no other."""
     engine, model = engine_and_model
     monkeypatch.setattr(engine, "batches", batches)
-    settings = served_engine.vllm_settings
-    monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    settings = server_engine.vllm_settings
+    monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     monkeypatch.setattr(engine, "stop_ids", [])  # so that the sync does not find them ended
     n, T, old_version, before = 24, 360, engine.version, generated_tokens(engine)
     prompts, sampling = random_prompts(n), Sampling(T)
@@ -711,8 +711,8 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch, batches
 @needs_vllm
 def test_a_sync_in_the_midst_of_episodes(engine_and_model, monkeypatch):
     engine, model = engine_and_model
-    settings = served_engine.vllm_settings
-    monkeypatch.setattr(served_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    settings = server_engine.vllm_settings
+    monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     n, old_version, before = 12, engine.version, generated_tokens(engine)
     how = MultiTurn(tokenizer(), interaction=user_of(9), max_turns=4, max_turn_tokens=70)
     prompts, sampling, episodes = prompts_of(how, n), Sampling(340), make_episodes(engine, how)
@@ -769,7 +769,7 @@ def test_requests_of_the_moment_before_a_sync_are_of_the_old_weights(engine_and_
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_on_loop", on_loop_later)
         patch.setattr(engine, "stop_ids", [])
-        patch.setattr(served_engine, "NEUTRAL", served_engine.NEUTRAL | {"ignore_eos": True})
+        patch.setattr(server_engine, "NEUTRAL", server_engine.NEUTRAL | {"ignore_eos": True})
         perturb(model, 0.1)
         sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
         versions = late[0].result().weight_versions
@@ -779,7 +779,7 @@ def test_requests_of_the_moment_before_a_sync_are_of_the_old_weights(engine_and_
 @needs_vllm
 def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monkeypatch):
     engine, model = engine_and_model
-    monkeypatch.setattr(served_engine, "STOP_S", 0.2)
+    monkeypatch.setattr(server_engine, "STOP_S", 0.2)
     engine.servers.ask(engine.servers.urls[0], "POST", "/pause", params={"mode": "abort"})
     prompts, sampling = random_prompts(6), Sampling(8)
     rows = engine.start(prompts, sampling, list(range(6)))
@@ -793,9 +793,9 @@ def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monk
 
 
 def test_buckets(monkeypatch):
-    monkeypatch.setattr(served_weights, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(server_weights, "BUCKET_BYTES", 100)
     stream = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 10, 5, 5, 40, 1, 25])]  # of 4 bytes
-    assert [names for names, _ in served_weights._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
+    assert [names for names, _ in server_weights._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
 
 
 @pytest.mark.parametrize(
@@ -817,8 +817,8 @@ def test_a_broadcast_listens_on_the_way_to_its_servers(monkeypatch, ways, addres
         assert port == next(ports)
         return by_host[host]
 
-    monkeypatch.setattr(served_weights, "address_towards", towards)
-    assert served_weights._address_towards(list(ways)) == address
+    monkeypatch.setattr(server_weights, "address_towards", towards)
+    assert server_weights._address_towards(list(ways)) == address
 
 
 # ---- what a person reads --------------------------------------------------------------------------
@@ -877,7 +877,7 @@ def test_images_need_a_route_that_a_server_may_not_have(engine_and_model, server
     url, (_, model) = server[0], engine_and_model
     settings = {"folder": tmp_path, "max_length": MAX_LENGTH, "dtype": torch.float32}
     with pytest.raises(InputError, match="start the server with --enable-scale-out"):
-        ServedEngine(url, model, load_tokenizer(TOY_MODEL), **settings, images=True)
+        ServerEngine(url, model, load_tokenizer(TOY_MODEL), **settings, images=True)
 
 
 def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
@@ -912,9 +912,9 @@ def test_a_server_that_stops_to_answer_ends_a_rollout(world, tmp_path, monkeypat
     certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
     answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain}
     monkeypatch.setattr(Stub, "answers", answers, raising=False)
-    monkeypatch.setattr(served_engine, "REPORT_S", 0)
-    monkeypatch.setattr(served_engine, "ROUND_S", 0.05)
-    monkeypatch.setattr(served_engine, "HEALTH_S", 0.1)
+    monkeypatch.setattr(server_engine, "REPORT_S", 0)
+    monkeypatch.setattr(server_engine, "ROUND_S", 0.05)
+    monkeypatch.setattr(server_engine, "HEALTH_S", 0.1)
     with HTTPServer(("127.0.0.1", 0), Stub) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         engine, _ = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
@@ -929,7 +929,7 @@ async def three(engine) -> None:
 
 
 @pytest.mark.parametrize("here", [False, True])
-@pytest.mark.parametrize("join", [served_weights.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
+@pytest.mark.parametrize("join", [server_weights.join_group, lambda *_: time.sleep(1000)], ids=["gloo", "hangs"])
 def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch, join, here):
     """It says that it will, and dies. NCCL connects in its first collective, which nothing interrupts. No other user of
     the machine could join a broadcast to the job's own server."""
@@ -938,8 +938,8 @@ def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch,
     answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, "/pause": yes, "/health": yes}
     answers |= {"/get_world_size": {"world_size": 1}, "/init_weight_transfer_engine": yes}
     monkeypatch.setattr(Stub, "answers", answers, raising=False)
-    monkeypatch.setattr(served_weights, "SYNC_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(served_weights, "join_group", join)
+    monkeypatch.setattr(server_weights, "SYNC_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server_weights, "join_group", join)
     with HTTPServer(("127.0.0.1", 0), Stub) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         engine, model = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
@@ -971,16 +971,16 @@ def test_no_server_there(world, tmp_path):
 
 
 def test_no_generate_before_the_weights():
-    engine = ServedEngine.__new__(ServedEngine)
+    engine = ServerEngine.__new__(ServerEngine)
     engine.version = None
     with pytest.raises(WeightSyncError, match="no weights"):
         engine.start(random_prompts(1), Sampling(4), [1])
 
 
 def test_a_server_that_hangs(monkeypatch):
-    weights = ServedWeights.__new__(ServedWeights)
+    weights = ServerWeights.__new__(ServerWeights)
     weights.servers = SimpleNamespace(urls=["http://a:1", "http://b:2"])
-    monkeypatch.setattr(served_weights, "SYNC_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(server_weights, "SYNC_TIMEOUT_S", 0.05)
     with pytest.raises(InputError, match=r"http://a:1,http://b:2: the broadcast .*no answer for 0.05 s"):
         weights._finish([Future()])
 
@@ -1001,15 +1001,15 @@ def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
         assert "\n" not in str(raised.value)
 
     worker = max(psutil.Process(process.pid).children(recursive=True), key=lambda child: child.memory_info().rss)
-    real_buckets = served_weights._buckets
+    real_buckets = server_weights._buckets
 
     def buckets(stream):
         for names, tensors in real_buckets(stream):
             yield names, tensors
             worker.kill()  # while one is on its way
 
-    monkeypatch.setattr(served_weights, "_buckets", buckets)
-    monkeypatch.setattr(served_weights, "BUCKET_BYTES", 9000)
+    monkeypatch.setattr(server_weights, "_buckets", buckets)
+    monkeypatch.setattr(server_weights, "BUCKET_BYTES", 9000)
     with pytest.raises(InputError, match="must serve the model that is trained") as raised:
         sync_weights(engine, model, 1, tolerance=TOLERANCE)
     assert "\n" not in str(raised.value) and "no answer" not in str(raised.value)

@@ -27,7 +27,7 @@ SYNC_TIMEOUT_S = 300.0  # how long all servers may take to join the group, or to
 HEALTH_S = 2.0  # time between two checks that the servers are alive
 
 
-class ServedWeights:
+class ServerWeights:
     """way: what all servers can do: "broadcast" (they were started with vllm_weights.py's backend), or by a file
     "reload_from" (only the worker extension), or "reload_weights" (vLLM alone). A collective, as is `give`.
 

@@ -34,8 +34,8 @@ from lib.rollout.engine import (
     stop_token_ids,
     turn_seed,
 )
-from lib.rollout.own_servers import OwnServers
-from lib.rollout.served_weights import ServedWeights
+from lib.rollout.managed_servers import ManagedServers
+from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
@@ -55,7 +55,7 @@ GENERATE = "/inference/v1/generate"
 PICTURE_ATTEMPTS = 3
 STOP_S = 0.5  # longest gap between the answers of requests that a pause has stopped; later ones are sampled again
 T = TypeVar("T")
-ATTEMPTS = 3  # to give the job's own servers weights
+ATTEMPTS = 3  # to give the managed servers weights
 BREATH_S = 0.001  # so that a rank looks once for several responses that end together
 ROUND_S = 1.0  # how long ranks wait for responses before they tell each other how they stand
 
@@ -79,7 +79,7 @@ class Response:
     """gives the whole Generated"""
 
 
-class ServedEngine(RolloutEngine):
+class ServerEngine(RolloutEngine):
     """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
     If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
@@ -110,7 +110,7 @@ class ServedEngine(RolloutEngine):
         max_length: int,
         dtype: torch.dtype,
         images: bool = False,
-        own: OwnServers | None = None,
+        own: ManagedServers | None = None,
     ):
         self.servers, self.own = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY")), own
         self._starts = own.starts() if own else []
@@ -134,7 +134,7 @@ class ServedEngine(RolloutEngine):
             if images:
                 self._check_takes_images(url)
         self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
-        self.weights = ServedWeights(self.servers, folder.resolve(), dtype, here=own is not None and is_on_one_node())
+        self.weights = ServerWeights(self.servers, folder.resolve(), dtype, here=own is not None and is_on_one_node())
 
     def _check_server(self, url: str, max_length: int) -> None:
         served = self.servers.ask(url, "GET", "/v1/models")["data"][0]
@@ -403,7 +403,7 @@ class ServedEngine(RolloutEngine):
         self._ended.set()
 
     def metrics(self) -> dict[str, Metric]:
-        """Requests that were sampled again since the last call, because one of the job's own servers was lost, and
+        """Requests that were sampled again since the last call, because one of the managed servers was lost, and
         starts of these servers after their first."""
         resampled, self._resampled = self._resampled, 0
         again = sum(self._starts) - len(self._starts)

@@ -22,7 +22,7 @@ from lib import InputError
 from lib.args import RENAMED
 from lib.cli.flags import parse_flags
 from lib.distributed import World, init_distributed
-from lib.rollout import OwnServers, own_servers, serve
+from lib.rollout import ManagedServers, managed_servers, serve
 from tests.common import (
     ONE_NODE,
     ROOT,
@@ -90,13 +90,15 @@ def assert_none_left(mark: str) -> None:
         time.sleep(0.05)
 
 
-def servers_of(engine_ranks: int, folder: Path, settings: dict, start_s: float = WAIT_S) -> tuple[OwnServers, World]:
+def servers_of(
+    engine_ranks: int, folder: Path, settings: dict, start_s: float = WAIT_S
+) -> tuple[ManagedServers, World]:
     """On a training rank; an engine rank does not come back."""
-    own_servers.PROGRAM = [str(folder / "stand_in.py")]
+    managed_servers.PROGRAM = [str(folder / "stand_in.py")]
     world = init_distributed(WAIT_S / 2, engine_ranks=engine_ranks)
     if world.rank >= world.size:
         serve(world, settings.get("tensor_parallel_size", 1))
-    own = OwnServers(engine_ranks // settings.get("tensor_parallel_size", 1), start_s)
+    own = ManagedServers(engine_ranks // settings.get("tensor_parallel_size", 1), start_s)
     own.order(folder, settings)
     return own, world
 
@@ -140,7 +142,7 @@ def train(args) -> None:
 def test_no_server_outlives_its_job(job, start_ranks, monkeypatch, how):  # noqa: F811
     """Of two ranks that train and one with a server, which also has a process of its own."""
     folder, mark = job
-    monkeypatch.setattr(own_servers, "GRACE_S", 1)
+    monkeypatch.setattr(managed_servers, "GRACE_S", 1)
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
     ranks = start_ranks(on_one_node(monkeypatch, 3), train, (how, folder, {"stubborn": "engine" in how}))
     signal.signal(signal.SIGINT, ignored)
@@ -174,7 +176,7 @@ def test_no_server_outlives_its_job(job, start_ranks, monkeypatch, how):  # noqa
 )
 def test_a_server_that_does_not_start_is_one_line(job, start_ranks, monkeypatch, settings, message):  # noqa: F811
     folder, mark = job
-    monkeypatch.setattr(own_servers, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(managed_servers, "LAST_WORDS_S", 0.5)
 
     def main(_):
         own, _ = servers_of(1, folder, settings, start_s=2 if "sick" in settings else WAIT_S)
@@ -191,9 +193,9 @@ def test_a_server_that_does_not_start_is_one_line(job, start_ranks, monkeypatch,
 def test_a_killed_server_starts_again_at_another_port_and_not_for_ever(job, start_ranks, monkeypatch):  # noqa: F811
     """As one that hangs. Its children go with it. What was healthy for long begins a new row of restarts."""
     folder, mark = job
-    monkeypatch.setattr(own_servers, "ANSWERS", {"/is_sleeping": 5})
-    monkeypatch.setattr(own_servers, "LOOK_S", 0.1)
-    monkeypatch.setattr(own_servers, "GRACE_S", 1)  # a stopped process does not end by itself
+    monkeypatch.setattr(managed_servers, "ANSWERS", {"/is_sleeping": 5})
+    monkeypatch.setattr(managed_servers, "LOOK_S", 0.1)
+    monkeypatch.setattr(managed_servers, "GRACE_S", 1)  # a stopped process does not end by itself
 
     def kill(own, by=signal.SIGKILL) -> int:
         [before], [url] = own.starts(), own.urls()
@@ -210,7 +212,7 @@ def test_a_killed_server_starts_again_at_another_port_and_not_for_ever(job, star
         return own.starts()[0]
 
     def main(steady):
-        own_servers.STEADY_S = 0 if steady else WAIT_S
+        managed_servers.STEADY_S = 0 if steady else WAIT_S
         own, _ = servers_of(1, folder, {})
         by = [signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL]
         assert [kill(own, by[i] if steady else signal.SIGKILL) for i in range(4)] == [2, 3, 4, 5]
@@ -223,7 +225,7 @@ def test_a_killed_server_starts_again_at_another_port_and_not_for_ever(job, star
     assert len(said) == 4 and all(end in line and "(1 of 3)" in line for end, line in zip(ends, said))
     waits = f"waiting for 1 of 1 vLLM server(s) to start; logs: {folder / 'server_0.log'}\n"
     assert waits in (folder / "0").read_text()
-    monkeypatch.setattr(own_servers, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(managed_servers, "LAST_WORDS_S", 0.5)
     ranks = start_ranks(2, main, False)
     assert [exit_code(rank) for rank in ranks] == [2, 2]
     assert f"{killed}it was started 3 times in a row before; its log" in (folder / "0").read_text()
@@ -254,31 +256,31 @@ def test_a_server_has_the_gpus_of_its_ranks(monkeypatch):
     world = World(6, 4, torch.device("cuda", 2))
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a,GPU-b")
-    assert own_servers._environment(world, 2, "key")["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    assert managed_servers._environment(world, 2, "key")["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert own_servers._environment(world, 1, "key")["CUDA_VISIBLE_DEVICES"] == "2"
+    assert managed_servers._environment(world, 1, "key")["CUDA_VISIBLE_DEVICES"] == "2"
 
 
 def test_the_model_reaches_nodes_that_do_not_see_the_folder(tmp_path, monkeypatch):
     """A tokenizer may be larger than what the store takes in one value. On one node the key is not in the store."""
     box = dist.HashStore()
-    monkeypatch.setattr(own_servers, "broadcast", lambda key: key)
-    monkeypatch.setattr(own_servers, "is_on_one_node", lambda: one_node)
-    monkeypatch.setattr(own_servers, "job_store", lambda: box)
+    monkeypatch.setattr(managed_servers, "broadcast", lambda key: key)
+    monkeypatch.setattr(managed_servers, "is_on_one_node", lambda: one_node)
+    monkeypatch.setattr(managed_servers, "job_store", lambda: box)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     model, here = tmp_path / "model", tmp_path.rename(tmp_path.with_name("here"))
-    contents = {"config.json": b"{}", "tokenizer.json": os.urandom(own_servers.PIECE + 1), "more/empty": b""}
+    contents = {"config.json": b"{}", "tokenizer.json": os.urandom(managed_servers.PIECE + 1), "more/empty": b""}
     for name, content in contents.items():
         (here / "model" / name).parent.mkdir(parents=True, exist_ok=True)
         (here / "model" / name).write_bytes(content)
-    one_node, own = True, OwnServers(1, 0)
+    one_node, own = True, ManagedServers(1, 0)
     own.order(here, {})
     assert "key" not in json.loads(box.get("order"))["files"] and (here / "key").stat().st_mode & 0o077 == 0
     one_node = False
     own.order(here, {})
     order = json.loads(box.get("order")) | {"folder": str(tmp_path)}
-    own_servers._write_files(order, box)
+    managed_servers._write_files(order, box)
     assert (tmp_path / "key").read_text() == own.key and (tmp_path / "key").stat().st_mode & 0o077 == 0
     assert {name: (model / name).read_bytes() for name in contents} == contents
     assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == len(contents) + 1
@@ -290,13 +292,13 @@ PROBE = """
 import os, pathlib, signal, sys
 import httpx
 from lib.distributed import init_distributed, run
-from lib.rollout import OwnServers, own_servers, serve
+from lib.rollout import ManagedServers, managed_servers, serve
 def main(folder):
-    own_servers.PROGRAM = [str(folder / "stand_in.py")]
+    managed_servers.PROGRAM = [str(folder / "stand_in.py")]
     world = init_distributed(60, engine_ranks=1)
     if world.rank == world.size:
         serve(world, 1)
-    own = OwnServers(1, 60)
+    own = ManagedServers(1, 60)
     own.order(folder, {})
     [url] = own.urls()
     assert httpx.get(url).is_success
@@ -409,7 +411,7 @@ def kill_the_server(run: Path, mark: str) -> None:
     while not (run / "metrics.jsonl").exists() or not metrics(run):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    [server] = [p for p in processes_of(mark) if p.cmdline()[1:3] == own_servers.PROGRAM]
+    [server] = [p for p in processes_of(mark) if p.cmdline()[1:3] == managed_servers.PROGRAM]
     server.kill()
 
 
