@@ -224,7 +224,7 @@ class RolloutArgs(Group):
     """JSON object of further settings of the vLLM engine, by the names of its EngineArgs, such as {"kv_cache_dtype":
     "fp8"}, {"max_num_seqs": 512} or a "speculative_config"; a server gets its own on its command line"""
     async_level: Annotated[int, Ge(0)] = 0
-    """steps that rollouts may run ahead of training, on servers (--rollout-gpus or http://...); their weights are then
+    """steps by which rollouts may be off-policy, on servers (--rollout-gpus or http://...); their weights are then
     up to this many steps old. Above 0, --rollout-correction has a default"""
     async_order: Literal["prompts", "finished"] = "prompts"
     """with --async-level: a step trains on the groups that began first, or (from level 2 on) on those that are finished

@@ -208,9 +208,9 @@ class ServerEpisodes:
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
     def start(
-        self, prompts: DataProto, sampling: Sampling, seeds: list[int], begun: list[Generated] | None = None
+        self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial: list[Generated] | None = None
     ) -> list[EpisodeResponse]:
-        """The first half of generate; collect is the second. Weights may be synced between the two. begun: not used.
+        """The first half of generate; collect is the second. Weights may be synced between the two. partial: not used.
         An episode starts anew, for its tools may have a state, which is lost."""
         self.engine.check_weights()
         requests = _make_requests(self.engine, prompts, sampling, seeds, self.settings)

@@ -1,6 +1,6 @@
 """Rollout engines behind one small interface (engine.py), and a weight sync that checks itself (weight_sync.py)."""
 
-from lib.rollout.ahead import Ahead, staleness_metrics
+from lib.rollout.async_rollouts import AsyncRollouts, staleness_metrics
 from lib.rollout.engine import (
     Generated,
     RolloutEngine,
@@ -21,7 +21,7 @@ from lib.rollout.stream import Rollouts, check_engine_import, make_engine
 from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
 
 __all__ = [
-    "Ahead",
+    "AsyncRollouts",
     "Generated",
     "HFEngine",
     "ManagedServers",

@@ -2,7 +2,7 @@
 
 They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
 URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" ends server i if it is in
-that start or an earlier one, and "begun i" is the number of the one that it is in; OVER ends all.
+that start or an earlier one, and "started i" is the number of the one that it is in; OVER ends all.
 
 Every request to a server needs the run's key (vllm_batches.py). It never passes through the store of a job on one node,
 which any local user can read: rank 0 writes it to the file `key`, for the owner alone. A store of several nodes has it.
@@ -145,7 +145,7 @@ class ManagedServers:
         if dist.get_rank() == 0:
             for i, number in enumerate(starts):
                 self._store.set(f"bad start {i}", str(number))
-            while any(_told(self._store, f"begun {i}", 0) <= number for i, number in enumerate(starts)):
+            while any(_told(self._store, f"started {i}", 0) <= number for i, number in enumerate(starts)):
                 self._check_failed()
                 time.sleep(POLL_S)
         dist.barrier()
@@ -227,7 +227,7 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
     been started RESTARTS times in a row without being healthy for STEADY_S."""
     starts = failures = 0
     while True:
-        store.set(f"begun {server.number}", str(starts + 1))
+        store.set(f"started {server.number}", str(starts + 1))
         if healthy := server.start(store, start_s):
             starts += 1
             store.set(f"server {server.number}", json.dumps([server.url, starts]))

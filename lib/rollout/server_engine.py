@@ -247,15 +247,15 @@ class ServerEngine(RolloutEngine):
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
     def start(
-        self, prompts: DataProto, sampling: Sampling, seeds: list[int], begun: list[Generated] | None = None
+        self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial: list[Generated] | None = None
     ) -> list[Response]:
-        """The first half of generate; collect is the second. Weights may be synced between the two. begun: what there
+        """The first half of generate; collect is the second. Weights may be synced between the two. partial: what there
         already is of each response."""
         self.check_weights()
         raw_ids, responses = prompts.non_tensor_batch["raw_prompt_ids"], []
         places = self.turns_and_pictures(raw_ids, media_of(prompts))
         for i, (ids, seed, (turn, pictures)) in enumerate(zip(raw_ids, seeds, places)):
-            row = begun[i] if begun else Generated([], [], "abort")
+            row = partial[i] if partial else Generated([], [], "abort")
             sampled = self.sample(list(map(int, ids)), sampling, seed, turn, row, pictures)
             responses.append(Response(seed, row, self.begin(sampled)))
         return responses
@@ -307,7 +307,7 @@ class ServerEngine(RolloutEngine):
         self._ended.set()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()` on every rank. What ends it must have been begun with `begin`. Where a rank has lost all
+        """Waits until `done()` on every rank. What ends it must have been started with `begin`. Where a rank has lost all
         servers meanwhile, they get the weights of the last sync anew. A collective."""
         start = reported = time.monotonic()
         while True:

@@ -16,7 +16,7 @@ from lib.data import ROW, PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
-from lib.rollout.ahead import Ahead, Order, staleness_metrics
+from lib.rollout.async_rollouts import AsyncRollouts, Order, staleness_metrics
 from lib.rollout.engine import RolloutEngine, Sampling, SteppedEngine, request_seeds
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.managed_servers import ManagedServers, order_servers
@@ -105,10 +105,10 @@ class Rollouts:
         self.sync_tolerance, self.steps, self.tape = sync_tolerance, steps, tape
         self._prompts: Iterator | None = None
         self._steps = iter(steps)
-        self._ahead: Ahead | None = None
+        self._async: AsyncRollouts | None = None
         if async_level and not tape.replays:
             assert isinstance(engine, ServerEngine)
-            self._ahead = Ahead(
+            self._async = AsyncRollouts(
                 engine,
                 sampler,
                 lambda number: self._batch_of(number, 0)[1:],
@@ -117,7 +117,7 @@ class Rollouts:
                 order=async_order,
                 groups=sizes.local_prompts,
                 group_size=sizes.group_size,
-                begun=steps.start - 1,
+                last_started=steps.start - 1,
             )
         # the prompts of such a step are known from the record alone
         any_order = async_order == "finished" or (loader is not None and loader.observes)
@@ -144,9 +144,9 @@ class Rollouts:
         return self._take(step, number * self.sizes.local_prompts * self.world.size, last=None)[0]
 
     def _take(self, step: int, first: int, last: int | None) -> tuple[DataProto, DataProto]:
-        """first: the number of the batch's first prompt. last: the batch after which none is sampled ahead."""
-        if self._ahead is not None:
-            rows, responses = self._ahead.take(last)
+        """first: the number of the batch's first prompt. last: the batch after which no batch is started."""
+        if self._async is not None:
+            rows, responses = self._async.take(last)
             batch = self.tape.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
             return batch, rows[:: self.sizes.group_size]
         prompts, rows, seeds = self._batch_of(step, first)
@@ -198,10 +198,10 @@ class Rollouts:
             self.loader.observe(*zip(*known, strict=True) if known else ((), ()))
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Epochs done and, for rollouts sampled ahead, how many weight versions old the tokens are."""
+        """Epochs done and, for asynchronous rollouts, the staleness of the tokens in weight versions."""
         position = 0 if self.loader is None else self.loader.position
-        if self._ahead is not None:
-            position -= len(self._ahead.on_their_way) * self.world.size
+        if self._async is not None:
+            position -= len(self._async.in_flight) * self.world.size
         metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
         if isinstance(self.engine, ServerEngine):
             metrics |= self.engine.metrics()
@@ -215,20 +215,20 @@ class Rollouts:
         self.engine.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """A collective where rollouts run ahead."""
+        """A collective if rollouts are asynchronous."""
         state = {} if self.loader is None else self.loader.state_dict()
-        return state if self._ahead is None else state | self._ahead.state_dict()
+        return state if self._async is None else state | self._async.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.tape.replays and "ahead" in state:  # the record has them, from the next step on
-            state["position"] -= len(state["ahead"]) // self.sizes.group_size
+        if self.tape.replays and "in_flight" in state:  # the record has them, from the next step on
+            state["position"] -= len(state["in_flight"]) // self.sizes.group_size
         if self.loader is not None:  # there is none with --val-only
             self.loader.load_state_dict(state)
-        if self._ahead is not None:
-            self._ahead.load_state_dict(state)
-        elif "ahead" in state and not self.tape.replays:
+        if self._async is not None:
+            self._async.load_state_dict(state)
+        elif "in_flight" in state and not self.tape.replays:
             raise InputError(
-                f"resume: the checkpoint has {len(state['ahead'])} responses on their way, which would be lost without "
+                f"resume: the checkpoint has {len(state['in_flight'])} in-flight responses, which would be lost without "
                 "--async-level; give it as before"
             )
 

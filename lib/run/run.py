@@ -143,7 +143,9 @@ class Run:
             name, key = place.split(".")
             state[name][key] = batches.pop(place)
         if self.new_data:
-            state["loader"] = {key: value for key, value in state["loader"].items() if key == "begun"} | {"position": 0}
+            state["loader"] = {key: value for key, value in state["loader"].items() if key == "last_started"} | {
+                "position": 0
+            }
         for name, part in _with_loss_scales(parts, models).items():
             part.load_state_dict(state[name])
         return batches

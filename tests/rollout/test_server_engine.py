@@ -162,7 +162,7 @@ def test_episodes_are_those_of_vllm_in_this_process(server, tmp_path):
     assert served == here and len(set(served[1])) > 1
 
 
-def ahead(url: str, path: str, level: int) -> list[str]:
+def asynchronous(url: str, path: str, level: int) -> list[str]:
     moving = ["--entropy-coef", "0.1"]  # whatever the rewards are
     return [*SMALL, *moving, "--model", path, "--rollout-engine", url, "--async-level", str(level), "--run-name", "run"]
 
@@ -180,10 +180,10 @@ def groups(rows: list[dict]) -> list[str]:
 
 
 @needs_vllm
-def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
+def test_grpo_with_async_rollouts_and_a_resume(server, tmp_path):
     """Before this process joins the server. What was on its way at a checkpoint goes on with its tokens."""
     url, path, _ = server
-    args = [*ahead(url, path, 2), "--save-every", "2", "--keep-checkpoints", "0", "--save-rollouts", "all"]
+    args = [*asynchronous(url, path, 2), "--save-every", "2", "--keep-checkpoints", "0", "--save-rollouts", "all"]
     ran(fork("grpo", tmp_path, *args, "--total-steps", "6"))
     found, whole = metrics(tmp_path / "run"), trained(tmp_path / "run")
     assert [row["training/epoch"] * 256 for row in found] == [8, 16, 24, 32, 40, 48]
@@ -198,7 +198,7 @@ def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
     ran(fork("grpo", tmp_path / "again", *args, "--total-steps", "6", "--record", str(tmp_path / "kept")))
     rest = trained(tmp_path / "again/run")
     assert [*rest] == [3, 4, 5, 6] and all(groups(rows) == groups(whole[step]) for step, rows in rest.items())
-    kept = DataProto.load_from_disk(saved / "batch_loader.ahead.safetensors").non_tensor_batch
+    kept = DataProto.load_from_disk(saved / "batch_loader.in_flight.safetensors").non_tensor_batch
     assert len(kept["uid"]) == 2 * 8 * 4
     before = {(uid, seed): row for uid, seed, row in zip(kept["uid"], kept["seed"], kept["begun"]) if row["token_ids"]}
     assert before  # of some there were tokens
@@ -210,17 +210,17 @@ def test_grpo_with_rollouts_ahead_and_a_resume(server, tmp_path):
     assert all(row["async/staleness_max"] <= 2 for row in metrics(tmp_path / "again/run"))
 
     # a replay needs no server, and runs nothing ahead
-    args = [*ahead("http://127.0.0.1:1", path, 2), "--total-steps", "6", "--replay", str(tmp_path / "kept")]
+    args = [*asynchronous("http://127.0.0.1:1", path, 2), "--total-steps", "6", "--replay", str(tmp_path / "kept")]
     args += ["--resume", str(saved), "--resume-override", "replay"]
     ran(fork("grpo", tmp_path / "replay", *args))
     assert metrics(tmp_path / "replay/run") == metrics(tmp_path / "again/run")
 
 
 @needs_vllm
-def test_dapo_runs_ahead_and_on_from_a_checkpoint(server, tmp_path):
+def test_dapo_runs_asynchronously_and_resumes(server, tmp_path):
     """Each batch of prompts once, in order; leftovers wait one step."""
     url, path, _ = server
-    args = [*ahead(url, path, 1), "--save-every", "3", "--keep-checkpoints", "0", "--save-rollouts", "all"]
+    args = [*asynchronous(url, path, 1), "--save-every", "3", "--keep-checkpoints", "0", "--save-rollouts", "all"]
     args += ["--max-gen-batches", "3", "--total-steps", "6"]
     ran(fork("dapo", tmp_path, *args))
     found, saved = metrics(tmp_path / "run"), tmp_path / "run/checkpoints/step_000003"
@@ -239,22 +239,22 @@ def test_dapo_runs_ahead_and_on_from_a_checkpoint(server, tmp_path):
 @needs_vllm
 def test_what_finishes_first_is_trained_first(server, tmp_path):
     url, path, _ = server
-    args = [*ahead(url, path, 2), "--async-order", "finished", "--save-rollouts", "all", "--total-steps", "6"]
+    args = [*asynchronous(url, path, 2), "--async-order", "finished", "--save-rollouts", "all", "--total-steps", "6"]
     args += ["--record", str(tmp_path / "kept")]
     ran(fork("grpo", tmp_path, *args))
     steps, found = trained(tmp_path / "run"), metrics(tmp_path / "run")
     all_groups = [group for step in steps for group in groups(steps[step])]
     assert sorted(all_groups) == sorted(f"{step}-{n}" for step in range(1, 7) for n in range(8))
     assert all(row["async/staleness_max"] <= 2 for row in found)
-    args = [*ahead("http://127.0.0.1:1", path, 2), "--async-order", "finished", "--total-steps", "6"]
+    args = [*asynchronous("http://127.0.0.1:1", path, 2), "--async-order", "finished", "--total-steps", "6"]
     ran(fork("grpo", tmp_path / "replay", *args, "--replay", str(tmp_path / "kept")))
     assert metrics(tmp_path / "replay/run") == found
 
 
 @needs_vllm
-def test_two_ranks_with_rollouts_ahead(server, tmp_path):
+def test_two_ranks_with_async_rollouts(server, tmp_path):
     url, path, _ = server
-    ran(fork("grpo", tmp_path, *ahead(url, path, 1), "--total-steps", "3", ranks=2))
+    ran(fork("grpo", tmp_path, *asynchronous(url, path, 1), "--total-steps", "3", ranks=2))
     first, *later = [row["async/staleness_max"] for row in metrics(tmp_path / "run")]
     assert first == 0 and max(later) == 1
 
@@ -283,25 +283,25 @@ class TalksOn(BaseInteraction):
 
 
 @needs_vllm
-def test_grpo_with_episodes_ahead_and_a_resume(server, tmp_path):
+def test_grpo_with_async_episodes_and_a_resume(server, tmp_path):
     """On two ranks, and then on one. A tool's client belongs to one event loop: also while validation shares the server
     with the next rollout."""
     url, path, _ = server
     (tmp_path / "talk.py").write_text(TALK)
     with open(SMALL[SMALL.index("--train-files") + 1]) as rows:
         (tmp_path / "val.jsonl").write_text("".join(next(rows) for _ in range(8)))
-    args = [*ahead(url, path, 1), "--max-response-length", "100", "--save-every", "2"]
+    args = [*asynchronous(url, path, 1), "--max-response-length", "100", "--save-every", "2"]
     args += ["--multi-turn.tools", f"{tmp_path / 'talk.py'}:Client", "calculator", "--multi-turn.parser", "hermes"]
     args += ["--multi-turn.interaction", f"{tmp_path / 'talk.py'}:TalksOn", "--multi-turn.max-turns", "3"]
     args += ["--multi-turn.max-turn-tokens", "12", "--val-every", "2", "--val-files", str(tmp_path / "val.jsonl")]
     ran(fork("grpo", tmp_path, *args, "--total-steps", "3", ranks=2))
-    check_episodes_ahead(tmp_path / "run", [0, 1, 1])
+    check_async_episodes(tmp_path / "run", [0, 1, 1])
     saved = tmp_path / "run/checkpoints/step_000002"
     ran(fork("grpo", tmp_path, *args, "--total-steps", "4", "--resume", str(saved)))
-    check_episodes_ahead(tmp_path / "run", [0, 1, 0, 1])  # at 3 all begin anew
+    check_async_episodes(tmp_path / "run", [0, 1, 0, 1])  # at 3 all begin anew
 
 
-def check_episodes_ahead(run, staleness):
+def check_async_episodes(run, staleness):
     found = [row for row in metrics(run) if "agent/turns_mean" in row]
     assert [row["step"] for row in found] == list(range(1, len(staleness) + 1))
     assert all(row["async/staleness_max"] <= bound for row, bound in zip(found, staleness))

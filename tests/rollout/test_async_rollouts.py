@@ -1,4 +1,4 @@
-"""lib/rollout/ahead.py, with a server whose responses end in any order."""
+"""lib/rollout/async_rollouts.py, with a server whose responses end in any order."""
 
 import copy
 import itertools
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.data_proto import DataProto
-from lib.rollout import Ahead, Generated, Sampling, staleness_metrics
+from lib.rollout import AsyncRollouts, Generated, Sampling, staleness_metrics
 from lib.rollout.server_engine import Response
 
 GROUP = 2
@@ -27,8 +27,8 @@ class Server:
 
     def check_weights(self): ...
 
-    def start(self, prompts, sampling, seeds, begun):
-        rows = begun or [Generated([], [], "abort") for _ in seeds]
+    def start(self, prompts, sampling, seeds, partial):
+        rows = partial or [Generated([], [], "abort") for _ in seeds]
         started = [Response(seed, row, Future()) for seed, row in zip(seeds, rows)]
         for response in started:
             if response.row.finish_reason != "abort":
@@ -69,8 +69,8 @@ def batch_of(groups: int, number: int):
     return rows, [1000 * number + i for i in range(len(names))]
 
 
-def on(server, level, order, groups, begun):
-    return Ahead(
+def on(server, level, order, groups, last_started):
+    return AsyncRollouts(
         server,
         server,
         lambda number: batch_of(groups, number),
@@ -79,7 +79,7 @@ def on(server, level, order, groups, begun):
         order=order,
         groups=groups,
         group_size=GROUP,
-        begun=begun,
+        last_started=last_started,
     )
 
 
@@ -97,17 +97,17 @@ def test_no_prompt_is_lost_or_doubled_or_too_old(seed, level, order, groups, tak
     if order == "finished":
         takes, level = [1] * len(takes), level + 1
     server, trained, checkpoints = Server(seed, 0), [], {}
-    ahead = on(server, level, order, groups, 0)
+    queue = on(server, level, order, groups, 0)
     for step, batches in enumerate(takes, 1):
         for again in range(1 + (step in kills)):
             if again:  # killed after the step, and resumed with what the step before it had saved
                 server = Server(seed + step, step - 1)
-                ahead = on(server, level, order, groups, step - 1)
-                state, trained = copy.deepcopy(checkpoints.get(step - 1, ({"begun": 0}, [])))
-                ahead.load_state_dict(state)
+                queue = on(server, level, order, groups, step - 1)
+                state, trained = copy.deepcopy(checkpoints.get(step - 1, ({"last_started": 0}, [])))
+                async_rollouts.load_state_dict(state)
             assert server.version == step - 1
             for _ in range(batches):
-                rows, responses = ahead.take()
+                rows, responses = async_rollouts.take()
                 uids = rows.non_tensor_batch["uid"].tolist()
                 assert len(rows) == len(responses) == groups * GROUP
                 for uid, response in zip(uids, responses):
@@ -118,34 +118,34 @@ def test_no_prompt_is_lost_or_doubled_or_too_old(seed, level, order, groups, tak
                     assert step - 1 - level <= row.weight_versions[0] and row.weight_versions[-1] <= step - 1
                 trained += uids[::GROUP]
             server.sync()
-        checkpoints[step] = copy.deepcopy((ahead.state_dict(), trained))
-    begun = [f"{number}-{i}" for number in range(1, ahead.begun + 1) for i in range(groups)]
-    waiting = [group.rows.non_tensor_batch["uid"][0] for group in ahead.on_their_way]
-    assert sorted(trained + waiting) == sorted(begun) and len(waiting) == (level - (order == "finished")) * groups
+        checkpoints[step] = copy.deepcopy((queue.state_dict(), trained))
+    started = [f"{number}-{i}" for number in range(1, queue.last_started + 1) for i in range(groups)]
+    waiting = [group.rows.non_tensor_batch["uid"][0] for group in queue.in_flight]
+    assert sorted(trained + waiting) == sorted(started) and len(waiting) == (level - (order == "finished")) * groups
     if order == "prompts":
-        assert trained + waiting == begun
+        assert trained + waiting == started
 
 
 @pytest.mark.usefixtures("world")
 def test_no_batch_begins_behind_the_last():
-    ahead = on(Server(0, 0), 2, "finished", 2, 0)
-    taken = [ahead.take(last=4)[0] for _ in range(4)]
-    assert ahead.begun == 4 and not ahead.on_their_way
+    queue = on(Server(0, 0), 2, "finished", 2, 0)
+    taken = [async_rollouts.take(last=4)[0] for _ in range(4)]
+    assert queue.last_started == 4 and not queue.in_flight
     assert sorted(itertools.chain(*(rows.non_tensor_batch["uid"] for rows in taken))) == sorted(
         itertools.chain(*(batch_of(2, number)[0].non_tensor_batch["uid"] for number in range(1, 5)))
     )
-    assert ahead.state_dict() == {"begun": 4}
+    assert queue.state_dict() == {"last_started": 4}
 
 
 @pytest.mark.usefixtures("world")
 def test_a_lower_level_begins_anew_what_would_be_too_old():
     server = Server(0, 0)
-    ahead = on(server, 3, "prompts", 1, 0)
-    ahead.take()
+    queue = on(server, 3, "prompts", 1, 0)
+    async_rollouts.take()
     server.sync()
     later = Server(0, 1)
     resumed = on(later, 1, "prompts", 1, 1)
-    resumed.load_state_dict(ahead.state_dict())
+    resumed.load_state_dict(queue.state_dict())
     later.version = 3
     _, responses = resumed.take()
     assert [response.future.result().weight_versions for response in responses] == [[3], [3]]

@@ -1,13 +1,13 @@
 """Two processes that both sample and train, and two of which one samples and one trains, 0, 1 or 2 steps ahead.
 
-    python -m benchmarks.ahead speed        seconds of a step, share of it that ranks wait     (a quarter of an hour)
-    python -m benchmarks.ahead learn        learning curves of the embedded task, 5 seeds      (half an hour)
-    python -m benchmarks.ahead draw         docs/ahead_curve.png
+    python -m benchmarks.async_rollouts speed        seconds of a step, share of it that ranks wait     (a quarter of an hour)
+    python -m benchmarks.async_rollouts learn        learning curves of the embedded task, 5 seeds      (half an hour)
+    python -m benchmarks.async_rollouts draw         docs/async_curve.png
 
 Each run is `GPUS=2 launch/one_node.sh grpo.py` with its flags of WAYS, one run at a time, in turns. The work of `speed`
 is that of benchmarks/vs_trl.py: the model counts down, so every way samples and trains the same tokens. Figures are
 medians over the steps but the first WARM_UP; lengths: the mean response length of each step, with the first ones.
-Records: benchmarks/results/ahead.json.
+Records: benchmarks/results/async_rollouts.json.
 """
 
 import json
@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from benchmarks.curves import ACCURACY, PANELS, ROOT, job_env, plot, provenance
 from benchmarks.vs_trl import GROUP, SETTINGS, Setting, make_task
 
-RECORD = ROOT / "benchmarks/results/ahead.json"
+RECORD = ROOT / "benchmarks/results/async_rollouts.json"
 WAYS = {
     "together": "--rollout-engine vllm",
     "apart, level 0": "--rollout-gpus 1",
@@ -129,7 +129,7 @@ def draw() -> None:
     by_step.set(xlabel="step", ylabel=PANELS[ACCURACY])
     by_time.set(xlabel="seconds of training, without start and validation")
     by_step.legend(frameon=False, loc="lower right")
-    figure.savefig(ROOT / "docs/ahead_curve.png")
+    figure.savefig(ROOT / "docs/async_curve.png")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from lib.rollout.engine import Generated, Sampling
 from lib.rollout.server_engine import Response, ServerEngine
 
 Order = Literal["prompts", "finished"]
-STATE = ("seed", "begun", "version")  # columns of a saved group that are not its prompt's
+STATE = ("seed", "partial", "version")  # columns of a saved group that are not its prompt's
 
 
 @dataclass(eq=False)
 class Group:
-    """The responses to one prompt, on their way."""
+    """The responses to one prompt, in flight."""
 
     rows: DataProto
     """the prompt, once for each response"""
@@ -31,18 +31,18 @@ class Group:
         return all(response.future.done() for response in self.responses)
 
 
-class Ahead:
-    """Has this rank's groups on their way, and gives them batch by batch. No token is more than `level` versions older
+class AsyncRollouts:
+    """Queue of this rank's in-flight groups, taken batch by batch. No token is more than `level` versions older
     than the weights when it is given, if each version takes one batch (of order "prompts": or more).
 
-    order: "prompts": a batch is the groups that began first, out of level + 1 batches on their way. "finished": the
-    groups that are complete, the oldest of them first, out of `level` batches. The one batch less leaves slow groups a
-    version more; those that would then be too old are waited for.
+    order: "prompts": a batch is the groups that began first, out of level + 1 batches in flight. "finished": the
+    groups that are complete, the oldest of them first, out of `level` batches. With one batch fewer in flight, slow groups may
+    take one more version; groups that would then be too old are waited for.
 
-    A response goes on over the syncs of weights in between, and over checkpoints.
+    A response continues across weight syncs and checkpoints.
 
-    begin: gives (prompts repeated group_size times, seeds) for batch 1, 2, ...
-    sampler: has start and collect, as the engine has.
+    begin: returns (prompts repeated group_size times, seeds) for batch 1, 2, ...
+    sampler: has start and collect, like the engine.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Ahead:
         order: Order,
         groups: int,
         group_size: int,
-        begun: int,
+        last_started: int,
     ):
         self.engine, self.sampler, self.begin, self.sampling = engine, sampler, begin, sampling
         self.level, self.order, self.groups, self.group_size = level, order, groups, group_size
-        self.begun = begun
-        """number of the last batch that began"""
-        self.on_their_way: list[Group] = []
+        self.last_started = last_started
+        """number of the last batch that was started"""
+        self.in_flight: list[Group] = []
         self._saved: DataProto | None = None
 
     def take(self, last: int | None = None) -> tuple[DataProto, list[Response]]:
@@ -71,22 +71,22 @@ class Ahead:
         A collective."""
         self.engine.check_weights()
         version: int = self.engine.version
-        self._go_on(version)
+        self._resume(version)
         batches = self.level + (self.order == "prompts")
-        while len(self.on_their_way) < batches * self.groups and self.begun != last:
-            self.begun += 1
-            rows, seeds = self.begin(self.begun)
+        while len(self.in_flight) < batches * self.groups and self.last_started != last:
+            self.last_started += 1
+            rows, seeds = self.begin(self.last_started)
             self._start(rows, seeds, None, version)
         self.engine.wait_until(lambda: self._next(version) is not None)
         taken = self._next(version) or []
-        self.on_their_way = [group for group in self.on_their_way if group not in taken]
+        self.in_flight = [group for group in self.in_flight if group not in taken]
         rows = DataProto.concat([group.rows for group in taken])
         return rows, [response for group in taken for response in group.responses]
 
     def _next(self, version: int) -> list[Group] | None:
         """The groups of the next batch, if all of them are complete."""
         if self.order == "prompts":
-            chosen = self.on_their_way[: self.groups]
+            chosen = self.in_flight[: self.groups]
         else:
             chosen = self._finished(version)
         whole = len(chosen) == self.groups and all(group.complete() for group in chosen)
@@ -95,7 +95,7 @@ class Ahead:
     def _finished(self, version: int) -> list[Group]:
         """The complete groups that began first, and those that must come now: of the groups that may be given until
         `left` versions later at most, the next `left` batches can take only so many."""
-        waiting = sorted(self.on_their_way, key=lambda group: not group.complete())
+        waiting = sorted(self.in_flight, key=lambda group: not group.complete())
         chosen: dict[Group, None] = {}
         for left in range(self.level + 1):
             urgent = [group for group in waiting if group.version + self.level <= version + left]
@@ -104,35 +104,35 @@ class Ahead:
         others = [group for group in waiting if group not in chosen and group.complete()]
         return [*chosen, *others][: self.groups]
 
-    def _start(self, rows: DataProto, seeds: list[int], begun: list[Generated] | None, version: int) -> None:
-        responses = self.sampler.start(rows, self.sampling, seeds, begun)
+    def _start(self, rows: DataProto, seeds: list[int], partial: list[Generated] | None, version: int) -> None:
+        responses = self.sampler.start(rows, self.sampling, seeds, partial)
         for i in range(0, len(rows), self.group_size):
             own = slice(i, i + self.group_size)
-            self.on_their_way.append(Group(rows[own], responses[own], version))
+            self.in_flight.append(Group(rows[own], responses[own], version))
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """`begun`, and all ranks' groups on their way with what there is of their responses. A collective."""
+        """`last_started`, and the in-flight groups of all ranks with the tokens they have so far. A collective."""
         parts = []
-        for group in self.on_their_way:
+        for group in self.in_flight:
             columns = {
                 "seed": [response.seed for response in group.responses],
-                "begun": [asdict(row) for row in self.engine.so_far(group.responses)],
+                "partial": [asdict(row) for row in self.engine.so_far(group.responses)],
                 "version": [group.version] * len(group.rows),
             }
             parts.append(group.rows.select().union(DataProto.from_dict(non_tensors=columns)))
         if not parts:  # on all ranks, which have equally many
-            return {"begun": self.begun}
+            return {"last_started": self.last_started}
         rows = DataProto.concat(parts).all_gather()
         by_number = np.arange(len(rows)).reshape(dist.get_world_size(), len(parts), -1).swapaxes(0, 1).ravel()
-        return {"begun": self.begun, "ahead": rows[by_number]}
+        return {"last_started": self.last_started, "in_flight": rows[by_number]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """They go on at the next `take`, when the engine has weights."""
-        self.begun, self._saved = state.get("begun", self.begun), state.get("ahead")
+        """The groups continue at the next `take`, when the engine has weights."""
+        self.last_started, self._saved = state.get("last_started", self.last_started), state.get("in_flight")
 
-    def _go_on(self, version: int) -> None:
+    def _resume(self, version: int) -> None:
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
@@ -141,10 +141,10 @@ class Ahead:
             rows = saved[own]
             columns = {name: rows.non_tensor_batch[name] for name in STATE}
             rows = rows.select(non_tensor_batch_keys=[key for key in rows.non_tensor_batch if key not in STATE])
-            begun, since = [Generated(**row) for row in columns["begun"]], int(columns["version"][0])
+            partial, since = [Generated(**row) for row in columns["partial"]], int(columns["version"][0])
             if since < version - self.level:  # --async-level was higher
-                begun, since = None, version
-            self._start(rows, list(columns["seed"]), begun, since)
+                partial, since = None, version
+            self._start(rows, list(columns["seed"]), partial, since)
 
 
 def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int | torch.Tensor) -> dict[str, Metric]:
