@@ -1,7 +1,7 @@
 """Two processes that both sample and train, and two of which one samples and one trains, 0, 1 or 2 steps ahead.
 
-    python -m benchmarks.async_rollouts speed        seconds of a step, share of it that ranks wait     (a quarter of an hour)
-    python -m benchmarks.async_rollouts learn        learning curves of the embedded task, 5 seeds      (half an hour)
+    python -m benchmarks.async_rollouts speed        seconds of a step, share of it that ranks wait   (15 minutes)
+    python -m benchmarks.async_rollouts learn        learning curves of the embedded task, 5 seeds    (30 minutes)
     python -m benchmarks.async_rollouts draw         docs/async_curve.png
 
 Each run is `GPUS=2 launch/one_node.sh grpo.py` with its flags of WAYS, one run at a time, in turns. The work of `speed`

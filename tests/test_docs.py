@@ -244,12 +244,12 @@ def test_metrics_that_troubleshooting_names_are_explained():
     assert len(named) > 40 and named - explained == set()
 
 
-def test_each_alarm_has_a_section_in_troubleshooting():
-    from lib.run.trouble import ALARMS, COUNTS
+def test_each_alert_has_a_section_in_troubleshooting():
+    from lib.run.alerts import ALERTS, COUNTS
 
-    sections = {alarm.section for alarm in ALARMS} | {section for _, section in COUNTS.values()}
+    sections = {alert.section for alert in ALERTS} | {section for _, section in COUNTS.values()}
     assert sections - anchors(ROOT / "docs/troubleshooting.md") == set()
-    metrics = {alarm.metric for alarm in ALARMS}
+    metrics = {alert.metric for alert in ALERTS}
     assert metrics - {*METRIC.findall(text_of("troubleshooting.md"))} == set()
 
 

@@ -36,8 +36,8 @@ class AsyncRollouts:
     than the weights when it is given, if each version takes one batch (of order "prompts": or more).
 
     order: "prompts": a batch is the groups that began first, out of level + 1 batches in flight. "finished": the
-    groups that are complete, the oldest of them first, out of `level` batches. With one batch fewer in flight, slow groups may
-    take one more version; groups that would then be too old are waited for.
+    groups that are complete, the oldest of them first, out of `level` batches. With one batch fewer in flight,
+    slow groups may take one more version; groups that would then be too old are waited for.
 
     A response continues across weight syncs and checkpoints.
 

@@ -307,8 +307,8 @@ class ServerEngine(RolloutEngine):
         self._ended.set()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()` on every rank. What ends it must have been started with `begin`. Where a rank has lost all
-        servers meanwhile, they get the weights of the last sync anew. A collective."""
+        """Waits until `done()` on every rank. What ends it must have been started with `begin`. If a rank has
+        lost all servers meanwhile, they get the weights of the last sync again. A collective."""
         start = reported = time.monotonic()
         while True:
             deadline = time.monotonic() + ROUND_S

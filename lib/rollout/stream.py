@@ -228,8 +228,8 @@ class Rollouts:
             self._async.load_state_dict(state)
         elif "in_flight" in state and not self.tape.replays:
             raise InputError(
-                f"resume: the checkpoint has {len(state['in_flight'])} in-flight responses, which would be lost without "
-                "--async-level; give it as before"
+                f"resume: the checkpoint has {len(state['in_flight'])} in-flight responses, which would be lost "
+                "without --async-level: set it as before"
             )
 
     def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:

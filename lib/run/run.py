@@ -56,6 +56,7 @@ from lib.distributed import (
 )
 from lib.model import Trained
 from lib.rollout import Recording, Replay, Tape, check_recorded, forget_after
+from lib.run.alerts import DROPPED
 from lib.run.checkpoint import (
     export_hf,
     load_batches,
@@ -81,7 +82,6 @@ from lib.run.run_config import (
 )
 from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.tracking import Tracker
-from lib.run.trouble import DROPPED
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s

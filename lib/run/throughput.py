@@ -37,8 +37,8 @@ def peak_tflops(device: torch.device) -> float | None:
 def throughput_metrics(metrics: Mapping[str, float], n_devices: int, peak: float | None = None) -> dict[str, float]:
     """Throughput, from a step's times (stage "step" contains all others), tokens and FLOPs over all ranks.
 
-    perf/idle is the share of the step in which ranks wait: for scores, for asynchronous rollouts that are sampled elsewhere
-    (--async-level), and in the update for the rank that has most to compute (perf/imbalance). perf/mfu is the share of
+    perf/idle is the share of the step in which ranks wait: for scores, for asynchronous rollouts (--async-level), and
+    in the update for the rank that has most to compute (perf/imbalance). perf/mfu is the share of
     `peak` (TFLOP/s of a device) that the update's model FLOPs (lib/model/flops.py) take, over the time of the update.
     """
     seconds, tokens = metrics["timing_s/step"], metrics["training/tokens"]

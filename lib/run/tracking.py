@@ -31,9 +31,9 @@ from lib import InputError
 from lib.cli.secrets import private, private_folder
 from lib.data_proto import DataProto
 from lib.distributed import check_number
+from lib.run.alerts import alerts_of_run, alerts_of_step
 from lib.run.disk import writes_to
 from lib.run.prompt_images import row_hashes
-from lib.run.trouble import trouble_of_run, troubles
 
 # what a step's console line shows
 NUMBERS = {"reward/mean": "reward {:.3f}", "response_length/mean": "length {:.0f}"}
@@ -174,8 +174,8 @@ class Tracker:
     def notes(self) -> None:
         """Prints what went wrong in how many steps."""
         if self.enabled:
-            for trouble in trouble_of_run(_rows(self.run_dir / "metrics.jsonl")):
-                self._say(f"note: {trouble.text}")
+            for alert in alerts_of_run(_rows(self.run_dir / "metrics.jsonl")):
+                self._say(f"note: {alert.text}")
 
     def report(self, of_training: bool = True) -> None:
         """Prints samples of the last validation, and how to see them all. of_training: also what went wrong in how many
@@ -233,17 +233,16 @@ class Tracker:
             seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
             parts.append(f"eta {timedelta(seconds=round(seconds))}")
         validation = [f"{key} {values[key]:.3f}" for key in _validated(values)]
-        alarms, trouble = [f"{key} is {value}" for key, value in nonfinite.items()], troubles(values)
+        nonfinite_notes, alerts = [f"{key} is {value}" for key, value in nonfinite.items()], alerts_of_step(values)
         if self.progress is None:
-            line = [f"step {step}/{self.total_steps}", *parts, *validation, *alarms, *trouble]
+            line = [f"step {step}/{self.total_steps}", *parts, *validation, *nonfinite_notes, *alerts]
             print(" | ".join(line), flush=True)
             return
-        if validation or alarms or (trouble and not parts):  # these lines stay on the screen, above the bar
-            self.console.print(
-                Text(" | ".join([f"step {step}", *validation, *alarms, *trouble]), style="red" if alarms else "bold")
-            )
+        if validation or nonfinite_notes or (alerts and not parts):  # these lines stay on the screen, above the bar
+            line = [f"step {step}", *validation, *nonfinite_notes, *alerts]
+            self.console.print(Text(" | ".join(line), style="red" if nonfinite_notes else "bold"))
         if parts:
-            self.progress.update(self.task, completed=step, numbers=" | ".join([*trouble, *parts]))
+            self.progress.update(self.task, completed=step, numbers=" | ".join([*alerts, *parts]))
         self.progress.refresh()
 
     def _one_line(self, text: str, width: int) -> str:

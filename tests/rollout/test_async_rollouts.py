@@ -104,10 +104,10 @@ def test_no_prompt_is_lost_or_doubled_or_too_old(seed, level, order, groups, tak
                 server = Server(seed + step, step - 1)
                 queue = on(server, level, order, groups, step - 1)
                 state, trained = copy.deepcopy(checkpoints.get(step - 1, ({"last_started": 0}, [])))
-                async_rollouts.load_state_dict(state)
+                queue.load_state_dict(state)
             assert server.version == step - 1
             for _ in range(batches):
-                rows, responses = async_rollouts.take()
+                rows, responses = queue.take()
                 uids = rows.non_tensor_batch["uid"].tolist()
                 assert len(rows) == len(responses) == groups * GROUP
                 for uid, response in zip(uids, responses):
@@ -129,7 +129,7 @@ def test_no_prompt_is_lost_or_doubled_or_too_old(seed, level, order, groups, tak
 @pytest.mark.usefixtures("world")
 def test_no_batch_begins_behind_the_last():
     queue = on(Server(0, 0), 2, "finished", 2, 0)
-    taken = [async_rollouts.take(last=4)[0] for _ in range(4)]
+    taken = [queue.take(last=4)[0] for _ in range(4)]
     assert queue.last_started == 4 and not queue.in_flight
     assert sorted(itertools.chain(*(rows.non_tensor_batch["uid"] for rows in taken))) == sorted(
         itertools.chain(*(batch_of(2, number)[0].non_tensor_batch["uid"] for number in range(1, 5)))
@@ -141,7 +141,7 @@ def test_no_batch_begins_behind_the_last():
 def test_a_lower_level_begins_anew_what_would_be_too_old():
     server = Server(0, 0)
     queue = on(server, 3, "prompts", 1, 0)
-    async_rollouts.take()
+    queue.take()
     server.sync()
     later = Server(0, 1)
     resumed = on(later, 1, "prompts", 1, 1)

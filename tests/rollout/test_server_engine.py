@@ -200,7 +200,8 @@ def test_grpo_with_async_rollouts_and_a_resume(server, tmp_path):
     assert [*rest] == [3, 4, 5, 6] and all(groups(rows) == groups(whole[step]) for step, rows in rest.items())
     kept = DataProto.load_from_disk(saved / "batch_loader.in_flight.safetensors").non_tensor_batch
     assert len(kept["uid"]) == 2 * 8 * 4
-    before = {(uid, seed): row for uid, seed, row in zip(kept["uid"], kept["seed"], kept["begun"]) if row["token_ids"]}
+    rows = zip(kept["uid"], kept["seed"], kept["partial"])
+    before = {(uid, seed): row for uid, seed, row in rows if row["token_ids"]}
     assert before  # of some there were tokens
     rows = [(row["group"], row["response_ids"], row["weight_versions"]) for step in (3, 4) for row in rest[step]]
     for (uid, _), row in before.items():

@@ -21,8 +21,8 @@ from lib.distributed import (
     token_means,
 )
 from lib.run import data_metrics, extra_metrics, mismatch_metrics
+from lib.run.alerts import alerts_of_run, alerts_of_step
 from lib.run.throughput import peak_tflops, throughput_metrics
-from lib.run.trouble import trouble_of_run, troubles
 from lib.run.validation import Validated, best_at_k, maj_at_k, pass_at_k, validated_rows, validation_metrics
 from tests.common import run_ranks
 
@@ -385,10 +385,10 @@ def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
     assert peak_tflops(torch.device("cuda")) == peak and peak_tflops(torch.device("cpu")) is None
 
 
-# ---- trouble -------------------------------------------------------------------------------------
+# ---- alerts --------------------------------------------------------------------------------------
 
 
-def test_each_alarm_counts_the_steps_in_which_it_holds():
+def test_each_alert_counts_the_steps_in_which_it_holds():
     rows = [
         {
             "step": step,
@@ -400,7 +400,7 @@ def test_each_alarm_counts_the_steps_in_which_it_holds():
         for step in range(1, 21)
     ]
     rows += [{"step": 20, "val/unscored": 2.0}, {"step": 20, "reward/mean": None, "nonfinite": {"reward/mean": "nan"}}]
-    assert [(trouble.text, trouble.steps) for trouble in trouble_of_run(rows)] == [
+    assert [(alert.text, alert.steps) for alert in alerts_of_run(rows)] == [
         ("equal scores in more than 90 % of the groups in 10 of 20 steps", [*range(11, 21)]),
         ("more than half of the responses cut off in 1 of 20 steps", [7]),
         ("engine and trainer more than 0.1 nats apart in 2 of 20 steps", [3, 4]),
@@ -412,9 +412,9 @@ def test_each_alarm_counts_the_steps_in_which_it_holds():
 def test_the_line_of_a_step_shows_what_is_wrong_with_this_step_alone():
     bad = {"rollout/logp_diff_mean": 0.2, "response_length/clip_ratio": 1.0, "perf/idle": 0.9}
     said = ["more than half of the responses cut off", "engine and trainer more than 0.1 nats apart"]
-    assert troubles(bad | {"reward/zero_variance": 0.99}) == said
-    assert troubles({"reward/zero_variance": 1.0}) == ["equal scores in every group"]
-    assert troubles({"actor/grad_norm": math.nan}) == []  # the tracker says so itself
+    assert alerts_of_step(bad | {"reward/zero_variance": 0.99}) == said
+    assert alerts_of_step({"reward/zero_variance": 1.0}) == ["equal scores in every group"]
+    assert alerts_of_step({"actor/grad_norm": math.nan}) == []  # the tracker says so itself
 
 
 # ---- micro-batches and the sampler's mismatch ---------------------------------------------------------------

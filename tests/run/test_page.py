@@ -573,11 +573,11 @@ def test_numbers_that_are_not_finite_and_broken_lines_are_said(tmp_path, visit):
     notes = page.locator(".note").all_inner_texts()
     assert any(re.match(r"metrics.jsonl: could not read row 6 \(Expect.*\), row 7 \(step is", note) for note in notes)
     assert any("step_000003-rank_0.parquet: could not read the file" in note for note in notes)
-    alarms = page.locator(".alarm")
-    assert "actor/metric_1 not finite" in alarms.nth(1).inner_text()
-    assert "equal scores in more than 90 % of the groups" in alarms.nth(0).inner_text()
-    alarms.nth(0).locator("summary").click()
-    assert "reward/zero_variance" in alarms.nth(0).locator(".help").inner_text()
+    alerts = page.locator(".alert")
+    assert "actor/metric_1 not finite" in alerts.nth(1).inner_text()
+    assert "equal scores in more than 90 % of the groups" in alerts.nth(0).inner_text()
+    alerts.nth(0).locator("summary").click()
+    assert "reward/zero_variance" in alerts.nth(0).locator(".help").inner_text()
     page.fill("#find", "metric_1")
     page.locator("figure .nan", has_text="nan × 1").first.wait_for()
 
@@ -784,11 +784,11 @@ def test_the_page_needs_no_torch_and_is_its_owners_alone(made, tmp_path):
     assert (tmp_path / "page.html").stat().st_mode & 0o077 == 0
 
 
-def test_every_alarm_has_its_help_on_the_page():
-    from lib.run.trouble import ALARMS, COUNTS
+def test_every_alert_has_its_help_on_the_page():
+    from lib.run.alerts import ALERTS, COUNTS
 
     helps = sections((ROOT / "docs/troubleshooting.md").read_text())
-    assert {alarm.section for alarm in ALARMS} | {section for _, section in COUNTS.values()} <= set(helps)
+    assert {alert.section for alert in ALERTS} | {section for _, section in COUNTS.values()} <= set(helps)
     assert "<table>" in "".join(helps.values()) and 'href="http' not in helps["groups-have-equal-scores"]
     assert not re.findall(r'href="(?!https?://)', "".join(helps.values()))
 

@@ -134,7 +134,7 @@ TROUBLED = {
 }
 
 
-def test_a_step_in_trouble_says_so_on_its_line(tmp_path, capsys):
+def test_an_alert_is_on_the_line_of_its_step(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=4)
     tracker.log(QUIET, 1)
     tracker.log(TROUBLED, 2)
@@ -149,7 +149,7 @@ def test_a_step_in_trouble_says_so_on_its_line(tmp_path, capsys):
     assert validation == "step 2/4 | val/toy/mean@1 0.250 | unscored in validation: 3"
 
 
-def test_the_report_sums_up_the_trouble_of_all_steps(tmp_path, capsys):
+def test_the_report_sums_up_the_alerts_of_all_steps(tmp_path, capsys):
     """Also of the steps before a resume."""
     for resume_step, step in enumerate((QUIET, TROUBLED, TROUBLED | {"training/rows_dropped/token_masks": 4})):
         tracker = Tracker(tmp_path, {}, total_steps=4, resume_step=resume_step)

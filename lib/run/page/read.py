@@ -10,9 +10,9 @@ from typing import Any
 
 from lib import InputError
 from lib.cli.flags import OF_ONE_START
+from lib.run.alerts import alerts_of_run
 from lib.run.page.files import check, open_inside, parse, reason
 from lib.run.run_config import NO_FLAGS
-from lib.run.trouble import trouble_of_run
 
 NOT_OF_A_FAMILY = (OF_ONE_START - {"script", "contents"}) | {"seed", "output_dir", "track"}
 """keys of config.json in which runs may differ that are drawn as one curve with a range"""
@@ -51,7 +51,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "flags": _differing(last.get("flags")),
         "all_flags": {name: _text(value) for name, value in config.items() if name not in NO_FLAGS | {"script"}},
         "packages": last.get("packages") or {},
-        "troubles": [trouble._asdict() for trouble in trouble_of_run(rows)],
+        "alerts": [alert._asdict() for alert in alerts_of_run(rows)],
         "notes": notes,
         **columns(rows),
     }

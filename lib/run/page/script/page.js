@@ -1,12 +1,12 @@
-// What the runs are, their alarms, the theme; draws everything, and again when the runs have changed.
+// What the runs are, their alerts, the theme; draws everything, and again when the runs have changed.
 
 function drawRuns() {
   const all = (selector) => [...document.querySelectorAll(`#runs ${selector}`)];
   const open = all("details").map((details) => details.open), focus = all("summary").indexOf(document.activeElement);
   $("run-cards").replaceChildren(...runs.map(runCard));
-  const alarms = runs.flatMap((run) => run.troubles.map((trouble) => alarm(run, trouble)));
-  $("alarms").replaceChildren(...(alarms.length ? [h("h2", {class: "hidden"}, "Alarms"), ...alarms]
-    : [h("p", {class: "calm"}, "✓ No alarms.")]));
+  const alerts = runs.flatMap((run) => run.alerts.map((found) => alertCard(run, found)));
+  $("alerts").replaceChildren(...(alerts.length ? [h("h2", {class: "hidden"}, "Alerts"), ...alerts]
+    : [h("p", {class: "calm"}, "✓ No alerts.")]));
   all("details").forEach((details, i) => { details.open = open[i] ?? false; });
   all("summary")[focus]?.focus({preventScroll: true});
 }
@@ -33,13 +33,13 @@ function runCard(run) {
       .map(([word, pairs]) => more(`all ${plural(Object.keys(pairs).length, word)}`, facts(pairs))));
 }
 
-function alarm(run, trouble) {
-  const help = $(`help-${trouble.section}`);
-  const first = trouble.steps.slice(0, 12).join(", ") + (trouble.steps.length > 12 ? ", …" : "");
-  return h("div", {class: "card alarm", role: "group", "aria-label": "alarm"},
-    h("strong", {}, "▲ ", trouble.text), runs.length > 1 ? h("bdi", {}, ` · ${run.name}`) : null,
-    h("div", {class: "muted"}, trouble.steps.length ? `step ${first} ` : "",
-      trouble.steps.length ? link("samples", () => showStep(run, trouble.steps[0])) : null),
+function alertCard(run, found) {
+  const help = $(`help-${found.section}`);
+  const first = found.steps.slice(0, 12).join(", ") + (found.steps.length > 12 ? ", …" : "");
+  return h("div", {class: "card alert", role: "group", "aria-label": "alert"},
+    h("strong", {}, "▲ ", found.text), runs.length > 1 ? h("bdi", {}, ` · ${run.name}`) : null,
+    h("div", {class: "muted"}, found.steps.length ? `step ${first} ` : "",
+      found.steps.length ? link("samples", () => showStep(run, found.steps[0])) : null),
     help ? more("what it means and what to do", h("div", {class: "help"}, help.content.cloneNode(true))) : null);
 }
 

@@ -1,12 +1,12 @@
-"""What went wrong in a step and in a run, by its metrics. No torch: the run page needs it at once."""
+"""Alerts on a step and on a whole run, from its metrics. No torch import: the run page starts at once."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
-class Alarm(NamedTuple):
-    """What is wrong with a step where a metric `is_bad`."""
+class Alert(NamedTuple):
+    """A condition on a metric of one step that a user should know about."""
 
     text: str
     metric: str
@@ -16,11 +16,11 @@ class Alarm(NamedTuple):
     on_line: bool = True
     """whether the console line of a step shows it"""
     of_run: bool = True
-    """whether the notes of a run count it"""
+    """whether the summary of a run counts it"""
 
 
-class Trouble(NamedTuple):
-    """What went wrong in some steps of a run."""
+class RunAlert(NamedTuple):
+    """An alert over the steps of a run."""
 
     text: str
     section: str
@@ -28,41 +28,41 @@ class Trouble(NamedTuple):
     steps: list[int]
 
 
-OFTEN = 0.1  # the share of a run's steps that makes a note of what no line of a step shows
+OFTEN = 0.1  # share of steps above which the summary has an alert that is not printed per step
 MISMATCH = 0.1
 """Nats of rollout/logp_diff_mean. Healthy engines differ by 2e-6 in fp32 and by 0.01 to 0.04 in bf16; with the weights
 of an older step it was 0.2 (docs/troubleshooting.md has the sources). Ten times the one, half of the other."""
-ALARMS = (
-    Alarm("gradient 0", "actor/grad_norm", lambda norm: norm == 0, "the-gradient-is-0"),
-    Alarm("the critic's gradient 0", "critic/grad_norm", lambda norm: norm == 0, "the-gradient-is-0"),
-    Alarm(
+ALERTS = (
+    Alert("gradient 0", "actor/grad_norm", lambda norm: norm == 0, "the-gradient-is-0"),
+    Alert("the critic's gradient 0", "critic/grad_norm", lambda norm: norm == 0, "the-gradient-is-0"),
+    Alert(
         "equal scores in every group",
         "reward/zero_variance",
         lambda share: share == 1,
         "groups-have-equal-scores",
         of_run=False,
     ),
-    Alarm(
+    Alert(
         "equal scores in more than 90 % of the groups",
         "reward/zero_variance",
         lambda share: share > 0.9,
         "groups-have-equal-scores",
         on_line=False,
     ),
-    Alarm(
+    Alert(
         "more than half of the responses cut off",
         "response_length/clip_ratio",
         lambda share: share > 0.5,
         "responses-are-cut-off",
     ),
-    Alarm("no row trained", "training/rows_trained", lambda rows: rows == 0, "rows-are-dropped"),
-    Alarm(
+    Alert("no row trained", "training/rows_trained", lambda rows: rows == 0, "rows-are-dropped"),
+    Alert(
         f"engine and trainer more than {MISMATCH} nats apart",
         "rollout/logp_diff_mean",
         lambda nats: nats > MISMATCH,
         "engine-and-trainer-disagree",
     ),
-    Alarm(
+    Alert(
         "idle for more than 20 % of the step",
         "perf/idle",
         lambda share: share > 0.2,
@@ -84,38 +84,38 @@ COUNTS = {  # the message, with the number, if a metric is above 0, and its sect
 DROPPED = "training/rows_dropped/"
 
 
-def troubles(metrics: Mapping[str, float]) -> list[str]:
+def alerts_of_step(metrics: Mapping[str, float]) -> list[str]:
     """Short warnings about a step for the console; mostly none."""
-    bad = [alarm.text for alarm in ALARMS if alarm.on_line and alarm.is_bad(metrics.get(alarm.metric, math.nan))]
+    bad = [alert.text for alert in ALERTS if alert.on_line and alert.is_bad(metrics.get(alert.metric, math.nan))]
     return bad + [f"{text}: {metrics[key]:,.0f}" for text, (key, _) in COUNTS.items() if metrics.get(key)]
 
 
-def trouble_of_run(rows: Sequence[Mapping]) -> list[Trouble]:
+def alerts_of_run(rows: Sequence[Mapping]) -> list[RunAlert]:
     """The same for all rows of metrics.jsonl; also the stages that dropped rows, and metrics that were not finite."""
 
     def column(key: str) -> dict[int, float]:
         return {row["step"]: row[key] for row in rows if row.get(key) is not None}
 
     found = []
-    for alarm in ALARMS:
-        values = column(alarm.metric)
-        steps = [step for step, value in values.items() if alarm.is_bad(value)]
-        if alarm.of_run and len(steps) > (0 if alarm.on_line else OFTEN * len(values)):
-            found.append(Trouble(f"{alarm.text} in {len(steps)} of {len(values)} steps", alarm.section, steps))
+    for alert in ALERTS:
+        values = column(alert.metric)
+        steps = [step for step, value in values.items() if alert.is_bad(value)]
+        if alert.of_run and len(steps) > (0 if alert.on_line else OFTEN * len(values)):
+            found.append(RunAlert(f"{alert.text} in {len(steps)} of {len(values)} steps", alert.section, steps))
     for text, (key, section) in COUNTS.items():
         values = column(key)
         if steps := [step for step, number in values.items() if number]:
             total = sum(values.values())
-            found.append(Trouble(f"{text}: {total:,.0f}, in {len(steps)} of {len(values)} steps", section, steps))
+            found.append(RunAlert(f"{text}: {total:,.0f}, in {len(steps)} of {len(values)} steps", section, steps))
     counted = {key for key, _ in COUNTS.values()}
     for key in dict.fromkeys(key for row in rows for key in row if key.startswith(DROPPED) and key not in counted):
         values = column(key)
         if steps := [step for step, number in values.items() if number]:
             lost, rows_in = sum(values.values()), sum(column("training/rows_in").values())
             text = f"rows dropped by {key.removeprefix(DROPPED)}: {lost:,.0f} of {rows_in:,.0f}"
-            found.append(Trouble(text, "rows-are-dropped", steps))
+            found.append(RunAlert(text, "rows-are-dropped", steps))
     for key in dict.fromkeys(key for row in rows for key in row.get("nonfinite") or ()):
         steps = [row["step"] for row in rows if key in (row.get("nonfinite") or ())]
         text = f"{key} not finite in {len(steps)} of {len(rows)} rows of metrics.jsonl"
-        found.append(Trouble(text, "a-number-is-not-finite", steps))
+        found.append(RunAlert(text, "a-number-is-not-finite", steps))
     return found
