@@ -130,6 +130,7 @@ class Args:
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
     given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
 
+import numpy as np
 import torch
 
 from lib import core_algos, estimate, setup
@@ -142,6 +143,19 @@ from lib.model import Policy, micro_batches
 from lib.reward.scores import Rewards
 from lib.rollout import Rollouts, concat_rows, truncated_rows
 from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
+
+
+def grpo_advantages(args: Args, rewards: torch.Tensor, valid_mask: torch.Tensor, uid: np.ndarray, t) -> tuple:
+    """(advantages, returns) (B, T). rewards (B, T); uid (B,): the group of each row. To try another, edit it."""
+    settings = {"singleton": args.singleton} | given(args.adv_kwargs)
+    if args.adv_estimator != "grpo":
+        return core_algos.estimate_advantages(args.adv_estimator, settings, rewards, valid_mask, uid, t)
+    scores = core_algos.masked_sum(rewards.double(), valid_mask, dim=1)  # (B,) R_i
+    mean = core_algos.group_mean(scores, valid_mask, uid, args.singleton)  # (B,) over the rows with a valid token
+    std = core_algos.group_std(scores, valid_mask, uid, args.singleton)
+    advantages = (scores - mean) / (std + settings.get("epsilon", 1e-6))
+    advantages = torch.where(valid_mask, advantages[:, None], 0).to(rewards)  # (B, T) the same for every token
+    return advantages, advantages
 
 
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
@@ -166,13 +180,14 @@ def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]
     """(groups with a signal, groups without one: equal scores, or no row to train on). Groups stand together."""
     if args.zero_variance != "refill":
         return batch, DataProto()
-    live = batch.batch["response_mask"].bool()
+    valid_mask = batch.batch["response_mask"].bool()
     if args.overlong_filtering:
-        live = live & ~batch.batch["truncated"][:, None]
+        valid_mask = valid_mask & ~batch.batch["truncated"][:, None]
     t, uid = batch.batch, batch.non_tensor_batch["uid"]
-    dull = core_algos.zero_variance_rows(t["token_level_scores"], live, uid, t.get("reward_components")) | ~live.any(1)
-    dull = dull.view(-1, args.group_size).all(1).repeat_interleave(args.group_size)  # (B,)
-    return batch[~dull], batch[dull]
+    equal = core_algos.zero_variance_rows(t["token_level_scores"], valid_mask, uid, t.get("reward_components"))
+    uninformative = equal | ~valid_mask.any(1)
+    uninformative = uninformative.view(-1, args.group_size).all(1).repeat_interleave(args.group_size)  # (B,)
+    return batch[~uninformative], batch[uninformative]
 
 
 def sample_groups(
@@ -184,7 +199,7 @@ def sample_groups(
     """
     needed, old_rows = args.prompts_per_step * args.group_size, len(pool)
     metrics: dict[str, Metric] = {}
-    rejected, gen_batches, dull_rows = DataProto(), 0, 0
+    rejected, gen_batches, uninformative_rows = DataProto(), 0, 0
     while len(pool) < needed and gen_batches < args.max_gen_batches:
         batch = rollouts.sample(step, gen_batches)
         extras, failures = rewards.submit(batch).add_to(batch, args.reward_keys)
@@ -194,15 +209,15 @@ def sample_groups(
         add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | agent_metrics(batch) | failures)
         add_metrics(metrics, {"training/tokens": Sum(batch.batch["attention_mask"].sum().item())})
         batch.non_tensor_batch.pop("agent_metrics", None)  # clocks among them: no part of a run's state
-        batch, dull = split_by_signal(args, rollouts.all_gather(batch))
+        batch, uninformative = split_by_signal(args, rollouts.all_gather(batch))
         pool = concat_rows([pool, batch])
-        rejected = concat_rows([rejected, dull])[:needed]  # as many as could be needed
-        gen_batches, dull_rows = gen_batches + 1, dull_rows + len(dull)
+        rejected = concat_rows([rejected, uninformative])[:needed]  # as many as could be needed
+        gen_batches, uninformative_rows = gen_batches + 1, uninformative_rows + len(uninformative)
     filled = max(needed - len(pool), 0)
     pool = concat_rows([pool, rejected[:filled]])
     metrics |= {
         "training/rows_in": gen_batches * needed + old_rows,
-        "training/rows_dropped/refilled": dull_rows - filled,
+        "training/rows_dropped/refilled": uninformative_rows - filled,
         "training/rows_left_over": len(pool) - needed,
         "training/gen_batches": gen_batches,
     }
@@ -217,44 +232,44 @@ def add_advantages(
     t, uid = gather_columns(batch)
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
-    keep = counted = mask  # tokens that the loss sums, and those that its means count
-    stages = {"dead": mask}  # of keep: who loses which rows
+    loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
+    row_filters = {"dead": mask}  # loss_mask after each filter: which filter drops which rows
     if args.overlong_filtering:  # DAPO:
-        stages["overlong"] = keep = counted = mask & ~t["truncated"][:, None]
+        row_filters["overlong"] = loss_mask = denominator_mask = mask & ~t["truncated"][:, None]
     if correction:
-        weights, keep, metrics = core_algos.compute_rollout_correction(
-            t["old_log_probs"], t["rollout_log_probs"], keep, **correction
+        weights, loss_mask, metrics = core_algos.compute_rollout_correction(
+            t["old_log_probs"], t["rollout_log_probs"], loss_mask, **correction
         )
-        stages["rollout_correction"] = keep
+        row_filters["rollout_correction"] = loss_mask
         if weights is not None:
             t["rollout_is_weights"] = weights
-    live = mask & keep.any(1, keepdim=True)  # a rejected row is in no group
+    valid_mask = mask & loss_mask.any(1, keepdim=True)  # a rejected row is in no group
     rewards = t["token_level_scores"]
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, live)
-        rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, live, kl_control.value)
+        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, valid_mask)
+        rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
         kl_control.update(mean_kl, len(mask))
     if args.overlong_buffer:  # DAPO: a response that reaches into the last tokens loses reward
         limits = args.rollout.max_response_length, args.overlong_buffer, args.overlong_factor
-        rewards = rewards + core_algos.compute_overlong_penalty(live, *limits)
-    settings = {"singleton": args.singleton} | given(args.adv_kwargs)
+        rewards = rewards + core_algos.compute_overlong_penalty(valid_mask, *limits)
     t["token_level_rewards"] = rewards
-    t["advantages"], t["returns"] = core_algos.estimate_advantages(args.adv_estimator, settings, rewards, live, uid, t)
+    t["advantages"], t["returns"] = grpo_advantages(args, rewards, valid_mask, uid, t)
     if args.zero_variance != "keep":
-        rewards_of_rows = t["token_level_scores"], live, uid, t.get("reward_components")
+        rewards_of_rows = t["token_level_scores"], valid_mask, uid, t.get("reward_components")
         without_signal = core_algos.zero_variance_rows(*rewards_of_rows)  # (B,)
-        stages["zero_variance"] = keep = keep & ~without_signal[:, None]
+        row_filters["zero_variance"] = loss_mask = loss_mask & ~without_signal[:, None]
         if args.zero_variance in ("drop_from_denominator", "refill"):  # DAPO: what filled the step up
-            counted = counted & ~without_signal[:, None]
+            denominator_mask = denominator_mask & ~without_signal[:, None]
     if token_masks := args.token_masks.settings(args.loss):
-        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": keep}, seed=args.run.seed * 2**20 + step)
-        stages["token_masks"] = keep = keep & t.get("loss_mask", keep)
-    t |= {"loss_mask": keep, "counted_mask": counted, "live_mask": live}
+        seed = args.run.seed * 2**20 + step
+        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": loss_mask}, seed=seed)
+        row_filters["token_masks"] = loss_mask = loss_mask & t.pop("token_mask", loss_mask)
+    t |= {"loss_mask": loss_mask, "denominator_mask": denominator_mask, "valid_mask": valid_mask}
     batch.add_rows_of(t)
     # DAPO: the other numbers are those of all that was sampled
     of_step = {name: n for name, n in data_metrics(batch).items() if name.startswith("advantages/")}
-    return metrics | of_step | rows_dropped(stages)
+    return metrics | of_step | rows_dropped(row_filters)
 
 
 @timed("update")
@@ -263,7 +278,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
     metrics: dict[str, Metric] = {}
     actor.keep_log_probs(batch)  # for run.save_rollouts
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
-        global_tokens, global_rows = global_counts(mini_batch.batch["counted_mask"])
+        global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
         for micro in micro_batches(mini_batch, actor):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             log_probs, entropy, *outside = actor.log_probs(micro)

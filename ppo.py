@@ -130,6 +130,14 @@ from lib.model import Critic, Policy, micro_batches
 from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
 
 
+def gae_advantages(args: Args, rewards: torch.Tensor, values: torch.Tensor, valid_mask: torch.Tensor) -> tuple:
+    """(advantages, returns) (B, T); the advantages are whitened, 0 in a row without a valid token."""
+    lam_policy: float | torch.Tensor | None = args.gae_lambda_policy
+    if args.length_adaptive_alpha is not None:
+        lam_policy = core_algos.length_adaptive_lam(valid_mask, args.length_adaptive_alpha)
+    return core_algos.compute_gae_advantage_return(rewards, values, valid_mask, args.gamma, args.gae_lambda, lam_policy)
+
+
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
     if args.loss != "vanilla":
@@ -148,14 +156,6 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
     return torch.minimum(losses, dual_clip), metrics
 
 
-def gae(args: Args, rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> tuple:
-    """(advantages, returns) (B, T); the advantages are whitened, 0 in a row that is not live."""
-    lam_policy: float | torch.Tensor | None = args.gae_lambda_policy
-    if args.length_adaptive_alpha is not None:
-        lam_policy = core_algos.length_adaptive_lam(mask, args.length_adaptive_alpha)
-    return core_algos.compute_gae_advantage_return(rewards, values, mask, args.gamma, args.gae_lambda, lam_policy)
-
-
 @timed("advantages")
 def add_advantages(
     args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
@@ -164,40 +164,41 @@ def add_advantages(
     t, _ = gather_columns(batch)
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
-    keep = counted = mask  # tokens that the loss sums, and those that its means count
-    stages = {"dead": mask}  # of keep: who loses which rows
+    loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
+    row_filters = {"dead": mask}  # loss_mask after each filter: which filter drops which rows
     if correction:
-        weights, keep, metrics = core_algos.compute_rollout_correction(
+        weights, loss_mask, metrics = core_algos.compute_rollout_correction(
             t["old_log_probs"], t["rollout_log_probs"], mask, **correction
         )
-        stages["rollout_correction"] = keep
+        row_filters["rollout_correction"] = loss_mask
         if weights is not None:
             t["rollout_is_weights"] = weights
-    live = mask & keep.any(1, keepdim=True)  # a rejected row is in no group
+    valid_mask = mask & loss_mask.any(1, keepdim=True)  # a rejected row is in no group
     rewards = t["token_level_scores"]
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, live)
-        rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, live, kl_control.value)
+        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, valid_mask)
+        rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
         kl_control.update(mean_kl, len(mask))
     t["token_level_rewards"] = rewards
-    t["advantages"], t["returns"] = gae(args, rewards, t["values"], live)
-    metrics["critic/explained_variance"] = core_algos.explained_variance(t["values"], t["returns"], live)
+    t["advantages"], t["returns"] = gae_advantages(args, rewards, t["values"], valid_mask)
+    metrics["critic/explained_variance"] = core_algos.explained_variance(t["values"], t["returns"], valid_mask)
     if token_masks := args.token_masks.settings(args.loss):
-        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": keep}, seed=args.run.seed * 2**20 + step)
-        stages["token_masks"] = keep = keep & t.get("loss_mask", keep)
-    t |= {"loss_mask": keep, "counted_mask": counted, "live_mask": live}
+        seed = args.run.seed * 2**20 + step
+        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": loss_mask}, seed=seed)
+        row_filters["token_masks"] = loss_mask = loss_mask & t.pop("token_mask", loss_mask)
+    t |= {"loss_mask": loss_mask, "denominator_mask": denominator_mask, "valid_mask": valid_mask}
     batch.add_rows_of(t)
-    return metrics | data_metrics(batch) | rows_dropped(stages)
+    return metrics | data_metrics(batch) | rows_dropped(row_filters)
 
 
 def value_loss_of(args: Args, values: torch.Tensor, t, live_tokens: float, live_rows: float) -> tuple:
     """This micro-batch's share of the critic's loss, and metrics (b, T). values (b, T): of the critic as it is now."""
-    live = t["live_mask"]
-    losses, metrics = core_algos.compute_value_loss(values, t["returns"], t["values"], live, args.cliprange_value)
+    valid_mask = t["valid_mask"]
+    losses, metrics = core_algos.compute_value_loss(values, t["returns"], t["values"], valid_mask, args.cliprange_value)
     loss = core_algos.agg_loss(
         losses,
-        live,
+        valid_mask,
         args.loss_agg_mode,
         global_tokens=live_tokens,
         global_rows=live_rows,
@@ -214,13 +215,13 @@ def update(
     metrics: dict[str, Metric] = {}
     actor.keep_log_probs(batch, frozen=warm_up)  # for run.save_rollouts
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
-        global_tokens, global_rows = global_counts(mini_batch.batch["counted_mask"])
-        live_tokens, live_rows = global_counts(mini_batch.batch["live_mask"])  # a rejected row has no return
+        global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
+        live_tokens, live_rows = global_counts(mini_batch.batch["valid_mask"])  # a rejected row has no return
         for micro in micro_batches(mini_batch, actor, critic):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             value_loss, value_metrics = value_loss_of(args, critic.values(micro), t, live_tokens, live_rows)
             critic.backward(value_loss)
-            add_metrics(metrics, token_means(value_metrics, t["live_mask"]))
+            add_metrics(metrics, token_means(value_metrics, t["valid_mask"]))
             add_metrics(metrics, {"critic/vf_loss": Sum(value_loss.detach().double() / sizes.updates_per_step)})
             if warm_up:
                 continue

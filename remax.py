@@ -103,6 +103,13 @@ from lib.rollout import Sampling
 from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
 
 
+def remax_advantages(rewards: torch.Tensor, greedy_scores: torch.Tensor, valid_mask: torch.Tensor) -> tuple:
+    """(advantages, returns) (B, T) of token rewards (B, T) and the scores of the greedy responses (B,)."""
+    rewards_to_go = torch.where(valid_mask, rewards.double(), 0).flip(1).cumsum(1).flip(1)  # (B, T) sum over t' >= t
+    advantages = rewards_to_go - greedy_scores[:, None]
+    return torch.where(valid_mask, advantages, 0).to(rewards), torch.where(valid_mask, rewards_to_go, 0).to(rewards)
+
+
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
     if args.loss != "vanilla":
@@ -129,31 +136,31 @@ def add_advantages(
     t, _ = gather_columns(batch)
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
-    keep = counted = mask  # tokens that the loss sums, and those that its means count
-    stages = {"dead": mask}  # of keep: who loses which rows
+    loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
+    row_filters = {"dead": mask}  # loss_mask after each filter: which filter drops which rows
     if correction:
-        weights, keep, metrics = core_algos.compute_rollout_correction(
+        weights, loss_mask, metrics = core_algos.compute_rollout_correction(
             t["old_log_probs"], t["rollout_log_probs"], mask, **correction
         )
-        stages["rollout_correction"] = keep
+        row_filters["rollout_correction"] = loss_mask
         if weights is not None:
             t["rollout_is_weights"] = weights
-    live = mask & keep.any(1, keepdim=True)  # a rejected row is in no group
+    valid_mask = mask & loss_mask.any(1, keepdim=True)  # a rejected row is in no group
     rewards = t["token_level_scores"]
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, live)
-        rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, live, kl_control.value)
+        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, valid_mask)
+        rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
         kl_control.update(mean_kl, len(mask))
     t["token_level_rewards"] = rewards
-    # REMAX: what is to come, less the greedy response's reward
-    t["advantages"], t["returns"] = core_algos.compute_remax_outcome_advantage(rewards, t["reward_baselines"], live)
+    t["advantages"], t["returns"] = remax_advantages(rewards, t["reward_baselines"], valid_mask)
     if token_masks := args.token_masks.settings(args.loss):
-        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": keep}, seed=args.run.seed * 2**20 + step)
-        stages["token_masks"] = keep = keep & t.get("loss_mask", keep)
-    t |= {"loss_mask": keep, "counted_mask": counted, "live_mask": live}
+        seed = args.run.seed * 2**20 + step
+        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": loss_mask}, seed=seed)
+        row_filters["token_masks"] = loss_mask = loss_mask & t.pop("token_mask", loss_mask)
+    t |= {"loss_mask": loss_mask, "denominator_mask": denominator_mask, "valid_mask": valid_mask}
     batch.add_rows_of(t)
-    return metrics | data_metrics(batch) | rows_dropped(stages)
+    return metrics | data_metrics(batch) | rows_dropped(row_filters)
 
 
 @timed("update")
@@ -162,7 +169,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
     metrics: dict[str, Metric] = {}
     actor.keep_log_probs(batch)  # for run.save_rollouts
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
-        global_tokens, global_rows = global_counts(mini_batch.batch["counted_mask"])
+        global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
         for micro in micro_batches(mini_batch, actor):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             log_probs, entropy, *outside = actor.log_probs(micro)

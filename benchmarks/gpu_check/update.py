@@ -126,7 +126,7 @@ def host_syncs(options: Options, device: torch.device) -> Iterator[dict]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     batch = random_batch([8] * 16, [24] * 16, model.config.vocab_size, device)
     mask = batch.batch["response_mask"].float()
-    same = dict.fromkeys(("loss_mask", "counted_mask", "live_mask"), batch.batch["response_mask"].bool())
+    same = dict.fromkeys(("loss_mask", "denominator_mask", "valid_mask"), batch.batch["response_mask"].bool())
     batch.batch.update(same | {"rollout_log_probs": -mask, "advantages": mask})
     counts = {}
     for parts in (2, 8):

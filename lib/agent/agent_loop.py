@@ -319,7 +319,7 @@ def _as_batch(
         prompts,
         [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests],
         engine.pad_token_id,
-        [request.loss_mask for request in requests],
+        [request.response_mask for request in requests],
         [request.position_ids for request in requests],
     )
     if MEDIA_COLUMNS[1] in prompts.non_tensor_batch:

@@ -202,7 +202,7 @@ class AsyncRolloutRequest:
     state: RequestState = RequestState.PENDING
     finish_reason: FinishReason | None = None
     token_ids: list[int] = field(default_factory=list)  # tokens of the response; the next four go with them
-    loss_mask: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)  # -1 where none is known
     new_positions: list[torch.Tensor] = field(default_factory=list)  # pieces
@@ -221,7 +221,7 @@ class AsyncRolloutRequest:
     def sampled(self) -> list[int]:
         """Which tokens of `context` the policy sampled (1)."""
         start = self.starts[-1]
-        return ([] if start else [0] * len(self.prompt_ids)) + self.loss_mask[start:]
+        return ([] if start else [0] * len(self.prompt_ids)) + self.response_mask[start:]
 
     @property
     def media(self) -> Media | None:
@@ -277,7 +277,7 @@ class AsyncRolloutRequest:
         self.positions = torch.cat([self.positions, positions], -1)
         self.new_positions.append(positions)
         self.token_ids += token_ids
-        self.loss_mask += [int(log_probs is not None)] * len(token_ids)
+        self.response_mask += [int(log_probs is not None)] * len(token_ids)
         self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
         self.weight_versions += weight_versions or [-1] * len(token_ids)
 

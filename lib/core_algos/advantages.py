@@ -16,23 +16,25 @@ loss is differentiated. Statistics are in float64; results have the dtype of the
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lib import InputError
 from lib.core_algos.reductions import (
+    Index,
     _group_sum,
     _keep,
     _outcome_scores,
     _rewards_dtype,
     _spread,
     at_last_token,
+    group_mean,
+    group_std,
+    masked_sum,
     masked_whiten,
 )
 from lib.core_algos.settings import _bind, _lookup
 
-Index = Sequence | np.ndarray | Tensor  # (B,): rows of equal id are one group
 Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
 
 
@@ -116,22 +118,12 @@ def compute_grpo_outcome_advantage(
     `singleton` is for a group with one live row, which has no baseline: "raw" takes mean 0 and std 1 (A = R, as verl),
     "zero" takes A = 0. Beware of "raw" if rows can be dead: a group's only live row has its bare reward as advantage.
     """
-    if singleton not in ("raw", "zero"):
-        raise InputError(f"unknown singleton {singleton!r}: choose one of raw, zero")
-    scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
-    count = torch.bincount(group)  # (num_groups,)
-    low = scores.new_zeros(len(count)).scatter_reduce(0, group, scores, "amin", include_self=False)
-    shifted = scores - low[group]  # exactly 0 in a group of equal scores, where a rounded mean may leave noise
-    advantages = shifted - (_group_sum(shifted, group, len(count)) / count)[group]
-    std = (_group_sum(advantages.square(), group, len(count)) / (count - 1).clamp(min=1)).sqrt()[group]
-    if singleton == "raw":
-        single = count[group] == 1
-        advantages = torch.where(single, scores, advantages)
-        std = std.masked_fill(single, 1)
+    scores = masked_sum(token_level_rewards.double(), response_mask, dim=-1)  # (B,)
+    advantages = scores - group_mean(scores, response_mask, index, singleton)
     if norm_adv_by_std_in_grpo:
-        advantages = advantages / (std + epsilon)
-    advantages = _spread(advantages, alive, token_level_rewards, response_mask)
-    return advantages, advantages
+        advantages = advantages / (group_std(scores, response_mask, index, singleton) + epsilon)
+    advantages = _keep(advantages[:, None].expand(response_mask.shape), response_mask)
+    return _rewards_dtype(token_level_rewards, advantages, advantages)
 
 
 # ---------------------------------------------------------------------------------------- with a critic
@@ -464,7 +456,7 @@ def _remax_estimator(
 
 # estimator(token_level_rewards, response_mask, index, **tensors, **settings); singleton is a setting of all of them
 ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
-    "grpo": compute_grpo_outcome_advantage,
+    "grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=True),
     "dr_grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=False),
     "grpo_passk": compute_grpo_passk_outcome_advantage,
     "grpo_leave_one_out": compute_grpo_leave_one_out_outcome_advantage,

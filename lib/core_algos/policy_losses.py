@@ -370,12 +370,12 @@ def off_policy_sequence_mask(rollout_log_probs, old_log_probs, advantages, respo
 
 # {name: (function, the batch keys that it takes, the key of its result)}
 TOKEN_MASKS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {
-    "top_entropy": (top_entropy_mask, ("entropys", "response_mask"), "loss_mask"),
-    "m2po": (m2po_mask, ("rollout_log_probs", "old_log_probs", "response_mask"), "loss_mask"),
+    "top_entropy": (top_entropy_mask, ("entropys", "response_mask"), "token_mask"),
+    "m2po": (m2po_mask, ("rollout_log_probs", "old_log_probs", "response_mask"), "token_mask"),
     "off_policy_sequence": (
         off_policy_sequence_mask,
         ("rollout_log_probs", "old_log_probs", "advantages", "response_mask"),
-        "loss_mask",
+        "token_mask",
     ),
     "clip_cov": (clip_cov_mask, ("old_log_probs", "advantages", "response_mask"), "cov_keep"),
     "kl_cov": (kl_cov_mask, ("old_log_probs", "advantages", "response_mask"), "cov_pick"),
@@ -385,7 +385,7 @@ TOKEN_MASKS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {
 def compute_token_masks(masks: Mapping[str, Mapping], tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """The token masks (B, T) bool of a step, from its whole batch, gathered over the ranks.
 
-    masks: {name: settings}. tensors: the batch keys that TOKEN_MASKS names. Returns, as far as asked for, loss_mask,
+    masks: {name: settings}. tensors: the batch keys that TOKEN_MASKS names. Returns, as far as asked for, token_mask,
     the product of top_entropy, m2po and off_policy_sequence; cov_keep of clip_cov, drawn by (seed, row number,
     position); and cov_pick of kl_cov. Raises InputError as check_token_masks does.
     """

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lib import InputError
 
+Index = Sequence | np.ndarray | Tensor  # (B,): rows of equal id are one group
+
 
 def _keep(values: Tensor, mask: Tensor) -> Tensor:
     """`values` with exact zeros, and zero gradient, where the mask is 0."""
@@ -119,6 +121,42 @@ def zero_variance_rows(
     rows = torch.zeros_like(alive)
     rows[alive] = ((low == high) & (size > 1))[group]
     return rows.to(response_mask.device)
+
+
+def group_mean(scores: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw") -> Tensor:
+    """(B,) float64: for each row, the mean score of its group, over the rows that have a valid token.
+
+    scores (B,); response_mask (B, T); index (B,): rows of equal id are one group. The mean of equal scores is exactly
+    that score. A group with one such row: 0 if singleton is "raw", as in verl, or its own score if "zero".
+    """
+    return _group_statistics(scores, response_mask, index, singleton)[0]
+
+
+def group_std(scores: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw") -> Tensor:
+    """(B,) float64: for each row, the standard deviation, with N - 1, of the scores of its group, as `group_mean`.
+
+    A group with one row that has a valid token: 1 if singleton is "raw", as in verl, or 0 if "zero".
+    """
+    return _group_statistics(scores, response_mask, index, singleton)[1]
+
+
+def _group_statistics(scores: Tensor, response_mask: Tensor, index, singleton: str) -> tuple[Tensor, Tensor]:
+    if singleton not in ("raw", "zero"):
+        raise InputError(f"unknown singleton {singleton!r}: choose one of raw, zero")
+    valid = response_mask.bool().any(-1, keepdim=True)  # (B, 1)
+    scores, group, rows = _outcome_scores(scores[:, None], valid, index)
+    count = torch.bincount(group)  # (num_groups,)
+    low = scores.new_zeros(len(count)).scatter_reduce(0, group, scores, "amin", include_self=False)
+    shifted = scores - low[group]  # exactly 0 in a group of equal scores, where a rounded mean may leave noise
+    mean = _group_sum(shifted, group, len(count)) / count
+    squares = (shifted - mean[group]).square()
+    std = (_group_sum(squares, group, len(count)) / (count - 1).clamp(min=1)).sqrt()
+    mean = low + mean
+    if singleton == "raw":
+        mean, std = mean.masked_fill(count == 1, 0), std.masked_fill(count == 1, 1)
+    results = torch.zeros(2, len(rows), dtype=torch.float64)
+    results[:, rows] = torch.stack([mean, std])[:, group]
+    return tuple(results.to(valid.device))
 
 
 # ------------------------------------------------------------------------------------ loss aggregation

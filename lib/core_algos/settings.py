@@ -21,6 +21,8 @@ def _bind(what: str, function: Callable, settings: Mapping, positional: int, ten
     is a number it must be a number of at least 0, where the default is a bool it must be a bool.
     """
     signature = inspect.signature(function)
+    if fixed := settings.keys() & getattr(function, "keywords", {}).keys():  # a partial, which is a variant of its own
+        raise InputError(f"{what} has no setting {', '.join(sorted(fixed))}: its name says it")
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(tensors), **settings)
     except TypeError as error:

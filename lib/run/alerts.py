@@ -91,7 +91,7 @@ def alerts_of_step(metrics: Mapping[str, float]) -> list[str]:
 
 
 def alerts_of_run(rows: Sequence[Mapping]) -> list[RunAlert]:
-    """The same for all rows of metrics.jsonl; also the stages that dropped rows, and metrics that were not finite."""
+    """The same for all rows of metrics.jsonl; also the filters that dropped rows, and metrics that were not finite."""
 
     def column(key: str) -> dict[int, float]:
         return {row["step"]: row[key] for row in rows if row.get(key) is not None}

@@ -37,13 +37,13 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     """This rank's metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
 
     Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and, if the batch has
-    them, advantages and live_mask (B, T), and finish_reason ("length" = clipped).
+    them, advantages and valid_mask (B, T), and finish_reason ("length" = clipped).
 
     - reward/{mean,max,min}: the sum of a row's token_level_scores
     - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores
       (with reward_components (B, K): of each), with all scores above `correct_above`, with no score above it
     - response_length/{mean,max,min}: tokens after the prompt, tool outputs included; response_length/clip_ratio
-    - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over the tokens of live_mask), rollout/dead_rows
+    - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over the tokens of valid_mask), rollout/dead_rows
     """
     tensors = batch.batch
     trained = tensors["response_mask"].bool()  # (B, T)
@@ -60,7 +60,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     if "finish_reason" in batch.non_tensor_batch:
         metrics["response_length/clip_ratio"] = Mean(int(truncated_rows(batch)[alive].sum()), int(alive.sum()))
     if (advantages := tensors.get("advantages", None)) is not None:
-        metrics |= _spread("advantages", advantages[tensors["live_mask"].bool()])
+        metrics |= _spread("advantages", advantages[tensors["valid_mask"].bool()])
 
     def groups_of(values: list) -> list[list]:
         groups = defaultdict(list)
@@ -88,15 +88,15 @@ def row_metrics(batch: DataProto) -> dict[str, Metric]:
     }
 
 
-def rows_dropped(stages: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """training/rows_dropped/<stage>: rows that lost their last token there. stages: masks (B, T), each a subset of the
-    one before.
+def rows_dropped(row_filters: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """training/rows_dropped/<filter>: rows whose last token it removed. row_filters: masks (B, T), each a subset of
+    the one before.
 
     The masks are those of all ranks' batch, so the results need no reduction.
     """
     metrics: dict[str, float] = {}
     alive: torch.Tensor | None = None
-    for name, mask in stages.items():
+    for name, mask in row_filters.items():
         before, alive = alive, mask.bool().any(1)
         metrics[f"training/rows_dropped/{name}"] = float((~alive if before is None else before & ~alive).sum())
     return metrics

@@ -484,10 +484,10 @@ def test_masks_equal_the_loop_in_every_layout(seed):
     tensors["response_mask"] = mask
     for names in ([], ["m2po"], ["top_entropy", "off_policy_sequence"], list(chosen)):
         found = pl.compute_token_masks({name: chosen[name] for name in names}, tensors, seed)
-        assert list(found) == ["loss_mask"][: len(names)]
+        assert list(found) == ["token_mask"][: len(names)]
         if names:
             together = set.intersection(*(masks[name][1] for name in names))
-            assert {tuple(at) for at in found["loss_mask"].nonzero().tolist()} == together
+            assert {tuple(at) for at in found["token_mask"].nonzero().tolist()} == together
     cov = {"kl_cov": {"ratio": 0.2}, "clip_cov": {"ratio": 0.2, "cov": [0, 0.8]}}
     found = pl.compute_token_masks(cov, tensors, seed)
     assert {tuple(at) for at in found.pop("cov_pick").nonzero().tolist()} == masks["kl_cov"][1]

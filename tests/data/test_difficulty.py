@@ -61,10 +61,10 @@ def test_two_ranks_take_what_one_takes(sampling):
     n=st.integers(2, 20),
     per_step=st.integers(1, 8),
     steps=st.integers(1, 10),
-    dull=st.sets(st.integers(0, 19)),
+    uninformative=st.sets(st.integers(0, 19)),
     skip_after=st.integers(1, 3),
 )
-def test_skip_leaves_dull_rows_out_of_the_stream_and_no_others(n, per_step, steps, dull, skip_after):
+def test_skip_leaves_uninformative_rows_out_of_the_stream_and_no_others(n, per_step, steps, uninformative, skip_after):
     """Against a walk over the whole stream. After an epoch of skips a step takes rows as they come, and so ends."""
     prompts = loader(n, per_step, "skip", share=1e-12, skip_after=skip_after)
     batches, stream, alike = iter(prompts), iter(loader(n, 1, "uniform")), np.zeros(n, dtype=int)
@@ -77,9 +77,9 @@ def test_skip_leaves_dull_rows_out_of_the_stream_and_no_others(n, per_step, step
             else:
                 expected.append(row)
         assert next(batches)[ROW].tolist() == expected
-        observe(prompts, {row: [1.0, 1.0] if row in dull else [0.0, 1.0] for row in expected})
+        observe(prompts, {row: [1.0, 1.0] if row in uninformative else [0.0, 1.0] for row in expected})
         for row in set(expected):
-            alike[row] = alike[row] + 1 if row in dull else 0
+            alike[row] = alike[row] + 1 if row in uninformative else 0
 
 
 @alone
@@ -88,9 +88,9 @@ def test_a_share_of_skipped_rows_comes_and_returns_once_its_scores_differ():
     observe(prompts, {row: [0.0, 0.0] for row in range(90)})
     batches = iter(prompts)
     given = [row for _ in range(100) for row in next(batches)[ROW].tolist()]
-    dull = sum(row < 90 for row in given)
-    # of 90 dull rows for each 10 others 22.5 come: 69 percent of all; three standard errors of 1000 draws are 0.044
-    assert dull / len(given) == pytest.approx(22.5 / 32.5, abs=0.045)
+    uninformative = sum(row < 90 for row in given)
+    # 22.5 of 90 uninformative rows for each 10 others: 69 percent of all; three standard errors of 1000 draws: 0.044
+    assert uninformative / len(given) == pytest.approx(22.5 / 32.5, abs=0.045)
     observe(prompts, {row: [0.0, 1.0] for row in range(90)})
     assert prompts.metrics() == {"prompts/seen": 0.9, "prompts/skipped": 0.0}
 

@@ -238,7 +238,7 @@ def batch_of(rows: list[dict]) -> DataProto:
         "response_mask": trained,
         "token_level_scores": scores,
         "advantages": torch.tensor([[r["advantage"]] * width_t for r in rows]),
-        "live_mask": trained.bool() & torch.tensor([[r["uid"] != "d"] for r in rows]),  # d is rejected
+        "valid_mask": trained.bool() & torch.tensor([[r["uid"] != "d"] for r in rows]),  # d is rejected
     }
     objects = {
         "uid": np.array([r["uid"] for r in rows], dtype=object),

@@ -445,8 +445,8 @@ def test_dapo_finds_the_signal_of_gdpo_in_each_reward():
     components = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 2.0], [2.0, 2.0]])
     for more, expected in ({}, []), ({"reward_components": components}, ["a", "a"]):
         batch = DataProto.from_dict(tensors=tensors | more, non_tensors={"uid": uid})
-        good, dull = dapo.split_by_signal(dapo.Args(group_size=2), batch)
-        assert [*good.non_tensor_batch["uid"]] == expected and len(good) + len(dull) == 4
+        good, uninformative = dapo.split_by_signal(dapo.Args(group_size=2), batch)
+        assert [*good.non_tensor_batch["uid"]] == expected and len(good) + len(uninformative) == 4
 
 
 def test_dapo_fills_a_step_up_when_no_batch_has_a_signal(tmp_path):

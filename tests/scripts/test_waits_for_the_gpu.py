@@ -61,7 +61,7 @@ def reads_of_an_update(world, micro_batch_tokens: int, monkeypatch) -> tuple[int
     t["responses"] = t["input_ids"][:, -t["responses"].shape[1] :]
     floats = torch.randn(t["response_mask"].shape, generator=torch.Generator().manual_seed(0))
     t.update(dict.fromkeys(("rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages"), floats))
-    t.update({name: t["response_mask"].bool() for name in ("loss_mask", "counted_mask", "live_mask")})
+    t.update({name: t["response_mask"].bool() for name in ("loss_mask", "denominator_mask", "valid_mask")})
     micro_batches = 0
     with Reads() as reads, monkeypatch.context() as patch:
 
