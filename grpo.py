@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from lib import args as shared
-from lib.cli.flags import Ge, Gt, Interval, given, read_flags
+from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
@@ -120,7 +120,7 @@ from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row
 
 def grpo_advantages(args: Args, rewards: torch.Tensor, valid_mask: torch.Tensor, uid: np.ndarray, t) -> tuple:
     """(advantages, returns) (B, T). rewards (B, T); uid (B,): the group of each row. To try another, edit it."""
-    settings = {"singleton": args.singleton} | given(args.adv_kwargs)
+    settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
     if args.adv_estimator != "grpo":
         return core_algos.estimate_advantages(args.adv_estimator, settings, rewards, valid_mask, uid, t)
     scores = core_algos.masked_sum(rewards.double(), valid_mask, dim=1)  # (B,) R_i
@@ -134,7 +134,7 @@ def grpo_advantages(args: Args, rewards: torch.Tensor, valid_mask: torch.Tensor,
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
     if args.loss != "vanilla":
-        return core_algos.named_policy_loss(args.loss, given(args.loss_kwargs), old_log_probs, log_probs, t)
+        return core_algos.named_policy_loss(args.loss, non_default(args.loss_kwargs), old_log_probs, log_probs, t)
     advantages, log_ratio = t["advantages"], (log_probs - old_log_probs).clamp(-20, 20)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -199,7 +199,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
         global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
         for micro in micro_batches(mini_batch, actor):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
-            log_probs, entropy, *outside = actor.log_probs(micro)
+            log_probs, entropy, *outside_top_p = actor.log_probs(micro)
             old_log_probs = t.get("old_log_probs", log_probs.detach())  # on policy the ratio is 1
             losses, token_metrics = policy_loss(args, log_probs, old_log_probs, t)
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
@@ -224,7 +224,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
             add_metrics(metrics, token_means(token_metrics, mask))
             add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
-                add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], mask, *outside))
+                add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], mask, *outside_top_p))
         add_metrics(metrics, actor.step())
     return metrics
 
@@ -275,7 +275,7 @@ def main(args: Args) -> None:
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         extras, failures = pending.add_to(batch, args.reward_keys)  # token_level_scores (B, T)
-        rollouts.observe(batch)
+        rollouts.record_scores(batch)
 
         # ---- 4 advantages
         metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)

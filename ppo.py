@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 from lib import InputError
 from lib import args as shared
-from lib.cli.flags import Ge, Gt, Interval, given, read_flags
+from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
@@ -141,7 +141,7 @@ def gae_advantages(args: Args, rewards: torch.Tensor, values: torch.Tensor, vali
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
     if args.loss != "vanilla":
-        return core_algos.named_policy_loss(args.loss, given(args.loss_kwargs), old_log_probs, log_probs, t)
+        return core_algos.named_policy_loss(args.loss, non_default(args.loss_kwargs), old_log_probs, log_probs, t)
     advantages, log_ratio = t["advantages"], (log_probs - old_log_probs).clamp(-20, 20)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -225,7 +225,7 @@ def update(
             add_metrics(metrics, {"critic/vf_loss": Sum(value_loss.detach().double() / sizes.updates_per_step)})
             if warm_up:
                 continue
-            log_probs, entropy, *outside = actor.log_probs(micro)
+            log_probs, entropy, *outside_top_p = actor.log_probs(micro)
             old_log_probs = t.get("old_log_probs", log_probs.detach())  # on policy the ratio is 1
             losses, token_metrics = policy_loss(args, log_probs, old_log_probs, t)
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
@@ -250,7 +250,7 @@ def update(
             add_metrics(metrics, token_means(token_metrics, mask))
             add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
-                add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], mask, *outside))
+                add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], mask, *outside_top_p))
         add_metrics(metrics, critic.step())
         if not warm_up:
             add_metrics(metrics, actor.step())
@@ -309,7 +309,7 @@ def main(args: Args) -> None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         batch.batch["values"] = critic.batched_values(batch)  # PPO: V_old (B, T)
         extras, failures = pending.add_to(batch)  # token_level_scores (B, T)
-        rollouts.observe(batch)
+        rollouts.record_scores(batch)
 
         # ---- 4 advantages
         metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)

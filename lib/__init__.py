@@ -7,7 +7,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from lib.cli.secrets import struck
+from lib.cli.secrets import redact
 
 for _name in ("annotated_types", "torch", "transformers", "tyro", "yaml"):
     if find_spec(_name) is None:
@@ -43,7 +43,7 @@ def node_begins() -> int:
 def report_mistake(message: str) -> None:
     """Prints the message on stderr, once a node. Where torchrun or accelerate launched this process, their report of
     some forty lines, which comes below it, ends with the message too."""
-    message = struck(message)
+    message = redact(message)
     if is_first_on_node():
         print(message, file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # as torch's ErrorHandler writes it

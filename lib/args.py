@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Interval
 from tyro.conf import OmitArgPrefixes, configure
 
 from lib import InputError, is_first_on_node, launched_ranks, node_begins
-from lib.cli.flags import Group, Names, OnReplay, OnResume, ReadIf, as_flag, given, parse_json
+from lib.cli.flags import Group, Names, OnReplay, OnResume, ReadIf, as_flag, non_default, parse_json
 from lib.cli.user_code import load_object
 
 MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
@@ -353,13 +353,13 @@ class ValidationArgs(Group):
 
     def check(self) -> None:
         check_scorers("val_reward", self.val_reward)
-        if self.val_only and not self.wanted:
+        if self.val_only and not self.enabled:
             raise InputError("--val-only needs --val-files: name the files to validate on")
         if self.val_samples > 1 and self.val_temperature == 0:
             raise InputError(f"--val-samples {self.val_samples} are all the same at --val-temperature 0: raise it")
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         return self.val_files != NO_FILES and (self.val_only or self.val_before_train or self.val_every > 0)
 
 
@@ -471,11 +471,11 @@ class MultiTurnArgs:
     """weight of the rewards that tools and the interaction give, beside the scorers'"""
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         return bool(self.tools or self.interaction)
 
     def check(self) -> None:
-        if self != MultiTurnArgs() and not self.wanted:
+        if self != MultiTurnArgs() and not self.enabled:
             raise InputError("--multi-turn without tools and without an interaction: name one, or drop its flags")
 
 
@@ -522,7 +522,7 @@ class RolloutCorrectionArgs:
 
     def settings(self) -> dict[str, Any]:
         """The keyword arguments of compute_rollout_correction; {} if none of these flags is given."""
-        settings = given(self)
+        settings = non_default(self)
         return settings | {"level": None} if self.level == "measure" else settings
 
 
@@ -868,7 +868,7 @@ def check_output_dir(folder: str, flag: str = "--output-dir") -> None:
 def _set_val_files(args: Any) -> None:
     """The toy's prompts validate a model that is trained on the toy, or on nothing. Raises InputError for others."""
     validation = args.validation
-    if validation.val_files or not validation.wanted:
+    if validation.val_files or not validation.enabled:
         return
     own = [file for file in args.data.train_files if not Path(file).expanduser().resolve().is_relative_to(TOY)]
     if own and not validation.val_only:
@@ -888,7 +888,7 @@ def _check_models_and_files(args: Any) -> None:
             check_model_path(args.reward.reward_model, "--reward-model")
     if not args.data.dataset_class:  # your own class may take other sources
         train_files = () if args.validation.val_only else args.data.train_files
-        for source in (*train_files, *(args.validation.val_files if args.validation.wanted else ())):
+        for source in (*train_files, *(args.validation.val_files if args.validation.enabled else ())):
             check_source(source)
 
 
@@ -925,7 +925,7 @@ def _check_groups(args: Any) -> None:
     ignored = {
         "--kl-placement loss": args.kl_coef > 0 and args.kl_placement == "reward",
         "--overlong-buffer 0": getattr(args, "overlong_buffer", 0) > 0,
-        "--multi-turn.reward-coef 0": turns.wanted and turns.reward_coef,
+        "--multi-turn.reward-coef 0": turns.enabled and turns.reward_coef,
         "--reward-keys ... reward_model": args.reward.reward_model and "reward_model" not in args.reward_keys,
     }
     if needed := [flag for flag, is_ignored in ignored.items() if is_ignored]:
@@ -960,7 +960,7 @@ def _check_parallel(args: Any) -> None:
         "--sequence-parallel-size": args.shard.sequence_parallel_size > 1,
         "--dry-run": args.run.dry_run > 0,
         "--compile": args.model.compile,
-        "the validation of --replay (--val-every 0 --no-val-before-train)": args.run.replay and args.validation.wanted,
+        "the validation of --replay (--val-every 0 --no-val-before-train)": args.run.replay and args.validation.enabled,
     }
     for name, is_given in without_tensor_parallel.items():
         if args.shard.tensor_parallel_size > 1 and is_given:

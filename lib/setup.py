@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 from lib import InputError
 from lib.agent import MultiTurn, load_multi_turn, make_episodes
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
-from lib.cli.flags import given, parse_json
+from lib.cli.flags import non_default, parse_json
 from lib.core_algos import (
     ADV_TENSORS,
     LOSS_TENSORS,
@@ -103,10 +103,10 @@ def check_algorithm(args: Any, device: torch.device) -> dict:
     Returns the settings of the rollout correction, which may be its default; {} means no correction.
     """
     if hasattr(args, "adv_estimator"):
-        get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | given(args.adv_kwargs))
+        get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | non_default(args.adv_kwargs))
     if args.loss != "vanilla":
-        get_policy_loss_fn(args.loss, given(args.loss_kwargs))
-    elif given(args.loss_kwargs):
+        get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
+    elif non_default(args.loss_kwargs):
         raise InputError("--loss vanilla takes --clip-ratio-low, -high and -c, and no --loss-kwargs")
     check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
@@ -205,7 +205,7 @@ def load_inputs(args: Any) -> Inputs:
     vision = load_vision(model, data)
     template = parse_json("chat_template_kwargs", data.chat_template_kwargs)
     multi_turn = None
-    if args.multi_turn.wanted:
+    if args.multi_turn.enabled:
         multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length, vision)
         template = template | {"tools": multi_turn.schemas or None}
     load = partial(
@@ -220,7 +220,7 @@ def load_inputs(args: Any) -> Inputs:
     if vision is not None:  # the dataset class of a text model need not know of it
         load = partial(load, vision=vision)
     train_data = None if validation.val_only else load(list(data.train_files))
-    val_data = load(list(validation.val_files)) if validation.wanted else None
+    val_data = load(list(validation.val_files)) if validation.enabled else None
     trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
     seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
     if reward.reward_model and seen:
@@ -436,7 +436,7 @@ def make_rewards_and_validation(
     judge = None
     if reward.reward_model:
         judge = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
-    if reward.reward_model and (args.validation.wanted or not run.tape.replays):
+    if reward.reward_model and (args.validation.enabled or not run.tape.replays):
         dtype, trust = sharding.forward.compute_dtype, sharding.model.trust_remote_code
         module, tokenizer = load_reward_model(reward.reward_model, dtype=dtype, trust_remote_code=trust, on_meta=True)
         mesh = make_mesh(sharding.world, sharding.shard.dp_replicate_size)  # each rank runs its own rows

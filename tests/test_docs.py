@@ -88,7 +88,7 @@ def choices(script: str, field: str) -> tuple:
 @pytest.mark.parametrize("doc", SCRIPT_OF)
 def test_flags_and_their_values_are_taken(doc):
     """A flag alone is one of the script's; flags with values parse, and the algorithm takes them."""
-    from lib.cli.flags import given
+    from lib.cli.flags import non_default
     from lib.core_algos import check_token_masks, get_adv_estimator_fn, get_policy_loss_fn, get_rollout_correction_fn
 
     for script, code in dict.fromkeys(SNIPPET.findall(text_of(doc))):
@@ -103,9 +103,9 @@ def test_flags_and_their_values_are_taken(doc):
         except SystemExit:
             pytest.fail(f"{doc}: {script}.py does not take {code}", pytrace=False)
         if script in ("grpo", "dapo"):
-            get_adv_estimator_fn(args.adv_estimator, given(args.adv_kwargs))
-        if args.loss not in ("vanilla", "dro") or given(args.loss_kwargs):  # dro has no default
-            get_policy_loss_fn(args.loss, given(args.loss_kwargs))
+            get_adv_estimator_fn(args.adv_estimator, non_default(args.adv_kwargs))
+        if args.loss not in ("vanilla", "dro") or non_default(args.loss_kwargs):  # dro has no default
+            get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
         check_token_masks(args.token_masks.settings(args.loss))
         if correction := args.rollout_correction.settings():
             get_rollout_correction_fn(correction)

@@ -59,7 +59,8 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
             seconds = timed(lambda version=version: sync_weights(made, model, version, tolerance=TOLERANCE))
             rate = numel * dtype.itemsize / seconds / 1e9
             yield row(f"vLLM: sync {version}, checked", seconds, "s", gb_per_s=rate, bytes=numel * dtype.itemsize)
-            yield row(f"vLLM: sync {version}, difference on the probe", made.proved["rollout/canary_logp_diff"], "nats")
+            difference = made.verified["rollout/canary_logp_diff"]
+            yield row(f"vLLM: sync {version}, difference on the probe", difference, "nats")
             made.generate(prompts, Sampling(2), list(range(count)))
             seconds = timed(lambda: rollouts.append(made.generate(prompts, Sampling(T), list(range(count)))))
             yield row(f"vLLM: rollout of {count} rows, weights {version}", count * T / seconds, "tokens/s")

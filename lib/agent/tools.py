@@ -23,7 +23,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lib import InputError
-from lib.cli.secrets import struck
+from lib.cli.secrets import redact
 from lib.reward import LARGEST_SCORE
 
 LARGEST_METRIC = 1e30
@@ -121,7 +121,7 @@ def say(error: BaseException) -> str:
 def story(error: BaseException) -> str:
     """An InputError is one line for its reader; of others, which the user's code raises, one wants the place."""
     text = f": {error}" if isinstance(error, InputError) else f"\n{''.join(traceback.format_exception(error))}"
-    text = readable(struck(text), MOST_SHOWN, "middle")
+    text = readable(redact(text), MOST_SHOWN, "middle")
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
@@ -230,7 +230,7 @@ def readable(text: str, max_chars: int, truncate: str) -> str:
 
     truncate: where the text is cut (left, middle, right), as in lib/data/dataset.py.
     """
-    text = struck(text)
+    text = redact(text)
     if (excess := len(text) - max_chars) > 0:
         head = {"left": 0, "middle": max_chars - max_chars // 2, "right": max_chars}[truncate]
         text = f"{text[:head]}[... {excess} characters left out ...]{text[head + excess :]}"

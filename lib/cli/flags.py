@@ -312,7 +312,7 @@ def marked(args: Any, mark: Enum) -> set[str]:
     return {name.partition(".")[0] for name, _, marks in walk(args) if mark in marks}
 
 
-def not_default(args: Any) -> dict[str, list]:
+def changed_flags(args: Any) -> dict[str, list]:
     """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
     The name of a setting has dots."""
     required = {field.name: getattr(args, field.name) for field in fields(args) if _has_no_default(field)}
@@ -328,10 +328,10 @@ def _has_no_default(field: Field) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def given(settings: Any) -> dict[str, Any]:
+def non_default(settings: Any) -> dict[str, Any]:
     """The settings that are not None, as keyword arguments."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    nested = {name: given(value) if is_dataclass(value) else value for name, value in values.items()}
+    nested = {name: non_default(value) if is_dataclass(value) else value for name, value in values.items()}
     return {name: value for name, value in nested.items() if value is not None and value != {}}
 
 
@@ -354,7 +354,7 @@ def _check(args: Any) -> None:
 def _check_read(args: Any, typed: set[str], conditions: Sequence[ReadIf]) -> None:
     """Raises InputError for a flag that was typed, or that a config sets to another value than its default, and that
     nothing reads."""
-    is_given = not_default(args).keys() | {name for name, *_ in walk(args) if as_flag(name) in typed}
+    is_given = changed_flags(args).keys() | {name for name, *_ in walk(args) if as_flag(name) in typed}
     for flags, holds, otherwise in conditions:
         unread = [name for name in flags if name in is_given]
         if unread and not holds(args):

@@ -1,5 +1,5 @@
 """Keeps keys and passwords out of logs. A run takes them from the environment, and flags, which config.json and logs
-repeat, may not hold one. They are struck out of what a run prints and what a tool answers. Files that may still hold
+repeat, may not hold one. They are redacted from what a run prints and what a tool answers. Files that may still hold
 one can be read by their owner only.
 
 A secret is recognised by its name (api_key, Authorization, a variable X_TOKEN), by its form (sk-..., user:password@ in
@@ -31,7 +31,7 @@ FORMS = {
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]+)",
 }
 PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s@]+)@")
-SHORTEST = 8  # shorter values are not struck out, because they occur in other words
+SHORTEST = 8  # shorter values are not redacted, because they occur in other words
 SHORTEST_LINE = 16  # of a secret of several lines, which may be printed with something before each line
 SOFT = """ \a\b\t\n\v\f\r'"+"""  # what quoting adds, escapes and wraps; + is a URL's space
 BACKSLASHES = r"(?:\\|%(?:25)*5[cC])++"  # one more for each level of quoting
@@ -107,7 +107,7 @@ def _in_environment() -> list[tuple[str, str]]:
     return [(name, secret) for name, secret in secrets if len(secret) >= SHORTEST]
 
 
-def struck(text: str) -> str:
+def redact(text: str) -> str:
     """The text, with *** in place of the environment's keys and passwords, also where they are quoted or escaped (JSON,
     repr, a shell, a URL), wrapped, or printed line by line."""
     secrets = sorted({secret for _, secret in _in_environment()}, key=len, reverse=True)
@@ -127,13 +127,13 @@ def struck(text: str) -> str:
     return "***".join([*kept, text[end:]])
 
 
-def struck_values(value: Any) -> Any:
-    """The value as JSON holds it, with all texts in it struck."""
+def redact_values(value: Any) -> Any:
+    """The value as JSON holds it, with all texts in it redacted."""
     if isinstance(value, dict):
-        return {struck(str(name)): struck_values(inner) for name, inner in value.items()}
+        return {redact(str(name)): redact_values(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [struck_values(inner) for inner in value]
-    return value if value is None or isinstance(value, int | float) else struck(str(value))
+        return [redact_values(inner) for inner in value]
+    return value if value is None or isinstance(value, int | float) else redact(str(value))
 
 
 def _holds(text: str, secret: str) -> bool:

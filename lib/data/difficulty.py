@@ -27,7 +27,7 @@ class Difficulty:
         self.variance = np.full(num_rows, np.nan)  # of the last group's scores; nan: not seen
         self.alike = np.zeros(num_rows, dtype=int)  # groups in a row whose scores were equal
 
-    def observe(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
+    def record_scores(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
         """rows, scores: of each response of this rank; several scores (those of --reward-keys) are compared one by one.
         A row with one response tells nothing. A collective."""
         of_row: dict[int, list[list[float]]] = defaultdict(list)

@@ -150,26 +150,26 @@ class PromptLoader(StatefulDataLoader):
             self.position += self.batch_sampler.prompts_per_step
             if self.num_workers and "multi_modal_inputs" in batch:
                 batch["multi_modal_inputs"] = pickle.loads(batch["multi_modal_inputs"])  # noqa: S301 (of our process)
-            if self.observes:
+            if self.needs_scores:
                 given = self.batch_sampler.given
                 batch[ROW] = np.fromiter(given, dtype=object, count=len(given))
             yield batch
 
     @property
-    def observes(self) -> bool:
+    def needs_scores(self) -> bool:
         """Whether the scores of prompts decide which ones come: batches then have the column `data_row`."""
         return self.batch_sampler.sampling != "uniform"
 
-    def observe(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
+    def record_scores(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
         """How responses scored to the prompts of these rows (`data_row` of a batch), of this rank. A collective."""
-        self.batch_sampler.difficulty.observe(rows, scores)
+        self.batch_sampler.difficulty.record_scores(rows, scores)
 
     def metrics(self) -> dict[str, float]:
-        return self.batch_sampler.difficulty.metrics() if self.observes else {}
+        return self.batch_sampler.difficulty.metrics() if self.needs_scores else {}
 
     def state_dict(self) -> dict[str, Any]:
         state = {"position": self.position, **self._stream()}
-        if self.observes:
+        if self.needs_scores:
             state |= {"skipped": self.batch_sampler.skipped, "difficulty": self.batch_sampler.difficulty.state_dict()}
         return state
 
@@ -187,7 +187,7 @@ class PromptLoader(StatefulDataLoader):
                     "lost or doubled; use the same data files, max_prompt_length, seed and shuffle, or start a new run"
                 )
         self.position = int(state["position"])
-        if self.observes and "difficulty" in state:
+        if self.needs_scores and "difficulty" in state:
             self.batch_sampler.skipped = int(state["skipped"])
             self.batch_sampler.difficulty.load_state_dict(state["difficulty"])
 
@@ -213,7 +213,7 @@ def make_loader(
     less than prompts_per_step a step has rows of several epochs, so some rows come more than once.)
 
     sampling: "skip" leaves rows of the stream out, and "variance" draws the rows of a step by itself, both by the
-    scores that `observe` was told (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
+    scores that `record_scores` got (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
     workers take rows before the scores of the step before are known.
 
     The state is plain numbers, the same on every rank. Raises InputError for impossible sizes.

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.cli.secrets import struck
+from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum
@@ -128,7 +128,7 @@ class RewardManager:
             raise RuntimeError(f"sys.exit({error.code!r}) in {where}") from error
 
     def _failed(self, name: str, kind: str, sample: dict, text: str) -> None:
-        text = struck(text)  # removes API keys: a judge's error may repeat the key that it refuses
+        text = redact(text)  # removes API keys: a judge's error may repeat the key that it refuses
         if not self._failures[name, kind]:
             print(
                 f"reward: {kind} in scorer {name}, {_describe(sample)}; the next are only counted\n{text}", flush=True

@@ -67,7 +67,7 @@ class RolloutEngine(Protocol):
     """version of the weights that it holds; None before the first load_weights"""
     checksum: int | None
     """weight_checksum of the weights that load_weights gave it"""
-    proved: dict[str, float]
+    verified: dict[str, float]
     """the metrics of its last sync; sync_weights keeps them here"""
     pad_token_id: int
     image_probe: ImageProbe | None = None

@@ -42,7 +42,7 @@ class HFEngine(SteppedEngine):
         self._waiting: dict[str, tuple[list[int], Sampling, int, Media | None]] = {}
         self.version: int | None = None
         self.checksum: int | None = None
-        self.proved: dict[str, float] = {}
+        self.verified: dict[str, float] = {}
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Copies nothing, since the weights are shared; sets version and checksum."""

@@ -128,7 +128,7 @@ class ServerEngine(RolloutEngine):
         self.version: int | None = None
         self._given: tuple[PreTrainedModel, int]
         self.checksum: int | None = None
-        self.proved: dict[str, float] = {}
+        self.verified: dict[str, float] = {}
         for url in self.servers.urls:
             self._check_server(url, max_length)
             if images:

@@ -120,18 +120,18 @@ class Rollouts:
                 last_started=steps.start - 1,
             )
         # the prompts of such a step are known from the record alone
-        any_order = async_order == "finished" or (loader is not None and loader.observes)
+        any_order = async_order == "finished" or (loader is not None and loader.needs_scores)
         self._replays_any_order = bool(async_level) and tape.replays and any_order
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
         """Gives the engine the policy's weights after `version` steps, and checks that it has them."""
 
-        def proved() -> DataProto:
+        def verified() -> DataProto:
             metrics = sync_weights(self.engine, actor.module, version, tolerance=self.sync_tolerance)
             return DataProto(meta_info=dict(metrics))
 
-        return self.tape.take("sync", proved).meta_info
+        return self.tape.take("sync", verified).meta_info
 
     @timed("rollout")
     def next(self) -> tuple[DataProto, DataProto]:
@@ -187,15 +187,15 @@ class Rollouts:
         groups = np.arange(len(whole)).reshape(-1, self.sizes.group_size)
         return whole[groups[self.world.rank :: self.world.size].ravel()]
 
-    def observe(self, batch: DataProto) -> None:
-        """Tells the loader how responses to its prompts scored, for --prompt-sampling. A collective."""
-        if self.loader is not None and self.loader.observes:
+    def record_scores(self, batch: DataProto) -> None:
+        """Records how responses to the loader's prompts scored, for --prompt-sampling. A collective."""
+        if self.loader is not None and self.loader.needs_scores:
             scored = batch.batch["response_mask"].any(1).tolist()
             total = batch.batch["token_level_scores"].sum(1, keepdim=True)
             scores = batch.batch.get("reward_components", total).tolist()
             rows = zip(batch.non_tensor_batch[ROW], scores, scored)
             known = [(row, score) for row, score, is_known in rows if is_known]
-            self.loader.observe(*zip(*known, strict=True) if known else ((), ()))
+            self.loader.record_scores(*zip(*known, strict=True) if known else ((), ()))
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """Epochs done and, for asynchronous rollouts, the staleness of the tokens in weight versions."""

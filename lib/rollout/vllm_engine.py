@@ -196,7 +196,7 @@ class VLLMEngine(SteppedEngine):
         self._running: dict[str, Media | None] = {}
         self.version: int | None = None
         self.checksum: int | None = None
-        self.proved: dict[str, float] = {}
+        self.verified: dict[str, float] = {}
         self.sleep()
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:

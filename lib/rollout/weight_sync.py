@@ -36,7 +36,7 @@ def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *,
         WeightSyncError: a check failed. The mean |log-prob difference| on the probe may be at most `tolerance`.
     """
     if engine.version == version:
-        return engine.proved  # a resumed run syncs again and has these metrics, so this step must have them, too
+        return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
     since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
     since = since if version else "at the start: see --model"
     _check_finite(model, since)
@@ -58,8 +58,8 @@ def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *,
                 f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats {where} "
                 f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
             )
-    engine.proved = {"rollout/canary_logp_diff": max(difference for difference, _ in differences.values())}
-    return engine.proved
+    engine.verified = {"rollout/canary_logp_diff": max(difference for difference, _ in differences.values())}
+    return engine.verified
 
 
 def _text_difference(engine: RolloutEngine, model: PreTrainedModel) -> tuple[float, bool]:

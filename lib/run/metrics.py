@@ -120,14 +120,14 @@ def mismatch_metrics(
     log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     mask: torch.Tensor,
-    outside: torch.Tensor | None = None,
+    outside_top_p: torch.Tensor | None = None,
 ) -> dict[str, Metric]:
     """How far the trainer's log-probs are from the engine's, with the same weights. All (B, T).
 
     r = π_train / π_rollout, the log ratio clamped to ±20. rollout/logp_diff and prob_diff: mean and max |difference|;
     k1, k3: estimates of KL(π_rollout ‖ π_train) on tokens sampled from π_rollout; ratio_mean, ratio_max, ratio_min of
     r; chi2 = mean r² − 1, the χ² divergence: with importance weights r the effective sample size is about 1 / (1 +
-    chi2) of the sample. outside: share of tokens that the trainer's top-p or top-k would not have kept
+    chi2) of the sample. outside_top_p: share of tokens that the trainer's top-p or top-k would not have kept
     (`response_log_probs`).
     """
     if mask.numel() == 0:
@@ -145,8 +145,8 @@ def mismatch_metrics(
         "ratio_mean": ratio,
         "chi2": ratio.square() - 1,
     }
-    if outside is not None:
-        means["outside"] = outside
+    if outside_top_p is not None:
+        means["outside_top_p"] = outside_top_p
     largest = {"logp_diff_max": logp_diff, "prob_diff_max": prob_diff, "ratio_max": ratio}
     return {
         **{f"rollout/{name}": mean for name, mean in token_means(means, mask).items()},

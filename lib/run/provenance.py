@@ -17,7 +17,7 @@ from threading import Timer
 import torch
 
 from lib import launched_ranks
-from lib.cli.secrets import private, struck, struck_values
+from lib.cli.secrets import private, redact, redact_values
 
 GIT_S = 30.0
 LONGEST_DIFF = 10 * 2**20  # bytes
@@ -29,7 +29,7 @@ def write_start(
 ) -> None:
     """Makes the folder with the code, start.json and, if the git checkout differs from its commit, diff.patch.
 
-    code: see `code_files`; the first is the script. flags: those that differ from their defaults (`not_default`).
+    code: see `code_files`; the first is the script. flags: those that differ from their defaults (`changed_flags`).
     changes: of the code since the checkpoint, for changes.patch (`code_changes`).
     """
     folder.mkdir(parents=True)
@@ -42,8 +42,8 @@ def write_start(
     commit = _commit(script.parent)
     untracked, number = _untracked(script.parent) if commit else ([], 0)
     start = {
-        "command": struck(command),
-        "flags": struck_values(flags),
+        "command": redact(command),
+        "flags": redact_values(flags),
         "machine": _machine(),
         "commit": commit,
         "untracked": untracked,
@@ -55,7 +55,7 @@ def write_start(
     }
     (folder / "start.json").write_text(json.dumps(start, indent=1, sort_keys=True) + "\n")
     if commit and (diff := _diff(script.parent)):
-        private(folder / "diff.patch").write_text(struck(diff), errors="surrogateescape")
+        private(folder / "diff.patch").write_text(redact(diff), errors="surrogateescape")
 
 
 def _machine() -> str:

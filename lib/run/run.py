@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
-from lib.cli.flags import Names, as_flag, marked, not_default
+from lib.cli.flags import Names, as_flag, changed_flags, marked
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import (
@@ -188,7 +188,7 @@ class Run:
 
     def validates(self, step: int) -> bool:
         """Whether validation is due after this step, or before the first one."""
-        if not self.validation.wanted:
+        if not self.validation.enabled:
             return False
         if step == self.step:
             return self.validation.val_only or (self.validation.val_before_train and step == 0)
@@ -384,7 +384,7 @@ def _open_locked(run: Run, args: Any, script: Path, effective: Mapping[str, Any]
         resume_step=step,
         on_gpu=run.world.device.type == "cuda",
     )
-    write_start(starts, code, typed_command()[0], not_default(args), changes)
+    write_start(starts, code, typed_command()[0], changed_flags(args), changes)
     if not _has_steps(logs):  # else the config of these steps stays until `load` has set aside the later ones
         _write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data

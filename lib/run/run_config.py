@@ -14,7 +14,7 @@ from typing import Any
 
 from lib import InputError
 from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
-from lib.cli.secrets import struck, struck_values
+from lib.cli.secrets import redact, redact_values
 
 # keys of config.json that are not flags; "script" is compared like a flag
 NO_FLAGS = {"contents", "history", "start", "effective"}
@@ -22,11 +22,11 @@ NO_FLAGS = {"contents", "history", "start", "effective"}
 
 def describe_run(args: Any, script: Path) -> dict[str, Any]:
     """The run as config.json holds it, without its history."""
-    flags = struck_values(flag_values(args))
+    flags = redact_values(flag_values(args))
     named = {"script": str(script)} | _named_files(args)
     if flags["val_only"]:
         del named["train_files"]  # it reads none
-    contents = {name: _digest(struck_values(value)) for name, value in sorted(named.items())}
+    contents = {name: _digest(redact_values(value)) for name, value in sorted(named.items())}
     return {"script": script.name, **flags, "contents": contents}
 
 
@@ -49,7 +49,7 @@ def code_changes(checkpoint: Path, code: dict[str, Path]) -> str:
         if kept.is_file():
             was, is_now = (file.read_text(errors="replace").splitlines() for file in (kept, path))
             lines += difflib.unified_diff(was, is_now, f"a/{name}", f"b/{name}", lineterm="")
-    return struck("".join(f"{line}\n" for line in lines))
+    return redact("".join(f"{line}\n" for line in lines))
 
 
 def _named_files(args: Any) -> dict[str, Any]:

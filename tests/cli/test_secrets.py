@@ -1,4 +1,4 @@
-"""Keys and passwords: from the environment, refused in flags, struck out of what a run prints and writes."""
+"""Keys and passwords: from the environment, refused in flags, redacted from what a run prints and writes."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lib.cli.secrets import private, secret_in, struck, struck_values
+from lib.cli.secrets import private, redact, redact_values, secret_in
 from tests.cli.test_args import DRIVER
 from tests.common import PYTHON, ROOT, SMALL, environment, launch, ran
 
@@ -70,14 +70,14 @@ def test_what_is_no_key_passes(value):
     assert secret_in(value, "--flag") is None
 
 
-def test_what_the_environment_says_is_secret_is_struck_out(monkeypatch):
+def test_what_the_environment_says_is_secret_is_redacted(monkeypatch):
     monkeypatch.setattr(os, "environ", {"OPENAI_API_KEY": KEY, "HTTPS_PROXY": "http://me:hunter22@proxy:3128"})
     os.environ |= {"SHORT_KEY": "abc", "MONKEY": "/usr/bin", "JUDGE": "a judge's credential"}
     assert (
         secret_in('{"api_key_env": "JUDGE"}', "--reward-kwargs") is None
     )  # and from now on that is one, whatever it is called
     text = f"401: {KEY} by http://me:hunter22@proxy:3128 abc /usr/bin a judge's credential"
-    assert struck(text) == "401: *** by http://me:***@proxy:3128 abc /usr/bin ***"
+    assert redact(text) == "401: *** by http://me:***@proxy:3128 abc /usr/bin ***"
 
 
 PEM = (
@@ -112,32 +112,32 @@ WRITTEN = {
     st.text(st.characters(min_codepoint=32, exclude_characters="%\\", codec="utf-8")),
     st.text(st.characters(min_codepoint=32, exclude_characters="%\\", codec="utf-8")),
 )
-def test_a_secret_is_struck_out_however_it_is_written(form, secret, before, after):
+def test_a_secret_is_redacted_however_it_is_written(form, secret, before, after):
     """It begins and ends with eight plain characters, of which nothing may be left."""
     secret = f"Qwertzui{secret}Yxcvbnmk"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", {"MY_KEY": secret})
         text = f"{before} <{WRITTEN[form](secret)}> {after}"
-        left = struck(text)
+        left = redact(text)
         assert "***" in left and not any(end in left for end in ("Qwertzui", "Yxcvbnmk"))
         assert left.startswith(f"{before} <") and left.endswith(f"> {after}")
         assert secret_in(text, "--flag") is not None
-        assert struck(f"{before}{after}") == before + after
+        assert redact(f"{before}{after}") == before + after
 
 
-def test_each_line_of_a_secret_is_struck_out(monkeypatch):
+def test_each_line_of_a_secret_is_redacted(monkeypatch):
     monkeypatch.setattr(os, "environ", {"DEPLOY_KEY": PEM, "API_KEY": KEY})
     wrapped = textwrap.fill(f"Incorrect API key provided: {KEY} (401)", 20)
-    assert " ".join(struck(wrapped).split()) == "Incorrect API key provided: *** (401)"
+    assert " ".join(redact(wrapped).split()) == "Incorrect API key provided: *** (401)"
     logged = "".join(f"12:00 stderr: {line}\n" for line in PEM.splitlines())
-    assert struck(logged).count("***") == 5 and "MIIE" not in struck(logged)
+    assert redact(logged).count("***") == 5 and "MIIE" not in redact(logged)
 
 
-def test_values_stay_values_when_a_secret_is_struck_out(monkeypatch):
+def test_values_stay_values_when_a_secret_is_redacted(monkeypatch):
     """Also one that ends in a backslash, or spans two of them in JSON."""
     monkeypatch.setattr(os, "environ", {"A_KEY": "abcdefgh\\", "B_TOKEN": "admin:changeme"})
     values = {"a": ["abcdefgh\\", None, True, 1.5], "admin": "changeme", "path": Path("x")}
-    assert struck_values(values) == {"a": ["***", None, True, 1.5], "admin": "changeme", "path": "x"}
+    assert redact_values(values) == {"a": ["***", None, True, 1.5], "admin": "changeme", "path": "x"}
 
 
 ECHOES = """

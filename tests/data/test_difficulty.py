@@ -22,8 +22,8 @@ def loader(n: int, per_step: int, sampling: str, share: float = 0.1, **more):
     )
 
 
-def observe(prompts, scores: dict[int, list[float]]) -> None:
-    prompts.observe(
+def record(prompts, scores: dict[int, list[float]]) -> None:
+    prompts.record_scores(
         [row for row, own in scores.items() for _ in own], [[score] for own in scores.values() for score in own]
     )
 
@@ -37,7 +37,7 @@ def steps_of(prompts, steps: int) -> list[list[int]]:
     batches, given = iter(prompts), []
     for _ in range(steps):
         given.append(next(batches)[ROW].tolist())
-        observe(prompts, {row: scores_of(row) for row in given[-1]})
+        record(prompts, {row: scores_of(row) for row in given[-1]})
     return given
 
 
@@ -77,7 +77,7 @@ def test_skip_leaves_uninformative_rows_out_of_the_stream_and_no_others(n, per_s
             else:
                 expected.append(row)
         assert next(batches)[ROW].tolist() == expected
-        observe(prompts, {row: [1.0, 1.0] if row in uninformative else [0.0, 1.0] for row in expected})
+        record(prompts, {row: [1.0, 1.0] if row in uninformative else [0.0, 1.0] for row in expected})
         for row in set(expected):
             alike[row] = alike[row] + 1 if row in uninformative else 0
 
@@ -85,13 +85,13 @@ def test_skip_leaves_uninformative_rows_out_of_the_stream_and_no_others(n, per_s
 @alone
 def test_a_share_of_skipped_rows_comes_and_returns_once_its_scores_differ():
     prompts = loader(100, 10, "skip", share=0.25, skip_after=1)
-    observe(prompts, {row: [0.0, 0.0] for row in range(90)})
+    record(prompts, {row: [0.0, 0.0] for row in range(90)})
     batches = iter(prompts)
     given = [row for _ in range(100) for row in next(batches)[ROW].tolist()]
     uninformative = sum(row < 90 for row in given)
     # 22.5 of 90 uninformative rows for each 10 others: 69 percent of all; three standard errors of 1000 draws: 0.044
     assert uninformative / len(given) == pytest.approx(22.5 / 32.5, abs=0.045)
-    observe(prompts, {row: [0.0, 1.0] for row in range(90)})
+    record(prompts, {row: [0.0, 1.0] for row in range(90)})
     assert prompts.metrics() == {"prompts/seen": 0.9, "prompts/skipped": 0.0}
 
 
@@ -99,7 +99,7 @@ def test_a_share_of_skipped_rows_comes_and_returns_once_its_scores_differ():
 def test_variance_draws_in_proportion_to_it_and_an_unseen_row_as_the_best():
     scores = {0: [0.0, 0.0], 1: [0.0, 1.0], 2: [0.0, 0.0, 0.0, 1.0]}  # variances 0, 1/4, 3/16; row 3 is not seen
     prompts = loader(4, 1, "variance", share=0.2)
-    observe(prompts, scores)
+    record(prompts, scores)
     batches = iter(prompts)
     given = np.array([next(batches)[ROW][0] for _ in range(4000)])
     expected = 0.2 / 4 + 0.8 * np.array([0, 4, 3, 4]) / 11
@@ -111,7 +111,7 @@ def test_variance_draws_in_proportion_to_it_and_an_unseen_row_as_the_best():
 def test_variance_draws_no_row_twice_in_a_step_unless_there_are_too_few():
     for n, times in ((12, 1), (5, 3)):
         prompts = loader(n, 12, "variance")
-        observe(prompts, {row: [0.0, float(row)] for row in range(n)})
+        record(prompts, {row: [0.0, float(row)] for row in range(n)})
         given = next(iter(prompts))[ROW].tolist()
         assert len(given) == 12 and (len(set(given)) == 12) == (times == 1)
 
@@ -120,7 +120,7 @@ def test_variance_draws_no_row_twice_in_a_step_unless_there_are_too_few():
 def test_several_scores_are_compared_one_by_one():
     """Two rewards (--reward-keys) whose sum is the same in all responses to row 0."""
     prompts = loader(2, 2, "skip", skip_after=1)
-    prompts.observe([0, 0, 1, 1], [[0.0, 1.0], [1.0, 0.0], [2.0, 1.0], [2.0, 1.0]])
+    prompts.record_scores([0, 0, 1, 1], [[0.0, 1.0], [1.0, 0.0], [2.0, 1.0], [2.0, 1.0]])
     assert prompts.batch_sampler.difficulty.variance.tolist() == [0.5, 0]
     assert prompts.metrics() == {"prompts/seen": 1.0, "prompts/skipped": 0.5}
 
@@ -128,7 +128,7 @@ def test_several_scores_are_compared_one_by_one():
 @alone
 def test_a_row_of_one_score_and_a_dead_one_tell_nothing():
     prompts = loader(4, 2, "skip", skip_after=1)
-    observe(prompts, {0: [1.0], 1: []})
+    record(prompts, {0: [1.0], 1: []})
     assert prompts.metrics() == {"prompts/seen": 0.0, "prompts/skipped": 0.0}
 
 

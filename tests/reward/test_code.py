@@ -761,7 +761,7 @@ def sandbox_processes() -> set[int]:
 def hostile_scores_zero(name: str, program: str) -> None:
     before, start = sandbox_processes(), time.monotonic()
     result = score(program, TRUTH, timeout=0.5)
-    # a wall far above the limit of 0.5 s, as two cores may be busy: what is proved is that it ends
+    # a wall far above the limit of 0.5 s, as two cores may be busy: the test verifies that it ends
     assert time.monotonic() - start < 15
     assert result["score"] == 0.0 and reasons(result), (name, result)
     while sandbox_processes() - before:  # the last to go is the supervisor, which the scorer does not see exit

@@ -232,9 +232,9 @@ def test_on_policy_ratio_is_one(engine_and_model, sampling):
     not cut as the sampler's costs 0.1 or more."""
     engine, model = engine_and_model
     out = engine.generate(random_prompts(16), sampling, request_seeds(1, 2, list(range(16))))
-    log_probs, _, *outside = on_policy(model, out, sampling)
+    log_probs, _, *outside_top_p = on_policy(model, out, sampling)
     assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-5
-    assert len(outside) == (sampling.top_p < 1 or sampling.top_k > 0) and not any(x.any() for x in outside)
+    assert len(outside_top_p) == (sampling.top_p < 1 or sampling.top_k > 0) and not any(x.any() for x in outside_top_p)
 
 
 def on_policy(model, out, sampling):

@@ -28,7 +28,7 @@ import lib.run.run as run_module
 from lib import InputError, setup
 from lib import args as shared
 from lib.args import DataArgs, RunArgs, ValidationArgs
-from lib.cli.flags import OnResume, marked, not_default
+from lib.cli.flags import OnResume, changed_flags, marked
 from lib.distributed import World
 from lib.run import Run, open_run, provenance
 from lib.run.checkpoint import newest_complete
@@ -411,7 +411,7 @@ def test_the_table_of_what_may_change_is_that_of_the_code(script):
 
 
 def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
-    """Of a checkout of git also what differs from its commit; a key of the environment is struck out."""
+    """Of a checkout of git also what differs from its commit; a key of the environment is redacted."""
     monkeypatch.setenv("MY_API_KEY", "correct-horse")
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
     script = tmp_path / "mine.py"
@@ -513,7 +513,7 @@ def test_flags_that_differ_from_their_defaults():
     args.optimizer.lr, args.multi_turn.max_turns = 0.5, 2
     lr = Args(teacher="").optimizer.lr
     expected = {"teacher": ["t"], "lr": [0.5, lr], "clip_ratio_low": [0.3, 0.2], "multi_turn.max_turns": [2, 8]}
-    assert not_default(args) == expected
+    assert changed_flags(args) == expected
 
 
 # ---- one writer ----------------------------------------------------------------------------------

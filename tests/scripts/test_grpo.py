@@ -286,7 +286,7 @@ def test_a_truncated_policy_is_on_policy(tmp_path, truncation):
     rows = metrics(tmp_path / "run")
     assert 0.001 < rows[0]["actor/ref_kl"] < 0.223
     for row in rows:
-        assert row["rollout/logp_diff_max"] < 1e-4 and row["actor/pg_clipfrac"] == row["rollout/outside"] == 0
+        assert row["rollout/logp_diff_max"] < 1e-4 and row["actor/pg_clipfrac"] == row["rollout/outside_top_p"] == 0
         assert 0 < row["actor/entropy"] < math.log(9) and row["actor/grad_norm"] > 0
 
 
