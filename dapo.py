@@ -12,13 +12,15 @@ GRPO's advantages and four changes, each a flag:
 
 and no KL. --overlong-filtering (truncated responses are out of the loss) is the paper's other treatment of these.
 Where this departs from the paper: leftovers are kept, with their sampler's log-probs as pi_old; dual clip.
-This file is grpo.py with those changes: make diff A=grpo B=dapo.
 
-Launch: python dapo.py (any machine), GPUS=8 launch/one_node.sh dapo.py ..., torchrun, accelerate (docs/scaling.md).
-Every rank runs this file from top to bottom. Details, metrics and results: docs/dapo.md.
+grpo.py, ppo.py, remax.py and dapo.py differ by the changes of their papers: make diff A=grpo B=dapo shows them.
+
+Launch: python dapo.py, or GPUS=8 launch/one_node.sh dapo.py. Details, metrics and results: docs/dapo.md.
+Every rank runs this file from top to bottom. torchrun, accelerate and several nodes: docs/scaling.md.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 from lib import InputError
@@ -57,8 +59,8 @@ class Args:
     singleton: Literal["raw", "zero"] = "raw"
     """advantage of a group with one live row, which has nothing to be compared with: its reward, as in verl, or 0"""
     zero_variance: Literal["keep", "mask", "drop_from_denominator", "refill"] = "refill"
-    """groups with equal scores: keep; mask: out of the loss, KL and entropy terms too; drop_from_denominator: also not
-    counted in the means of loss_agg_mode; refill: other prompts take their places"""
+    """groups with equal scores: keep; mask: out of loss, KL, entropy; drop_from_denominator: also out of the means;
+    refill: other prompts take their places"""
     max_gen_batches: Annotated[int, Ge(1)] = 10
     """refill: batches of prompts_per_step prompts that a step samples at most; then groups without signal fill it up,
     dropped from the loss and its denominators"""
@@ -69,8 +71,7 @@ class Args:
     overlong_filtering: bool = False
     """truncated responses are out of the loss and out of their group's statistics"""
     reward_keys: tuple[str, ...] = ()
-    """keys of the scorer's result that are rewards of their own, for --adv-estimator gdpo, which weighs them by
-    --adv-kwargs.reward-weights"""
+    """keys of the scorer's result that are rewards of their own (--adv-estimator gdpo)"""
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
@@ -130,7 +131,6 @@ class Args:
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
     given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
 
-import numpy as np
 import torch
 
 from lib import core_algos, estimate, setup
@@ -145,14 +145,14 @@ from lib.rollout import Rollouts, concat_rows, truncated_rows
 from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
 
 
-def grpo_advantages(args: Args, rewards: torch.Tensor, valid_mask: torch.Tensor, uid: np.ndarray, t) -> tuple:
-    """(advantages, returns) (B, T). rewards (B, T); uid (B,): the group of each row. To try another, edit it."""
+def grpo_advantages(args: Args, rewards: torch.Tensor, valid_mask: torch.Tensor, t) -> tuple:
+    """(advantages, returns) (B, T). rewards (B, T); t["group"] (B,): the group of each row. To try another, edit it."""
     settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
     if args.adv_estimator != "grpo":
-        return core_algos.estimate_advantages(args.adv_estimator, settings, rewards, valid_mask, uid, t)
+        return core_algos.estimate_advantages(args.adv_estimator, settings, rewards, valid_mask, t)
     scores = core_algos.masked_sum(rewards.double(), valid_mask, dim=1)  # (B,) R_i
-    mean = core_algos.group_mean(scores, valid_mask, uid, args.singleton)  # (B,) over the rows with a valid token
-    std = core_algos.group_std(scores, valid_mask, uid, args.singleton)
+    mean = core_algos.group_mean(scores, valid_mask, t["group"], args.singleton)  # (B,) over valid rows
+    std = core_algos.group_std(scores, valid_mask, t["group"], args.singleton)
     advantages = (scores - mean) / (std + settings.get("epsilon", 1e-6))
     advantages = torch.where(valid_mask, advantages[:, None], 0).to(rewards)  # (B, T) the same for every token
     return advantages, advantages
@@ -185,8 +185,7 @@ def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]
         valid_mask = valid_mask & ~batch.batch["truncated"][:, None]
     t, uid = batch.batch, batch.non_tensor_batch["uid"]
     equal = core_algos.zero_variance_rows(t["token_level_scores"], valid_mask, uid, t.get("reward_components"))
-    uninformative = equal | ~valid_mask.any(1)
-    uninformative = uninformative.view(-1, args.group_size).all(1).repeat_interleave(args.group_size)  # (B,)
+    uninformative = (equal | ~valid_mask.any(1)).view(-1, args.group_size).all(1).repeat_interleave(args.group_size)
     return batch[~uninformative], batch[uninformative]
 
 
@@ -229,7 +228,7 @@ def add_advantages(
     args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
     """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
-    t, uid = gather_columns(batch)
+    t = gather_columns(batch)
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
@@ -254,13 +253,13 @@ def add_advantages(
         limits = args.rollout.max_response_length, args.overlong_buffer, args.overlong_factor
         rewards = rewards + core_algos.compute_overlong_penalty(valid_mask, *limits)
     t["token_level_rewards"] = rewards
-    t["advantages"], t["returns"] = grpo_advantages(args, rewards, valid_mask, uid, t)
+    t["advantages"], t["returns"] = grpo_advantages(args, rewards, valid_mask, t)
     if args.zero_variance != "keep":
-        rewards_of_rows = t["token_level_scores"], valid_mask, uid, t.get("reward_components")
-        without_signal = core_algos.zero_variance_rows(*rewards_of_rows)  # (B,)
-        row_filters["zero_variance"] = loss_mask = loss_mask & ~without_signal[:, None]
+        scores = t["token_level_scores"], valid_mask, t["group"], t.get("reward_components")
+        no_signal = core_algos.zero_variance_rows(*scores)  # (B,)
+        row_filters["zero_variance"] = loss_mask = loss_mask & ~no_signal[:, None]
         if args.zero_variance in ("drop_from_denominator", "refill"):  # DAPO: what filled the step up
-            denominator_mask = denominator_mask & ~without_signal[:, None]
+            denominator_mask = denominator_mask & ~no_signal[:, None]
     if token_masks := args.token_masks.settings(args.loss):
         seed = args.run.seed * 2**20 + step
         t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": loss_mask}, seed=seed)
@@ -276,12 +275,14 @@ def add_advantages(
 def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, entropy_coef: float) -> dict[str, Metric]:
     """update_epochs x num_mini_batches optimizer steps."""
     metrics: dict[str, Metric] = {}
-    actor.keep_log_probs(batch)  # for run.save_rollouts
+    batch.batch.update({name: torch.zeros_like(batch.batch["rollout_log_probs"]) for name in ("log_probs", "entropy")})
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
         global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
-        for micro in micro_batches(mini_batch, actor):
+        for micro, rows in micro_batches(mini_batch, actor):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             log_probs, entropy, *outside_top_p = actor.log_probs(micro)
+            mini_batch.batch["log_probs"][rows] = log_probs.detach()  # a view of batch, for run.save_rollouts
+            mini_batch.batch["entropy"][rows] = entropy.detach()
             old_log_probs = t.get("old_log_probs", log_probs.detach())  # on policy the ratio is 1
             losses, token_metrics = policy_loss(args, log_probs, old_log_probs, t)
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
@@ -302,7 +303,6 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
                 loss_scale_factor=args.loss_scale_factor or args.rollout.max_response_length,
             )
             actor.backward(loss)
-
             add_metrics(metrics, token_means(token_metrics, mask))
             add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
@@ -329,21 +329,24 @@ def main(args: Args) -> None:
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
     run = open_run(args, world, __file__, effective)  # its folder, its logs, and the checkpoint to go on from
 
-    sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, args.run.seed)
-    actor = setup.load_policy(sharding, args.optimizer, sizes.updates_per_step, args.run.total_steps)
-    ref = setup.load_reference(sharding, actor) if args.kl_coef else None
+    factory = setup.make_model_factory(args, world, sizes)
+    o = args.optimizer
+    make_optimizer = partial(torch.optim.AdamW, lr=o.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
+    actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, args.run.total_steps)
+    ref = setup.load_reference(factory, actor) if args.kl_coef else None
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
-    rewards, validate = setup.make_rewards_and_validation(args, sharding, inputs, rollouts, run)
+    rewards, validate = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
     models = {"actor": actor}
-    parts = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
-    pool = run.load(models, parts).get("pool", DataProto()).to(world.device)  # DAPO: groups for the next step
+    stateful = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
+    pool = run.load(models, stateful).get("pool", DataProto()).to(world.device)  # DAPO: groups for the next step
     if run.validates(run.step):
         run.tracker.log(validate(actor, run.step), run.step)
 
     for step in run.steps():
         # ---- 1 rollout, 2 reward
-        metrics, old_rows = rollouts.sync(actor, step - 1), len(pool)
+        metrics, old_rows = [rollouts.sync(actor, step - 1)], len(pool)
         batch, pool, sampled = sample_groups(args, rollouts, rewards, pool, step)
+        rollouts.sleep()  # frees the engine's memory
         batch, imbalance = rollouts.balanced(actor, batch)
 
         # ---- 3 log-probs
@@ -359,30 +362,28 @@ def main(args: Args) -> None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
 
         # ---- 4 advantages
-        metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)
+        metrics += [imbalance, add_advantages(args, batch, correction, kl_control, step)]
         run.record(batch)
 
         # ---- 5 update
-        metrics |= update(args, actor, batch, sizes, entropy_control.value)
+        metrics += [update(args, actor, batch, sizes, entropy_control.value)]
 
         # ---- 6 log
-        metrics |= row_metrics(batch) | sampled  # DAPO: of all that was sampled
-        metrics |= rollouts.metrics(batch, step) | {"actor/entropy_coef": entropy_control.value}
-        metrics = run.log(step, metrics)
-        if "actor/entropy" in metrics:  # not where no row has a token to train on
-            entropy_control.update(metrics["actor/entropy"])
+        metrics += [row_metrics(batch) | sampled]  # DAPO: of all that was sampled
+        metrics += [rollouts.metrics(batch, step), {"actor/entropy_coef": entropy_control.value}]
+        logged = run.log(step, metrics)
+        if "actor/entropy" in logged:  # not where no row has a token to train on
+            entropy_control.update(logged["actor/entropy"])
 
         # ---- 7 validate and save
         run.save_rollouts(step, batch, inputs.tokenizer)
         if run.validates(step):
             run.tracker.log(validate(actor, step), step)
-        run.save(step, models, parts, batches={"pool": pool} if len(pool) else None)  # DAPO:
+        run.save(step, models, stateful, batches={"pool": pool} if len(pool) else None)  # DAPO:
 
     run.export(actor, inputs.processor)
-    run.close()
-    rewards.close()
-    validate.close()
-    rollouts.close()
+    for part in (run, rewards, validate, rollouts):
+        part.close()
 
 
 if __name__ == "__main__":

@@ -10,13 +10,15 @@ A critic V, a language model with one output in the place of the vocabulary, is 
 Where this departs from the papers, by default: gamma and lambda are 1, as is usual for language models; actor and
 critic share no weights, each has its optimizer; dual clip. --gae-lambda-policy and --length-adaptive-alpha are VAPO's
 (2504.05118).
-This file is grpo.py with a critic: make diff A=grpo B=ppo.
 
-Launch: python ppo.py (any machine), GPUS=8 launch/one_node.sh ppo.py ..., torchrun, accelerate (docs/scaling.md).
-Every rank runs this file from top to bottom. Details, metrics and results: docs/ppo.md.
+grpo.py, ppo.py, remax.py and dapo.py differ by the changes of their papers: make diff A=grpo B=dapo shows them.
+
+Launch: python ppo.py, or GPUS=8 launch/one_node.sh ppo.py. Details, metrics and results: docs/ppo.md.
+Every rank runs this file from top to bottom. torchrun, accelerate and several nodes: docs/scaling.md.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 from lib import InputError
@@ -161,7 +163,7 @@ def add_advantages(
     args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
     """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
-    t, _ = gather_columns(batch)
+    t = gather_columns(batch)
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
@@ -213,11 +215,12 @@ def update(
 ) -> dict[str, Metric]:
     """update_epochs x num_mini_batches optimizer steps, of the critic alone in its warm-up."""
     metrics: dict[str, Metric] = {}
-    actor.keep_log_probs(batch, frozen=warm_up)  # for run.save_rollouts
+    if not warm_up:
+        batch.batch.update({k: torch.zeros_like(batch.batch["rollout_log_probs"]) for k in ("log_probs", "entropy")})
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
         global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
         live_tokens, live_rows = global_counts(mini_batch.batch["valid_mask"])  # a rejected row has no return
-        for micro in micro_batches(mini_batch, actor, critic):
+        for micro, rows in micro_batches(mini_batch, actor, critic):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             value_loss, value_metrics = value_loss_of(args, critic.values(micro), t, live_tokens, live_rows)
             critic.backward(value_loss)
@@ -226,6 +229,8 @@ def update(
             if warm_up:
                 continue
             log_probs, entropy, *outside_top_p = actor.log_probs(micro)
+            mini_batch.batch["log_probs"][rows] = log_probs.detach()  # a view of batch, for run.save_rollouts
+            mini_batch.batch["entropy"][rows] = entropy.detach()
             old_log_probs = t.get("old_log_probs", log_probs.detach())  # on policy the ratio is 1
             losses, token_metrics = policy_loss(args, log_probs, old_log_probs, t)
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
@@ -246,7 +251,6 @@ def update(
                 loss_scale_factor=args.loss_scale_factor or args.rollout.max_response_length,
             )
             actor.backward(loss)
-
             add_metrics(metrics, token_means(token_metrics, mask))
             add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
@@ -274,26 +278,28 @@ def main(args: Args) -> None:
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
     run = open_run(args, world, __file__, effective)  # its folder, its logs, and the checkpoint to go on from
 
-    sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, args.run.seed)
+    factory = setup.make_model_factory(args, world, sizes)
+    o = args.optimizer
+    make_optimizer = partial(torch.optim.AdamW, lr=o.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
     # PPO: the policy's schedule begins after the critic's warm-up
     own_steps = args.run.total_steps - args.critic_warmup_steps
-    actor = setup.load_policy(sharding, args.optimizer, sizes.updates_per_step, own_steps)
-    critic = setup.load_value_model(
-        sharding, args.critic_model, args.optimizer, args.critic_lr, sizes.updates_per_step, args.run.total_steps
-    )
-    ref = setup.load_reference(sharding, actor) if args.kl_coef else None
+    actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, own_steps)
+    critic_path, critic_optimizer = args.critic_model or args.model.model, partial(make_optimizer, lr=args.critic_lr)
+    critic = setup.load_value_model(factory, "critic", critic_path, critic_optimizer, args.run.total_steps)
+    ref = setup.load_reference(factory, actor) if args.kl_coef else None
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
-    rewards, validate = setup.make_rewards_and_validation(args, sharding, inputs, rollouts, run)
+    rewards, validate = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
     models = {"actor": actor, "critic": critic}
-    parts = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
-    run.load(models, parts)
+    stateful = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
+    run.load(models, stateful)
     if run.validates(run.step):
         run.tracker.log(validate(actor, run.step), run.step)
 
     for step in run.steps():
         # ---- 1 rollout
-        metrics = rollouts.sync(actor, step - 1)
-        batch, _ = rollouts.next()
+        metrics = [rollouts.sync(actor, step - 1)]
+        batch = rollouts.next()
+        rollouts.sleep()  # frees the engine's memory
         batch, imbalance = rollouts.balanced(actor, batch)
 
         # ---- 2 reward
@@ -312,31 +318,29 @@ def main(args: Args) -> None:
         rollouts.record_scores(batch)
 
         # ---- 4 advantages
-        metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)
+        metrics += [imbalance, add_advantages(args, batch, correction, kl_control, step)]
         run.record(batch)
 
         # ---- 5 update
         warm_up = step <= args.critic_warmup_steps
-        metrics |= update(args, actor, critic, batch, sizes, entropy_control.value, warm_up)
+        metrics += [update(args, actor, critic, batch, sizes, entropy_control.value, warm_up)]
 
         # ---- 6 log
-        metrics |= row_metrics(batch) | extra_metrics(extras) | failures | agent_metrics(batch)
-        metrics |= rollouts.metrics(batch, step) | {"actor/entropy_coef": entropy_control.value}
-        metrics = run.log(step, metrics)
-        if "actor/entropy" in metrics:  # not where no row has a token to train on
-            entropy_control.update(metrics["actor/entropy"])
+        metrics += [row_metrics(batch), extra_metrics(extras), failures, agent_metrics(batch)]
+        metrics += [rollouts.metrics(batch, step), {"actor/entropy_coef": entropy_control.value}]
+        logged = run.log(step, metrics)
+        if "actor/entropy" in logged:  # not where no row has a token to train on
+            entropy_control.update(logged["actor/entropy"])
 
         # ---- 7 validate and save
         run.save_rollouts(step, batch, inputs.tokenizer)
         if run.validates(step):
             run.tracker.log(validate(actor, step), step)
-        run.save(step, models, parts)
+        run.save(step, models, stateful)
 
     run.export(actor, inputs.processor)
-    run.close()
-    rewards.close()
-    validate.close()
-    rollouts.close()
+    for part in (run, rewards, validate, rollouts):
+        part.close()
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ For each prompt x take the reward of one greedy response as the baseline of all 
 Where this departs from the paper, by default: the loss is a mean over all tokens of the mini-batch, not a sum over each
 response (--loss-agg-mode seq-mean-token-sum is the paper's); there is no KL (--kl-coef 0.05 --kl-placement reward
 --kl-estimator k1 is the paper's). With one update a step the clip does nothing: rho is 1.
-This file is grpo.py with another baseline: make diff A=grpo B=remax.
 
-Launch: python remax.py (any machine), GPUS=8 launch/one_node.sh remax.py ..., torchrun, accelerate (docs/scaling.md).
-Every rank runs this file from top to bottom. Details, metrics and results: docs/remax.md.
+grpo.py, ppo.py, remax.py and dapo.py differ by the changes of their papers: make diff A=grpo B=dapo shows them.
+
+Launch: python remax.py, or GPUS=8 launch/one_node.sh remax.py. Details, metrics and results: docs/remax.md.
+Every rank runs this file from top to bottom. torchrun, accelerate and several nodes: docs/scaling.md.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 from lib import args as shared
@@ -84,7 +86,6 @@ class Args:
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
         shared.check_common_flags(self)
-        # REMAX: no flags of its own
 
 
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
@@ -99,7 +100,6 @@ from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
 from lib.model import Policy, micro_batches
-from lib.rollout import Sampling
 from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
 
 
@@ -133,7 +133,7 @@ def add_advantages(
     args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
     """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
-    t, _ = gather_columns(batch)
+    t = gather_columns(batch)
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
@@ -167,12 +167,14 @@ def add_advantages(
 def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, entropy_coef: float) -> dict[str, Metric]:
     """update_epochs x num_mini_batches optimizer steps."""
     metrics: dict[str, Metric] = {}
-    actor.keep_log_probs(batch)  # for run.save_rollouts
+    batch.batch.update({name: torch.zeros_like(batch.batch["rollout_log_probs"]) for name in ("log_probs", "entropy")})
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
         global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
-        for micro in micro_batches(mini_batch, actor):
+        for micro, rows in micro_batches(mini_batch, actor):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             log_probs, entropy, *outside_top_p = actor.log_probs(micro)
+            mini_batch.batch["log_probs"][rows] = log_probs.detach()  # a view of batch, for run.save_rollouts
+            mini_batch.batch["entropy"][rows] = entropy.detach()
             old_log_probs = t.get("old_log_probs", log_probs.detach())  # on policy the ratio is 1
             losses, token_metrics = policy_loss(args, log_probs, old_log_probs, t)
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
@@ -193,7 +195,6 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
                 loss_scale_factor=args.loss_scale_factor or args.rollout.max_response_length,
             )
             actor.backward(loss)
-
             add_metrics(metrics, token_means(token_metrics, mask))
             add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
@@ -219,23 +220,25 @@ def main(args: Args) -> None:
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
     run = open_run(args, world, __file__, effective)  # its folder, its logs, and the checkpoint to go on from
 
-    sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, args.run.seed)
-    actor = setup.load_policy(sharding, args.optimizer, sizes.updates_per_step, args.run.total_steps)
-    ref = setup.load_reference(sharding, actor) if args.kl_coef else None
+    factory = setup.make_model_factory(args, world, sizes)
+    o = args.optimizer
+    make_optimizer = partial(torch.optim.AdamW, lr=o.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
+    actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, args.run.total_steps)
+    ref = setup.load_reference(factory, actor) if args.kl_coef else None
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
-    rewards, validate = setup.make_rewards_and_validation(args, sharding, inputs, rollouts, run)
+    rewards, validate = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
     models = {"actor": actor}
-    parts = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
-    run.load(models, parts)
+    stateful = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
+    run.load(models, stateful)
     if run.validates(run.step):
         run.tracker.log(validate(actor, run.step), run.step)
 
     for step in run.steps():
         # ---- 1 rollout
-        metrics = rollouts.sync(actor, step - 1)
-        batch, prompts = rollouts.next()
-        with timed("rollout"):  # REMAX: one greedy response a prompt
-            greedy = rollouts.generate(prompts, Sampling(args.rollout.max_response_length, temperature=0.0), step)
+        metrics = [rollouts.sync(actor, step - 1)]
+        batch = rollouts.next()
+        greedy = rollouts.next_greedy(step)  # REMAX: one greedy response to each prompt
+        rollouts.sleep()  # frees the engine's memory
         batch, greedy, imbalance = rollouts.balanced(actor, batch, greedy)
 
         # ---- 2 reward
@@ -253,7 +256,7 @@ def main(args: Args) -> None:
         extras, failures = pending.add_to(batch)  # token_level_scores (B, T)
         rollouts.record_scores(batch)
         # REMAX: the greedy response's reward is the baseline (B,) of all responses to its prompt
-        _, greedy_failures = pending_greedy.add_to(greedy)
+        greedy_failures = pending_greedy.add_to(greedy)[1]
         baselines = greedy.batch["token_level_scores"].sum(1)
         has_baseline = greedy.batch["response_mask"].any(1)  # without one a prompt trains nothing
         batch.batch["reward_baselines"] = baselines.repeat_interleave(args.group_size)
@@ -261,35 +264,33 @@ def main(args: Args) -> None:
         add_metrics(failures, greedy_failures)
 
         # ---- 4 advantages
-        metrics |= imbalance | add_advantages(args, batch, correction, kl_control, step)
+        metrics += [imbalance, add_advantages(args, batch, correction, kl_control, step)]
         run.record(batch)
 
         # ---- 5 update
-        metrics |= update(args, actor, batch, sizes, entropy_control.value)
+        metrics += [update(args, actor, batch, sizes, entropy_control.value)]
 
         # ---- 6 log
-        metrics |= row_metrics(batch) | extra_metrics(extras) | failures | agent_metrics(batch)
-        metrics |= rollouts.metrics(batch, step) | {"actor/entropy_coef": entropy_control.value}
-        add_metrics(metrics, {"training/tokens": Sum(greedy.batch["attention_mask"].sum().item())})  # REMAX:
-        metrics |= {
-            "reward/baseline": Mean(baselines[has_baseline].sum().item(), int(has_baseline.sum())),
-            "response_length/baseline": Mean(greedy.batch["response_mask"].sum().item(), int(has_baseline.sum())),
+        metrics += [row_metrics(batch, greedy), extra_metrics(extras), failures, agent_metrics(batch)]
+        rows_with_baseline = int(has_baseline.sum())  # REMAX:
+        baseline = {
+            "reward/baseline": Mean(baselines[has_baseline].sum().item(), rows_with_baseline),
+            "response_length/baseline": Mean(greedy.batch["response_mask"].sum().item(), rows_with_baseline),
         }
-        metrics = run.log(step, metrics)
-        if "actor/entropy" in metrics:  # not where no row has a token to train on
-            entropy_control.update(metrics["actor/entropy"])
+        metrics += [baseline, rollouts.metrics(batch, step), {"actor/entropy_coef": entropy_control.value}]
+        logged = run.log(step, metrics)
+        if "actor/entropy" in logged:  # not where no row has a token to train on
+            entropy_control.update(logged["actor/entropy"])
 
         # ---- 7 validate and save
         run.save_rollouts(step, batch, inputs.tokenizer)
         if run.validates(step):
             run.tracker.log(validate(actor, step), step)
-        run.save(step, models, parts)
+        run.save(step, models, stateful)
 
     run.export(actor, inputs.processor)
-    run.close()
-    rewards.close()
-    validate.close()
-    rollouts.close()
+    for part in (run, rewards, validate, rollouts):
+        part.close()
 
 
 if __name__ == "__main__":

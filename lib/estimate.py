@@ -37,8 +37,8 @@ def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
 
     def rows_of(dataset, files: tuple[str, ...]) -> str:
         counts = dict(getattr(dataset, "dropped", {}))
-        if defused := getattr(dataset, "defused", 0):
-            counts["special_tokens_as_text"] = defused
+        if escaped := getattr(dataset, "escaped", 0):
+            counts["special_tokens_as_text"] = escaped
         return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())}) from {_shown(files)}"
 
     train_data, val_data, samples = inputs.train_data, inputs.val_data, args.validation.val_samples

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 
 from lib import InputError
 from lib.agent import MultiTurn, load_multi_turn, make_episodes
-from lib.args import DataArgs, ModelArgs, OptimizerArgs, RewardArgs, RolloutArgs, ShardArgs, Sizes
+from lib.args import DataArgs, ModelArgs, OptimizerArgs, RewardArgs, ShardArgs, Sizes
 from lib.cli.flags import non_default, parse_json
 from lib.core_algos import (
     ADV_TENSORS,
@@ -38,7 +39,7 @@ from lib.distributed import (
 )
 from lib.model import (
     Critic,
-    Forward,
+    ForwardConfig,
     Policy,
     Reference,
     add_lora,
@@ -255,15 +256,20 @@ def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
 # ---- models --------------------------------------------------------------------------------------
 
 
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
 @dataclass
-class Sharding:
-    """How the models of a run are loaded, split over ranks and run. `make_sharding` is a collective."""
+class ModelFactory:
+    """How the models of a run are loaded, split over ranks and run. `make_model_factory` is a collective."""
 
     model: ModelArgs
     shard: ShardArgs
+    optimizer: OptimizerArgs
     world: World
     mesh: DeviceMesh
-    forward: Forward
+    forward: ForwardConfig
+    updates_per_step: int
     seed: int
 
     def place(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -278,6 +284,23 @@ class Sharding:
             settings: dict[str, Any] = {"rank": self.model.lora_rank, "alpha": self.model.lora_alpha}
             return add_lora(module, **settings, target_modules=self.model.lora_target_modules, seed=self.seed)
         return freeze(module, self.model.freeze) if self.model.freeze else module
+
+    def trained(
+        self, module: PreTrainedModel, name: str, make_optimizer: MakeOptimizer, total_steps: int
+    ) -> dict[str, Any]:
+        """The fields of a TrainedModel but for its name."""
+        module = self.place(self.trains(module), name)
+        optimizer = make_optimizer(trainable_parameters(module))
+        factor = partial(lr_factor, self.optimizer, self.updates_per_step, total_steps)
+        return {
+            "module": module,
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+            "world": self.world,
+            "forward": self.forward,
+            "max_grad_norm": self.optimizer.max_grad_norm,
+            "reduce_each_micro_batch": self.shard.reduce_each_micro_batch,
+        }
 
     def options(self, trainable: bool = True) -> dict[str, Any]:
         return {
@@ -294,9 +317,8 @@ class Sharding:
         }
 
 
-def make_sharding(
-    model: ModelArgs, shard: ShardArgs, optimizer: OptimizerArgs, rollout: RolloutArgs, world: World, seed: int
-) -> Sharding:
+def make_model_factory(args: Any, world: World, sizes: Sizes) -> ModelFactory:
+    model, shard, rollout, seed = args.model, args.shard, args.rollout, args.run.seed
     torch.manual_seed(seed + world.rank)
     set_seed(seed + world.rank)
     if world.device.type == "cuda" and {"actor", "critic"} & set(shard.cpu_offload):
@@ -306,60 +328,41 @@ def make_sharding(
     row_group: RowGroup | None = make_row_group(world, mesh, shard.sequence_parallel_size)
     dtype = get_compute_dtype(model.compute_dtype, world.device)
     sampled = rollout.temperature, rollout.top_p, rollout.top_k
-    return Sharding(model, shard, world, mesh, Forward(optimizer.micro_batch_tokens, *sampled, row_group, dtype), seed)
+    forward = ForwardConfig(args.optimizer.micro_batch_tokens, *sampled, row_group, dtype)
+    return ModelFactory(model, shard, args.optimizer, world, mesh, forward, sizes.updates_per_step, seed)
 
 
-def load_policy(sharding: Sharding, optimizer: OptimizerArgs, updates_per_step: int, total_steps: int) -> Policy:
-    """The model that samples and trains. total_steps: for the learning rate schedule."""
-    module = load_model(sharding.model.model, **sharding.options())
-    module = sharding.place(sharding.trains(module), "actor")
-    return Policy(
-        "actor", module, **_training(sharding, module, optimizer, optimizer.lr, updates_per_step, total_steps)
-    )
+def load_policy(factory: ModelFactory, name: str, path: str, make_optimizer: MakeOptimizer, total_steps: int) -> Policy:
+    """A model that samples and trains. name: the prefix of its metrics. total_steps: of the learning rate schedule."""
+    module = load_model(path, **factory.options())
+    return Policy(name, **factory.trained(module, name, make_optimizer, total_steps))
 
 
 def load_value_model(
-    sharding: Sharding, path: str, optimizer: OptimizerArgs, lr: float, updates_per_step: int, total_steps: int
+    factory: ModelFactory, name: str, path: str, make_optimizer: MakeOptimizer, total_steps: int
 ) -> Critic:
-    """PPO's critic. path: empty for the policy's model, with a new value head."""
-    module = load_critic(path or sharding.model.model, **sharding.options())
-    module = sharding.place(sharding.trains(module), "critic")
-    return Critic("critic", module, **_training(sharding, module, optimizer, lr, updates_per_step, total_steps))
+    """PPO's critic: the model at `path` with its value head, or a new one. The rest as in `load_policy`."""
+    module = load_critic(path, **factory.options())
+    return Critic(name, **factory.trained(module, name, make_optimizer, total_steps))
 
 
-def load_reference(sharding: Sharding, actor: Policy) -> Reference:
+def load_reference(factory: ModelFactory, actor: Policy) -> Reference:
     """The start model, as the reference of the KL."""
-    if sharding.model.lora_rank:
-        return Reference(actor.module, sharding.forward)
-    return load_frozen(sharding, sharding.model.model, "--model")
+    if factory.model.lora_rank:
+        return Reference(actor.module, factory.forward)
+    return load_frozen(factory, factory.model.model, "--model")
 
 
-def load_frozen(sharding: Sharding, path: str, flag: str) -> Reference:
+def load_frozen(factory: ModelFactory, path: str, flag: str) -> Reference:
     """A model that only computes log-probs, such as a reference or a teacher; --cpu-offload ref offloads all of these.
 
     flag: the flag that gave the path, for messages. Raises InputError.
     """
-    trust = {"trust_remote_code": sharding.model.trust_remote_code}
-    check_sequence_parallel(path, sharding.shard.sequence_parallel_size, flag=flag, **trust)
-    check_tensor_parallel(path, sharding.shard.tensor_parallel_size, flag=flag, **trust)
-    module = load_model(path, flag=flag, **sharding.options(trainable=False)).requires_grad_(False)
-    return Reference(sharding.place(module, "ref"), sharding.forward)
-
-
-def _training(
-    sharding: Sharding, module: PreTrainedModel, args: OptimizerArgs, lr: float, updates_per_step: int, steps: int
-) -> dict[str, Any]:
-    parameters = trainable_parameters(module)
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True)
-    factor = partial(lr_factor, args, updates_per_step, steps)
-    return {
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-        "world": sharding.world,
-        "forward": sharding.forward,
-        "max_grad_norm": args.max_grad_norm,
-        "reduce_each_micro_batch": sharding.shard.reduce_each_micro_batch,
-    }
+    trust = {"trust_remote_code": factory.model.trust_remote_code}
+    check_sequence_parallel(path, factory.shard.sequence_parallel_size, flag=flag, **trust)
+    check_tensor_parallel(path, factory.shard.tensor_parallel_size, flag=flag, **trust)
+    module = load_model(path, flag=flag, **factory.options(trainable=False)).requires_grad_(False)
+    return Reference(factory.place(module, "ref"), factory.forward)
 
 
 def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, update: int) -> float:
@@ -378,13 +381,13 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
     """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
     own = None
-    if rollout.rollout_gpus and not run.tape.replays:
+    if rollout.rollout_gpus and not run.recorder.replays:
         servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
         own = ManagedServers(
             servers, start_s=0.9 * args.run.stage_timeout
         )  # before this rank's own limit: it has the reason
     engine = make_engine(
-        "hf" if run.tape.replays else rollout.rollout_engine,
+        "hf" if run.recorder.replays else rollout.rollout_engine,
         actor.module,
         inputs.tokenizer,
         processor=inputs.vision and inputs.vision.processor,
@@ -424,24 +427,24 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         async_level=rollout.async_level,
         async_order=rollout.async_order,
         sync_tolerance=1e-3 if dtype == torch.float32 else 0.25,  # nats; bf16 engines differ by 0.03
-        tape=run.tape,
+        recorder=run.recorder,
     )
 
 
 def make_rewards_and_validation(
-    args: Any, sharding: Sharding, inputs: Inputs, rollouts: Rollouts, run: Run
+    args: Any, factory: ModelFactory, inputs: Inputs, rollouts: Rollouts, run: Run
 ) -> tuple[Rewards, Validation]:
     """The rewards of training, and the validation, which uses the same scorers unless --val-reward names others."""
     reward: RewardArgs = args.reward
-    judge = None
+    reward_model = None
     if reward.reward_model:
-        judge = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
-    if reward.reward_model and (args.validation.enabled or not run.tape.replays):
-        dtype, trust = sharding.forward.compute_dtype, sharding.model.trust_remote_code
+        reward_model = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
+    if reward.reward_model and (args.validation.enabled or not run.recorder.replays):
+        dtype, trust = factory.forward.compute_dtype, factory.model.trust_remote_code
         module, tokenizer = load_reward_model(reward.reward_model, dtype=dtype, trust_remote_code=trust, on_meta=True)
-        mesh = make_mesh(sharding.world, sharding.shard.dp_replicate_size)  # each rank runs its own rows
-        offload = "reward_model" in sharding.shard.cpu_offload
-        judge.module, judge.tokenizer = shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
+        mesh = make_mesh(factory.world, factory.shard.dp_replicate_size)  # each rank runs its own rows
+        offload = "reward_model" in factory.shard.cpu_offload
+        reward_model.module, reward_model.tokenizer = shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
 
     def scored_by(scorers: list[Scorer]) -> Rewards:
         manager = RewardManager(
@@ -451,10 +454,10 @@ def make_rewards_and_validation(
             timeout_s=reward.reward_timeout,
             memory_mb=reward.reward_memory,
             failure_score=reward.reward_failure_score,
-            tape=run.tape,
+            recorder=run.recorder,
             seed=args.run.seed,
         )
-        return Rewards(manager, judge, args.multi_turn.reward_coef)
+        return Rewards(manager, reward_model, args.multi_turn.reward_coef)
 
     rewards = scored_by(inputs.scorers)
     val_rewards = scored_by(inputs.val_scorers) if inputs.val_scorers else rewards

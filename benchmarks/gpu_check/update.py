@@ -28,7 +28,7 @@ from benchmarks.gpu_check.common import (
 )
 from lib.core_algos import compute_gae_advantage_return
 from lib.distributed import trainable_parameters
-from lib.model import Forward, Policy, load_tokenizer
+from lib.model import ForwardConfig, Policy, load_tokenizer
 from lib.model.memory import shard_numel
 from lib.rollout import HFEngine, Sampling
 
@@ -130,7 +130,7 @@ def host_syncs(options: Options, device: torch.device) -> Iterator[dict]:
     batch.batch.update(same | {"rollout_log_probs": -mask, "advantages": mask})
     counts = {}
     for parts in (2, 8):
-        forward = Forward(32 * 16 // parts, 1.0, 1.0, -1, None, torch.bfloat16)
+        forward = ForwardConfig(32 * 16 // parts, 1.0, 1.0, -1, None, torch.bfloat16)
         actor = Policy("actor", model, optimizer, schedule, the_world(), forward, 1.0, False)
         update = partial(grpo.update, grpo.Args(), actor, batch, shared.Sizes(1, 1, 1, 16, 16, 16), 0.0)
         update()

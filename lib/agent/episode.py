@@ -156,7 +156,7 @@ class Episode:
             answer = {"role": "tool", "name": call.name, "tool_call_id": call_id(request.metrics["tool_calls"])}
             if result.images:
                 await self._fit_images(result, len(images))
-            answers.append(answer | {"content": content_of(settings.defused(result.text), result.images)})
+            answers.append(answer | {"content": content_of(settings.escaped(result.text), result.images)})
             images += result.images
             request.reward(result.reward)
             request.metrics.update({"tool_calls": 1, "tool_seconds": time.monotonic() - start})  # adds, as a Counter
@@ -191,7 +191,7 @@ class Episode:
         check_metrics(metrics, "the interaction")
         for key, value in metrics.items():
             self.request.metrics[f"interaction/{key}"] = value
-        return over, [{"role": "user", "content": self.settings.answer(self.settings.defused(text))}]
+        return over, [{"role": "user", "content": self.settings.answer(self.settings.escaped(text))}]
 
     async def _final_reward(self) -> float:
         """The sum of the tools' calc_reward and the interaction's score."""

@@ -30,7 +30,7 @@ from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction, load_interaction
 from lib.agent.parsers import get_tool_parser
 from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
-from lib.data import Defuse
+from lib.data import SpecialTokenEscaper
 from lib.data.vision import Encoded, Media, Vision, media_hash
 from lib.reward import LARGEST_SCORE
 
@@ -97,7 +97,7 @@ class MultiTurn:
     @cached_property
     def schemas(self) -> list[dict]:
         """Without special tokens: an MCP server may have written them."""
-        return self.defuse([tool.get_openai_tool_schema() for tool in self.tools.values()])
+        return self.escape_special_tokens([tool.get_openai_tool_schema() for tool in self.tools.values()])
 
     @cached_property
     def special_ids(self) -> set[int]:
@@ -121,29 +121,30 @@ class MultiTurn:
         return Encoded(ids, ids, {})
 
     @cached_property
-    def defuse(self) -> Defuse:
-        return Defuse(self.tokenizer)
+    def escape_special_tokens(self) -> SpecialTokenEscaper:
+        return SpecialTokenEscaper(self.tokenizer)
 
     def answer(self, text: str) -> str:
         """The text of a tool's error or of the interaction, for the model."""
         return readable(text, self.max_tool_output, self.truncate)
 
-    def defused(self, text: str) -> str:
+    def escaped(self, text: str) -> str:
         """The text of a tool or user, changed so that none of it becomes a special token and ends its message."""
-        return self.defuse(text).encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
+        text = text.encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
+        return self.escape_special_tokens(text)
 
     @cached_property
     def image_tools(self) -> list[str]:
         return [name for name, tool in self.tools.items() if tool.returns_images]
 
     @cached_property
-    def _defuse_placeholders(self) -> Defuse:
-        return Defuse(self.tokenizer, self.vision.placeholders)
+    def _escape_placeholders(self) -> SpecialTokenEscaper:
+        return SpecialTokenEscaper(self.tokenizer, self.vision.placeholders)
 
     def without_placeholders(self, message: dict) -> dict:
         """A turn's message in which the placeholder of an image, if the policy sampled one, stays text when a template
         that rewrites history has the conversation encoded anew."""
-        return message if self.vision is None else self._defuse_placeholders(message)
+        return message if self.vision is None else self._escape_placeholders(message)
 
 
 def load_multi_turn(

@@ -495,8 +495,8 @@ def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable
 
 
 def estimate_advantages(
-    name: str, settings: Mapping, rewards: Tensor, response_mask: Tensor, index: Index, tensors: Mapping[str, Tensor]
+    name: str, settings: Mapping, rewards: Tensor, response_mask: Tensor, tensors: Mapping[str, Tensor]
 ) -> Pair:
-    """(advantages, returns) (B, T) by the estimator of that name, which takes from `tensors` those that it needs."""
+    """(advantages, returns) (B, T) by the estimator of that name. tensors: `group` (B,), and those that it needs."""
     others = {key: tensors[key] for key in ADV_TENSORS.get(name, ()) if key in tensors}
-    return get_adv_estimator_fn(name, settings)(rewards, response_mask, index, **others)
+    return get_adv_estimator_fn(name, settings)(rewards, response_mask, tensors["group"], **others)

@@ -60,7 +60,7 @@ def _outcome_scores(token_level_rewards: Tensor, response_mask: Tensor, index) -
 
     Dead rows are dropped here, so they cannot affect the others. Scores are float64, so sums of float32 are exact.
     """
-    ids = np.asarray(index)
+    ids = index.cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
     if ids.shape != (len(response_mask),):
         raise ValueError(f"index needs one group id for each of the {len(response_mask)} rows, not shape {ids.shape}")
     alive = response_mask.bool().any(-1)
@@ -99,7 +99,7 @@ def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
 def zero_variance_rows(
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Sequence | np.ndarray,
+    index: Index,
     reward_components: Tensor | None = None,
 ) -> Tensor:
     """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all exactly equal.

@@ -5,14 +5,14 @@ from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class
 from lib.data.loader import ROW, PromptLoader, collate_fn, make_loader
 from lib.data.micro_batches import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.rows import load_split
-from lib.data.special_tokens import Defuse
+from lib.data.special_tokens import SpecialTokenEscaper
 
 __all__ = [
     "ROW",
-    "Defuse",
     "PromptDataset",
     "PromptLoader",
     "RLHFDataset",
+    "SpecialTokenEscaper",
     "attention_width",
     "balance_groups",
     "collate_fn",

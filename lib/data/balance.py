@@ -126,8 +126,9 @@ ADVANTAGES_READ = (  # the batch keys that are read over all ranks' rows, for ad
 )
 
 
-def gather_columns(batch: DataProto, *more: str) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """(the tensors that advantages are computed from, uid (B,)) of the rows of all ranks. more: keys that your own
-    script adds (docs/your_own.md). A collective."""
+def gather_columns(batch: DataProto, *more: str) -> dict[str, torch.Tensor]:
+    """The tensors that advantages are computed from, of the rows of all ranks, and `group` (B,) int64: rows with the
+    same uid have the same number. more: keys that your own script adds (docs/your_own.md). A collective."""
     whole = batch.select([key for key in ADVANTAGES_READ if key in batch.batch] + list(more), ["uid"]).all_gather()
-    return dict(whole.batch.items()), whole.non_tensor_batch["uid"]
+    _, group = np.unique(whole.non_tensor_batch["uid"].astype(str), return_inverse=True)
+    return dict(whole.batch.items()) | {"group": torch.from_numpy(group).to(whole.batch.device)}

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lib import InputError
 from lib.cli.user_code import load_object
 from lib.data.rows import DEEPEST, _plain, _shown, read_rows
-from lib.data.special_tokens import Defuse
+from lib.data.special_tokens import SpecialTokenEscaper
 from lib.data.vision import Encoded, Vision, media_hash
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
     """A row's prompt: its messages, whether special tokens in them were broken up, and what the template makes."""
 
     messages: list[dict]
-    defused: bool
+    escaped: bool
     text: str
     encoded: Encoded
     media: dict
@@ -60,7 +60,7 @@ class RLHFDataset(Dataset):
     start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` counts
     those that will be cut; `without_ground_truth` is the file and number of the first kept row without a ground truth,
     for scorers that need one; `with_images` is that of the first with images or videos. Unless allow_special_tokens, a
-    space breaks up message text that spells a special token, in raw_prompt too; `defused` counts the prompts with such
+    space breaks up message text that spells a special token, in raw_prompt too; `escaped` counts the prompts with such
     text.
 
     With `vision`, for models that see, a row's images and videos are those of the columns image_key and video_key, in
@@ -112,7 +112,7 @@ class RLHFDataset(Dataset):
         self.prompt_key = prompt_key
         self.chat_template_kwargs = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         self.return_full_prompt = return_full_prompt
-        self.defuse = None if allow_special_tokens else Defuse(tokenizer)
+        self.escape_special_tokens = None if allow_special_tokens else SpecialTokenEscaper(tokenizer)
         self.vision = vision
         self.media_keys = (image_key, video_key)
 
@@ -149,7 +149,7 @@ class RLHFDataset(Dataset):
             self._raise_no_row_left(names, lengths[~too_many], too_many)
         without = self.kept[has_truth[self.kept] == 0]
         self.without_ground_truth = self._where(int(without[0])) if len(without) else None
-        self.defused = int(broken_up[self.kept].sum())
+        self.escaped = int(broken_up[self.kept].sum())
         seen = self.kept[n_media[self.kept] > 0]
         self.with_images = self._where(int(seen[0])) if len(seen) else None
 
@@ -235,7 +235,7 @@ class RLHFDataset(Dataset):
 
     def _prompt(self, row: int, messages: list[dict], images: list, videos: list) -> Prompt:
         """The template writes the special tokens, so none are added."""
-        plain = self.defuse(messages) if self.defuse else messages
+        plain = self.escape_special_tokens(messages) if self.escape_special_tokens else messages
         text = self._templated(row, plain)
         if self.vision is None:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -283,7 +283,7 @@ class RLHFDataset(Dataset):
         if self.vision and n_media > self.vision.max_images:
             return 0, has_truth, False, n_media
         prompt = self._prompt(row, messages, images, videos)
-        return len(prompt.encoded.ids), has_truth, prompt.defused, n_media
+        return len(prompt.encoded.ids), has_truth, prompt.escaped, n_media
 
     def _check_rows(self, n_read: int, num_proc: int | None) -> np.ndarray:
         """(n_read, 4) integers: what _check_row returns for each row."""

@@ -11,18 +11,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 
-class Defuse:
-    """After defuse = Defuse(tokenizer), defuse(value) is the value with the tokenizer's special tokens broken up in all
-    its strings, also in lists and dicts, whose keys a template may write, too."""
+class SpecialTokenEscaper:
+    """A callable that breaks up the tokenizer's special tokens in all strings of a value, also in lists and in dicts
+    with their keys, which a template may write."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None = None):
         """names: only these tokens."""
         if names is None:
             names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         broken = {name: f"{name[:1]} {name[1:]}" for name in names}
-        self.broken = {
-            name: text for name, text in broken.items() if name not in text
-        }  # one character cannot be broken
+        # one character cannot be broken
+        self.broken = {name: text for name, text in broken.items() if name not in text}
         names = sorted(self.broken, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
 

@@ -19,7 +19,7 @@ from lib.model.load import (
     without_adapters,
 )
 from lib.model.log_probs import NEVER, LinearLogProbs, batched_log_probs, check_rows, least_kept, response_log_probs
-from lib.model.trained import Critic, Forward, Policy, Reference, Trained, micro_batches
+from lib.model.trained import Critic, ForwardConfig, Policy, Reference, TrainedModel, micro_batches
 from lib.model.values import batched_values, response_values, reward_model_scores
 
 __all__ = [
@@ -27,11 +27,11 @@ __all__ = [
     "PACKED",
     "SAMPLED_BY_HF",
     "Critic",
-    "Forward",
+    "ForwardConfig",
     "LinearLogProbs",
     "Policy",
     "Reference",
-    "Trained",
+    "TrainedModel",
     "add_lora",
     "batched_log_probs",
     "batched_values",

@@ -113,7 +113,7 @@ def estimate_memory(
     train = partial(build, lora_rank=lora_rank, lora_target_modules=lora_target_modules, freeze_pattern=freeze_pattern)
     actor = train(AutoModelForCausalLM, model, "--model")
     critic = train(AutoModelForTokenClassification, critic_model, "--critic-model") if critic_model else None
-    judge = build(AutoModelForSequenceClassification, reward_model, "--reward-model") if reward_model else None
+    scorer = build(AutoModelForSequenceClassification, reward_model, "--reward-model") if reward_model else None
 
     # ---- what is held from the first step to the last
     held, gradients, accumulated = {}, {}, {}
@@ -127,7 +127,7 @@ def estimate_memory(
             gradients[f"{name}gradients"] = 4 * shard_numel(trained, ranks)
             if accumulation != "none":
                 accumulated[f"{name}gradients"] = 4 * shard_numel(trained, 1 if accumulation == "whole" else ranks)
-    for name, network in {"reference": actor if reference and not lora_rank else None, "reward model": judge}.items():
+    for name, network in {"reference": actor if reference and not lora_rank else None, "reward model": scorer}.items():
         if network is not None:
             held[name] = frozen_dtype.itemsize * shard_numel(list(network.parameters()), ranks)
 
@@ -153,7 +153,7 @@ def estimate_memory(
             "KV cache": rows * longest * kv,
             "work": rows * vocabulary * (c + 12),  # logits; in fp32: logits / temperature, their CDF and log-softmax
         }
-    for name, network in {"log-probs": actor, "reward model": judge}.items():
+    for name, network in {"log-probs": actor, "reward model": scorer}.items():
         if network is not None:
             gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
             work = max(forward_peak(network, tokens), TowerCosts.of(network, of_images).work)

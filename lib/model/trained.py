@@ -28,7 +28,7 @@ from lib.model.values import batched_values, response_values
 
 
 @dataclass
-class Forward:
+class ForwardConfig:
     """How rows go through a model."""
 
     micro_batch_tokens: int
@@ -67,7 +67,7 @@ class LossScale:
 
 
 @dataclass
-class Trained:
+class TrainedModel:
     """A model, its optimizer and its schedule. Policy and Critic below add what differs between them."""
 
     name: str
@@ -75,7 +75,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     world: World
-    forward: Forward
+    forward: ForwardConfig
     max_grad_norm: float
     reduce_each_micro_batch: bool
     parameters: list[torch.nn.Parameter] = field(init=False)
@@ -121,11 +121,11 @@ class Trained:
         }
 
 
-class Checked:
-    """A model whose first batch shows whether its rows stay apart."""
+class RowIsolationCheck:
+    """Checks once, on the first batch, that a row's log-probs do not depend on its neighbours."""
 
     module: PreTrainedModel
-    forward: Forward
+    forward: ForwardConfig
     checked = False
 
     @timed("log_probs")
@@ -138,27 +138,15 @@ class Checked:
         self.checked = True
 
 
-OF_UPDATE = ("log_probs", "entropy")  # columns of the batch
-
-
-class Policy(Checked, Trained):
-    def keep_log_probs(self, batch: DataProto, frozen: bool = False) -> None:
-        """Gives the batch columns log_probs and entropy (B, T). `micro_batches` over parts of the batch that share its
-        memory, such as those of `split`, fills them with what `log_probs` computes there; the last pass stays. frozen:
-        the update leaves the policy alone, and nothing is to be kept."""
-        if not frozen:
-            batch.batch.update({name: torch.zeros_like(batch.batch["rollout_log_probs"]) for name in OF_UPDATE})
-
+class Policy(RowIsolationCheck, TrainedModel):
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With top_p or top_k also which
-        tokens these would not have kept. Leaves the first two in the micro-batch, without gradients."""
+        tokens these would not have kept."""
         self._count(micro)
         f = self.forward
-        outputs = response_log_probs(
+        return response_log_probs(
             self.module, micro, f.temperature, top_p=f.top_p, top_k=f.top_k, row_group=f.row_group
         )
-        micro.batch.update({name: output.detach() for name, output in zip(OF_UPDATE, outputs)})
-        return outputs
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
@@ -178,7 +166,7 @@ class Policy(Checked, Trained):
         return dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs))
 
 
-class Critic(Trained):
+class Critic(TrainedModel):
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
         self._count(micro)
@@ -192,11 +180,11 @@ class Critic(Trained):
 
 
 @dataclass
-class Reference(Checked):
+class Reference(RowIsolationCheck):
     """A frozen model, or the policy without its LoRA adapters. top_p and top_k do not cut its distribution."""
 
     module: PreTrainedModel
-    forward: Forward
+    forward: ForwardConfig
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto) -> torch.Tensor:
@@ -206,17 +194,15 @@ class Reference(Checked):
             return batched_log_probs(self.module, batch, f.temperature, f.micro_batch_tokens, row_group=f.row_group)[0]
 
 
-def micro_batches(mini_batch: DataProto, *trained: Trained) -> Iterator[DataProto]:
-    """The micro-batches of a mini-batch, equally many on every rank. Their gradients add up, and are reduced over ranks
-    after the last one (with reduce_each_micro_batch, after each). Where the mini-batch has the columns that
-    `keep_log_probs` makes, they are filled from each micro-batch when the next is asked for."""
+def micro_batches(
+    mini_batch: DataProto, *trained: TrainedModel
+) -> Iterator[tuple[DataProto, list[int] | torch.Tensor]]:
+    """(micro-batch, the numbers of its rows in the mini-batch), equally many on every rank. The gradients of the
+    micro-batches add up, and are reduced over ranks after the last one (with reduce_each_micro_batch, after each)."""
     first, modules = trained[0], [model.module for model in trained]
     f = first.forward
-    parts, rows = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
-    kept = [name for name in OF_UPDATE if name in mini_batch.batch]
-    for i, micro in enumerate(parts):
+    micros, rows = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
+    for i, (micro, own) in enumerate(zip(micros, rows, strict=True)):
         for module in modules:
-            set_gradient_sync(module, first.reduce_each_micro_batch or i == len(parts) - 1)
-        yield micro
-        for name in kept:
-            mini_batch.batch[name][rows[i]] = micro.batch[name]
+            set_gradient_sync(module, first.reduce_each_micro_batch or i == len(micros) - 1)
+        yield micro, own

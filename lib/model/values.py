@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.data import Defuse, prepare_dynamic_batch, restore_dynamic_batch
+from lib.data import SpecialTokenEscaper, prepare_dynamic_batch, restore_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup
 from lib.model.packing import of_responses
@@ -85,10 +85,10 @@ def reward_model_scores(
     """
     responses, trained = batch.batch["responses"], batch.batch["response_mask"].any(1)
     attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
-    conversations, defuse = [], Defuse(rm_tokenizer)
+    conversations, escape_special_tokens = [], SpecialTokenEscaper(rm_tokenizer)
     for i, prompt in enumerate(batch.non_tensor_batch["raw_prompt"]):
         text = policy_tokenizer.decode(responses[i][attended[i]], skip_special_tokens=True)
-        messages = defuse([*prompt, {"role": "assistant", "content": text}])
+        messages = escape_special_tokens([*prompt, {"role": "assistant", "content": text}])
         try:
             text = rm_tokenizer.apply_chat_template(messages, tokenize=False)
         except (jinja2.TemplateError, TypeError) as error:

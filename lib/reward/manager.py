@@ -24,7 +24,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum
 from lib.reward.pool import Pool
 from lib.reward.scorers import LARGEST_SCORE, Scorer, call, checked, load_scorer
-from lib.rollout import Tape
+from lib.rollout import NoRecorder
 from lib.seeds import seeded
 
 ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run
@@ -50,14 +50,14 @@ class RewardManager:
         timeout_s: float = 30.0,
         memory_mb: int = 2048,
         failure_score: float | None = None,
-        tape: Tape | None = None,
+        recorder: NoRecorder | None = None,
         seed: int = 0,
     ):
         self.scorers, self.tokenizer, self.timeout_s, self.failure_score = scorers, tokenizer, timeout_s, failure_score
-        self.workers, self.memory_mb, self.tape, self.seed = workers, memory_mb, tape or Tape(), seed
+        self.workers, self.memory_mb, self.recorder, self.seed = workers, memory_mb, recorder or NoRecorder(), seed
         self._pool: Pool | None = None
         self._functions: list[Callable] | None = None
-        if not self.tape.replays:
+        if not self.recorder.replays:
             self._start()
         self._scored: set[str] = set()  # names of scorers that have given a score
         self._failures: Counter = Counter()  # counts by (name, kind)
@@ -90,7 +90,7 @@ class RewardManager:
             (k, self.timeout_s * len(part), [samples[i] for i in part], f"{keys[part[0]]} {self.scorers[k].name}")
             for k, part in calls
         ]
-        answers = iter(()) if self.tape.gives else self._answers(tasks)
+        answers = iter(()) if self.recorder.replaying else self._answers(tasks)
         return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class PendingScores:
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
         lengths = [len(rows) for _, rows in self.calls]
-        for number, answers in manager.tape.each("scores", self.answers, lengths):
+        for number, answers in manager.recorder.record_each("scores", self.answers, lengths):
             k, rows = self.calls[number]
             name = manager.scorers[k].name
             for row, (kind, value) in zip(rows, answers):

@@ -72,10 +72,11 @@ class PendingRewards:
         scores[unscored] = 0
         if "turn_rewards" in batch.batch:
             scores = scores + self.rewards.turn_coef * batch.batch["turn_rewards"]
-        if (judge := self.rewards.reward_model) is not None:
-            judged = manager.tape.take("reward_model", partial(judge.scores, batch, manager.tokenizer)).batch["scores"]
-            scores = scores + judge.coef * at_last_token(judged, batch.batch["response_mask"])
-            extras["reward_model"] = judged.tolist()
+        if (model := self.rewards.reward_model) is not None:
+            compute = partial(model.scores, batch, manager.tokenizer)
+            values = manager.recorder.record("reward_model", compute).batch["scores"]
+            scores = scores + model.coef * at_last_token(values, batch.batch["response_mask"])
+            extras["reward_model"] = values.tolist()
         batch.batch["token_level_scores"] = scores
         given = [{key: x[i] for key, x in extras.items() if x[i] is not None} for i in range(len(batch))]
         batch.non_tensor_batch["reward_extra_info"] = np.array(given, dtype=object)

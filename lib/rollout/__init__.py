@@ -16,7 +16,7 @@ from lib.rollout.engine import (
 )
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.managed_servers import ManagedServers, serve
-from lib.rollout.replay import Recording, Replay, Tape, check_recorded, forget_after
+from lib.rollout.replay import NoRecorder, Recorder, Replayer, check_recorded, forget_after
 from lib.rollout.stream import Rollouts, check_engine_import, make_engine
 from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
 
@@ -25,13 +25,13 @@ __all__ = [
     "Generated",
     "HFEngine",
     "ManagedServers",
-    "Recording",
-    "Replay",
+    "NoRecorder",
+    "Recorder",
+    "Replayer",
     "RolloutEngine",
     "Rollouts",
     "Sampling",
     "SteppedEngine",
-    "Tape",
     "WeightSyncError",
     "add_responses",
     "check_engine_import",

@@ -1,4 +1,4 @@
-"""What a step takes from outside: --record keeps it, and --replay gives it back without an engine and scorers.
+"""Recording and replaying the inputs of a step: --record writes them, --replay reads them without an engine or scorers.
 
 All else of a step is computed from it, the same bits each time: prompts, balance over ranks, log-probs, advantages, the
 update. So a replay computes it anew, and sees what its own flags change. The files are those of DataProto.save_to_disk:
@@ -30,33 +30,34 @@ from lib.data_proto import DataProto
 from lib.distributed import World, timed
 from lib.manifest import MANIFEST, entry, why_altered, why_incomplete, write_manifest
 
+Items = Iterable[tuple[int, list]]
 BATCH = "batch.safetensors"
 LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-3  # rounding can raise a log-prob above 0
 
 
-class Tape:
-    """That of a run without --record and --replay: everything is produced. Between `end` and the next `begin`, where
-    validation is, the other two do the same."""
+class NoRecorder:
+    """Without --record and --replay: everything is computed. The other two do the same between `end` and the next
+    `begin`, during validation."""
 
     replays = False
     """whether steps get what was recorded"""
 
     @property
-    def gives(self) -> bool:
-        """Whether what is taken now was recorded."""
+    def replaying(self) -> bool:
+        """Whether the present step is replayed."""
         return False
 
     def begin(self, step: int) -> None: ...
 
-    def take(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
-        """What the step takes next under this name."""
+    def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
+        """The step's next input of this name: computed, or as it was recorded."""
         return produce()
 
     def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
         """The responses to `prompts`, row by row; any_order: to as many groups of other prompts."""
-        return self.take("rollout", produce)
+        return self.record("rollout", produce)
 
-    def each(self, name: str, items: Iterable[tuple[int, list]], lengths: list[int]) -> Iterable[tuple[int, list]]:
+    def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
         """The same for values that are plain data and come one by one: (i, a list of lengths[i] values), in any order
         of i."""
         return items
@@ -65,7 +66,7 @@ class Tape:
         """The step takes no more. batch: that of the update."""
 
 
-class _OnDisk(Tape):
+class _RecordOnDisk(NoRecorder):
     def __init__(self, folder: Path, world: World):
         self.folder, self.world = folder, world
         self.step = 0
@@ -82,20 +83,20 @@ class _OnDisk(Tape):
         return self.at / f"{name}_{self.taken[name] - 1}.safetensors"
 
 
-class Recording(_OnDisk):
+class Recorder(_RecordOnDisk):
     """Of --record. Writes at once, so that what a step took is on the disk before it trains."""
 
     def begin(self, step: int) -> None:
         super().begin(step)
         self.written: dict[str, dict] = {}
 
-    def take(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
+    def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
         taken = produce()
         if self.at is not None:
             self._write(taken, self.next_file(name))
         return taken
 
-    def each(self, name: str, items: Iterable[tuple[int, list]], lengths: list[int]) -> Iterable[tuple[int, list]]:
+    def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
         taken = []
         for item in items:
             taken.append(item)
@@ -119,13 +120,13 @@ class Recording(_OnDisk):
             raise InputError(f"--record {self.folder}: {file.name} of step {self.step} not written: {error}") from error
 
 
-class Replay(_OnDisk):
+class Replayer(_RecordOnDisk):
     """Of --replay."""
 
     replays = True
 
     @property
-    def gives(self) -> bool:
+    def replaying(self) -> bool:
         return self.at is not None
 
     def begin(self, step: int) -> None:
@@ -134,8 +135,8 @@ class Replay(_OnDisk):
         if why := why_incomplete(self.at, of=_place(self.at)) or why_altered(self.at, but=[BATCH]):
             raise self._damaged(why)
 
-    def take(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
-        if not self.gives:
+    def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
+        if not self.replaying:
             return produce()
         file = self.next_file(name)
         if not file.exists():
@@ -161,10 +162,10 @@ class Replay(_OnDisk):
             )
         return batch
 
-    def each(self, name: str, items: Iterable[tuple[int, list]], lengths: list[int]) -> Iterable[tuple[int, list]]:
+    def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
         """Raises InputError if other numbers of values were recorded."""
-        taken = self.take(name, lambda: DataProto(meta_info={"items": items})).meta_info["items"]
-        if self.gives and sorted((i, len(values)) for i, values in taken) != list(enumerate(lengths)):
+        taken = self.record(name, lambda: DataProto(meta_info={"items": items})).meta_info["items"]
+        if self.replaying and sorted((i, len(values)) for i, values in taken) != list(enumerate(lengths)):
             raise self._damaged(f"its {name} are not of its rollouts")
         return taken
 

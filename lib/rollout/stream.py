@@ -1,7 +1,7 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lib.rollout.async_rollouts import AsyncRollouts, Order, staleness_metrics
 from lib.rollout.engine import RolloutEngine, Sampling, SteppedEngine, request_seeds
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.managed_servers import ManagedServers, order_servers
-from lib.rollout.replay import Tape
+from lib.rollout.replay import NoRecorder
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
 from lib.rollout.weight_sync import image_probe, sync_weights
@@ -98,15 +98,17 @@ class Rollouts:
         async_level: int,
         async_order: Order,
         sync_tolerance: float,
-        tape: Tape,
+        recorder: NoRecorder,
     ):
         self.engine, self.sampler, self.loader, self.sampling = engine, sampler, loader, sampling
         self.world, self.sizes, self.seed, self.async_level = world, sizes, seed, async_level
-        self.sync_tolerance, self.steps, self.tape = sync_tolerance, steps, tape
+        self.sync_tolerance, self.steps, self.recorder = sync_tolerance, steps, recorder
+        self.prompts = DataProto()
+        """of the last batch, this rank's"""
         self._prompts: Iterator | None = None
         self._steps = iter(steps)
         self._async: AsyncRollouts | None = None
-        if async_level and not tape.replays:
+        if async_level and not recorder.replays:
             assert isinstance(engine, ServerEngine)
             self._async = AsyncRollouts(
                 engine,
@@ -121,7 +123,7 @@ class Rollouts:
             )
         # the prompts of such a step are known from the record alone
         any_order = async_order == "finished" or (loader is not None and loader.needs_scores)
-        self._replays_any_order = bool(async_level) and tape.replays and any_order
+        self._replays_any_order = bool(async_level) and recorder.replays and any_order
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
@@ -131,29 +133,35 @@ class Rollouts:
             metrics = sync_weights(self.engine, actor.module, version, tolerance=self.sync_tolerance)
             return DataProto(meta_info=dict(metrics))
 
-        return self.tape.take("sync", verified).meta_info
+        return self.recorder.record("sync", verified).meta_info
 
     @timed("rollout")
-    def next(self) -> tuple[DataProto, DataProto]:
-        """(responses of the next step (B,), group_size for each prompt; its prompts). Both are this rank's."""
+    def next(self) -> DataProto:
+        """This rank's responses of the next step, group_size for each of its `prompts`."""
         return self._take(next(self._steps), 0, last=self.steps.stop - 1)
+
+    @timed("rollout")
+    def next_greedy(self, step: int) -> DataProto:
+        """One greedy response to each of the step's `prompts`."""
+        return self.generate(self.prompts, replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1), step)
 
     @timed("rollout")
     def sample(self, step: int, number: int) -> DataProto:
         """The responses of batch `number` of a step that samples several."""
-        return self._take(step, number * self.sizes.local_prompts * self.world.size, last=None)[0]
+        return self._take(step, number * self.sizes.local_prompts * self.world.size, last=None)
 
-    def _take(self, step: int, first: int, last: int | None) -> tuple[DataProto, DataProto]:
+    def _take(self, step: int, first: int, last: int | None) -> DataProto:
         """first: the number of the batch's first prompt. last: the batch after which no batch is started."""
         if self._async is not None:
             rows, responses = self._async.take(last)
-            batch = self.tape.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
-            return batch, rows[:: self.sizes.group_size]
-        prompts, rows, seeds = self._batch_of(step, first)
+            self.prompts = rows[:: self.sizes.group_size]
+            return self.recorder.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
+        self.prompts, rows, seeds = self._batch_of(step, first)
         if self._replays_any_order:
-            batch = self.tape.rollout(rows, DataProto, any_order=True)
-            return batch, batch[:: self.sizes.group_size]
-        return self._sampled(rows, self.sampling, seeds), prompts
+            batch = self.recorder.rollout(rows, DataProto, any_order=True)
+            self.prompts = batch[:: self.sizes.group_size]
+            return batch
+        return self._sampled(rows, self.sampling, seeds)
 
     def generate(
         self, prompts: DataProto, sampling: Sampling, step: int, numbers: list[int] | None = None
@@ -163,10 +171,14 @@ class Rollouts:
         return self._sampled(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
 
     @timed("rollout")
-    def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
-        """(batch, *others, metrics), after ranks have exchanged groups so that all have about as much to compute. Frees
-        the engine's memory. others: batches with one row per group, or group_size rows."""
+    def sleep(self) -> None:
+        """Frees the engine's memory until the next sync of weights. A server is left alone."""
         self.engine.sleep()
+
+    @timed("rollout")
+    def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
+        """(batch, *others, metrics), after ranks have exchanged groups so that all have about as much to compute.
+        others: batches with one row per group, or group_size rows."""
         plan, metrics = balance_groups(
             batch,
             actor.module,
@@ -220,20 +232,20 @@ class Rollouts:
         return state if self._async is None else state | self._async.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.tape.replays and "in_flight" in state:  # the record has them, from the next step on
+        if self.recorder.replays and "in_flight" in state:  # the record has them, from the next step on
             state["position"] -= len(state["in_flight"]) // self.sizes.group_size
         if self.loader is not None:  # there is none with --val-only
             self.loader.load_state_dict(state)
         if self._async is not None:
             self._async.load_state_dict(state)
-        elif "in_flight" in state and not self.tape.replays:
+        elif "in_flight" in state and not self.recorder.replays:
             raise InputError(
                 f"resume: the checkpoint has {len(state['in_flight'])} in-flight responses, which would be lost "
                 "without --async-level: set it as before"
             )
 
     def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        return self.tape.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
+        return self.recorder.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
 
     def _batch_of(self, step: int, first: int) -> tuple[DataProto, DataProto, list[int]]:
         """(prompts, the prompts repeated group_size times, seeds). first: the number of the batch's first prompt."""

@@ -8,10 +8,11 @@ reported as 0.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, Min, Sum, token_means
 from lib.reward.scores import is_number
@@ -76,16 +77,27 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     return metrics
 
 
-def row_metrics(batch: DataProto) -> dict[str, Metric]:
-    """This rank's numbers of rows and tokens that came in, and of those that were trained on: loss_mask (B, T)."""
+def row_metrics(batch: DataProto, *others: DataProto) -> dict[str, Metric]:
+    """This rank's numbers of rows and tokens that came in, and of those that were trained on: loss_mask (B, T).
+    others: further responses that the step sampled, whose tokens count in training/tokens."""
     tensors = batch.batch
     trained, sampled = tensors["loss_mask"], tensors["response_mask"]
     return {
         "training/rows_in": Sum(len(batch)),
         "training/rows_trained": Sum(trained.any(1).sum().item()),
         "training/trained_share": Mean(trained.sum().item(), sampled.sum().item()),
-        "training/tokens": Sum(tensors["attention_mask"].sum().item()),
+        "training/tokens": Sum(sum(rows.batch["attention_mask"].sum().item() for rows in (batch, *others))),
     }
+
+
+def merge_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """One dict of several. Raises InputError for a name that two of them have, since one value would be lost."""
+    merged: dict[str, Metric] = {}
+    for found in metrics:
+        if twice := sorted(merged.keys() & found.keys()):
+            raise InputError(f"the metric {twice[0]!r} was logged twice in one step: give one of them another name")
+        merged |= found
+    return merged
 
 
 def rows_dropped(row_filters: Mapping[str, torch.Tensor]) -> dict[str, float]:

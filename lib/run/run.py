@@ -26,7 +26,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -54,8 +54,8 @@ from lib.distributed import (
     start_step,
     step_timing,
 )
-from lib.model import Trained
-from lib.rollout import Recording, Replay, Tape, check_recorded, forget_after
+from lib.model import TrainedModel
+from lib.rollout import NoRecorder, Recorder, Replayer, check_recorded, forget_after
 from lib.run.alerts import DROPPED
 from lib.run.checkpoint import (
     export_hf,
@@ -68,6 +68,7 @@ from lib.run.checkpoint import (
     why_torn,
 )
 from lib.run.disk import writes_to
+from lib.run.metrics import merge_metrics
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
@@ -112,7 +113,7 @@ class Run:
     """what config.json holds (only on rank 0)"""
     locks: ExitStack = field(default_factory=ExitStack)
     """of the folders that this run writes to (only on rank 0)"""
-    tape: Tape = field(default_factory=Tape)
+    recorder: NoRecorder = field(default_factory=NoRecorder)
     """what steps take from outside goes through it"""
     _saving: Future | None = None
     _writing: Future | None = None
@@ -125,28 +126,29 @@ class Run:
         self._profiler = Profiler(self.folder / "profile", args.profile_steps, args.profile_memory, self.world)
         self._peak_tflops = peak_tflops(self.world.device)
 
-    def load(self, models: Mapping[str, Trained], parts: Mapping[str, Any]) -> dict[str, DataProto]:
-        """Loads the checkpoint, if there is one, into models and parts. Returns its `batches`. Then sets aside what the
-        run does again: a checkpoint that cannot be loaded leaves all as it is. A collective.
+    def load(self, models: Mapping[str, TrainedModel], stateful: Mapping[str, Any]) -> dict[str, DataProto]:
+        """Loads the checkpoint, if there is one, into models and stateful objects. Returns its `batches`. Then sets
+        aside what the run does again: a checkpoint that cannot be loaded leaves all as it is. A collective.
 
-        parts: other objects with state_dict() and load_state_dict(). A state is plain numbers and, if it is the same on
-        all ranks, DataProtos.
+        stateful: other objects with state_dict() and load_state_dict(). A state is plain numbers and, if it is the same
+        on all ranks, DataProtos.
         """
-        batches = {} if self.checkpoint is None else self._load(self.checkpoint, models, parts)
+        batches = {} if self.checkpoint is None else self._load(self.checkpoint, models, stateful)
         on_first_rank(self._begin)
         return batches
 
-    def _load(self, checkpoint: Path, models: Mapping[str, Trained], parts: Mapping[str, Any]) -> dict[str, DataProto]:
+    def _load(
+        self, checkpoint: Path, models: Mapping[str, TrainedModel], stateful: Mapping[str, Any]
+    ) -> dict[str, DataProto]:
         state = load_checkpoint(checkpoint, **_of_checkpoint(models))
         batches = load_batches(checkpoint)
         for place in [place for place in batches if "." in place]:
             name, key = place.split(".")
             state[name][key] = batches.pop(place)
         if self.new_data:
-            state["loader"] = {key: value for key, value in state["loader"].items() if key == "last_started"} | {
-                "position": 0
-            }
-        for name, part in _with_loss_scales(parts, models).items():
+            started = {key: value for key, value in state["loader"].items() if key == "last_started"}
+            state["loader"] = started | {"position": 0}
+        for name, part in _with_loss_scales(stateful, models).items():
             part.load_state_dict(state[name])
         return batches
 
@@ -165,20 +167,22 @@ class Run:
         """The steps that are left; the first of a run is 1."""
         for step in range(self.step + 1, self.args.total_steps + 1) if not self.validation.val_only else ():
             start_step(step)
-            self.tape.begin(step)
+            self.recorder.begin(step)
             self._profiler.start(step)
             yield step
 
     def record(self, batch: DataProto) -> None:
         """With --record, keeps the batch as it is before the update. The step samples and scores no more."""
-        self.tape.end(batch)
+        self.recorder.end(batch)
 
-    def log(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
-        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective."""
+    def log(self, step: int, metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
+        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective.
+
+        Raises InputError for a name that two of the dicts have."""
         timing = step_timing()
         if self._profiler.stop():
             timing["perf/profiled"] = 1.0
-        reduced = reduce_metrics(metrics | timing)
+        reduced = reduce_metrics(merge_metrics([*metrics, timing]))
         ways = ("training/rows_trained", "training/rows_left_over")
         gone = sum(rows for name, rows in reduced.items() if name in ways or name.startswith(DROPPED))
         assert reduced["training/rows_in"] == gone, "rows were lost on the way"
@@ -197,8 +201,8 @@ class Run:
     def save(
         self,
         step: int,
-        models: Mapping[str, Trained],
-        parts: Mapping[str, Any],
+        models: Mapping[str, TrainedModel],
+        stateful: Mapping[str, Any],
         batches: dict[str, DataProto] | None = None,
     ) -> None:
         """Saves a checkpoint if one is due. Training goes on while it is written; the next save raises what went wrong.
@@ -210,7 +214,7 @@ class Run:
         self._wait_for_writers()
         states: dict[str, Any] = {"step": step}
         batches = dict(batches or {})
-        for name, part in _with_loss_scales(parts, models).items():
+        for name, part in _with_loss_scales(stateful, models).items():
             state = part.state_dict()
             rows = {key: value for key, value in state.items() if isinstance(value, DataProto)}
             batches |= {f"{name}.{key}": value for key, value in rows.items()}
@@ -235,7 +239,7 @@ class Run:
             self.tracker.training_samples(kept, tokenizer, step)
             self._writing = self._writer.submit(write_rollouts, file, step, kept, tokenizer)
 
-    def export(self, actor: Trained, processor: PreTrainedTokenizerBase | ProcessorMixin) -> None:
+    def export(self, actor: TrainedModel, processor: PreTrainedTokenizerBase | ProcessorMixin) -> None:
         """With --export-model, writes the policy in Hugging Face form to the run's folder. A collective."""
         if self.args.export_model and not self.validation.val_only:
             self._wait_for_writers()  # the last checkpoint is on the disk, whatever happens to the export
@@ -279,12 +283,12 @@ class Run:
         print_last(f"interrupted{where}; to go on: {command}", launcher)
 
 
-def _with_loss_scales(parts: Mapping[str, Any], models: Mapping[str, Trained]) -> dict[str, Any]:
+def _with_loss_scales(stateful: Mapping[str, Any], models: Mapping[str, TrainedModel]) -> dict[str, Any]:
     scales = {f"{name}_loss_scale": model.loss_scale for name, model in models.items()}
-    return dict(parts) | {name: scale for name, scale in scales.items() if scale is not None}
+    return dict(stateful) | {name: scale for name, scale in scales.items() if scale is not None}
 
 
-def _of_checkpoint(models: Mapping[str, Trained]) -> dict[str, Any]:
+def _of_checkpoint(models: Mapping[str, TrainedModel]) -> dict[str, Any]:
     return {
         "models": {name: (model.module, model.optimizer) for name, model in models.items()},
         "schedulers": {name: model.scheduler for name, model in models.items()},
@@ -316,9 +320,9 @@ def open_run(args: Any, world: World, script: str, effective: Mapping[str, Any] 
     if world.rank == 0:
         print(f"run folder: {folder}", flush=True)
     if args.run.record:
-        run.tape = Recording(Path(args.run.record), world)
+        run.recorder = Recorder(Path(args.run.record), world)
     elif args.run.replay:
-        run.tape = Replay(Path(args.run.replay), world)
+        run.recorder = Replayer(Path(args.run.replay), world)
     if world.rank == 0 and world.device.type == "cuda" and run._peak_tflops is None:
         print(f"no MFU: lib/run/throughput.py has no peak of {torch.cuda.get_device_name(world.device)}", flush=True)
     note_waits_in(folder / "waits.txt")

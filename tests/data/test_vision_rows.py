@@ -451,7 +451,7 @@ def test_text_that_spells_a_placeholder_stays_text(tmp_path):
     file = write(tmp_path / "a.jsonl", [make_row(parts, [base64_of(picture())])])
     dataset = open_rows(file)
     ids = dataset[0]["raw_prompt_ids"]
-    assert ids.count(processor_of("idefics3").image_token_id) == 1 and dataset.defused == 1
+    assert ids.count(processor_of("idefics3").image_token_id) == 1 and dataset.escaped == 1
     assert dataset[0]["raw_prompt"][0]["content"][1]["text"] == "< image> < |im_end|>"
     said = error_of(file, allow_special_tokens=True)
     assert "has 2 image placeholders (<image>) for 1 images" in said

@@ -1,6 +1,7 @@
 """The loss scale of --compute-dtype float16."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 import grpo
 from lib import setup
+from lib.args import step_sizes
 from lib.cli.flags import parse_flags
 from lib.distributed import full_tensor, init_distributed
 from lib.model.trained import LossScale
@@ -23,8 +25,9 @@ def world(monkeypatch):
 
 def policy(world, dtype: str):
     args = parse_flags(grpo.Args, ["--compute-dtype", dtype, "--lr", "0.01"], {})
-    sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, 1)
-    return setup.load_policy(sharding, args.optimizer, 1, 10)
+    factory = setup.make_model_factory(args, world, step_sizes(args, 1))
+    make_optimizer = partial(torch.optim.AdamW, lr=args.optimizer.lr, fused=True)
+    return setup.load_policy(factory, "actor", args.model.model, make_optimizer, 10)
 
 
 def train(actor, factor: float = 1.0) -> tuple[dict, torch.Tensor]:

@@ -13,7 +13,7 @@ from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World
 from lib.manifest import entry, write_manifest
-from lib.rollout import Recording, Replay, check_recorded, forget_after
+from lib.rollout import Recorder, Replayer, check_recorded, forget_after
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran
 
 TOOLS = [
@@ -183,7 +183,7 @@ def test_a_recording_is_never_written_over(recorded, tmp_path):
         assert not (tmp_path / "run").exists() and len([*folder.glob("kept/step_*")]) == 3
 
 
-# ---- a tape --------------------------------------------------------------------------------------
+# ---- a recorder --------------------------------------------------------------------------------------
 
 
 def rollout(*prompts: int) -> DataProto:
@@ -193,22 +193,24 @@ def rollout(*prompts: int) -> DataProto:
     return DataProto.from_dict({"responses": responses, "rollout_log_probs": -responses / 100}, columns)
 
 
-def record_steps(folder: Path, steps: int, of: World) -> Recording:
-    tape = Recording(folder, of)
+def record_steps(folder: Path, steps: int, of: World) -> Recorder:
+    recorder = Recorder(folder, of)
     for step in range(1, steps + 1):
-        tape.begin(step)
-        tape.rollout(rollout(step), lambda step=step: rollout(step))
-        list(tape.each("scores", [(0, [["ok", {"score": float(step)}]])], [1]))
-        tape.end(rollout(step))
-    return tape
+        recorder.begin(step)
+        recorder.rollout(rollout(step), lambda step=step: rollout(step))
+        list(recorder.record_each("scores", [(0, [["ok", {"score": float(step)}]])], [1]))
+        recorder.end(rollout(step))
+    return recorder
 
 
 def test_between_steps_both_tapes_produce(tmp_path):
     recording = record_steps(tmp_path, 1, world())
     files = sorted(tmp_path.rglob("*.safetensors"))
-    replay = Replay(tmp_path, world())
-    for tape in (recording, replay):
-        assert not tape.gives and tape.rollout(rollout(5), lambda: rollout(5)).batch["responses"].tolist() == [[50]]
+    replay = Replayer(tmp_path, world())
+    for recorder in (recording, replay):
+        assert not recorder.replaying and recorder.rollout(rollout(5), lambda: rollout(5)).batch[
+            "responses"
+        ].tolist() == [[50]]
     assert sorted(tmp_path.rglob("*.safetensors")) == files
     replay.begin(1)
     assert replay.gives and replay.rollout(rollout(1), None).batch["responses"].tolist() == [[10]]
@@ -217,12 +219,12 @@ def test_between_steps_both_tapes_produce(tmp_path):
 
 
 def test_a_step_that_takes_more_or_less_than_was_recorded_is_refused(tmp_path):
-    tape = Recording(tmp_path, world())
-    tape.begin(1)
+    recorder = Recorder(tmp_path, world())
+    recorder.begin(1)
     for _ in range(2):
-        tape.rollout(rollout(1), lambda: rollout(1))
-    tape.end(rollout(1))
-    replay = Replay(tmp_path, world())
+        recorder.rollout(rollout(1), lambda: rollout(1))
+    recorder.end(rollout(1))
+    replay = Replayer(tmp_path, world())
     replay.begin(1)
     replay.rollout(rollout(1), None)
     with pytest.raises(InputError, match="step 1 took 1 of its 2 rollouts"):
@@ -267,7 +269,7 @@ def test_a_step_that_is_not_as_it_was_recorded_is_named(tmp_path, message):
     DAMAGES[message](tmp_path)
     with pytest.raises(InputError) as error:
         check_recorded(tmp_path, range(1, 3), 1)  # sees sizes before the run starts
-        replay = Replay(tmp_path, world())
+        replay = Replayer(tmp_path, world())
         for step in (1, 2):
             replay.begin(step)
     text = str(error.value)
@@ -281,7 +283,7 @@ def test_log_probs_that_no_engine_gives_are_refused(tmp_path, log_prob):
     folder = tmp_path / STEP_2
     rewrite(folder / "rollout_0.safetensors", log_prob)
     write_manifest(folder, {file.name: entry(file) for file in folder.glob("*.safetensors")}, of=STEP_2)
-    replay = Replay(tmp_path, world())
+    replay = Replayer(tmp_path, world())
     replay.begin(2)
     with pytest.raises(
         InputError, match=r"step 2 is not as .*rollout_0.safetensors has .* among its rollout_log_probs"
@@ -291,7 +293,7 @@ def test_log_probs_that_no_engine_gives_are_refused(tmp_path, log_prob):
 
 def test_scores_and_groups_of_other_sizes_are_refused(tmp_path):
     record_steps(tmp_path, 1, world())
-    replay = Replay(tmp_path, world())
+    replay = Replayer(tmp_path, world())
     replay.begin(1)
     with pytest.raises(InputError, match="its scores are not of its rollouts"):
         replay.each("scores", (), [2])
@@ -318,11 +320,11 @@ def test_steps_are_checked_by_number_and_by_ranks(tmp_path):
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "step_000001").write_text("in the way of the folder")
-    tape = Recording(tmp_path, world())
-    tape.begin(1)
+    recorder = Recorder(tmp_path, world())
+    recorder.begin(1)
     with pytest.raises(InputError, match=f"--record {tmp_path}: rollout_0.safetensors of step 1 not written"):
-        tape.rollout(rollout(1), lambda: rollout(1))
-    tape.begin(2)
+        recorder.rollout(rollout(1), lambda: rollout(1))
+    recorder.begin(2)
     image = DataProto.from_dict(non_tensors={"image": [b"pixels", object()]})
     with pytest.raises(InputError, match=r"step 2 not written: non_tensor_batch\['image'\] row 1: a value of type"):
-        tape.end(image)
+        recorder.end(image)

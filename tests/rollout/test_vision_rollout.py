@@ -23,8 +23,8 @@ from lib.distributed import World, make_mesh, shard_model
 from lib.model import load_model, response_log_probs
 from lib.rollout import (
     HFEngine,
-    Recording,
-    Replay,
+    Recorder,
+    Replayer,
     Sampling,
     WeightSyncError,
     concat_rows,
@@ -460,11 +460,11 @@ def test_a_recorded_rollout_has_its_images_once_and_is_for_no_other_images(world
     prompts = visual_prompts(processor, model)
     rows = [hf_engine.Generated([5, 6], [0.0, -0.5], "length")] * len(prompts)
     of, recorded = World(0, 1, torch.device("cpu")), add_responses(prompts, rows, 0)
-    tape = Recording(tmp_path, of)
-    tape.begin(1)
-    tape.rollout(prompts, lambda: recorded)
-    tape.end(recorded)
-    replay = Replay(tmp_path, of)
+    recorder = Recorder(tmp_path, of)
+    recorder.begin(1)
+    recorder.rollout(prompts, lambda: recorded)
+    recorder.end(recorded)
+    replay = Replayer(tmp_path, of)
     replay.begin(1)
     again = replay.rollout(prompts, None)
     for key, column in recorded.batch.items():

@@ -44,7 +44,7 @@ def test_a_run_that_ends_in_a_profiled_step_writes_what_it_has(tmp_path):
         "from lib.data import RLHFDataset as Rows\n"
         "def step(self):\n"
         "    raise MemoryError('no room')\n"
-        "trained.Trained.step = step\n"
+        "trained.TrainedModel.step = step\n"
     )
     ends = ["--dataset-class", f"{tmp_path / 'ends.py'}:Rows", "--profile-steps", "1", "--profile-memory"]
     done = fork("grpo", tmp_path, *SMALL, *ends, "--run-name", "run")

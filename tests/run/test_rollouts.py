@@ -44,11 +44,11 @@ from lib.model.trained import Policy
 from lib.run.run import Run
 
 seen = {}  # log_probs and entropy of each row, in the last call
-keep, compute, save = Policy.keep_log_probs, Policy.log_probs, Run.save_rollouts
+record, compute, save = Run.record, Policy.log_probs, Run.save_rollouts
 
-def keep_with_number(self, batch, **options):
+def record_and_number(self, batch):
+    record(self, batch)
     batch.batch["row"] = torch.arange(len(batch))
-    keep(self, batch, **options)
 
 def compute_and_record(self, micro):
     outputs = compute(self, micro)
@@ -61,7 +61,7 @@ def save_and_record(self, step, batch, tokenizer):
     seen.clear()
     save(self, step, batch, tokenizer)
 
-Policy.keep_log_probs, Policy.log_probs, Run.save_rollouts = keep_with_number, compute_and_record, save_and_record
+Run.record, Policy.log_probs, Run.save_rollouts = record_and_number, compute_and_record, save_and_record
 
 def score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str[-1:] in "478":

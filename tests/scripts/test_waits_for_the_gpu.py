@@ -53,8 +53,10 @@ def world(monkeypatch):
 def reads_of_an_update(world, micro_batch_tokens: int, monkeypatch) -> tuple[int, int]:
     """(reads, micro-batches), without those that lay out rows: they are on the CPU, and wait once a micro-batch."""
     args = parse_flags(grpo.Args, ["--micro-batch-tokens", str(micro_batch_tokens), "--kl-coef", "0.1", *LIMITS], {})
-    sharding = setup.make_sharding(args.model, args.shard, args.optimizer, args.rollout, world, args.run.seed)
-    actor = setup.load_policy(sharding, args.optimizer, 1, 10)
+    sizes = step_sizes(args, 1)
+    factory = setup.make_model_factory(args, world, sizes)
+    make_optimizer = partial(torch.optim.AdamW, lr=args.optimizer.lr, fused=True)
+    actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, 10)
     batch = rollout_batch([4, 5, 6, 7] * 2, [5, 6, 7, 8] * 2)
     batch.batch["input_ids"] %= 20  # the toy's vocabulary
     t = batch.batch
