@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import grpo
+import remax
 from lib import core_algos
 from lib.cli.flags import parse_flags
 from lib.setup import check_algorithm
@@ -355,6 +357,55 @@ def test_the_scripts_loss_is_the_librarys(seed):
         assert torch.equal(our_metrics[name] * mask, values * mask), name
     gradients = [torch.autograd.grad((losses * mask).sum(), new)[0] for losses in (ours, theirs)]
     assert torch.equal(*gradients)
+
+
+def rewards_with_dead_rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(rewards, NaN where the mask is 0; valid_mask; columns) of 5 groups of up to 4 rows, some of them without a valid
+    token, one group with equal rewards and one with a single valid row."""
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(17, 6, generator=g) < 0.7
+    mask[torch.tensor([1, 5])] = False
+    group = torch.arange(17) // 4
+    rewards = torch.randint(0, 3, (17, 6), generator=g).float()
+    rewards[8:12] = mask[8:12] / mask[8:12].sum(1, keepdim=True).clamp(min=1)  # each row sums to 1, or to 0 if dead
+    baselines = torch.randn(17, generator=g)
+    return torch.where(mask, rewards, torch.nan), mask, {"group": group, "reward_baselines": baselines}
+
+
+@pytest.mark.parametrize("singleton", ["raw", "zero"])
+@pytest.mark.parametrize("script", ["grpo", "dapo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_scripts_advantages_equal_the_loop(script, singleton, seed):
+    """Against sums over rows in float64; and to the last bit what lib/core_algos computes."""
+    rewards, mask, t = rewards_with_dead_rows(seed)
+    module = importlib.import_module(script)
+    advantages, returns = module.grpo_advantages(module.Args(singleton=singleton), rewards, mask, t)
+    scores = {i: sum(rewards[i, mask[i]].double().tolist()) for i in range(17) if mask[i].any()}
+    for i in range(17):
+        others = [score for j, score in scores.items() if t["group"][j] == t["group"][i]]
+        expected = 0.0
+        if i in scores and len(others) == 1:
+            expected = scores[i] / (1 + 1e-6) if singleton == "raw" else 0.0
+        elif i in scores:
+            expected = (scores[i] - statistics.mean(others)) / (statistics.stdev(others) + 1e-6)
+        # rounded to float32; equal scores give exactly 0
+        assert advantages[i].tolist() == pytest.approx([expected * valid for valid in mask[i].tolist()], rel=1e-6)
+    theirs, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, t["group"], singleton=singleton)
+    assert torch.equal(advantages, theirs) and advantages is returns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_remax_advantages_equal_the_loop(seed):
+    rewards, mask, t = rewards_with_dead_rows(seed)
+    advantages, returns = remax.remax_advantages(rewards, t["reward_baselines"], mask)
+    for i, row in enumerate(mask):
+        for at in range(6):
+            to_go = sum(rewards[i, k].item() for k in range(at, 6) if row[k])
+            expected = to_go - t["reward_baselines"][i].item() if row[at] else 0.0
+            assert advantages[i, at].item() == pytest.approx(expected, rel=1e-6)  # rounded to float32
+            assert returns[i, at].item() == pytest.approx(to_go if row[at] else 0.0, rel=1e-6)
+    theirs = core_algos.compute_remax_outcome_advantage(rewards, t["reward_baselines"], mask)
+    assert torch.equal(advantages, theirs[0]) and torch.equal(returns, theirs[1])
 
 
 @pytest.mark.parametrize("flags", [[], ["--rollout-correction.level", "measure"]])
