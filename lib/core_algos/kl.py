@@ -16,7 +16,7 @@ def kl_penalty(
     ref_logprob: Tensor,
     kl_penalty: str,
     response_mask: Tensor | None = None,
-    old_logprob: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
 ) -> Tensor:
     """Estimates of KL(π ‖ ref) at tokens sampled from π, joschu.net/blog/kl-approx.html; d = logprob − ref_logprob.
 
@@ -30,7 +30,7 @@ def kl_penalty(
     _unbiased  (k1_unbiased, k3_unbiased) ρ·k, DeepSeek-V3.2, arXiv 2512.02556; ρ = π/π_old, log ratio clamped to ±20,
                is differentiated too. Over tokens of π_old, the sampler, E[ρ·k] = Σ π·k = KL(π ‖ ref) for every π: an
                identity in π, so the gradients agree as well, off policy too. (k2_unbiased: those of E[k2], which is
-               not the KL.) Without old_logprob, π_old = π: ρ is 1, with a gradient.
+               not the KL.) Without old_log_probs, π_old = π: ρ is 1, with a gradient.
 
     The clamp at 10 is a bias in all forms of k3. All (B, T). With a mask the result and its gradient are 0 at masked
     positions; the mask of `agg_loss` comes too late for a log-prob of −inf in the padding. Raises InputError for an
@@ -40,9 +40,9 @@ def kl_penalty(
     if name not in KL_PENALTIES or kl_penalty not in (name, f"{name}+", f"{name}_unbiased"):
         forms = ", ".join(KL_PENALTIES)
         raise InputError(f"unknown kl_penalty {kl_penalty!r}: choose one of {forms}, bare or with + or _unbiased")
-    old_logprob = (logprob if old_logprob is None else old_logprob).detach()
+    old_log_probs = (logprob if old_log_probs is None else old_log_probs).detach()
     if response_mask is not None:
-        logprob, ref_logprob, old_logprob = (_keep(x, response_mask) for x in (logprob, ref_logprob, old_logprob))
+        logprob, ref_logprob, old_log_probs = (_keep(x, response_mask) for x in (logprob, ref_logprob, old_log_probs))
     d = logprob - ref_logprob
     k2 = 0.5 * d.square()
     if name in ("kl", "k1"):
@@ -56,7 +56,7 @@ def kl_penalty(
         value = (torch.expm1(x) - x).clamp(max=10)  # e^x − 1 − x in float32 is noise at the small x of most tokens
     if kl_penalty.endswith("+"):
         return value.detach() + (k2 - k2.detach())
-    return (logprob - old_logprob).clamp(-20, 20).exp() * value if kl_penalty.endswith("_unbiased") else value
+    return (logprob - old_log_probs).clamp(-20, 20).exp() * value if kl_penalty.endswith("_unbiased") else value
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import (
     Max,
@@ -22,6 +23,7 @@ from lib.distributed import (
 )
 from lib.run import data_metrics, extra_metrics, mismatch_metrics
 from lib.run.alerts import alerts_of_run, alerts_of_step
+from lib.run.metrics import merge_metrics
 from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.validation import Validated, best_at_k, maj_at_k, pass_at_k, validated_rows, validation_metrics
 from tests.common import run_ranks
@@ -383,6 +385,14 @@ def test_mfu_is_the_share_of_the_peak_that_an_update_takes():
 def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_tflops(torch.device("cuda")) == peak and peak_tflops(torch.device("cpu")) is None
+
+
+def test_a_metric_that_is_logged_twice_is_an_error():
+    """Such as by a second policy with the first one's name: one value would be lost."""
+    merged = merge_metrics([{"actor/lr": 1.0}, {}, {"critic/lr": 2.0}])
+    assert merged == {"actor/lr": 1.0, "critic/lr": 2.0}
+    with pytest.raises(InputError, match="'actor/lr' was logged twice in one step: give one of them another name"):
+        merge_metrics([merged, {"actor/lr": 1.0}])
 
 
 # ---- alerts --------------------------------------------------------------------------------------
