@@ -421,7 +421,9 @@ class DataProto:
         """Add this rank's rows of `whole` to the batch. `whole` has tensors over the rows of all ranks, in all_gather's
         order."""
         first = dist.get_rank() * len(self)
-        self.batch.update({key: tensor[first : first + len(self)] for key, tensor in whole.items()})
+        # copies: views would keep the rows of all ranks in memory
+        own = {key: tensor[first : first + len(self)].clone() for key, tensor in whole.items()}
+        self.batch.update(own)
 
     def all_gather(self, group=None) -> "DataProto":
         """The rows of all ranks of `group`, in the order of ranks, on every rank. Ranks may have different numbers of

@@ -11,11 +11,12 @@ import torch
 
 from lib import InputError
 from lib.args import ROOT, Sizes, training_ranks
+from lib.columns import COLUMNS, TABLE
 from lib.distributed import World, advise_out_of_memory, on_first_rank
 from lib.model.flops import StepFlops, estimate_flops
 from lib.model.memory import GIB, Moments, estimate_memory, fits, memory_table
 from lib.run.throughput import PEAK_TFLOPS, peak_tflops
-from lib.setup import Inputs, check_algorithm, get_compute_dtype, needed_log_probs
+from lib.setup import Inputs, advantage_columns, check_algorithm, get_compute_dtype, needed_log_probs
 
 MFU = 0.3  # of an update, for its time: an assumption
 NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
@@ -153,8 +154,17 @@ def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
         offload_activations="activations" in shard.cpu_offload,
         engine_bytes=int(rollout.gpu_share * gpu) if beside else 0,
         engine_ranks=rollout.rollout_tensor_parallel_size,
+        gathered_bytes=ranks * sizes.local_rows * rollout.max_response_length * gathered_bytes_per_token(args),
         **models_of(args),
     )
+
+
+def gathered_bytes_per_token(args: Any) -> int:
+    """At most, of a response token: its gathered columns, and those that add_advantages writes."""
+    read = advantage_columns(args, check_algorithm(args, torch.device("cuda")))
+    gathered = [column for name, column in COLUMNS.items() if name in read or column.gathered == "always"]
+    columns = [*gathered, *TABLE["grpo.py: add_advantages"]]
+    return sum(getattr(torch, column.dtype).itemsize for column in columns if column.width == "T")
 
 
 def check_memory(args: Any, sizes: Sizes, world: World) -> None:

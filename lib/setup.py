@@ -16,9 +16,11 @@ from lib import InputError
 from lib.agent import MultiTurn, load_multi_turn, make_episodes
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, RewardArgs, ShardArgs, Sizes
 from lib.cli.flags import non_default, parse_json
+from lib.columns import COLUMNS
 from lib.core_algos import (
     ADV_TENSORS,
     LOSS_TENSORS,
+    TOKEN_MASKS,
     AdaptiveKLController,
     FixedKLController,
     check_token_masks,
@@ -136,6 +138,19 @@ def needed_log_probs(args: Any, sizes: Sizes, correction: dict) -> tuple[str, ..
         or args.loss in LOSS_TENSORS
     )
     return ("old_log_probs", "entropys") if needed else ()
+
+
+def advantage_columns(args: Any, correction: dict) -> list[str]:
+    """Columns that the estimator, correction, token masks and KL of this run read of the rows of all ranks, besides
+    those that are always gathered."""
+    read = {*ADV_TENSORS.get(getattr(args, "adv_estimator", ""), ())}
+    if correction:
+        read |= {"old_log_probs", "rollout_log_probs"}
+    if args.kl_coef > 0 and args.kl_placement == "reward":
+        read |= {"old_log_probs", "ref_log_prob"}
+    for mask in args.token_masks.settings(args.loss):
+        read |= {*TOKEN_MASKS[mask][1]}
+    return [name for name, column in COLUMNS.items() if name in read and column.gathered == "if read"]
 
 
 def effective_settings(args: Any, device: torch.device, correction: dict, needed: tuple[str, ...]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from lib.columns import COLUMNS
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, all_to_all_objects
 
@@ -120,15 +121,10 @@ def longest_first(costs: list[float], parts: int) -> list[list[int]]:
     return lists
 
 
-ADVANTAGES_READ = (  # the batch keys that are read over all ranks' rows, for advantages, corrections and masks
-    *("token_level_scores", "reward_components", "reward_baselines", "response_mask", "truncated"),
-    *("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "sum_pi_squared", "values"),
-)
-
-
-def gather_columns(batch: DataProto, *more: str) -> dict[str, torch.Tensor]:
-    """The tensors that advantages are computed from, of the rows of all ranks, and `group` (B,) int64: rows with the
-    same uid have the same number. more: keys that your own script adds (docs/your_own.md). A collective."""
-    whole = batch.select([key for key in ADVANTAGES_READ if key in batch.batch] + list(more), ["uid"]).all_gather()
+def gather_columns(batch: DataProto, *names: str) -> dict[str, torch.Tensor]:
+    """The named columns, those that lib/columns.py always gathers, and `group` (B,) int64, of the rows of all ranks.
+    Rows with the same uid have the same number in `group`. A collective."""
+    always = [name for name, column in COLUMNS.items() if column.gathered == "always" and name in batch.batch]
+    whole = batch.select([*dict.fromkeys([*always, *names])], ["uid"]).all_gather()
     _, group = np.unique(whole.non_tensor_batch["uid"].astype(str), return_inverse=True)
     return dict(whole.batch.items()) | {"group": torch.from_numpy(group).to(whole.batch.device)}

@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
 from lib.args import PromptSampling
+from lib.columns import COLUMNS
 from lib.data.dataset import PromptDataset
 from lib.data.difficulty import Difficulty
 from lib.seeds import seeded
@@ -37,7 +38,7 @@ def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
             batch[key] = np.fromiter(values, dtype=object, count=len(values))
     if "attention_mask" in batch:
         longest = int(batch["attention_mask"].sum(1).max())
-        batch |= {key: batch[key][..., -longest:] for key in ("input_ids", "attention_mask", "position_ids")}
+        batch |= {key: x[..., -longest:] for key, x in batch.items() if key in COLUMNS and COLUMNS[key].width == "L"}
     return batch
 
 

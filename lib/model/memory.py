@@ -23,6 +23,7 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
                       rollout: four copies of (rows, vocabulary). optimizer: none, AdamW is fused. vision: a layer of
                       the tower and its gradients
     KV cache          rows x (prompt + response) x what a token keeps
+    columns           of the batch (lib/columns.py), of the rows of all ranks, while advantages are computed
     vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
 
 Weights, Adam and gradients are exact. Activations and work are measured: the model runs forward and backward on the
@@ -85,6 +86,7 @@ def estimate_memory(
     offload_activations: bool = False,
     engine_bytes: int = 0,
     engine_ranks: int = 1,
+    gathered_bytes: int = 0,
     trust_remote_code: bool = False,
 ) -> Moments:
     """Bytes on each of `ranks` ranks in each moment of a step. Models: Hugging Face ids, folders or config.json files.
@@ -102,6 +104,7 @@ def estimate_memory(
         engine_bytes: memory of a vLLM engine while it is awake. The estimate takes its weights and the KV cache of one
             row, if that is more. 0: the hf engine.
         engine_ranks: the number of ranks over which vLLM splits the model (tensor parallel).
+        gathered_bytes: columns of the rows of all ranks, which each rank holds while it computes advantages.
 
     Raises:
         InputError: there is no such config, or it is of another kind of model.
@@ -158,6 +161,9 @@ def estimate_memory(
             gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
             work = max(forward_peak(network, tokens), TowerCosts.of(network, of_images).work)
             moments[name] = {"gathered weights": gathered, "work": work}
+
+    if gathered_bytes:
+        moments["advantages"] = {"columns": gathered_bytes}
 
     # ---- update
     groups, costs = FSDPGroups.of(actor), update_costs(actor, tokens, gradient_checkpointing)

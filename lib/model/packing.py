@@ -106,8 +106,7 @@ def _of_group(
     results.
     """
     group, rank = row_group.ranks, row_group.ranks.rank()
-    fields = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
-    rows = batch.select(fields, [])
+    rows = batch.select([*LAYOUT, "responses"], [])
     rows.batch["rank"] = torch.full((len(rows),), rank, device=batch.batch["responses"].device)
     rows = rows.all_gather(group)
     inputs, select, target = _response_inputs(model, rows, True, share_prompts)

@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.columns import COLUMNS
 from lib.core_algos import splitmix64
 from lib.data.vision import Media
 from lib.data_proto import DataProto
@@ -245,15 +246,11 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
     fitted = []
     for batch in batches:
         left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["responses"].shape[1]
-        pads = {"prompts": (left, 0)}
-        pads |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), (left, right))
-        of_responses = ("responses", "response_mask", "rollout_log_probs", "turn_rewards", "token_level_scores")
-        pads |= dict.fromkeys((*of_responses, "weight_versions"), (0, right))
+        pads = {"P": (left, 0), "L": (left, right), "T": (0, right)}
         batch = batch.select()
-        fill = {"weight_versions": -1}
-        padded = {
-            key: F.pad(batch.batch[key], pad, value=fill.get(key, 0)) for key, pad in pads.items() if key in batch.batch
-        }
-        batch.batch.update(padded)
+        for name, values in [*batch.batch.items()]:
+            column = COLUMNS.get(name)
+            if column is not None and column.width in pads:
+                batch.batch[name] = F.pad(values, pads[column.width], value=column.fill)
         fitted.append(batch)
     return fitted

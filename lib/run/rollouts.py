@@ -3,7 +3,7 @@
     datasets.load_dataset("parquet", data_files="runs/NAME/rollouts/*.parquet")
 
 A rank keeps rows that it trained on, so nothing is gathered. A thread writes them while training goes on, under another
-name until the file is whole: a kill leaves no torn one. `write_rollouts` lists the columns.
+name until the file is whole: a kill leaves no torn one. lib/columns.py says which columns are copied.
 """
 
 import itertools
@@ -13,23 +13,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.cli.secrets import private
+from lib.columns import COLUMNS
 from lib.data_proto import DataProto
 from lib.distributed import World
 from lib.run.disk import free_space
 from lib.run.prompt_images import keep_images, row_hashes
 from lib.run.tracking import prompt_text, turns_of
-
-TENSORS = (  # keys of the batch that are kept, where it has them
-    *("prompts", "responses", "attention_mask", "response_mask", "loss_mask", "token_level_scores", "turn_rewards"),
-    *("rollout_log_probs", "log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages", "values"),
-    *("weight_versions", "multi_modal_hash"),
-)
-OBJECTS = ("uid", "data_source", "raw_prompt", "reward_model", "finish_reason", "reward_extra_info", "multi_modal_data")
 
 
 def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -> list[int]:
@@ -46,9 +39,9 @@ def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -
 
 
 def taken_out(batch: DataProto, rows: list[int]) -> DataProto:
-    """A copy of these rows on the CPU, with the columns that are kept."""
-    keys = [key for key in TENSORS if key in batch.batch]
-    return batch.select(keys, OBJECTS, ())[rows].to("cpu")
+    """A copy of these rows on the CPU, with the columns that are saved."""
+    saved = [name for name, column in COLUMNS.items() if column.saved]
+    return batch.select([name for name in saved if name in batch.batch], saved, ())[rows].to("cpu")
 
 
 def rollout_file(run_folder: Path, step: int, rank: int) -> Path:
@@ -64,18 +57,18 @@ def rollout_files(run_folder: Path, after: int) -> list[Path]:
 def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the rows of a trained batch on the CPU.
 
-    - step, group (the uid), sample (its number in the group, from 0), data_source, finish_reason
+    - step, group (the uid), sample (its number in the group, from 0)
     - row_hash of the row of the data, images (names of files in images/): lib/run/prompt_images.py
     - prompt (the messages' text), response (with special tokens), ground_truth (JSON if it is not a string)
-    - prompt_ids, response_ids, tokens (the text of each response token: `token_texts`), without padding
-    - response_mask: sampled by the policy; loss_mask: counted by the loss
-    - rollout_log_probs, log_probs, old_log_probs, ref_log_probs: of the engine; of the policy in the update's last
-      pass; before the update; of the reference. entropy, ratio (of log_probs to old_log_probs, the log ratio clamped to
-      ±20 as in the losses; 1 where old_log_probs were not needed), advantages, values, weight_versions
+    - tokens (the text of each response token: `token_texts`)
+    - columns of the batch that lib/columns.py copies: masks, log-probs, entropy, advantages, values, weight_versions
+    - ratio of log_probs to old_log_probs, the log ratio clamped to ±20 as in the losses; 1 where old_log_probs were not
+      needed
     - score, null for a row without one; rewards, a JSON object of all that the scorers gave besides
     - turns of an episode: by, text, tokens, reward
 
-    The lists from response_ids on have a value for each response token. A column that was not computed is null.
+    Lists have a value for each response token (prompt_ids: for each prompt token). A column that was not computed is
+    null.
 
     Raises:
         InputError: the file cannot be written (the disk is full). No part of it is left.
@@ -107,13 +100,17 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
     if "log_probs" in t:
         t["ratio"] = (t["log_probs"] - t.get("old_log_probs", t["log_probs"])).clamp(-20, 20).exp()
 
-    def lists(key: str, type: pa.DataType, where: torch.Tensor = in_response) -> pa.Array:
+    def copied(key: str, width: str, type: pa.DataType) -> pa.Array:
+        if key in columns:
+            return texts(columns[key]) if type == pa.string() else pa.array(columns[key].tolist(), type)
         if key not in t:
-            return pa.nulls(B, pa.list_(type))
+            return pa.nulls(B, type if width == "B" else pa.list_(type))
+        values = t[key].float() if t[key].is_floating_point() else t[key]  # numpy has no bfloat16
+        if width == "B":
+            return pa.array(values.numpy()).cast(type)
+        where = in_prompt if width == "P" else in_response
         ends = [0, *where.sum(1).cumsum(0).tolist()]
-        values = t[key][where]
-        values = values.float() if values.is_floating_point() else values  # numpy has no bfloat16
-        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values.numpy()).cast(type))
+        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values[where].numpy()).cast(type))
 
     def texts(values: Iterable[Any]) -> pa.Array:
         return pa.array([None if value is None else _utf8(value) for value in values], pa.string())
@@ -132,30 +129,20 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
         "step": pa.array([step] * B, pa.int32()),
         "group": texts(columns["uid"]),
         "sample": pa.array([next(in_group[uid]) for uid in columns["uid"]], pa.int32()),
-        "data_source": texts(columns["data_source"]),
         "row_hash": texts(row_hashes(batch)),
         "prompt": texts(prompt_text(messages) for messages in columns["raw_prompt"]),
         "response": texts(responses),
         "ground_truth": texts(x if x is None or isinstance(x, str) else _json(x) for x in truths),
-        "prompt_ids": lists("prompts", pa.int32(), in_prompt),
-        "response_ids": lists("responses", pa.int32()),
         "tokens": pa.array(tokens, pa.list_(pa.string())),
-        "response_mask": lists("response_mask", pa.bool_()),
-        "loss_mask": lists("loss_mask", pa.bool_()),
-        "rollout_log_probs": lists("rollout_log_probs", pa.float32()),
-        "log_probs": lists("log_probs", pa.float32()),
-        "old_log_probs": lists("old_log_probs", pa.float32()),
-        "ref_log_probs": lists("ref_log_prob", pa.float32()),
-        "entropy": lists("entropy", pa.float32()),
-        "ratio": lists("ratio", pa.float32()),
-        "advantages": lists("advantages", pa.float32()),
-        "values": lists("values", pa.float32()),
-        "weight_versions": lists("weight_versions", pa.int32()),
-        "finish_reason": texts(columns["finish_reason"]),
+        "ratio": copied("ratio", "T", pa.float32()),
         "score": pa.array([score if known else None for score, known in zip(scores, scored)], pa.float64()),
         "rewards": texts(map(_json, columns["reward_extra_info"])),
         "turns": pa.array(turns, pa.list_(pa.struct(list(turn.items())))),
     }
+    for key, column in COLUMNS.items():
+        name, type = column.copied
+        if type:
+            table[name] = copied(key, column.width, pa.type_for_alias(type))
     return pa.table(table)
 
 

@@ -269,6 +269,9 @@ def test_each_option_adds_or_moves_its_parts():
     judged = estimate_memory(TOY_MODEL, reward_model=TOY_MODEL, **TOY)
     assert judged["loss"]["reward model"] > 0.9 * weights and judged["reward model"]["work"] > 0
 
+    gathered = estimate_memory(TOY_MODEL, gathered_bytes=5, **TOY)["advantages"]
+    assert gathered == {"columns": 5} | {name: plain["optimizer"][name] for name in ("weights", "Adam")}
+
     offloaded = estimate_memory(TOY_MODEL, cpu_offload=True, accumulation="none", **TOY)
     assert offloaded["host"] == {name: plain["optimizer"][name] for name in ("weights", "Adam", "gradients")}
     assert not {"weights", "Adam"} & set(offloaded["loss"]) and "gradients" not in offloaded["last layer"]

@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from lib.columns import COLUMNS as OF_BATCH
 from lib.run.page.files import check, open_inside, parse, reason
 from lib.run.page.read import could_not_read, read_lines
 
@@ -45,10 +46,12 @@ COLUMNS = (
     dict.fromkeys(("step", "sample"), pa.int64())
     | dict.fromkeys(("group", "prompt", "data_source", "finish_reason", "ground_truth", "rewards"), pa.string())
     | dict.fromkeys(("row_hash",), pa.string())
-    | {"score": pa.float64(), "images": pa.list_(pa.string()), "tokens": pa.list_(pa.string()), "response_ids": WHOLE}
-    | dict.fromkeys(("response_mask", "loss_mask", "weight_versions"), WHOLE)
-    | dict.fromkeys(("rollout_log_probs", "log_probs", "old_log_probs", "ref_log_probs"), FLOATS)
-    | dict.fromkeys(("entropy", "ratio", "advantages", "values"), FLOATS)
+    | {"score": pa.float64(), "images": pa.list_(pa.string()), "tokens": pa.list_(pa.string()), "ratio": FLOATS}
+    | {
+        c.copied[0]: FLOATS if c.copied[1] == "float" else WHOLE
+        for c in OF_BATCH.values()
+        if c.copied[1] and c.width == "T"
+    }
     | {
         "turns": pa.list_(
             pa.struct({"by": pa.string(), "text": pa.string(), "tokens": pa.int32(), "reward": pa.float64()})

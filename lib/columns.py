@@ -1,0 +1,173 @@
+"""The table of columns: what a step's batch can have, one line a column, in the order in which they are written.
+
+B responses, P prompt tokens, T response tokens, L = P + T, K rewards. Columns with a dtype of torch are in batch.batch;
+the others, with the Python type of a row's value, in batch.non_tensor_batch.
+
+`python -m lib.columns > docs/columns.md` writes the documentation page.
+"""
+
+from typing import Literal, NamedTuple
+
+
+class Column(NamedTuple):
+    name: str
+    shape: str
+    dtype: str
+    meaning: str
+    readers: str = ""
+    gathered: Literal["always", "if read", ""] = ""
+    """whether `gather_columns` takes it: always, if an estimator, correction or mask that runs declares it, or never"""
+    saved: str = ""
+    """columns of the training samples that are made of it; "name: type", or ": type" of the same name, where its values
+    are copied: one for each token or row"""
+    fill: int = 0
+    """padding of a row that is made wider"""
+
+    @property
+    def copied(self) -> tuple[str, str]:
+        """(name, type) of its copy in the training samples; ("", "") without."""
+        name, colon, type = self.saved.partition(": ")
+        return (name or self.name, type) if colon else ("", "")
+
+    @property
+    def width(self) -> str:
+        """The last dimension: "P" is padded on the left, "L" on both sides, "T" on the right, others are not."""
+        return self.shape.rpartition(", ")[2]
+
+
+TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
+    "lib/data/dataset.py: __getitem__": (
+        Column("data_source", "B", "str", "names the scorer of the row", "rewards", saved=": str"),
+        Column("raw_prompt", "B", "list", "the prompt's messages", "agent, samples", saved="prompt, row_hash"),
+        Column("raw_prompt_ids", "B", "list", "the prompt's tokens, images not expanded", "engines, replay"),
+        Column("reward_model", "B", "dict", "ground_truth, and more for the scorer", "rewards", saved="ground_truth"),
+        Column("extra_info", "B", "dict", "what else the row has", "rewards"),
+        Column("index", "B", "object", "extra_info's index, or the row's number"),
+        Column("tools_kwargs", "B", "dict", "arguments for the row's tools", "agent"),
+        Column("interaction_kwargs", "B", "dict", "arguments for the row's interaction", "agent"),
+        Column("full_prompts", "B", "str", "the templated text, if return_full_prompt"),
+        Column("multi_modal_data", "B", "dict", "images and videos", "engines, samples", saved="images"),
+        Column("multi_modal_inputs", "B", "dict", "the processor's tensors", "forward passes"),
+        Column("multi_modal_hash", "B", "int64", "hash of the images", "shared prompts, replay", saved="row_hash"),
+    ),
+    "lib/data/loader.py: __iter__": (
+        Column("data_row", "B", "int", "number of the row, with --prompt-sampling", "record_scores"),
+    ),
+    "lib/rollout/stream.py: _batch_of": (
+        Column("uid", "B", "str", "step-number of the prompt", "gather_columns", saved="group, sample"),
+    ),
+    "lib/rollout/engine.py: add_responses": (
+        Column("prompts", "B, P", "int64", "tokens, left-padded", "samples", saved="prompt_ids: int32"),
+        Column("responses", "B, T", "int64", "tokens, right-padded", "forward passes", saved="response_ids: int32"),
+        Column("input_ids", "B, L", "int64", "prompts and responses; (B, P) before the rollout", "forward passes"),
+        Column("attention_mask", "B, L", "int64", "1: a token, 0: padding", "forward passes", saved="tokens"),
+        Column("position_ids", "B, L or B, 4, L", "int64", "positions; with mrope in four rows", "forward passes"),
+        Column("response_mask", "B, T", "int64", "1: sampled by the policy", "all", "always", ": bool"),
+        Column("rollout_log_probs", "B, T", "float32", "log-probs of the engine", "correction", "if read", ": float"),
+        Column("finish_reason", "B", "str", "stop, length, abort, error, ...", "metrics", saved=": str"),
+    ),
+    "lib/rollout/server_engine.py: add_weight_versions": (
+        Column("weight_versions", "B, T", "int64", "weights that sampled it, or -1", "metrics", "", ": int32", -1),
+    ),
+    "lib/agent/agent_loop.py: _as_batch": (
+        Column("turn_rewards", "B, T", "float32", "rewards of tools and interactions", "add_to", saved="turns"),
+        Column("messages", "B", "list", "the episode"),
+        Column("num_turns", "B", "int", "turns of the policy", "metrics"),
+        Column("segments", "B", "list", "start and end of each context in the response", "metrics"),
+        Column("weight_version", "B", "int", "version of the weights at the episode's start"),
+        Column("agent_metrics", "B", "dict", "numbers of the episode", "metrics"),
+    ),
+    "lib/reward/scores.py: add_to": (
+        Column("token_level_scores", "B, T", "float32", "reward, on the last token", "advantages", "always", "score"),
+        Column("reward_components", "B, K", "float32", "the rewards of --reward-keys", "gdpo", "always"),
+        Column("reward_extra_info", "B", "dict", "what else the scorer returned", "samples", saved="rewards"),
+    ),
+    "lib/model/trained.py: batched_log_probs": (
+        Column("old_log_probs", "B, T", "float32", "log-probs before the update", "losses", "if read", ": float"),
+        Column("entropys", "B, T", "float32", "entropy before the update", "token masks", "if read"),
+        Column("sum_pi_squared", "B, T", "float32", "sum of p^2 over the vocabulary", "advantages", "if read"),
+    ),
+    "grpo.py: main": (
+        Column("ref_log_prob", "B, T", "float32", "log-probs of reference", "KL", "if read", "ref_log_probs: float"),
+    ),
+    "ppo.py: main": (
+        Column("values", "B, T", "float32", "of the critic", "advantages, value loss", "always", ": float"),
+    ),
+    "remax.py: main": (
+        Column("reward_baselines", "B", "float32", "score of the greedy response", "advantages", "always"),
+    ),
+    "dapo.py: sample_groups": (
+        Column("truncated", "B", "bool", "cut off by the limit", "overlong filtering", "always"),
+        Column("sampled_at", "B", "int64", "step that sampled the row", "main, metrics"),
+    ),
+    "dapo.py: main": (
+        Column("is_fresh", "B", "bool", "sampled in this step", "metrics"),
+    ),
+    "grpo.py: add_advantages": (
+        Column("group", "B", "int64", "number of the uid, over all ranks", "advantages"),
+        Column("rollout_is_weights", "B, T", "float32", "weights of the rollout correction", "update, advantages"),
+        Column("token_level_rewards", "B, T", "float32", "scores, minus the KL in the reward", "advantages"),
+        Column("advantages", "B, T", "float32", "what a token is worth", "losses, token masks", saved=": float"),
+        Column("returns", "B, T", "float32", "what the critic learns", "value loss"),
+        Column("cov_keep", "B, T", "bool", "tokens that Clip-Cov does not detach", "clip_cov"),
+        Column("cov_pick", "B, T", "bool", "tokens that get KL-Cov's penalty", "kl_cov"),
+        Column("loss_mask", "B, T", "bool", "trained on", "update", saved=": bool"),
+        Column("denominator_mask", "B, T", "bool", "counted in the means", "update"),
+        Column("valid_mask", "B, T", "bool", "in a group", "value loss"),
+    ),
+    "lib/data/micro_batches.py: prepare_dynamic_batch": (
+        Column("prompt_group", "B", "int64", "equal for equal prompts; only in micro-batches", "shared prompts"),
+    ),
+    "grpo.py: update": (
+        Column("log_probs", "B, T", "float32", "log-probs in the last pass of the update", "samples", saved=": float"),
+        Column("entropy", "B, T", "float32", "entropy in the last pass of the update", "samples", saved=": float"),
+    ),
+}  # fmt: skip
+
+COLUMNS = {column.name: column for columns in TABLE.values() for column in columns}
+
+
+HEAD = """\
+# Columns of a batch
+
+Every column that the batch of a step can have, in the order in which they are written. B responses, P prompt tokens, T
+response tokens, L = P + T, K rewards of `--reward-keys`. Columns with a dtype of torch are tensors in `batch.batch`.
+The others are object arrays in `batch.non_tensor_batch`, with the Python type of a row's value.
+
+What happens to a column:
+
+- **Balance, micro-batches, recording**: all columns go with their rows.
+- **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) on the right, and (B, L) on both sides.
+- **Gathered**: `add_advantages` sees the rows of all ranks. "always": where the batch has the column; "if read": where
+  the estimator, correction, masks or KL of the run declare it ([`def advantage_columns(`](../lib/setup.py)); a script
+  names its own: `gather_columns(batch, ..., "my_column")`.
+- **Saved**: the columns of `runs/NAME/rollouts/*.parquet` that are made of it
+  ([`def write_rollouts(`](../lib/run/rollouts.py)).
+
+A new column is a line in [`TABLE: dict`](../lib/columns.py), a line in the script that writes it, and one that reads
+it. With `saved=": float"` it is in the samples, too. Then regenerate this page:
+`python -m lib.columns > docs/columns.md`.
+
+| column | shape and dtype | meaning | written by | read by | gathered | saved as |
+|---|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The text of docs/columns.md."""
+    rows = []
+    for writer, columns in TABLE.items():
+        file, function = writer.split(": ")
+        for column in columns:
+            saved = column.copied[0] or column.saved
+            cells = (
+                *(f"`{column.name}`", f"({column.shape}) {column.dtype}", column.meaning),
+                *(f"[`def {function}(`](../{file})", column.readers, column.gathered),
+                f"`{saved}`".replace(", ", "`, `") if saved else "",
+            )
+            rows.append(f"| {' | '.join(cells)} |\n")
+    return HEAD + "".join(rows)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
