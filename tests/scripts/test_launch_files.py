@@ -152,7 +152,7 @@ def test_slurm_script_outside_a_job_says_how_to_start_it():
     assert done.returncode == 1 and "sbatch launch/slurm.sh" in done.stderr
 
 
-PROGRAMS = ["grpo.py", "ppo.py", "remax.py", "dapo.py", "-mlib.run.page", "-mlib.model.memory"]
+PROGRAMS = ["grpo.py", "ppo.py", "remax.py", "dapo.py", "-mtools.page", "-mtools.memory"]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, *(str(p) for p in (ROOT / "data").glob("*.py") if p.stem != "rows")])
