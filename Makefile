@@ -39,7 +39,7 @@ test: setup browser  ## all tests, five files at a time; some of them: make test
 	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser: setup  ## Chromium for the tests of the run page, if there is none; without it they are skipped
-	@if $(BIN)/python -m tests.run.browser; then exit; fi; \
+	@if $(BIN)/python -m tests.tools.browser; then exit; fi; \
 	install="apt-get install -y -qq --no-install-recommends chromium"; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && { $$install || { apt-get update -qq && $$install; }; }; then exit; fi; \
 	$(BIN)/python -m playwright install chromium || echo "no browser could be installed: tests of the run page are skipped"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
 
-from lib import InputError
+from lib import InputError  # not found by a copy elsewhere? export PYTHONPATH=/path/to/plainrl
 from lib import args as shared
 from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 

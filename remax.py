@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
 
-from lib import args as shared
+from lib import args as shared  # not found by a copy elsewhere? export PYTHONPATH=/path/to/plainrl
 from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 

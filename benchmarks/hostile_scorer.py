@@ -1,6 +1,6 @@
 """grpo.py with a scorer that hangs on 5 % of the responses and dies on 5 %, beside the same runs with a sound one.
 
-    python benchmarks/hostile_scorer.py        alternates the two for three seeds, six minutes
+    python -m benchmarks.hostile_scorer        alternates the two for three seeds, six minutes
 
 It is a scorer too (`hostile`). The record goes to benchmarks/results/hostile_scorer.json.
 """
@@ -51,7 +51,7 @@ def run(name: str, flags: str, seed: int, folder: str) -> dict:
 
 
 def main() -> None:
-    from curves import provenance
+    from benchmarks.curves import provenance
 
     runs: dict[str, list[dict]] = {"sound": [], "hostile": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -130,9 +130,9 @@ class Args:
 def measure(args: Args) -> dict[str, float]:
     from playwright.sync_api import sync_playwright
 
-    from lib.run.page.__main__ import Args as PageArgs
-    from lib.run.page.__main__ import main as write_page
-    from tests.run.browser import launch_options
+    from tests.tools.browser import launch_options
+    from tools.page.__main__ import Args as PageArgs
+    from tools.page.__main__ import main as write_page
 
     with tempfile.TemporaryDirectory() as aside, sync_playwright() as playwright:
         folder = args.folder or write_run(Path(aside, "run"), args.steps, args.responses, args.tokens)

@@ -11,9 +11,10 @@
 # PET_MAX_RESTARTS=3, with --resume auto. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the network interface where
 # the default is not the one between the nodes.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"  # a copy of a script may be in another repository
 trap '' HUP && export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT  # a closed terminal does not end the run
-command -v torchrun > /dev/null || PATH="$PWD/.venv/bin:$PATH"
+command -v torchrun > /dev/null || PATH="$root/.venv/bin:$PATH"
 command -v torchrun > /dev/null || { echo "error: no torchrun here: run \`make setup\`, or activate your environment" >&2; exit 1; }
 exec torchrun --nnodes "${NODES:-2}" --nproc-per-node "${GPUS:-8}" --rdzv-backend c10d --rdzv-id plainrl \
     --rdzv-endpoint "${HEAD:?the name of the first node}:${PORT:-29500}" "$@"

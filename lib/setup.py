@@ -56,11 +56,11 @@ from lib.model import (
     load_tokenizer,
 )
 from lib.reward import RewardManager, load_scorers
-from lib.reward.sandbox import accept as accept_sandbox
 from lib.reward.scorers import Scorer, check_keywords
 from lib.reward.scores import RewardModel, Rewards
 from lib.rollout import ManagedServers, Rollouts, Sampling, check_engine_import, make_engine, serve
 from lib.run import Run, Validation
+from lib.sandbox import accept as accept_sandbox
 from lib.seeds import set_seed
 
 # ---- before a model loads ------------------------------------------------------------------------

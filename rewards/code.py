@@ -1,4 +1,4 @@
-r"""Scorer for programs: runs the response's Python against tests, in a sandbox (lib/reward/_sandbox.py).
+r"""Scorer for programs: runs the response's Python against tests, in a sandbox (lib/sandbox/zygote.py).
 
 The ground truth is a dict, a list or its JSON text, in one of these forms:
     {"prompt", "test", "entry_point"}                        HumanEval: test defines check(candidate)
@@ -20,7 +20,7 @@ it with a value is a wrong answer, also by !=. A NaN is a wrong answer, too, unl
 Two tricks remain possible: a program may look the arguments up in a table of known inputs, and in MBPP's form a test
 may call the program's own helpers.
 
-lib/reward/sandbox.py says what the sandbox is made of, and docs/rewards.md what each level lets through.
+lib/sandbox/zygote.py says what the sandbox is made of, and docs/rewards.md what each level lets through.
 """
 
 import ast
@@ -36,8 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib import InputError
-from lib.reward import _sandbox
-from lib.reward.sandbox import GRACE, connect, hang_up, make_spec, sandbox_level
+from lib.sandbox import GRACE, connect, hang_up, make_spec, receive, sandbox_level, send, zygote
 
 CASES_SHARE = 0.8  # share of the time limit for the cases; sandboxes start and end in the rest
 
@@ -84,7 +83,7 @@ def parse_tests(ground_truth) -> Tests:
         elif truth.get("fn_name"):
             name = truth["fn_name"]
             cases = [_call(name, *case) for case in zip(truth["inputs"], truth["outputs"], strict=True)]
-            tests = Tests("calls", cases, prelude=_sandbox.PRELUDE, entries=(name,))
+            tests = Tests("calls", cases, prelude=zygote.PRELUDE, entries=(name,))
         else:
             cases = [tuple(map(_text, case)) for case in zip(truth["inputs"], truth["outputs"], strict=True)]
             tests = Tests("stdin", cases)
@@ -136,15 +135,15 @@ def _attempt(spec: dict, tests: Tests, final: set, end: float, pass_call=None) -
     conn = connect(spec)
     try:
         if tests.form == "calls":
-            _sandbox.send(conn, {"setup": tests.setup, "entries": tests.entries, "cases": tests.cases})
+            send(conn, {"setup": tests.setup, "entries": tests.entries, "cases": tests.cases})
             setup = _verdict(conn, min(time.monotonic() + spec["timeout"], end), pass_call)
             if setup != "passed":
                 return [setup] * len(tests.cases)
         for case in tests.cases:
             deadline = min(time.monotonic() + spec["timeout"], end)
             if tests.form == "stdin":
-                _sandbox.send(conn, case[0])
-                reply = _sandbox.receive(conn, deadline)
+                send(conn, case[0])
+                reply = receive(conn, deadline)
                 right = "passed" if same_output(reply["stdout"], case[1]) else "wrong"
                 verdicts.append(right if reply["exit"] == 0 else "error" if reply["exit"] > 0 else "crash")
             else:
@@ -161,10 +160,8 @@ def _attempt(spec: dict, tests: Tests, final: set, end: float, pass_call=None) -
 
 
 def _verdict(conn: socket.socket, deadline: float, pass_call) -> str:
-    while isinstance(
-        message := _sandbox.receive(conn, deadline), list
-    ):  # a call for the program, which runs on the server
-        _sandbox.send(conn, pass_call(message))
+    while isinstance(message := receive(conn, deadline), list):  # a call for the program, which runs on the server
+        send(conn, pass_call(message))
     return message["verdict"]
 
 
@@ -208,7 +205,7 @@ def _attempt_remote(url: str, spec: dict, tests: Tests, final: set, end: float) 
         return ["wrong" if verdict == "passed" and not same_output(out, expected) else verdict]
 
     def pass_call(request: list) -> dict:
-        code = f"{Path(_sandbox.__file__).read_text().partition(chr(10) + 'if __name__')[0]}\n"
+        code = f"{Path(zygote.__file__).read_text().partition(chr(10) + 'if __name__')[0]}\n"
         code += f"answer_once({program!r}, {spec['prelude']!r})\n"
         verdict, out = _post(url, code, json.dumps(request) + "\n", timeout, end)
         try:

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from math_verify import parse, verify
 
-from lib.reward.sandbox import evaluate
+from lib.sandbox import evaluate
 from rewards import _math
 from rewards.answers import last_boxed
 

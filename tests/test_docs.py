@@ -130,7 +130,7 @@ VLLM = {
 }
 OF_TOOLS = {
     *("--max-mb", "--output", "--serve"),  # of the run page
-    *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and lib/model/memory.py
+    *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others
     *("--flag", "--name"),  # placeholders
@@ -148,10 +148,11 @@ OF_OTHERS = {
 
 
 def flags_of_programs() -> set[str]:
-    """Of data/, benchmarks/, the run page and lib.model.memory: parameters, fields of dataclasses and words."""
-    paths = [*(ROOT / "data").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "rewards").glob("*.py")]
+    """Of data/, benchmarks/, rewards/ and tools/: parameters, fields of dataclasses and words."""
+    paths = [*(ROOT / "data").glob("*.py"), *(ROOT / "rewards").glob("*.py")]
+    paths += [path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
     names = set()
-    for path in [*paths, ROOT / "lib/model/memory.py", ROOT / "lib/run/page/__main__.py"]:
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.arg):
                 names.add(node.arg)
@@ -174,7 +175,7 @@ def test_flags_that_documents_name_exist():
 
 def test_flags_have_hyphens_everywhere():
     """As --help writes them. Underscores work too, but nobody can look them up."""
-    folders = ("lib", "rewards", "data", "tests", "benchmarks", "docs", "launch")
+    folders = ("lib", "rewards", "tools", "data", "tests", "benchmarks", "docs", "launch")
     paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     paths = [path for path in paths if path.is_file() and path.suffix in (".py", ".md", ".sh", ".yaml", "")]
     flags = {(path.name, name) for path in paths for name in FLAG.findall(path.read_text())}
@@ -206,13 +207,13 @@ def test_servers_are_started_on_an_address():
 
 
 def test_modules_that_commands_name_exist():
-    """Of ours: python -m lib.model.memory, --worker-extension-cls lib.rollout.vllm_weights.WorkerExtension."""
+    """Of ours: python -m tools.memory, --worker-extension-cls lib.rollout.vllm_weights.WorkerExtension."""
     paths = [ROOT / "README.md", ROOT / "Makefile"]
-    paths += [path for room in ("docs", "lib", "benchmarks", "launch") for path in (ROOT / room).rglob("*")]
+    paths += [path for room in ("docs", "lib", "tools", "benchmarks", "launch") for path in (ROOT / room).rglob("*")]
     texts = [path.read_text() for path in paths if path.suffix in (".md", ".py", ".sh", "") and path.is_file()]
-    ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|data|benchmarks)(?:\.[a-z_]\w*)+)")
+    ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|tools|data|benchmarks)(?:\.[a-z_]\w*)+)")
     named = {module for text in texts for module in ours.findall(text)}
-    assert {"lib.model.memory", "lib.rollout.vllm_weights"} <= named
+    assert {"tools.memory", "tools.page", "lib.rollout.vllm_weights"} <= named
     assert [module for module in named if importlib.util.find_spec(module) is None] == []
 
 

@@ -24,8 +24,7 @@ from lib import InputError
 from lib.agent.tools import BaseTool, FunctionTool, ToolResponse, say, validator_of
 from lib.cli.secrets import from_environment
 from lib.cli.user_code import load_object
-from lib.reward import _sandbox
-from lib.reward.sandbox import connect, hang_up, make_spec, sandbox_level
+from lib.sandbox import connect, hang_up, make_spec, receive, sandbox_level, send
 
 TOP_K = 3  # passages that a search returns
 REMOTE_S = 30.0  # how long an MCP server may take to start, and a retriever to answer
@@ -184,8 +183,8 @@ def python(code: str) -> str:
     program = PYTHON_SHELL.format(program=code)
     conn = connect(make_spec(level=sandbox_level(), form="stdin", program=program, total_timeout=PYTHON_S))
     try:
-        _sandbox.send(conn, "")
-        reply = _sandbox.receive(conn, time.monotonic() + PYTHON_S)
+        send(conn, "")
+        reply = receive(conn, time.monotonic() + PYTHON_S)
     except TimeoutError:
         raise TimeoutError(f"the program was stopped after {PYTHON_S:g} s") from None
     except (EOFError, ConnectionError):

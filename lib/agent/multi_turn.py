@@ -32,7 +32,7 @@ from lib.agent.parsers import get_tool_parser
 from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
 from lib.data import SpecialTokenEscaper
 from lib.data.vision import Encoded, Media, Vision, media_hash
-from lib.reward import LARGEST_SCORE
+from lib.sandbox import LARGEST_SCORE
 
 LONG_TEXT = 10_000  # characters that take milliseconds to encode
 REFUSALS = (jinja2.TemplateError, TypeError)  # what a chat template raises for messages that it refuses

@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from lib import InputError
 from lib.cli.secrets import redact
-from lib.reward import LARGEST_SCORE
+from lib.sandbox import LARGEST_SCORE
 
 LARGEST_METRIC = 1e30
 MOST_SHOWN = 4000  # characters of an error

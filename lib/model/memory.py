@@ -1,6 +1,6 @@
 """Estimates the memory that one GPU needs, from a model's config alone: no weights, no network.
 
-    python -m lib.model.memory --model benchmarks/shapes/qwen2.5-7b.json --ranks 8 --gradient-checkpointing
+    python -m tools.memory --model benchmarks/shapes/qwen2.5-7b.json --ranks 8 --gradient-checkpointing
 
 A step passes through moments (prefill, forward, backward and so on). Each moment needs its own parts, and the peak is
 the sum of the worst moment. There are N ranks and P parameters: P_l in the largest layer, P_r in FSDP's root group
@@ -32,13 +32,13 @@ for what is not counted: the CUDA context, NCCL's buffers, memory that the alloc
 adapters have gradients and Adam. What is offloaded counts in the moment "host", which is the host's memory.
 """
 
+import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-import tyro
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import (
@@ -421,7 +421,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     return sum(t.numel() * t.itemsize for layer in layers for t in (layer.keys, layer.values))
 
 
-# ---- the command ---------------------------------------------------------------------------------
+# ---- what fits -----------------------------------------------------------------------------------
 
 
 def worst_moment(moments: Moments) -> tuple[str, int]:
@@ -453,51 +453,6 @@ def memory_table(moments: Moments, device_bytes: int) -> str:
     return "\n".join(lines)
 
 
-def main(
-    model: str,
-    ranks: int = 8,
-    device_gib: float = 80,
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16",
-    frozen_dtype: Literal["float32", "bfloat16"] = "float32",
-    micro_batch_tokens: int = 16384,
-    rows: int = 128,
-    max_prompt_length: int = 1024,
-    max_response_length: int = 4096,
-    accumulation: Literal["none", "whole", "sharded"] = "whole",
-    gradient_checkpointing: bool = False,
-    lora_rank: int = 0,
-    reference: bool = False,
-    critic_model: str = "",
-    reward_model: str = "",
-    cpu_offload: bool = False,
-    offload_activations: bool = False,
-    rollout_engine: Literal["hf", "vllm"] = "vllm",
-    gpu_memory_utilization: float = 0.4,
-    rollout_tensor_parallel_size: int = 1,
-) -> None:
-    """Estimates the memory of one GPU from a config.json."""
-    moments = estimate_memory(
-        model,
-        ranks=ranks,
-        compute_dtype=getattr(torch, compute_dtype),
-        frozen_dtype=getattr(torch, frozen_dtype),
-        micro_batch_tokens=micro_batch_tokens,
-        rows=rows,
-        max_prompt_length=max_prompt_length,
-        max_response_length=max_response_length,
-        accumulation=accumulation,
-        gradient_checkpointing=gradient_checkpointing,
-        lora_rank=lora_rank,
-        reference=reference,
-        critic_model=critic_model,
-        reward_model=reward_model,
-        cpu_offload=cpu_offload,
-        offload_activations=offload_activations,
-        engine_bytes=int(gpu_memory_utilization * device_gib * GIB) if rollout_engine == "vllm" else 0,
-        engine_ranks=rollout_tensor_parallel_size,
-    )
-    print(memory_table(moments, int(device_gib * GIB)))
-
-
 if __name__ == "__main__":
-    tyro.cli(main)
+    print("error: the command is now: python -m tools.memory", file=sys.stderr)
+    sys.exit(2)

@@ -1,9 +1,10 @@
 """From responses to scores: decodes a response, scores it by plain functions, and puts the score on its last token.
 
-A scorer is the user's own code and runs millions of times. So it runs in other processes (pool.py), with a time and a
-memory limit. If a scorer hangs, crashes, raises or returns no finite number, its response gets failure_score, or NaN if
-that is None. The failure is counted, the first of each kind is shown, and the run goes on. Without workers, scorers run
-in this process, one response after the other, and an exception stops the run: this is for breakpoint().
+A scorer is the user's own code and runs millions of times. So it runs in other processes (lib/sandbox/pool.py), with a
+time and a memory limit. If a scorer hangs, crashes, raises or returns no finite number, its response gets
+failure_score, or NaN if that is None. The failure is counted, the first of each kind is shown, and the run goes on.
+Without workers, scorers run in this process, one response after the other, and an exception stops the run: this is for
+breakpoint().
 
 verl's managers are cases of this one: naive is workers=0, prime is workers of 1 or more, batch is a batched scorer.
 """
@@ -22,9 +23,10 @@ from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum
-from lib.reward.pool import Pool
-from lib.reward.scorers import LARGEST_SCORE, Scorer, call, checked, load_scorer
+from lib.reward.scorers import Scorer
 from lib.rollout import NoRecorder
+from lib.sandbox import LARGEST_SCORE, call, checked, load_scorer
+from lib.sandbox.pool import Pool
 from lib.seeds import seeded
 
 ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Imports a name on use: `python -m lib.run.page` reads runs without torch, which takes seconds to import."""
+    """Imports a name on use: tools/page imports this package, and must start without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = {"Run": "run", "open_run": "run", "Validation": "validation"}.get(name, "metrics")

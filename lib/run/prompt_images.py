@@ -13,7 +13,7 @@ from lib.cli.secrets import private_folder, write_private
 from lib.data_proto import DataProto
 from lib.run.disk import writes_to
 
-SIDE = 320  # pixels; the run page shows at most 512 (lib/run/page/samples.py)
+SIDE = 320  # pixels; the run page shows at most 512 (tools/page/samples.py)
 
 
 def row_hashes(batch: DataProto) -> list[str]:

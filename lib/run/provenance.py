@@ -46,6 +46,7 @@ def write_start(
         "flags": redact_values(flags),
         "machine": _machine(),
         "commit": commit,
+        "lib_commit": _commit(Path(__file__).parent),  # a copy of a script may be in another repository
         "untracked": untracked,
         "untracked_files": number,
         "python": platform.python_version(),

@@ -192,7 +192,7 @@ class Tracker:
                 after = [f"{values[step]:.3f} after step {step}" for step in [*values][-1:]]
                 self._say(f"{key}: {', '.join(before + after)}")
             self._say(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/")
-        self._say(f"page of curves and samples: python -m lib.run.page {shlex.quote(str(self.run_dir))}")
+        self._say(f"page of curves and samples: python -m tools.page {shlex.quote(str(self.run_dir))}")
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, soft_wrap=True)

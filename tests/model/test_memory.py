@@ -10,13 +10,11 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-import tyro
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import grpo
 import lib.model.log_probs
-import lib.model.memory
 from lib import InputError
 from lib.args import step_sizes
 from lib.cli.flags import parse_flags
@@ -307,21 +305,6 @@ def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
         estimate_memory(str(tmp_path), **TOY)
     with pytest.raises(InputError, match="--reward-model"):
         estimate_memory(TOY_MODEL, reward_model=str(tmp_path), **TOY)
-
-
-def test_the_figures_of_the_document_are_the_commands(monkeypatch, capsys):
-    """docs/scaling.md, the rows of the smallest model, which take seconds."""
-    monkeypatch.undo()  # of a GPU
-    rows = (ROOT / "docs/scaling.md").read_text().split("| `qwen2.5-0.5b.json` |")[1].split("| `qwen2.5-7b")[0]
-    cells = [
-        [cell.strip(" `") for cell in row.split("|")] for row in f"|{rows}".replace("| | ", "|").splitlines() if row
-    ]
-    assert len(cells) == 4
-    for _, options, worst, *_ in cells:
-        words = ["--model", str(SHAPES / "qwen2.5-0.5b.json"), *(options.split() if options != "none" else [])]
-        tyro.cli(lib.model.memory.main, args=words)
-        said = re.search(r": ([\d.]+) GiB \((\w+)\)", capsys.readouterr().out)
-        assert f"{said[1]} ({said[2]})" == worst
 
 
 # ---- flags that do not fit -----------------------------------------------------------------------

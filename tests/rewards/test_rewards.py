@@ -615,7 +615,7 @@ def test_search_qa_script(tmp_path, capsys):
 
 @pytest.fixture
 def programs_run(monkeypatch):
-    """At the weakest level, which is enough for the programs here; tests/reward/test_code.py has the others."""
+    """At the weakest level, which is enough for the programs here; tests/sandbox/test_code.py has the others."""
     monkeypatch.setattr(code_reward, "sandbox_level", lambda: "rlimits")
 
 

@@ -27,7 +27,7 @@ from math_verify import parse, verify
 
 import rewards
 from lib import InputError
-from lib.reward.pool import Pool
+from lib.sandbox.pool import Pool
 from rewards import _math, countdown, geometry3k, gsm8k, judge, math_dapo, multiple_choice, search_qa
 from rewards import format as form
 from rewards import math as math_reward

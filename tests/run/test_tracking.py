@@ -213,7 +213,7 @@ def test_samples_are_stored_whole_and_those_of_the_last_validation_shown_short(t
         assert all(c.isprintable() or c == "\n" for c in shown) and "samples of step 7" in shown
         *table, page = shown.splitlines()
         assert max(map(len, table[:8])) <= 120 and ("curve:" in shown) == of_training
-        assert page == f"page of curves and samples: python -m lib.run.page '{run}'"
+        assert page == f"page of curves and samples: python -m tools.page '{run}'"
     tracker.close()
 
 

@@ -139,10 +139,10 @@ def test_a_launch_script_finds_the_environment_or_says_what_to_do(tmp_path, scri
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "make setup" in done.stderr and len(done.stderr.splitlines()) == 1
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/torchrun").write_text('#!/bin/sh\necho "torchrun $*"\n')
+    (tmp_path / ".venv/bin/torchrun").write_text('#!/bin/sh\necho "$PYTHONPATH torchrun $*"\n')
     (tmp_path / ".venv/bin/torchrun").chmod(0o755)
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.stdout.startswith("torchrun --n") and done.stdout.endswith("grpo.py\n"), done.stderr
+    assert done.stdout.startswith(f"{tmp_path} torchrun --n") and done.stdout.endswith("grpo.py\n"), done.stderr
 
 
 def test_slurm_script_outside_a_job_says_how_to_start_it():
@@ -152,7 +152,8 @@ def test_slurm_script_outside_a_job_says_how_to_start_it():
     assert done.returncode == 1 and "sbatch launch/slurm.sh" in done.stderr
 
 
-PROGRAMS = ["grpo.py", "ppo.py", "remax.py", "dapo.py", "-mlib.run.page", "-mlib.model.memory"]
+PROGRAMS = ["grpo.py", "ppo.py", "remax.py", "dapo.py", "-mtools.page", "-mtools.memory"]
+PROGRAMS += ["-mbenchmarks.stages", "-mbenchmarks.gpu_check"]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, *(str(p) for p in (ROOT / "data").glob("*.py") if p.stem != "rows")])

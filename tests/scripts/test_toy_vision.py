@@ -16,9 +16,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data import toy, toy_vision
-from lib.run.page.samples import pack_samples
 from rewards.arithmetic import compute_score
 from tests.common import TOY_MODEL, fork, metrics, ran, rollouts, skip_without_vllm, unexplained_metrics
+from tools.page.samples import pack_samples
 
 MODEL = toy_vision.FOLDER / "model"
 

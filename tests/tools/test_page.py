@@ -24,13 +24,13 @@ from PIL import Image
 
 from benchmarks.run_page import SCHEMA, response_row, write_rollouts, write_run
 from lib import InputError
-from lib.run.page import __main__ as command
-from lib.run.page.__main__ import Args, Pages, main, make_server
-from lib.run.page.read import read_run
-from lib.run.page.samples import bfloat16, pack_samples, spread_out
-from lib.run.page.write import UPLOT, as_script, sections
 from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
-from tests.run.browser import launch_options, why_no_browser
+from tests.tools.browser import launch_options, why_no_browser
+from tools.page import __main__ as command
+from tools.page.__main__ import Args, Pages, main, make_server
+from tools.page.read import read_run
+from tools.page.samples import bfloat16, pack_samples, spread_out
+from tools.page.write import UPLOT, as_script, sections
 
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
@@ -777,7 +777,7 @@ def test_a_folder_without_a_run_is_one_line(tmp_path):
 
 
 def test_the_page_needs_no_torch_and_is_its_owners_alone(made, tmp_path):
-    code = "import runpy, sys; sys.argv[1:] = sys.argv[1:]; runpy.run_module('lib.run.page', run_name='__main__'); "
+    code = "import runpy, sys; sys.argv[1:] = sys.argv[1:]; runpy.run_module('tools.page', run_name='__main__'); "
     code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     words = [*PYTHON, "-c", code, str(made / "a"), "--output", str(tmp_path / "page.html")]
     ran(subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100))

@@ -1,4 +1,4 @@
-"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes. _sandbox.py has the
+"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes. zygote.py is the
 other side.
 
 A zygote is a warmed-up process that is forked instead of starting a new one. Each process starts it once, and it forks
@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from lib import InputError, is_first_on_node
-from lib.reward import _sandbox
+from lib.sandbox import zygote
+from lib.sandbox.zygote import receive, send
 
 GRACE = 10  # seconds that a sandbox may take to start, and to end
 ROOT = Path(__file__).parents[2]  # the folder of lib/ and rewards/
@@ -76,7 +77,7 @@ def make_spec(packages: tuple = ("numpy",), **options) -> dict:
 def _start_zygote(module: str) -> socket.socket:
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-S", "-s", "-P", "-B", _sandbox.__file__]
+        command = [sys.executable, "-S", "-s", "-P", "-B", zygote.__file__]
         if module:
             command += [module, str(ROOT), sysconfig.get_path("purelib")]
         subprocess.Popen(
@@ -89,10 +90,10 @@ def _ask_zygote(spec: dict, module: str) -> socket.socket:
     ours, theirs = socket.socketpair()
     try:
         with theirs, _lock:
-            zygote = _zygotes.get(module) or _zygotes.setdefault(module, _start_zygote(module))
-            socket.send_fds(zygote, [b"+"], [theirs.fileno()])
-        _sandbox.send(ours, spec)
-        answer = _sandbox.receive(ours, time.monotonic() + GRACE)
+            running = _zygotes.get(module) or _zygotes.setdefault(module, _start_zygote(module))
+            socket.send_fds(running, [b"+"], [theirs.fileno()])
+        send(ours, spec)
+        answer = receive(ours, time.monotonic() + GRACE)
         if answer != "ready":
             raise RuntimeError(f"the sandbox does not start: {answer}")
     except BaseException:
@@ -147,8 +148,8 @@ def sandbox_level() -> str:
         try:
             conn = connect(make_spec(level=level, form="stdin", program="print(input())"))
             try:
-                _sandbox.send(conn, "works")
-                if _sandbox.receive(conn, time.monotonic() + GRACE) == {"exit": 0, "stdout": "works\n"}:
+                send(conn, "works")
+                if receive(conn, time.monotonic() + GRACE) == {"exit": 0, "stdout": "works\n"}:
                     break
             finally:
                 hang_up(conn)
@@ -185,8 +186,8 @@ def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
         own = {"form": "function", "module": module, "name": name, "total_timeout": seconds}
         conn = connect(make_spec(packages, level=sandbox_level(), **own), module)
     try:
-        _sandbox.send(conn, argument)
-        [value] = _sandbox.receive(conn, time.monotonic() + seconds) or [None]
+        send(conn, argument)
+        [value] = receive(conn, time.monotonic() + seconds) or [None]
     except TimeoutError:
         hang_up(conn)
         return None

@@ -1,4 +1,4 @@
-"""lib/reward: managers and the pool of workers, with real processes and scorers that misbehave on purpose."""
+"""lib/sandbox/pool.py and the RewardManager that uses it, with real processes and scorers that misbehave on purpose."""
 
 import os
 import random
@@ -18,10 +18,11 @@ from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import Sum
 from lib.model import load_tokenizer
-from lib.reward import RewardManager, load_scorers, pool
+from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import check_keywords
 from lib.reward.scores import reward_components
 from lib.run import extra_metrics
+from lib.sandbox import pool
 from tests.common import TOY_MODEL, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -559,7 +560,7 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
 
 TRAINER = """
 import os, signal, sys, time
-from lib.reward.pool import Pool
+from lib.sandbox.pool import Pool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
 pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})], "")
@@ -603,7 +604,7 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
 
 UNREAD = """
 import os, sys, time
-from lib.reward.pool import Pool
+from lib.sandbox.pool import Pool
 pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
 ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})], "")] * 100)
 next(pool.collect(ids))

@@ -19,9 +19,9 @@ import tyro
 from lib import InputError, report_mistake
 from lib.cli.process import end_interrupted, guard_output
 from lib.cli.secrets import write_private
-from lib.run.page.read import read_run, state
-from lib.run.page.samples import JPEG, pack_samples
-from lib.run.page.write import as_script, render
+from tools.page.read import read_run, state
+from tools.page.samples import JPEG, pack_samples
+from tools.page.write import as_script, render
 
 
 @dataclass
@@ -165,7 +165,7 @@ def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
 if __name__ == "__main__":
     guard_output()
     try:
-        main(tyro.cli(Args, prog="python -m lib.run.page", description=__doc__))
+        main(tyro.cli(Args, prog="python -m tools.page", description=__doc__))
     except InputError as error:
         report_mistake(f"error: {error}")
         sys.exit(2)

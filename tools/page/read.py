@@ -11,8 +11,8 @@ from typing import Any
 from lib import InputError
 from lib.cli.flags import OF_ONE_START
 from lib.run.alerts import alerts_of_run
-from lib.run.page.files import check, open_inside, parse, reason
 from lib.run.run_config import NO_FLAGS
+from tools.page.files import check, open_inside, parse, reason
 
 NOT_OF_A_FAMILY = (OF_ONE_START - {"script", "contents"}) | {"seed", "output_dir", "track"}
 """keys of config.json in which runs may differ that are drawn as one curve with a range"""

@@ -14,7 +14,7 @@ from markdown_it.token import Token
 
 HERE = Path(__file__).parent
 UPLOT = HERE / "vendor/uplot-1.6.32"
-TROUBLESHOOTING = HERE.parents[2] / "docs/troubleshooting.md"
+TROUBLESHOOTING = HERE.parents[1] / "docs/troubleshooting.md"
 
 
 def render(title: str, data: dict[str, Any] | None, chunks: dict[str, bytes]) -> str:

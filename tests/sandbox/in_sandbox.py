@@ -1,4 +1,4 @@
-"""Functions that test_code.py has run in a sandbox by lib.reward.sandbox.evaluate."""
+"""Functions that test_code.py has run in a sandbox by lib.sandbox.evaluate."""
 
 import gc
 import os

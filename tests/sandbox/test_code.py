@@ -21,8 +21,9 @@ import psutil
 import pytest
 
 from lib import InputError
-from lib.reward import _sandbox, load_scorers, sandbox
-from lib.reward.pool import Pool
+from lib.reward import load_scorers
+from lib.sandbox import client, zygote
+from lib.sandbox.pool import Pool
 from rewards import code
 from rewards import math as math_reward
 from tests.common import ROOT
@@ -48,8 +49,8 @@ def level(request, monkeypatch):
     except RuntimeError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(code, "sandbox_level", lambda: request.param)
-    monkeypatch.setattr(sandbox, "sandbox_level", lambda: request.param)
-    sandbox._idle.clear()
+    monkeypatch.setattr(client, "sandbox_level", lambda: request.param)
+    client._idle.clear()
     return request.param
 
 
@@ -740,20 +741,20 @@ for kind in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE):
 
 @pytest.fixture(scope="module", autouse=True)
 def own_far_side(tmp_path_factory):
-    """A copy of _sandbox.py, so that the command line tells this file's sandboxes from those of tests beside it."""
+    """A copy of zygote.py, so that the command line tells this file's sandboxes from those of tests beside it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sandbox, "__file__", shutil.copy(_sandbox.__file__, tmp_path_factory.mktemp("far_side")))
-        patch.setattr(sandbox, "_zygotes", {})
-        sandbox._after_fork()
+        patch.setattr(zygote, "__file__", shutil.copy(zygote.__file__, tmp_path_factory.mktemp("far_side")))
+        patch.setattr(client, "_zygotes", {})
+        client._after_fork()
         yield
-    sandbox._after_fork()
+    client._after_fork()
 
 
 def sandbox_processes() -> set[int]:
     """Processes of the sandboxes of this file, zygotes left out; zombies count."""
     found = set()
     for process in psutil.process_iter(["pid", "cmdline"]):
-        if _sandbox.__file__ in (process.info["cmdline"] or ()):
+        if zygote.__file__ in (process.info["cmdline"] or ()):
             found.add(process.info["pid"])
     return found - {p.pid for p in psutil.Process().children()}
 
@@ -904,7 +905,7 @@ def _score_one(program):
 def test_a_killed_zygote_is_replaced():
     assert score(RIGHT, TRUTH)["score"] == 1.0
     for process in psutil.Process().children():
-        if _sandbox.__file__ in process.cmdline():
+        if zygote.__file__ in process.cmdline():
             process.kill()
             process.wait()
     assert score(RIGHT, TRUTH)["score"] == 1.0
@@ -915,8 +916,8 @@ def test_a_dead_scorer_leaves_no_process(end):
     """The scorer's process goes while a program runs: everything of the sandbox goes with it, the zygote too."""
     before = sandbox_processes()
     script = (
-        "import os, threading, time\nfrom lib.reward import _sandbox\nfrom rewards import code\n"
-        f"_sandbox.__file__ = {_sandbox.__file__!r}\ncode.sandbox_level()\nrun = lambda: code.compute_score("
+        "import os, threading, time\nfrom lib.sandbox import zygote\nfrom rewards import code\n"
+        f"zygote.__file__ = {zygote.__file__!r}\ncode.sandbox_level()\nrun = lambda: code.compute_score("
     )
     script += f"'', {HOSTILE['no death signal']!r}, ['assert f()'], timeout=60)\n"
     script += f"threading.Thread(target=run, daemon=True).start()\ntime.sleep(0.5)\n{end}"
@@ -967,7 +968,7 @@ print(os.geteuid(), code.sandbox_level(), *scores)
 @pytest.fixture
 def only(monkeypatch):
     """only(levels): as if no others worked here, and --sandbox-level were not given."""
-    real = sandbox.connect
+    real = client.connect
 
     def make(*levels):
         def connect(spec, *args):
@@ -975,21 +976,21 @@ def only(monkeypatch):
                 raise RuntimeError(f"no {spec['level']} here")
             return real(spec, *args)
 
-        monkeypatch.setattr(sandbox, "connect", connect)
-        monkeypatch.delenv(sandbox.ACCEPTED, raising=False)
-        sandbox.sandbox_level.cache_clear()
+        monkeypatch.setattr(client, "connect", connect)
+        monkeypatch.delenv(client.ACCEPTED, raising=False)
+        client.sandbox_level.cache_clear()
 
     yield make
     monkeypatch.undo()
-    sandbox.sandbox_level.cache_clear()
+    client.sandbox_level.cache_clear()
 
 
 def test_the_level_is_said_and_a_weaker_one_has_to_be_accepted(only, capsys):
     for levels, level in ((("landlock", "rlimits"), "landlock"), (("rlimits",), "rlimits"), ((), "none")):
         for accepted in ("namespaces", "landlock", "rlimits", "none"):
             only(*levels)
-            sandbox.accept(accepted)
-            if list(sandbox.HOLDS).index(accepted) < list(sandbox.HOLDS).index(level):
+            client.accept(accepted)
+            if list(client.HOLDS).index(accepted) < list(client.HOLDS).index(level):
                 with pytest.raises(InputError) as raised:
                     load_scorers(["data_source"], [Rows("code")])
                 assert f"--sandbox-level {level} accepts that. In Docker, " in str(raised.value)
@@ -1000,11 +1001,11 @@ def test_the_level_is_said_and_a_weaker_one_has_to_be_accepted(only, capsys):
             load_scorers(["data_source"], [Rows("code")])
             load_scorers(["data_source"], [Rows("lighteval/MATH")])
             said = capsys.readouterr().out
-            assert said.startswith(f"sandbox: {level}: {sandbox.HOLDS[level]} (namespaces: ") and said.count("\n") == 1
+            assert said.startswith(f"sandbox: {level}: {client.HOLDS[level]} (namespaces: ") and said.count("\n") == 1
             if level != "none":
                 assert score(RIGHT, TRUTH)["score"] == 1.0
             assert math_reward.compute_score("", r"\boxed{x+1}", "1+x")["score"] == 1.0
-            sandbox._idle.clear()
+            client._idle.clear()
     with pytest.raises(InputError, match="--sandbox-level none: what a model wrote is not run without a sandbox"):
         score(RIGHT, TRUTH)
 
@@ -1018,9 +1019,9 @@ def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
     """What they accept is what their reward workers and tools then read in the environment."""
     source = (ROOT / "lib/setup.py").read_text()
     assert "accept_sandbox(reward.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
-    monkeypatch.setenv(sandbox.ACCEPTED, "namespaces")
-    sandbox.accept("rlimits")
-    child = "import os; from lib.reward import sandbox; print(os.environ[sandbox.ACCEPTED])"
+    monkeypatch.setenv(client.ACCEPTED, "namespaces")
+    client.accept("rlimits")
+    child = "import os; from lib.sandbox import client; print(os.environ[client.ACCEPTED])"
     out = subprocess.run([sys.executable, "-c", child], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out == "rlimits\n"
 
@@ -1033,7 +1034,9 @@ SECRET = "the truth of this row"
 def test_a_function_in_the_sandbox_knows_its_argument_and_nothing_else(level, monkeypatch):
     monkeypatch.setenv("PLAINRL_TEST", SECRET)
     for _ in range(2):  # the second by the same sandbox, in a process of its own
-        seen = sandbox.evaluate("tests.in_sandbox:look_around", [[SECRET[:5], SECRET[5:]], ["test_", "code"]], 10)
+        seen = client.evaluate(
+            "tests.sandbox.in_sandbox:look_around", [[SECRET[:5], SECRET[5:]], ["test_", "code"]], 10
+        )
         assert seen["found"] == [] and seen["calls"] == 1
         assert seen["reached"] == [] or level == "rlimits"
         assert "network" not in seen["reached"]
@@ -1043,23 +1046,23 @@ def test_a_function_in_the_sandbox_knows_its_argument_and_nothing_else(level, mo
 def test_a_function_that_misbehaves_costs_its_own_argument(how, level):
     before = sandbox_processes()
     start = time.monotonic()
-    assert sandbox.evaluate("tests.in_sandbox:misbehave", how, 0.5) in (None, "write")
+    assert client.evaluate("tests.sandbox.in_sandbox:misbehave", how, 0.5) in (None, "write")
     assert time.monotonic() - start < 15
-    assert sandbox.evaluate("tests.in_sandbox:misbehave", "well", 10) == "well"
-    for conn in sandbox._idle.pop("tests.in_sandbox:misbehave"):
-        sandbox.hang_up(conn)
+    assert client.evaluate("tests.sandbox.in_sandbox:misbehave", "well", 10) == "well"
+    for conn in client._idle.pop("tests.sandbox.in_sandbox:misbehave"):
+        client.hang_up(conn)
     while sandbox_processes() - before:
         assert time.monotonic() - start < 20
         time.sleep(0.01)
 
 
 def test_a_sandbox_that_is_killed_is_no_wrong_answer():
-    function = "tests.in_sandbox:misbehave"
-    assert sandbox.evaluate(function, "well", 10) == "well"
-    sandbox._idle[function][0].shutdown(2)  # as it looks from here
+    function = "tests.sandbox.in_sandbox:misbehave"
+    assert client.evaluate(function, "well", 10) == "well"
+    client._idle[function][0].shutdown(2)  # as it looks from here
     with pytest.raises(RuntimeError, match="the sandbox of"):
-        sandbox.evaluate(function, "well", 10)
-    assert sandbox.evaluate(function, "well", 10) == "well"
+        client.evaluate(function, "well", 10)
+    assert client.evaluate(function, "well", 10) == "well"
 
 
 # ---- SandboxFusion ----

@@ -1,6 +1,6 @@
 """The browser of the tests of pages: Debian's Chromium, or the one that `playwright install chromium` has brought.
 
-`python -m tests.run.browser` fails and says why if there is none.
+`python -m tests.tools.browser` fails and says why if there is none.
 """
 
 import shutil

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from lib.columns import COLUMNS as OF_BATCH
-from lib.run.page.files import check, open_inside, parse, reason
-from lib.run.page.read import could_not_read, read_lines
+from tools.page.files import check, open_inside, parse, reason
+from tools.page.read import could_not_read, read_lines
 
 T = TypeVar("T")
 FIELDS = ("logp", "mismatch", "log_ratio", "advantage", "entropy", "ref", "value")

@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib import how_it_ended
-from lib.reward.frames import Frames
-from lib.reward.scorers import LARGEST_SCORE, LONGEST_RESULT, call, checked, load_scorer
+from lib.sandbox.frames import Frames
+from lib.sandbox.scorer import LARGEST_SCORE, LONGEST_RESULT, call, checked, load_scorer
 from lib.seeds import seeded, set_seed
 
 LINUX = sys.platform == "linux"
@@ -334,7 +334,7 @@ class Pool:
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed: int = 0):
         ours, theirs = socket.socketpair()
         fd = theirs.fileno()
-        start = f"import sys; sys.path[:] = {sys.path!r}; from lib.reward.pool import supervise"
+        start = f"import sys; sys.path[:] = {sys.path!r}; from lib.sandbox.pool import supervise"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", f"{start}; supervise({fd}, {os.getpid()})"],
             pass_fds=[fd],

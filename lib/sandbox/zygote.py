@@ -1,4 +1,4 @@
-"""The far side of lib/reward/sandbox.py, run as a script. It runs programs behind walls that the Linux kernel provides.
+"""The far side of client.py, run as a script. It runs programs behind walls that the Linux kernel provides.
 
     scorer -- zygote -- supervisor -- init [-- program]     one supervisor per sample; `|` below is the wall
                             |          |         |

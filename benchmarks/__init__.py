@@ -1,0 +1,1 @@
+import lib  # noqa: F401  outside the environment it says what to do

@@ -1,0 +1,73 @@
+"""A scorer where it runs: loaded, called, its result checked. Standard library only, for workers that start fast."""
+
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+
+from lib.cli.user_code import load_object
+
+BY_DATA_SOURCE = "data_source"
+LARGEST_SCORE = 1e12  # with larger scores a gradient's norm may overflow in float32, and there is no update
+LONGEST_RESULT = 2**20  # bytes, as JSON
+
+
+def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
+    """The function of a spec. For "data_source" that is the one of rewards/, whose `modules` are imported now.
+
+    time_limit_s: the seconds for a response, given to a function that has this parameter. So it can end in time by
+    itself: a call that has to be stopped has no score. None: the function's default.
+    """
+    for module in modules:
+        importlib.import_module(module)
+    by_source = spec == BY_DATA_SOURCE
+    function = importlib.import_module("rewards").compute_score if by_source else load_object("--reward", spec)
+    if time_limit_s is not None and (by_source or "time_limit_s" in inspect.signature(function).parameters):
+        kwargs = kwargs | {"time_limit_s": time_limit_s}
+    return functools.partial(function, **kwargs)
+
+
+@functools.cache
+def _event_loop():
+    import asyncio  # imported late: takes as long as all other imports here, and few scorers need it
+
+    return asyncio.new_event_loop()
+
+
+def call(function: Callable, batched: bool, samples: list[dict]) -> list:
+    """The scorer's results, one per sample. Awaits an async scorer. A scorer that is not batched takes one sample."""
+    if batched:  # data_sources, solution_strs, ground_truths, extra_infos
+        results = function(**{f"{key}s": [sample[key] for sample in samples] for key in samples[0]})
+    else:
+        results = function(**samples[0])
+    if hasattr(results, "__await__"):
+        results = _event_loop().run_until_complete(results)
+    results = list(results) if batched else [results]
+    if len(results) != len(samples):
+        raise ValueError(f"the scorer gave {len(results)} results for {len(samples)} samples")
+    return results
+
+
+def checked(result) -> dict:
+    """A scorer's result as {"score": a finite float, other keys} of JSON's types. Raises TypeError, ValueError."""
+    result = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in result:
+        raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
+    score = result["score"]
+    if hasattr(score, "tolist"):  # numpy, torch
+        score = score.tolist()
+    if not isinstance(score, int | float):
+        raise TypeError(f"the scorer gave a {type(score).__name__} as score, not a number")
+    if not abs(score) <= LARGEST_SCORE:
+        raise ValueError(f"the scorer gave {score}; numbers up to {LARGEST_SCORE:g} are taken")
+    text = json.dumps(result | {"score": float(score)}, default=_plain)
+    if len(text) > LONGEST_RESULT:
+        raise ValueError(f"the scorer gave a result of {len(text)} bytes; at most {LONGEST_RESULT} are taken")
+    return json.loads(text)
+
+
+def _plain(value):
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"the scorer gave a {type(value).__name__} beside its score; numbers, text and lists are taken")
