@@ -204,7 +204,7 @@ def refuse_what_does_not_fit(args: Any, sizes: Sizes, ranks: int, gpu: int) -> N
     if enough:
         advice = f"it fits with {' '.join(saver.flag for saver in enough)}"
     raise InputError(
-        f"these flags do not fit the GPU's memory by this estimate (--no-memory-check starts nevertheless); {advice}\n"
+        f"these flags do not fit the GPU's memory by this estimate (--no-memory-check starts anyway); {advice}\n"
         f"{memory_table(needed, gpu)}"
     )
 
