@@ -100,7 +100,9 @@ SETTINGS = {
     "level 1: measure": Setting("asynchronous rollouts", f"{APART} --async-level 1 {MEASURE}"),
     "level 2": Setting("asynchronous rollouts", f"{APART} --async-level 2"),
     "level 2: measure": Setting("asynchronous rollouts", f"{APART} --async-level 2 {MEASURE}"),
-    "level 2: sequence": Setting("asynchronous rollouts", f"{APART} --async-level 2 --rollout-correction.level sequence"),
+    "level 2: sequence": Setting(
+        "asynchronous rollouts", f"{APART} --async-level 2 --rollout-correction.level sequence"
+    ),
 }
 
 
