@@ -91,7 +91,7 @@ def describe_needs(args: Any, sizes: Sizes, gpu: Gpu) -> str:
     if gpu.peak is None:
         return text
     seconds = sum(flops) / (MFU * 1e12 * gpu.peak * ranks)
-    return f"{text}:\n{seconds:.0f} s on {ranks} x {gpu.name} at {MFU:.0%} of the peak, beside the rollout"
+    return f"{text}:\n{seconds:.0f} s on {ranks} x {gpu.name} at {MFU:.0%} of the peak, without the rollout"
 
 
 def gpu_here() -> Gpu:
