@@ -49,7 +49,7 @@ _meetings = itertools.count()
 
 
 class World(NamedTuple):
-    """Where this process stands among the ranks that train. The rank of an engine rank is not below the size."""
+    """Where this process stands among the ranks that train. Engine ranks have rank >= size."""
 
     rank: int
     size: int
@@ -63,7 +63,7 @@ class JobOver(Exception):
 def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_ranks: int = 0) -> World:
     """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
 
-    stage_timeout: seconds that a stage may take (watchdog.py); 0: nobody watches. rollout_engine: the flag's value;
+    stage_timeout: seconds that a stage may take (watchdog.py); 0: no watcher. rollout_engine: the flag's value;
     NCCL is not kept on loopback if it names servers, which may be elsewhere. docs/security.md says what listens where.
     engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
     their GPU alone.
@@ -246,7 +246,7 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
 
 
 def _end_with(what: str, code: Any = 1) -> NoReturn:
-    """Ends the process at once, in a line from the rank that it happened to, whichever that is."""
+    """Ends the process at once, with one line from the rank where it happened."""
     line = f"error: rank {_job.rank if _job else 0} in {current_stage()}: {what}"
     report_mistake(line)
     if not is_first_on_node():

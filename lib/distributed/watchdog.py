@@ -1,4 +1,4 @@
-"""Says which rank waits for which, and ends a job that hangs: a thread of each rank watches its rank's stage."""
+"""Reports which rank waits for which and ends a job that hangs: on each rank a thread watches the stage."""
 
 import faulthandler
 import json

@@ -175,7 +175,7 @@ def load_model(
     if family_of(model.config) is None:
         return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
     if not logits_are_a_plain_product(model):
-        raise InputError(f"{flag} {path}: a vision model whose logits are capped or scaled is not known here")
+        raise InputError(f"{flag} {path}: vision models with capped or scaled logits are not supported")
     model = _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
     model.prompt_logits = types.MethodType(prompt_logits, model)
     model.fsdp_forward_methods += ("prompt_logits",)

@@ -92,7 +92,7 @@ class TrainedModel:
         self._computed = self._computed + update_flops(self._flops, micro, self.module.share_prompts)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """loss: this rank's share of the sum over ranks, whose gradients FSDP averages: hence the factor."""
+        """loss: this rank's share of the sum over ranks. The factor undoes FSDP's average over ranks."""
         scale = self.loss_scale.value if self.loss_scale else 1
         (loss * self.world.size * scale).backward()
 

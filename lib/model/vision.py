@@ -91,7 +91,7 @@ class Images:
     """The images of a forward, as a part of its `inputs`."""
 
     inputs: dict[str, dict[str, torch.Tensor]]
-    """"image", "video": what get_image_features, get_video_features take; rows end to end"""
+    """"image", "video": what get_image_features, get_video_features take; rows concatenated"""
     places: dict[str, torch.Tensor]
     """(n,), indices of the placeholders in the flattened layout of the decoder"""
     takes: dict[str, torch.Tensor]
@@ -134,7 +134,7 @@ def images_of(
         return None
     family = family_of(model.config)
     if family is None:
-        raise InputError(f"a model of type {model.config.model_type} takes no images; known are {', '.join(FAMILIES)}")
+        raise InputError(f"model type {model.config.model_type} supports no images; supported: {', '.join(FAMILIES)}")
     images = Images({}, {}, {}, torch.full(tuple(shape), -1) if family.bidirectional else None)
     for kind, own in _kinds(model).items():
         is_place = ids == own.token_id
@@ -149,7 +149,7 @@ def images_of(
         if without or not all(inputs):
             has, lacks = (f"{kind}s", "placeholders") if without else ("placeholders", f"{kind}s")
             raise InputError(
-                f"a prompt has {has} and no {lacks}: those of {model.config.model_type} are tokens {own.token_id}"
+                f"a prompt has {has} and no {lacks}: {model.config.model_type}'s placeholder is token {own.token_id}"
             )
         if not inputs and kind not in run_tower:
             continue

@@ -108,7 +108,7 @@ class RewardManager:
                 self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in self.scorers]
 
     def _answers(self, tasks: list[tuple[int, float, list[dict], str]]) -> Iterator[tuple[int, list]]:
-        """Begins to score; the iterator waits for the answers."""
+        """Starts scoring; the iterator waits for the answers."""
         if self._pool is None and self._functions is None:
             self._start()
         if self._pool is None:
@@ -136,7 +136,7 @@ class RewardManager:
         self._failures[name, kind] += 1
         failures = sum(count for (of, _), count in self._failures.items() if of == name)
         if name not in self._scored and failures >= ALWAYS:
-            raise InputError(f"scorer {name} failed on all of its first {failures} responses, at last with\n{text}")
+            raise InputError(f"scorer {name} failed on all of its first {failures} responses, the last with\n{text}")
 
     def _dropped(self, name: str, key: str, value) -> None:
         if (name, key) not in self._dropped_keys and len(self._dropped_keys) < ALWAYS:
