@@ -1,8 +1,8 @@
 """External environments as interactions: OpenEnv, gymnasium, verifiers (docs/environments.md).
 
-What the policy writes is an action, and what the environment shows is the next user message. A row is one start of the
-environment: its prompt holds the first observation, its interaction_kwargs say how to start again in the same way.
-Responses to one prompt are compared, so they must have begun alike.
+The policy's turn is the action, and the observation is the next user message. A row is one initial state: its
+prompt holds the first observation, its interaction_kwargs reproduce it. Responses to one prompt are compared, so they
+must start alike.
 """
 
 import asyncio

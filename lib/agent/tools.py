@@ -126,7 +126,7 @@ def story(error: BaseException) -> str:
 
 
 def show_once(what: str, error: BaseException) -> None:
-    """Prints the first error of each kind, which are those of one type from one line of code."""
+    """Prints the first error of each kind: one exception type from one line of code."""
     kind = (type(error), *((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[-1:]))
     if kind not in SHOWN:
         SHOWN.add(kind)

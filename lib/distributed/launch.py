@@ -57,7 +57,7 @@ class World(NamedTuple):
 
 
 class JobOver(Exception):
-    """Ends an engine rank in good order, from wherever it is: the training ranks have done their work."""
+    """Ends an engine rank cleanly once the training ranks have finished."""
 
 
 def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_ranks: int = 0) -> World:
@@ -118,7 +118,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
 
 
 def job_store() -> dist.Store:
-    """A client of the job's store that nobody else uses, with the keys of this start of the job."""
+    """An exclusive client of the job's store, with a key prefix for this start of the job."""
     return _job.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
 
 
@@ -321,13 +321,13 @@ _interrupted_at = -math.inf
 
 
 def on_early_end(act: Callable[[bool], None] | None) -> None:
-    """From now on `act(interrupted)` is called when the run ends early, by Ctrl-C or an exception. None: nothing is."""
+    """Registers `act(interrupted)`, called when the run ends early, by Ctrl-C or an exception; None unregisters it."""
     global _at_early_end
     _at_early_end = act
 
 
 def advise_out_of_memory(advice: Callable[[str], str]) -> None:
-    """From now on `advice(stage)` ends the line about memory that ran out."""
+    """Registers `advice(stage)`, the end of the out-of-memory line."""
     global _advice
     _advice = advice
 

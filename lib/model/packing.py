@@ -1,7 +1,7 @@
 """From a batch to a forward over packed rows, and back.
 
-Padding never enters the model. The rows of a micro-batch are laid end to end as one packed row, in which a prompt that
-several rows share stands once. lib/model/attention.py keeps the sequences apart.
+Padding never enters the model. The sequences of a micro-batch are packed into one row, in which a prompt that
+several rows share occurs once. lib/model/attention.py keeps the sequences apart.
 """
 
 import itertools

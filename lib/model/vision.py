@@ -1,8 +1,8 @@
-"""The vision half of a model: features of images over the embeddings of their placeholders, then the decoder.
+"""Vision-language models: image features replace the embeddings of their placeholders before the decoder.
 
 A processor has expanded each image's placeholder to as many tokens as the image has features. A placeholder is a token
-of that id which was not sampled: a sampled one is text. So the decoder only ever gets embeddings, and rows are packed
-and prompts shared as those of a text model are.
+of that id which was not sampled: a sampled one is text. So the decoder only ever gets embeddings, and rows are
+packed and prompts shared as in a text model.
 """
 
 import inspect
@@ -52,7 +52,7 @@ FAMILIES = {  # by model_type
 
 
 def family_of(config: PreTrainedConfig) -> Family | None:
-    """None for a text model, and for a vision model that is not known here: it takes no images."""
+    """None for a text model and for an unknown vision model, which supports no images."""
     if config.model_type == "llava" and config.vision_config.model_type not in (
         "clip_vision_model",
         "siglip_vision_model",

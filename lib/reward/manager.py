@@ -98,7 +98,7 @@ class RewardManager:
             self._pool.close()
 
     def _start(self) -> None:
-        """The scorers' imports, which take seconds, begin."""
+        """Starts the scorers' imports, which take seconds."""
         if self.workers:
             limit = {"time_limit_s": self.timeout_s}
             scorers = [asdict(scorer) | limit for scorer in self.scorers]
@@ -145,7 +145,7 @@ class RewardManager:
 
 
 def unfit(key: str, value) -> str:
-    """Why a value that a scorer gave besides its score is not accepted; "" if it is accepted."""
+    """Why a value that a scorer returned besides its score is rejected; "" if it is accepted."""
     shown = f"{key[:40]!r}: {str(value)[:40]}"
     if key == "reward_model":
         return f"{shown} has the name of that model's score"

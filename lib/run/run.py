@@ -1,4 +1,4 @@
-"""A run: one folder with one writer, one script and one set of flags. Finds the checkpoint from which it goes on.
+"""A run: one folder with one writer, one script and one set of flags. Finds the checkpoint to resume from.
 
     config.json    script, flags, digests of their files, and a history: each start, its checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
@@ -296,7 +296,7 @@ def _of_checkpoint(models: Mapping[str, TrainedModel]) -> dict[str, Any]:
 
 
 def open_run(args: Any, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
-    """Locks the run's folder, finds where the run goes on and opens its logs, all before a model loads. A collective.
+    """Locks the run's folder, finds the checkpoint to resume from, opens its logs; before a model loads. A collective.
 
     `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
     effective: the values of flags that were left to the run (setup.effective_settings), for config.json.
