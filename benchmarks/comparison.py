@@ -34,7 +34,7 @@ BASE = {  # of settings or their groups, where it is not grpo
     "dapo": "4 updates: vanilla",
     "four updates a step": "4 updates: vanilla",
     "256 prompts": "uniform",
-    "rollouts ahead": "level 0",
+    "asynchronous rollouts": "level 0",
 }
 
 
@@ -95,12 +95,14 @@ SETTINGS = {
     "uniform": Setting("256 prompts", FEW),
     "skip": Setting("256 prompts", f"{FEW} --prompt-sampling skip"),
     "variance": Setting("256 prompts", f"{FEW} --prompt-sampling variance"),
-    "level 0": Setting("rollouts ahead", APART),
-    "level 1": Setting("rollouts ahead", f"{APART} --async-level 1"),
-    "level 1: measure": Setting("rollouts ahead", f"{APART} --async-level 1 {MEASURE}"),
-    "level 2": Setting("rollouts ahead", f"{APART} --async-level 2"),
-    "level 2: measure": Setting("rollouts ahead", f"{APART} --async-level 2 {MEASURE}"),
-    "level 2: sequence": Setting("rollouts ahead", f"{APART} --async-level 2 --rollout-correction.level sequence"),
+    "level 0": Setting("asynchronous rollouts", APART),
+    "level 1": Setting("asynchronous rollouts", f"{APART} --async-level 1"),
+    "level 1: measure": Setting("asynchronous rollouts", f"{APART} --async-level 1 {MEASURE}"),
+    "level 2": Setting("asynchronous rollouts", f"{APART} --async-level 2"),
+    "level 2: measure": Setting("asynchronous rollouts", f"{APART} --async-level 2 {MEASURE}"),
+    "level 2: sequence": Setting(
+        "asynchronous rollouts", f"{APART} --async-level 2 --rollout-correction.level sequence"
+    ),
 }
 
 

@@ -92,7 +92,7 @@ def describe_needs(args: Any, sizes: Sizes, gpu: Gpu) -> str:
     if gpu.peak is None:
         return text
     seconds = sum(flops) / (MFU * 1e12 * gpu.peak * ranks)
-    return f"{text}:\n{seconds:.0f} s on {ranks} x {gpu.name} at {MFU:.0%} of the peak, beside the rollout"
+    return f"{text}:\n{seconds:.0f} s on {ranks} x {gpu.name} at {MFU:.0%} of the peak, without the rollout"
 
 
 def gpu_here() -> Gpu:
@@ -214,7 +214,7 @@ def refuse_what_does_not_fit(args: Any, sizes: Sizes, ranks: int, gpu: int) -> N
     if enough:
         advice = f"it fits with {' '.join(saver.flag for saver in enough)}"
     raise InputError(
-        f"these flags do not fit the GPU's memory by this estimate (--no-memory-check starts nevertheless); {advice}\n"
+        f"these flags do not fit the GPU's memory by this estimate (--no-memory-check starts anyway); {advice}\n"
         f"{memory_table(needed, gpu)}"
     )
 

@@ -185,7 +185,7 @@ async def _report(requests: list[AsyncRolloutRequest]) -> None:
 
 
 class EngineFailed(Exception):
-    """The engine did, and not one episode. Its cause says how."""
+    """The engine failed, not a single episode. __cause__ says how."""
 
 
 @dataclass(eq=False)
@@ -211,7 +211,7 @@ class ServerEpisodes:
         self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial: list[Generated] | None = None
     ) -> list[EpisodeResponse]:
         """The first half of generate; collect is the second. Weights may be synced between the two. partial: not used.
-        An episode starts anew, for its tools may have a state, which is lost."""
+        An episode restarts, because the state of its tools is lost."""
         self.engine.check_weights()
         requests = _make_requests(self.engine, prompts, sampling, seeds, self.settings)
         contexts, media = zip(*((request.raw_context, request.media) for request in requests))
@@ -293,8 +293,8 @@ def _make_requests(
     ids = settings.encode(requests[0].rendered)
     if ids != requests[0].raw_context and len(ids) <= (settings.max_prompt_length or len(ids)):  # longer: it was cut
         raise InputError(
-            "multi-turn: raw_prompt_ids are not what the chat template makes of raw_prompt and the tools; the data set "
-            "must be given the same tools and chat_template_kwargs"
+            "multi-turn: raw_prompt_ids differ from the chat template's output for raw_prompt and the tools; give the "
+            "data set the same tools and chat_template_kwargs"
         )
     return requests
 

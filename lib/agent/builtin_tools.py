@@ -65,13 +65,13 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
                     validator.check_schema(validator.schema)
             except SCHEMA_ERRORS as error:
                 raise InputError(
-                    f"--multi-turn.tools {spec}: get_openai_tool_schema() must give {{'type': 'function', 'function': "
-                    f"{{'name', 'description', 'parameters': a JSON schema}}}} ({_line(error)})"
+                    f"--multi-turn.tools {spec}: get_openai_tool_schema() must return {{'type': 'function', "
+                    f"'function': {{'name', 'description', 'parameters': a JSON schema}}}} ({_line(error)})"
                 ) from error
             if size > LONGEST_SCHEMAS:
                 raise InputError(
-                    f"--multi-turn.tools {spec}: its schemas and those before it have {size} characters; they are part "
-                    f"of every prompt, and at most {LONGEST_SCHEMAS} are taken"
+                    f"--multi-turn.tools {spec}: the schemas up to this one have {size} characters; they are part "
+                    f"of every prompt, so the limit is {LONGEST_SCHEMAS}"
                 )
             if name in tools:
                 raise InputError(f"--multi-turn.tools {spec}: there is a tool {name!r} already; rename one of the two")
@@ -283,11 +283,11 @@ def _read_corpus(path: Path) -> list[str]:
             passages.append(row["contents"] if "contents" in row else f"{row.get('title', '')}\n{row['text']}".strip())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f'--multi-turn.tools search:{path}: line {number} is no JSON object with "contents" or "text" '
+                f'--multi-turn.tools search:{path}: line {number} is not a JSON object with "contents" or "text" '
                 f"({say(error)})"
             ) from error
     if not passages:
-        raise InputError(f"--multi-turn.tools search:{path}: no passage in it")
+        raise InputError(f"--multi-turn.tools search:{path}: it has no passages")
     return passages
 
 
@@ -348,7 +348,7 @@ def _mcp_target(target: str):
     while words and (assignment := re.fullmatch(r"([\w-]+)=(.*)", words[0])):
         name, text = assignment.groups()
         if (value := from_environment(text)) is None:
-            raise InputError(f"--multi-turn.tools mcp:{target}: there is no {text[1:]} in the environment")
+            raise InputError(f"--multi-turn.tools mcp:{target}: the environment has no variable {text[1:]}")
         given[name] = value
         del words[0]
     if words[0].startswith(("http://", "https://")):

@@ -1,8 +1,8 @@
-"""Environments that others wrote, as interactions: OpenEnv, gymnasium, verifiers (docs/environments.md).
+"""External environments as interactions: OpenEnv, gymnasium, verifiers (docs/environments.md).
 
-What the policy writes is an action, and what the environment shows is the next user message. A row is one start of the
-environment: its prompt holds the first observation, its interaction_kwargs say how to start again in the same way.
-Responses to one prompt are compared, so they must have begun alike.
+The policy's turn is the action, and the observation is the next user message. A row is one initial state: its
+prompt holds the first observation, its interaction_kwargs reproduce it. Responses to one prompt are compared, so they
+must start alike.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class SeededEnvironment(BaseInteraction):
         if first is not None and self.first != first:
             raise InputError(
                 f"--multi-turn.interaction: reset({reset}) shows {self.first[:80]!r}, but the row has {first[:80]!r}: "
-                "make the rows again; an environment that does not keep to its seed cannot be trained on in groups"
+                "regenerate the rows; to train on groups, an environment must start alike with the same seed"
             )
 
     async def respond(self, messages: list[dict]) -> tuple[bool, str, float, dict]:
@@ -162,7 +162,7 @@ class OpenEnv(SeededEnvironment):
     def _shown(self, observation: dict) -> str:
         if self.observation and self.observation not in observation:
             raise InputError(
-                f"openenv:{self.url}: no {self.observation!r} in what it shows, but {', '.join(observation)}"
+                f"openenv:{self.url}: no {self.observation!r} in its observation, but {', '.join(observation)}"
             )
         every = {name: value for name, value in observation.items() if name != "metadata"}
         shown = observation[self.observation] if self.observation else every
@@ -276,7 +276,7 @@ class Gym(SeededEnvironment):
     def _shown(self, observation: Any) -> str:
         if not isinstance(observation, str):
             kind = type(observation).__name__
-            raise InputError(f"gym: it shows a {kind}; wrap the environment so that it shows texts and takes texts")
+            raise InputError(f"gym: the observation is a {kind}; wrap the environment so that it uses text")
         return observation
 
 
@@ -288,7 +288,7 @@ def load_gym(spec: str) -> Callable[[], Gym]:
     name = spec.removeprefix("gym:")
     if ".py:" in name:
         if not callable(make := load_object("--multi-turn.interaction", name)):
-            raise InputError(f"--multi-turn.interaction {spec}: it is no class or function that makes an environment")
+            raise InputError(f"--multi-turn.interaction {spec}: not a class or function that returns an environment")
         return partial(Gym, make)
     try:
         import gymnasium

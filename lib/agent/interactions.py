@@ -40,7 +40,7 @@ class ReasoningGym(BaseInteraction):
         self.scorer = importlib.import_module("rewards.reasoning_gym")  # by name: rewards/ imports lib
         if (task := json.loads(ground_truth)["task"]) in self.scorer.UNBOUNDED:
             raise InputError(
-                f"--multi-turn.interaction reasoning_gym: to score {task} may take any time, which needs a process"
+                f"--multi-turn.interaction reasoning_gym: scoring {task} has no time bound and needs a scorer process"
             )
         self.ground_truth, self.max_tries, self.tries, self.last = ground_truth, max_tries, 0, 0.0
 
@@ -71,5 +71,5 @@ def load_interaction(spec: str) -> Callable[[], BaseInteraction]:
         return getattr(importlib.import_module("lib.agent.environments"), f"load_{kind}")(spec)
     found = load_object("--multi-turn.interaction", spec)
     if not (inspect.isclass(found) and issubclass(found, BaseInteraction)):
-        raise InputError(f"--multi-turn.interaction {spec}: it is no subclass of lib.agent.BaseInteraction")
+        raise InputError(f"--multi-turn.interaction {spec}: not a subclass of lib.agent.BaseInteraction")
     return found

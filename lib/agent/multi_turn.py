@@ -76,7 +76,7 @@ class MultiTurn:
     truncate: Literal["left", "middle", "right"] = "middle"  # where a longer output is cut
     tool_timeout: float = 30.0  # seconds, for every call of a tool or an interaction
     episode_timeout: float | None = None  # seconds; an episode that takes longer is not trained on
-    reward_coef: float = 1.0  # weight of the rewards that tools and interaction give, beside the scorer's
+    reward_coef: float = 1.0  # weight of the rewards of tools and interaction, added to the scorer's
     chat_template_kwargs: dict = field(default_factory=dict)  # those of the data set
     max_prompt_length: int | None = None  # that of the data set, which may cut longer prompts; None: it cuts none
     vision: Vision | None = None  # that of the data set; None for a text model
@@ -284,7 +284,7 @@ class AsyncRolloutRequest:
 
     def reward(self, value: float) -> None:
         if not abs(value) <= LARGEST_SCORE:
-            raise ValueError(f"a reward of {value}; numbers up to {LARGEST_SCORE:g} are taken")
+            raise ValueError(f"a reward of {value}; use numbers up to {LARGEST_SCORE:g}")
         self.turn_rewards.append(float(value))
         self.rewarded.append(len(self.token_ids) - 1)
 
@@ -423,7 +423,7 @@ def check_template(settings: MultiTurn) -> None:
         if rest is None:  # the template rewrites history: every turn is a segment, which is encoded as a whole
             return
         if settings.encode(before) + settings.encode(text) + settings.encode(rest) != settings.encode(after):
-            raise InputError(f"tokenizer {name}: a conversation encoded turn by turn is not the tokens of the whole")
+            raise InputError(f"tokenizer {name}: a conversation encoded turn by turn has other tokens than the whole")
         end = settings.tokenizer.decode(settings.encode(rest)[:1])
 
 

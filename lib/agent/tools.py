@@ -119,14 +119,14 @@ def say(error: BaseException) -> str:
 
 
 def story(error: BaseException) -> str:
-    """An InputError is one line for its reader; of others, which the user's code raises, one wants the place."""
+    """One line for an InputError; other exceptions come from the user's code and get their traceback."""
     text = f": {error}" if isinstance(error, InputError) else f"\n{''.join(traceback.format_exception(error))}"
     text = readable(redact(text), MOST_SHOWN, "middle")
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
 def show_once(what: str, error: BaseException) -> None:
-    """Prints the first error of each kind, which are those of one type from one line of code."""
+    """Prints the first error of each kind: one exception type from one line of code."""
     kind = (type(error), *((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[-1:]))
     if kind not in SHOWN:
         SHOWN.add(kind)
@@ -204,13 +204,13 @@ def _checked(value, returns_images: bool) -> ToolResult:
         if images and not returns_images:
             raise TypeError("the tool returned images; its class must say returns_images = True")
         if not all(isinstance(image, Image.Image) for image in images):
-            raise TypeError("the tool returned images that are no PIL images")
+            raise TypeError("the tool returned images that are not PIL images")
     if not isinstance(text, str | numbers.Number):
         raise TypeError(
-            f"the tool returned a {type(text).__name__}; a text, a number or (text, reward, metrics) is taken"
+            f"the tool returned a {type(text).__name__}; return a text, a number or (text, reward, metrics)"
         )
     if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_SCORE:  # type: ignore[operator]
-        raise ValueError(f"the tool gave {reward!r} as reward; numbers up to {LARGEST_SCORE:g} are taken")
+        raise ValueError(f"the tool returned the reward {reward!r}; use numbers up to {LARGEST_SCORE:g}")
     check_metrics(metrics, "the tool")
     return ToolResult(str(text), float(reward), metrics, images=list(images))
 
@@ -221,7 +221,7 @@ def check_metrics(metrics: Any, whose: str) -> None:
         isinstance(number, numbers.Real) and abs(number) <= LARGEST_METRIC  # type: ignore[operator]
         for number in metrics.values()
     ):
-        raise TypeError(f"{whose}'s metrics are no dict of finite numbers")
+        raise TypeError(f"{whose}'s metrics are not a dict of finite numbers")
 
 
 def readable(text: str, max_chars: int, truncate: str) -> str:

@@ -1,4 +1,4 @@
-"""The time of a step's stages, and their names for the watchdog."""
+"""Times the stages of a step and names them for the watchdog."""
 
 import time
 from collections import defaultdict

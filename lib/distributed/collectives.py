@@ -1,4 +1,4 @@
-"""Collectives, and process groups beside the default one."""
+"""Collectives, and process groups besides the default one."""
 
 import pickle
 import socket
@@ -21,7 +21,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str) -> Any:
-    """A process group beside the trainer's own, with processes that are not the trainer's ranks. On a CPU it is gloo,
+    """A process group besides the trainer's own, with processes that are not the trainer's ranks. On a CPU it is gloo,
     which listens on `address`; otherwise NCCL.
 
     Blocks until all have joined. It and the group's operations raise RuntimeError after `timeout_s` without an answer.

@@ -49,7 +49,7 @@ _meetings = itertools.count()
 
 
 class World(NamedTuple):
-    """Where this process stands among the ranks that train. The rank of an engine rank is not below the size."""
+    """Where this process stands among the ranks that train. Engine ranks have rank >= size."""
 
     rank: int
     size: int
@@ -57,13 +57,13 @@ class World(NamedTuple):
 
 
 class JobOver(Exception):
-    """Ends an engine rank in good order, from wherever it is: the training ranks have done their work."""
+    """Ends an engine rank cleanly once the training ranks have finished."""
 
 
 def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_ranks: int = 0) -> World:
     """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
 
-    stage_timeout: seconds that a stage may take (watchdog.py); 0: nobody watches. rollout_engine: the flag's value;
+    stage_timeout: seconds that a stage may take (watchdog.py); 0: no watcher. rollout_engine: the flag's value;
     NCCL is not kept on loopback if it names servers, which may be elsewhere. docs/security.md says what listens where.
     engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
     their GPU alone.
@@ -118,7 +118,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
 
 
 def job_store() -> dist.Store:
-    """A client of the job's store that nobody else uses, with the keys of this start of the job."""
+    """An exclusive client of the job's store, with a key prefix for this start of the job."""
     return _job.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
 
 
@@ -246,7 +246,7 @@ def _run(main: Callable[[Any], None], args: Any) -> None:
 
 
 def _end_with(what: str, code: Any = 1) -> NoReturn:
-    """Ends the process at once, in a line from the rank that it happened to, whichever that is."""
+    """Ends the process at once, with one line from the rank where it happened."""
     line = f"error: rank {_job.rank if _job else 0} in {current_stage()}: {what}"
     report_mistake(line)
     if not is_first_on_node():
@@ -321,13 +321,13 @@ _interrupted_at = -math.inf
 
 
 def on_early_end(act: Callable[[bool], None] | None) -> None:
-    """From now on `act(interrupted)` is called when the run ends early, by Ctrl-C or an exception. None: nothing is."""
+    """Registers `act(interrupted)`, called when the run ends early, by Ctrl-C or an exception; None unregisters it."""
     global _at_early_end
     _at_early_end = act
 
 
 def advise_out_of_memory(advice: Callable[[str], str]) -> None:
-    """From now on `advice(stage)` ends the line about memory that ran out."""
+    """Registers `advice(stage)`, the end of the out-of-memory line."""
     global _advice
     _advice = advice
 

@@ -167,7 +167,7 @@ def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def set_gradient_sync(model: FSDPModule, sync: bool) -> None:
-    """Whether the next backward reduces gradients over ranks (the last micro-batch) or only adds them up locally."""
+    """The next backward reduces gradients over ranks (the last micro-batch) or only accumulates them locally."""
     model.set_requires_gradient_sync(sync)
 
 

@@ -1,4 +1,4 @@
-"""Says which rank waits for which, and ends a job that hangs: a thread of each rank watches its rank's stage."""
+"""Reports which rank waits for which and ends a job that hangs: on each rank a thread watches the stage."""
 
 import faulthandler
 import json
@@ -39,7 +39,7 @@ class LauncherLost(RuntimeError):
 
 
 def enter_stage(name: str, limited: bool = True) -> None:
-    """From now on this rank is in the stage `name`, such as "step 12 rollout", and its time starts anew. A stage that
+    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time. A stage that
     is not `limited`, such as a download, may take as long as it likes."""
     global _stage
     _stage = (name, time.monotonic(), limited)
@@ -51,14 +51,14 @@ def current_stage() -> str:
 
 
 def start_watching(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-    """Starts the watcher. `store` is a client of the job's store that nobody else uses."""
+    """Starts the watcher. `store` is an exclusive client of the job's store."""
     global _watcher
     _watcher = threading.Thread(target=_watch, args=(store, rank, size, timeout_s), name="watcher", daemon=True)
     _watcher.start()
 
 
 def note_waits_in(file: Path) -> None:
-    """From now on lines about ranks that wait are also added to this file."""
+    """Also appends lines about waiting ranks to this file."""
     global _notebook
     _notebook = file
 

@@ -68,10 +68,10 @@ def packed_attention(
     if group_cache is not None:
         return group_cache.attend(module, query, key, value, scaling), None
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise InputError(f"{type(module).__name__} has soft caps or sinks: --attn-implementation eager")
+        raise InputError(f"{type(module).__name__} has soft caps or sinks: set --attn-implementation eager")
     if packed_runs is None and packed_sequences is None:
         if attention_mask is not None and attention_mask.shape[3] < key.shape[2]:
-            raise InputError(f"{type(module).__name__} gets no keywords from its layer: --no-padding-free")
+            raise InputError(f"{type(module).__name__} gets no keyword arguments from its layer: set --no-padding-free")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if sequence_group is not None:
         query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))
@@ -209,7 +209,7 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
     others = other_layers(config)
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     if capped and attn_implementation == "sdpa":
-        raise InputError("--attn-implementation sdpa leaves out the soft caps of its attention: take eager")
+        raise InputError("--attn-implementation sdpa ignores the soft caps of its attention: use eager")
     packed = attn_implementation in PACKED
     no_sdpa = packed and (capped or (cls is not None and not cls._supports_sdpa))
     reason = UNPACKABLE.get(text.model_type)
@@ -232,7 +232,7 @@ def other_layers(config: PreTrainedConfig) -> set[str]:
 
 
 def carries_state(model: PreTrainedModel) -> bool:
-    """Whether layers other than attention carry a state from token to token."""
+    """True if layers other than attention carry a state from token to token."""
     return model._is_stateful or not other_layers(model.config).isdisjoint(
         {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
     )
@@ -254,9 +254,9 @@ def lay_out(
         InputError: the model's output at a token depends on later tokens, or on chance.
     """
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
-        raise InputError(f"{name}: its attention sees later tokens; give a decoder")
+        raise InputError(f"{name}: its attention is not causal; use a decoder")
     if model.config.get_text_config().model_type == "phimoe":
-        raise InputError(f"{name}: PhiMoE draws its experts at random while it trains")
+        raise InputError(f"{name}: PhiMoE draws its experts at random in training")
     reason = attention_and_packing(model.config, attn_implementation)[1]
     kind = STATE_LAYERS.get(model.config.get_text_config().model_type)
     pairs = [(p, layer) for p in model.modules() for layer in p.children() if type(layer).__name__ == kind]

@@ -49,7 +49,7 @@ class StepFlops(NamedTuple):
 
 
 def flops_of(model: PreTrainedModel) -> Flops:
-    """Also of a model whose weights are split over ranks: it is the FLOPs of all of them together."""
+    """The FLOPs of a model; of all ranks together if its weights are sharded."""
     head = model.get_output_embeddings()
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     token, vision = 0.0, {name: part for part in ("tower", "projector") for name in vision_names(model, part)}

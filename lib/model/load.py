@@ -110,7 +110,7 @@ def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> ProcessorMixin | None:
-    """What makes tokens and tensors of images for the model at `path`. None for a model that takes no images, or that
+    """The processor of `path`, which makes tokens and tensors of images. None for a model that takes no images, or that
     comes without a processor, as a .gguf file does: it then runs on text alone."""
     if family_of(_config(path, flag, trust_remote_code)) is None:
         return None
@@ -175,7 +175,7 @@ def load_model(
     if family_of(model.config) is None:
         return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
     if not logits_are_a_plain_product(model):
-        raise InputError(f"{flag} {path}: a vision model whose logits are capped or scaled is not known here")
+        raise InputError(f"{flag} {path}: vision models with capped or scaled logits are not supported")
     model = _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
     model.prompt_logits = types.MethodType(prompt_logits, model)
     model.fsdp_forward_methods += ("prompt_logits",)
@@ -353,8 +353,8 @@ def fsdp_layer_classes(model: PreTrainedModel) -> set[str]:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles each layer for packed rows: once for any number of tokens and any layout, but for the attention, which
-    is a kernel of its own. What is not packed, such as hf rollouts, runs as before."""
+    """Compiles each layer for packed rows: once for any number of tokens and any layout, except the attention, which
+    has its own kernel. What is not packed, such as hf rollouts, runs as before."""
     for layer in decoder_layers(model):
         compiled = torch.compile(layer.forward, dynamic=True, backend=COMPILER)
         layer.forward = partial(_compiled_if_packed, layer.forward, compiled)

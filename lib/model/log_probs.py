@@ -301,9 +301,9 @@ def check_rows(
     responses, sampled = ids[1::2, -T:], trained[1::2]
     responses[sampled] = responses[sampled].flip(0)  # placeholders of a tool's images stay
     together = forward(micro)[0]
-    beside = forward(other)[0] - together
+    neighbours = forward(other)[0] - together
     trained[1::2] = False
-    differences = [beside[trained]]
+    differences = [neighbours[trained]]
 
     counts, own = [len(micro)], 0  # rows of each rank of the group; a rank may have none of a micro-batch
     if row_group is not None:
@@ -316,10 +316,10 @@ def check_rows(
         alone.append(row[micro.batch["response_mask"][rows].bool()])
     differences.append(torch.cat(alone))
     means = all_gather_lists([[float(x.abs().mean()) if len(x) else 0.0 for x in differences]])
-    whats = ("change with the rows beside it", "are not those of the row alone")
+    whats = ("depend on neighbouring rows", "differ from those of the row alone")
     for mean, allowed, what in zip(torch.tensor(means).amax(0).tolist(), ROW_TOLERANCE[compute_dtype], whats):
         if not mean <= allowed:
-            mend = "set --no-padding-free" if model.padding_free else "this model cannot be used here"
+            fix = "set --no-padding-free" if model.padding_free else "this model cannot be used here"
             by = f"by {mean:.2g} nats (allowed: {allowed:g})"
             kind = type(model).__name__.removeprefix("FSDP")
-            raise InputError(f"{kind}: the log-probs of a row {what}, {by}; {mend}")
+            raise InputError(f"{kind}: the log-probs of a row {what}, {by}; {fix}")

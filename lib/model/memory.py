@@ -431,7 +431,7 @@ def worst_moment(moments: Moments) -> tuple[str, int]:
 
 
 def fits(moments: Moments, device_bytes: int) -> bool:
-    """Whether the worst moment leaves HEADROOM of the device."""
+    """True if the worst moment leaves HEADROOM of the device free."""
     return worst_moment(moments)[1] <= (1 - HEADROOM) * device_bytes
 
 

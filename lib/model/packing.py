@@ -1,7 +1,7 @@
 """From a batch to a forward over packed rows, and back.
 
-Padding never enters the model. The rows of a micro-batch are laid end to end as one packed row, in which a prompt that
-several rows share stands once. lib/model/attention.py keeps the sequences apart.
+Padding never enters the model. The sequences of a micro-batch are packed into one row, in which a prompt that
+several rows share occurs once. lib/model/attention.py keeps the sequences apart.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from lib.model.vision import images_of
 
 
 class PackedRun(NamedTuple):
-    """Sequences that stand end to end in the packed row and go into one batched SDPA call."""
+    """Consecutive sequences of the packed row that go into one batched SDPA call."""
 
     tokens: int
     count: int  # type: ignore[assignment]  # tuple has a method of this name
@@ -42,7 +42,7 @@ class PackedRun(NamedTuple):
 
 @dataclass
 class PackedRuns:
-    """No list: into lists and tuples torch.compile looks, and would compile the layers anew for each layout."""
+    """A dataclass, because torch.compile specialises on lists and would recompile the layers for each layout."""
 
     runs: list[PackedRun]
 
@@ -72,7 +72,7 @@ class SequenceRows(NamedTuple):
     """one tensor (count, length) for each set of rows of about equal length: the token's index in the packed row. A
     response to a shared prompt has that prompt before it. Padding repeats the row's last token"""
     back: torch.Tensor
-    """(N,), for each token of the packed row: its index in these rows laid end to end"""
+    """(N,), for each token of the packed row: its index in these rows, concatenated"""
 
 
 LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # what decides where tokens stand
@@ -159,7 +159,7 @@ def _response_inputs(
     """(inputs, select, target). inputs: what the decoder takes. select (n,): for each trained token, the index in the
     decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
 
-    A row may hold several sequences end to end (lib/agent): one begins wherever position_ids is 0.
+    A row may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0.
     """
     padding_free = padding_free and model.padding_free
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")

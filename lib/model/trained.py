@@ -43,8 +43,9 @@ class ForwardConfig:
 
 @dataclass
 class LossScale:
-    """Of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are multiplied by it, gradients
-    divided. It halves at a gradient that is not finite, and doubles after `interval` updates without one.
+    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are
+    multiplied by it and gradients divided. It halves at a gradient that is not finite, and doubles after `interval`
+    updates without one.
 
     torch.amp.GradScaler looks at the gradients of its own rank; these are shards, and all ranks must agree.
     """
@@ -92,7 +93,7 @@ class TrainedModel:
         self._computed = self._computed + update_flops(self._flops, micro, self.module.share_prompts)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """loss: this rank's share of the sum over ranks, whose gradients FSDP averages: hence the factor."""
+        """loss: this rank's share of the sum over ranks. The factor undoes FSDP's average over ranks."""
         scale = self.loss_scale.value if self.loss_scale else 1
         (loss * self.world.size * scale).backward()
 

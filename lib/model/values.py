@@ -92,7 +92,7 @@ def reward_model_scores(
         try:
             text = rm_tokenizer.apply_chat_template(messages, tokenize=False)
         except (jinja2.TemplateError, TypeError) as error:
-            raise InputError(f"--reward-model: its chat template refuses {prompt!r:.200}: {error}") from error
+            raise InputError(f"--reward-model: its chat template rejects {prompt!r:.200}: {error}") from error
         conversations.append(rm_tokenizer(text, add_special_tokens=False)["input_ids"])
     rows = _conversation_batch(conversations, responses.device)
     values = batched_values(model, rows, micro_batch_tokens)  # (B, 1)

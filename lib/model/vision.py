@@ -1,8 +1,8 @@
-"""The vision half of a model: features of images over the embeddings of their placeholders, then the decoder.
+"""Vision-language models: image features replace the embeddings of their placeholders before the decoder.
 
 A processor has expanded each image's placeholder to as many tokens as the image has features. A placeholder is a token
-of that id which was not sampled: a sampled one is text. So the decoder only ever gets embeddings, and rows are packed
-and prompts shared as those of a text model are.
+of that id which was not sampled: a sampled one is text. So the decoder only ever gets embeddings, and rows are
+packed and prompts shared as in a text model.
 """
 
 import inspect
@@ -52,7 +52,7 @@ FAMILIES = {  # by model_type
 
 
 def family_of(config: PreTrainedConfig) -> Family | None:
-    """None for a text model, and for a vision model that is not known here: it takes no images."""
+    """None for a text model and for an unknown vision model, which supports no images."""
     if config.model_type == "llava" and config.vision_config.model_type not in (
         "clip_vision_model",
         "siglip_vision_model",
@@ -91,7 +91,7 @@ class Images:
     """The images of a forward, as a part of its `inputs`."""
 
     inputs: dict[str, dict[str, torch.Tensor]]
-    """"image", "video": what get_image_features, get_video_features take; rows end to end"""
+    """"image", "video": what get_image_features, get_video_features take; rows concatenated"""
     places: dict[str, torch.Tensor]
     """(n,), indices of the placeholders in the flattened layout of the decoder"""
     takes: dict[str, torch.Tensor]
@@ -134,7 +134,7 @@ def images_of(
         return None
     family = family_of(model.config)
     if family is None:
-        raise InputError(f"a model of type {model.config.model_type} takes no images; known are {', '.join(FAMILIES)}")
+        raise InputError(f"model type {model.config.model_type} supports no images; supported: {', '.join(FAMILIES)}")
     images = Images({}, {}, {}, torch.full(tuple(shape), -1) if family.bidirectional else None)
     for kind, own in _kinds(model).items():
         is_place = ids == own.token_id
@@ -149,7 +149,7 @@ def images_of(
         if without or not all(inputs):
             has, lacks = (f"{kind}s", "placeholders") if without else ("placeholders", f"{kind}s")
             raise InputError(
-                f"a prompt has {has} and no {lacks}: those of {model.config.model_type} are tokens {own.token_id}"
+                f"a prompt has {has} and no {lacks}: {model.config.model_type}'s placeholder is token {own.token_id}"
             )
         if not inputs and kind not in run_tower:
             continue

@@ -100,7 +100,7 @@ class RewardManager:
             self._pool.close()
 
     def _start(self) -> None:
-        """The scorers' imports, which take seconds, begin."""
+        """Starts the scorers' imports, which take seconds."""
         if self.workers:
             limit = {"time_limit_s": self.timeout_s}
             scorers = [asdict(scorer) | limit for scorer in self.scorers]
@@ -110,7 +110,7 @@ class RewardManager:
                 self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in self.scorers]
 
     def _answers(self, tasks: list[tuple[int, float, list[dict], str]]) -> Iterator[tuple[int, list]]:
-        """Begins to score; the iterator waits for the answers."""
+        """Starts scoring; the iterator waits for the answers."""
         if self._pool is None and self._functions is None:
             self._start()
         if self._pool is None:
@@ -138,7 +138,7 @@ class RewardManager:
         self._failures[name, kind] += 1
         failures = sum(count for (of, _), count in self._failures.items() if of == name)
         if name not in self._scored and failures >= ALWAYS:
-            raise InputError(f"scorer {name} failed on all of its first {failures} responses, at last with\n{text}")
+            raise InputError(f"scorer {name} failed on all of its first {failures} responses, the last with\n{text}")
 
     def _dropped(self, name: str, key: str, value) -> None:
         if (name, key) not in self._dropped_keys and len(self._dropped_keys) < ALWAYS:
@@ -147,7 +147,7 @@ class RewardManager:
 
 
 def unfit(key: str, value) -> str:
-    """Why a value that a scorer gave besides its score is not accepted; "" if it is accepted."""
+    """Why a value that a scorer returned besides its score is rejected; "" if it is accepted."""
     shown = f"{key[:40]!r}: {str(value)[:40]}"
     if key == "reward_model":
         return f"{shown} has the name of that model's score"

@@ -58,8 +58,8 @@ def load_scorers(
         row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
         if row and scorers[-1].takes_truth:
             raise InputError(
-                f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} takes; add it (a scorer that does "
-                "without gives the parameter a default: ground_truth=None)"
+                f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} needs; add it (or, if the "
+                "scorer works without, give the parameter a default: ground_truth=None)"
             )
     for name, count in Counter(scorer.name for scorer in scorers).items():
         if count > 1:

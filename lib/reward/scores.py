@@ -19,7 +19,7 @@ from lib.reward.manager import PendingScores, RewardManager
 
 @dataclass
 class RewardModel:
-    """Without a module where a replay has its scores."""
+    """In a replay it has no module, because the scores are recorded."""
 
     module: PreTrainedModel | None
     tokenizer: PreTrainedTokenizerBase | None
@@ -96,11 +96,11 @@ def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: t
     known = {k: k in extras and any(v is None or is_number(v) for v in column) for k, column in columns.items()}
     for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
         if not anywhere:
-            raise InputError(f"--reward-keys {key}: the scorers give no number of that name, but {', '.join(extras)}")
+            raise InputError(f"--reward-keys {key}: the scorers return no such number, only {', '.join(extras)}")
     values = [[float(value) if is_number(value) else 0.0 for value in columns[key]] for key in keys]
     return torch.tensor(values, device=scores.device).T
 
 
 def is_number(value) -> bool:
-    """Whether it is a finite number that a float can hold."""
+    """True for a finite number that a float can hold."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max

@@ -143,9 +143,7 @@ def save_checkpoint(
             if failure is not None:
                 if rank == 0:
                     shutil.rmtree(tmp, ignore_errors=True)
-                raise InputError(
-                    f"{final}: not saved, earlier checkpoints are as they were: {failure} ({free_space(final)})"
-                )
+                raise InputError(f"{final}: not saved, earlier checkpoints are intact: {failure} ({free_space(final)})")
             if stage is hash_shards:  # each rank has hashed its own files
                 parts: list = [None] * world_size
                 dist.all_gather_object(parts, hashes, group=group)
@@ -432,7 +430,7 @@ def _set_rng_state(state: dict[str, Any]) -> None:
 def _exact_json(trainer: dict[str, Any]) -> str:
     for part in ("schedulers", "trainer_state"):
         if json.loads(json.dumps(trainer[part])) != trainer[part]:  # a tuple, an integer key, NaN
-            raise TypeError(f"checkpoint: {part} does not come back from JSON as it was: {trainer[part]!r}")
+            raise TypeError(f"checkpoint: {part} changes in a JSON round trip: {trainer[part]!r}")
     return json.dumps(trainer, indent=1)
 
 

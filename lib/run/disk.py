@@ -23,5 +23,5 @@ def writes_to(path: Path, message: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f"{path}: {message}: {error} ({free_space(path)}); when it can be written, go on with --resume auto"
+            f"{path}: {message}: {error} ({free_space(path)}); once it can be written, continue with --resume auto"
         ) from error

@@ -43,7 +43,7 @@ class Profiler:
         self._running.start()
 
     def stop(self) -> bool:
-        """Whether a step was being profiled. If so, writes its trace and prints its largest operations (rank 0)."""
+        """True if a step was being profiled; then writes its trace and prints its largest operations (rank 0)."""
         if self._running is None:
             return False
         running, self._running = self._running, None

@@ -1,4 +1,4 @@
-"""A run: one folder with one writer, one script and one set of flags. Finds the checkpoint from which it goes on.
+"""A run: one folder with one writer, one script and one set of flags. Finds the checkpoint to resume from.
 
     config.json    script, flags, digests of their files, and a history: each start, its checkpoint, what had changed
     .lock          held by rank 0's process as long as it lives
@@ -191,7 +191,7 @@ class Run:
         return reduced
 
     def validates(self, step: int) -> bool:
-        """Whether validation is due after this step, or before the first one."""
+        """True if validation is due after this step, or before the first one."""
         if not self.validation.enabled:
             return False
         if step == self.step:
@@ -296,7 +296,7 @@ def _of_checkpoint(models: Mapping[str, TrainedModel]) -> dict[str, Any]:
 
 
 def open_run(args: Any, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
-    """Locks the run's folder, finds where the run goes on and opens its logs, all before a model loads. A collective.
+    """Locks the run's folder, finds the checkpoint to resume from, opens its logs; before a model loads. A collective.
 
     `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
     effective: the values of flags that were left to the run (setup.effective_settings), for config.json.
@@ -361,11 +361,11 @@ def _open_locked(run: Run, args: Any, script: Path, effective: Mapping[str, Any]
     came_from, new_data = None, bool(changed.keys() & marked(args, Names.ROWS))
     if checkpoint is not None:
         came_from = checkpoint.name if own else str(checkpoint.resolve())
-        print(f"resumed from {came_from}" + (", with training data that begin anew" * new_data), flush=True)
+        print(f"resumed from {came_from}" + (", with training data from the first row" * new_data), flush=True)
         if step >= args.run.total_steps and not run.validation.val_only:
             print(f"{came_from}: step {step} of {args.run.total_steps}, nothing is left to train", flush=True)
     elif args.run.resume == "auto":
-        print("no checkpoint yet, from the start", flush=True)
+        print("no checkpoint yet, starting from scratch", flush=True)
 
     logs, title, history = run.folder, run.name, []
     if run.validation.val_only:
@@ -403,13 +403,13 @@ def _beginning(text: str) -> str:
 def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStack) -> None:
     """Raises InputError unless the folder is new or empty, or the run that it was recorded by is resumed."""
     if recording.resolve() == folder.resolve():
-        raise InputError(f"--record {recording}: the folder holds something else: give a new one")
+        raise InputError(f"--record {recording}: the folder contains other files: give a new one")
     _hold(recording, locks, "--record")
     by = (read_json(recording / "config.json") or {}).get(RECORDED_BY)
     if by is None and not _is_empty(recording):
-        raise InputError(f"--record {recording}: the folder holds something else: give a new one")
+        raise InputError(f"--record {recording}: the folder contains other files: give a new one")
     if by is not None and (by != str(folder.resolve()) or resume == "never"):
-        raise InputError(f"--record {recording}: it holds the recording of {by}: give a new folder")
+        raise InputError(f"--record {recording}: it contains the recording of {by}: give a new folder")
 
 
 # ---- one writer ----------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ def take_lock(folder: Path, flag: str = "--run-name") -> TextIO:
                 f"(if its host is gone for good, delete {lock.name})"
             ) from error
         except OSError as error:
-            print(f"{folder}: no file locks here ({error.strerror}), so nothing keeps a second run out", flush=True)
+            print(f"{folder}: no file locks here ({error.strerror}), so a second run is not prevented", flush=True)
         break
     left = _holder(lock)
     if left.get("host", host) != host:
@@ -522,7 +522,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         if newest is None and (there := step_folders(folder / "checkpoints")):
             raise InputError(
                 f"--resume auto: none of the checkpoints in {there[0].parent} can be loaded; give --resume another "
-                "one, or another --run-name to start anew"
+                "one, or another --run-name to start from scratch"
             )
         return newest or _origin(folder)
     checkpoint = None if resume == "never" else Path(resume)
@@ -535,8 +535,8 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
             return own
     if _has_steps(folder):
         raise InputError(
-            f"{folder} holds a run already: --resume auto goes on with it, --resume {folder}/checkpoints/step_... goes "
-            "back in it, another --run-name starts anew"
+            f"{folder} already contains a run: --resume auto continues it, --resume {folder}/checkpoints/step_... "
+            "rewinds it, another --run-name starts a new one"
         )
     return checkpoint
 
@@ -597,7 +597,7 @@ def _steps(file: Path) -> list[int | None]:
             try:
                 steps.append(int(json.loads(row)["step"]) if row.endswith(b"\n") else None)
             except (ValueError, TypeError, KeyError) as error:
-                raise InputError(f"{file}, line {len(steps) + 1}: no row of a run: mend or delete that line") from error
+                raise InputError(f"{file}, line {len(steps) + 1}: not a row of a run: fix or delete it") from error
     return steps
 
 
@@ -617,7 +617,7 @@ def _origin(folder: Path) -> Path | None:
     history = (read_json(folder / "config.json") or {}).get("history", [])
     origin = next((Path(start["from"]) for start in reversed(history) if start["from"] and "/" in start["from"]), None)
     if origin is not None and (why := why_torn(origin)):
-        raise InputError(f"{folder} went on from {origin}, which is no complete checkpoint any more ({why})")
+        raise InputError(f"{folder} continues from {origin}, which is no longer a complete checkpoint ({why})")
     return origin
 
 

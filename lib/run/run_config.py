@@ -63,7 +63,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     try:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
-        raise InputError(f"{file}: not a JSON object ({error}): mend it; without it flags are not compared") from error
+        raise InputError(f"{file}: not a JSON object ({error}): fix it; without it flags are not compared") from error
 
 
 def compare(checkpoint: Path, now: dict[str, Any], args: Any, overrides: set[str]) -> dict[str, list]:
@@ -88,8 +88,8 @@ def compare(checkpoint: Path, now: dict[str, Any], args: Any, overrides: set[str
     refused = [flag for flag in changed if flag not in may_change]
     if refused:
         raise InputError(
-            f"{checkpoint} is of another run: {_changes(refused, changed)}. Put that back, give another --run-name "
-            f"without --resume, or consent with --resume-override {' '.join(refused)}"
+            f"{checkpoint} belongs to another run: {_changes(refused, changed)}. Undo it, set another --run-name "
+            f"without --resume, or allow it with --resume-override {' '.join(refused)}"
         )
     for flag in changed:
         if why := _never(flag, now):
@@ -117,8 +117,8 @@ def compare_recording(recording: Path, now: dict[str, Any], args: Any) -> None:
     }
     if refused := sorted(changed.keys() & marked(args, OnReplay.AS_RECORDED)):
         raise InputError(
-            f"--replay {recording}: {_changes(refused, changed)}. What was sampled and scored stays as it is: put that "
-            f"back (--config {recording}/config.json reads all flags), or sample anew without --replay"
+            f"--replay {recording}: {_changes(refused, changed)}. The recorded samples and scores depend on it: undo "
+            f"it (--config {recording}/config.json reads all flags), or sample again without --replay"
         )
     print(
         f"replay of {recording}: steps need no engine and no scorer; validation samples with hf"

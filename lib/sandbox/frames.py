@@ -49,7 +49,7 @@ class Frames:
         while len(self.received) >= HEADER.size:
             size, checksum = HEADER.unpack_from(self.received)
             if size > self.longest:
-                raise ValueError(f"a message of {size} bytes; at most {self.longest} are taken")
+                raise ValueError(f"a message of {size} bytes; the limit is {self.longest}")
             if len(self.received) < HEADER.size + size:
                 break
             message = bytes(self.received[HEADER.size : HEADER.size + size])

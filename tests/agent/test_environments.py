@@ -213,12 +213,12 @@ def test_gym_steps(game):
     talk(play, [], first="0?")  # a row without a seed: not from the clock
     with pytest.raises(InputError, match=r"shows '4\?', but the row has '3\?'"):
         talk(play, [], reset={"seed": 4}, first="3?")
-    with pytest.raises(InputError, match="it shows a list; wrap the environment"):
+    with pytest.raises(InputError, match="the observation is a list; wrap the environment"):
         talk(load_interaction(game.replace("Letters", "Arrays")), [])
 
 
 def test_gym_wants_what_makes_an_environment(game):
-    with pytest.raises(InputError, match="it is no class or function"):
+    with pytest.raises(InputError, match="not a class or function"):
         load_interaction(game.replace("Letters", "number"))
 
 
@@ -226,7 +226,7 @@ def test_gymnasium_by_id():
     gymnasium = pytest.importorskip("gymnasium")
     with pytest.raises(InputError, match="Nowhere"):
         load_interaction("gym:Nowhere-v0")
-    with pytest.raises(InputError, match="it shows a int; wrap"):
+    with pytest.raises(InputError, match="the observation is a int; wrap"):
         talk(load_interaction("gym:FrozenLake-v1"), [])
     assert gymnasium.spec("FrozenLake-v1")
 
@@ -239,7 +239,7 @@ def test_openenv_steps(openenv):
     one_field = load_interaction(f"openenv:observation=echoed_message {openenv}")
     assert talk(one_field, ["hello"])[0] == [(False, "hello", 0.5, {"errors": 0})]
     assert talk(one_field, ["hi"], observation="message_length", action={"message": "{text}!"})[0][0][1] == "3"
-    with pytest.raises(InputError, match="no 'text' in what it shows, but metadata, echoed_message, message_length"):
+    with pytest.raises(InputError, match="no 'text' in its observation, but metadata, echoed_message, message_length"):
         talk(echo, [], observation="text")
 
 

@@ -586,7 +586,7 @@ def test_an_mcp_server_gets_keys_from_the_environment_and_repeats_none(server_fi
     command = f"{sys.executable} {server_file}"
     assert answer(load_tools((f"mcp:{command}",))["key"]).text == "0 None"
     assert answer(load_tools((f"mcp:DEMO_KEY=$OF_DEMO {command}",))["key"]).text == "8 ***"
-    with pytest.raises(InputError, match="there is no ABSENT in the environment"):
+    with pytest.raises(InputError, match="the environment has no variable ABSENT"):
         load_tools((f"mcp:DEMO_KEY=$ABSENT {command}",))
 
 

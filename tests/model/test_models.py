@@ -415,7 +415,7 @@ def test_a_model_whose_tokens_depend_on_later_ones_or_on_chance_is_refused(tmp_p
 
 
 def test_an_attention_implementation_that_leaves_something_out_is_refused(tmp_path):
-    with pytest.raises(InputError, match="sdpa leaves out the soft caps"):
+    with pytest.raises(InputError, match="sdpa ignores the soft caps"):
         load_model(save("gemma2", tmp_path), attn_implementation="sdpa")
 
 
@@ -490,8 +490,8 @@ def checked(world, path, fault, dtype, split):
         ("lfm2", "", None, torch.float32, 2, 1),
         ("llama", "", None, torch.float32, 2, 2),
         ("gemma2", "", None, torch.float32, 1, 1),
-        ("lfm2", "leak", "change with the rows beside it", torch.float32, 2, 1),
-        ("lfm2", "leak", "change with the rows beside it", torch.bfloat16, 1, 1),
+        ("lfm2", "leak", "depend on neighbouring rows", torch.float32, 2, 1),
+        ("lfm2", "leak", "depend on neighbouring rows", torch.bfloat16, 1, 1),
         ("llama", "scale", "are not those of the row alone", torch.bfloat16, 2, 1),
     ],
 )

@@ -398,7 +398,7 @@ def test_a_dry_run_counts_the_gpus_that_train(tmp_path):
     said = ran(fork("grpo", tmp_path, "--dry-run", "8", "--rollout-gpus", "4")).stdout
     assert "256 responses a step on 4 rank(s) of cpu (and 4 vLLM server(s) on 4 more)" in said
     assert "vLLM   " not in said
-    assert re.search(r"\d s on 4 x .+ of the peak, beside the rollout", said)
+    assert re.search(r"\d s on 4 x .+ of the peak, without the rollout", said)
     assert "vLLM   " in ran(fork("grpo", tmp_path, "--dry-run", "4", "--rollout-engine", "vllm")).stdout
 
 

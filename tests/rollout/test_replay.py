@@ -174,8 +174,8 @@ def test_a_recording_is_never_written_over(recorded, tmp_path):
     (tmp_path / "full/mine.txt").write_text("")
     cases = {
         f"it holds the recording of {folder / 'run'}: give a new folder": [],
-        "the folder holds something else: give a new one": ["--record", str(tmp_path / "full")],
-        f"{tmp_path / 'run'}: the folder holds something else": ["--record", str(tmp_path / "run")],
+        "the folder contains other files: give a new one": ["--record", str(tmp_path / "full")],
+        f"{tmp_path / 'run'}: the folder contains other files": ["--record", str(tmp_path / "run")],
     }
     for message, more in cases.items():
         done = fork("grpo", tmp_path, *args, *more, "--run-name", "run")

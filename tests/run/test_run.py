@@ -198,7 +198,7 @@ def test_rows_of_steps_that_run_again_are_cut_off_with_a_torn_line(tmp_path, cap
 @pytest.mark.parametrize("row", [b"\x00\xff\n", b"[]\n", b'{"step": null}\n'])
 def test_a_row_that_is_none_is_named_with_its_line(tmp_path, row):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + row + b'{"step": 2}\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: no row of a run"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: not a row of a run"):
         set_aside(tmp_path, 1)
     assert not (tmp_path / "abandoned").exists()
 
@@ -215,7 +215,7 @@ def test_another_runs_checkpoint_starts_a_new_run_and_overwrites_none(source, co
     origin = source[0] / "run/checkpoints/step_000002"
     before = times(folder)
     refused = error_of(fork("grpo", folder, *args, "--run-name", "run", "--resume", str(origin)))
-    assert f"{folder}/run holds a run already: --resume auto goes on with it" in refused and times(folder) == before
+    assert f"{folder}/run already contains a run: --resume auto continues it" in refused and times(folder) == before
 
     args = [*args, "--run-name", "fork", "--total-steps", "3"]
     done = ran(fork("grpo", folder, *args, "--resume", str(origin), "--save-every", "0"))
@@ -328,7 +328,7 @@ def test_what_changes_results_needs_consent_which_is_recorded(copied):
 
     consent = ["--resume-override", "lr", "kl-coef", "seed"]
     done = ran(fork("grpo", folder, *args, *other, *consent))
-    assert "resumed from step_000004, with training data that begin anew\n" in done.stdout
+    assert "resumed from step_000004, with training data from the first row\n" in done.stdout
     [row] = [row for row in metrics(folder / "run") if row["step"] == 5 and "reward/mean" in row]
     assert row["actor/lr"] == 1e-5 and row["training/epoch"] == 8 / 256
     changed = history(folder / "run")[-1]["changed"]
@@ -401,7 +401,7 @@ def test_code_that_changed_in_its_place_needs_consent(tmp_path, changed, monkeyp
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
 def test_the_table_of_what_may_change_is_that_of_the_code(script):
     """docs/scaling.md."""
-    text = (ROOT / "docs/scaling.md").read_text().split("## Going on")[1].split("\n## ")[0]
+    text = (ROOT / "docs/scaling.md").read_text().split("## Resume")[1].split("\n## ")[0]
     row = next(line for line in text.splitlines() if line.startswith("| may change"))
     flags = {word.strip("`-,").replace("-", "_") for word in row.split("|")[2].split()}
     assert flags == marked(importlib.import_module(script).Args(), OnResume.MAY_CHANGE)
@@ -660,7 +660,7 @@ def test_a_start_that_fails_leaves_the_name_free(source, tmp_path):
 
     done = ran(fork("grpo", tmp_path, *args))
     assert "1 rows of metrics.jsonl" in done.stdout and [row["step"] for row in metrics(tmp_path / "run")] == [1, 1]
-    assert "holds a run already" in error_of(fork("grpo", tmp_path, *args))
+    assert "already contains a run" in error_of(fork("grpo", tmp_path, *args))
 
 
 def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):

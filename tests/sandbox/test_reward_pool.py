@@ -373,19 +373,19 @@ KINDS = {
     "recurse": ("error", "RecursionError"),
     "take_memory": ("error", "MemoryError"),
     "take_memory_at_once": ("error", "MemoryError"),
-    "give_nan": ("error", "the scorer gave nan"),
-    "give_inf": ("error", "the scorer gave -inf"),
-    "give_1e38": ("error", "the scorer gave 1e+38; numbers up to 1e+12 are taken"),
-    "give_none": ("error", "gave a NoneType as score"),
-    "give_text": ("error", "gave a str as score"),
-    "give_list": ("error", "gave a list as score"),
+    "give_nan": ("error", "the scorer returned nan"),
+    "give_inf": ("error", "the scorer returned -inf"),
+    "give_1e38": ("error", "the scorer returned 1e+38; use numbers up to 1e+12"),
+    "give_none": ("error", "returned a NoneType as score"),
+    "give_text": ("error", "returned a str as score"),
+    "give_list": ("error", "returned a list as score"),
     "give_no_score": ("error", "a dict without \"score\": ['acc']"),
-    "give_lock": ("error", "gave a lock beside its score"),
-    "give_module": ("error", "gave a module as score"),
-    "give_fraction": ("error", "gave a Fraction as score"),
-    "give_huge_number": ("error", "the scorer gave 10000"),
-    "give_more_than_float32": ("error", "the scorer gave 1e+300"),
-    "give_huge_text": ("error", "at most 1048576 are taken"),
+    "give_lock": ("error", "returned a lock besides its score"),
+    "give_module": ("error", "returned a module as score"),
+    "give_fraction": ("error", "returned a Fraction as score"),
+    "give_huge_number": ("error", "the scorer returned 10000"),
+    "give_more_than_float32": ("error", "the scorer returned 1e+300"),
+    "give_huge_text": ("error", "the limit is 1048576"),
     "give_odd_object": ("error", "RuntimeError: no list"),
     "give_itself": ("error", "Circular reference"),
 }
@@ -553,7 +553,7 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
         [[1, 0, 0], [0, 0, 0]],
     ]
     for error in run_ranks(2, _components, extras, ["here", "text"]):
-        assert "--reward-keys text: the scorers give no number of that name" in error
+        assert "--reward-keys text: the scorers return no such number" in error
 
 
 # ---- the pool and the trainer ----------------------------------------------------------------------
@@ -973,7 +973,7 @@ def test_a_row_without_a_ground_truth_is_named_if_a_scorer_takes_one(tmp_path):
     load_scorers([own[1]], [rows], {"base_url": "http://127.0.0.1:9", "model": "m"})
     for spec in ("data_source", f"{tmp_path / 'mine.py'}:takes", f"{tmp_path / 'mine.py'}:takes_batch"):
         load_scorers([spec], [whole])
-        with pytest.raises(InputError, match=r"a.jsonl row 3: .* no 'ground_truth', which scorer .*take"):
+        with pytest.raises(InputError, match=r"a.jsonl row 3: .* no 'ground_truth', which scorer .*need"):
             load_scorers([*mine, spec], [whole, rows])
 
 

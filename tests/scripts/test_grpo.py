@@ -493,7 +493,7 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(tmp_path):
     ran(fork("grpo", tmp_path, *args))
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.name != ".lock"}
     again = fork("grpo", tmp_path, *args)
-    assert again.returncode == 2 and "holds a run already" in again.stderr
+    assert again.returncode == 2 and "already contains a run" in again.stderr
     other = fork("grpo", tmp_path, *args, "--resume", "auto", "--clip-ratio-low", "0.3")
     assert other.returncode == 2 and "--clip-ratio-low was 0.2, is 0.3" in other.stderr
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.name != ".lock"} == before

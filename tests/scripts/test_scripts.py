@@ -324,7 +324,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_checkpoint_before_goes_on(
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     folder = tmp_path / "run/checkpoints"
     assert (
-        f"{folder}/step_000002: not saved, earlier checkpoints are as they were: rank 0: " in error
+        f"{folder}/step_000002: not saved, earlier checkpoints are intact: rank 0: " in error
         and "GiB were free" in error
     )
     assert "Traceback" not in done.stderr and [path.name for path in folder.iterdir()] == ["step_000001"]
