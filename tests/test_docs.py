@@ -58,7 +58,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_index_lists_every_page():
-    linked = {target for target in re.findall(r"\]\(([^)#]+)", text_of("index.md"))}
+    linked = set(re.findall(r"\]\(([^)#]+)", text_of("index.md")))
     assert {page.name for page in PAGES} - linked == {"index.md"}
 
 
