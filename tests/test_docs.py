@@ -295,7 +295,7 @@ def test_tables_of_algorithms_are_complete():
         "Policy losses": POLICY_LOSSES,
         "Aggregation": LOSS_AGG_MODES,
         "KL to the start model": choices("grpo", "kl_estimator"),
-        "Which tokens": TOKEN_MASKS,
+        "Token masks": TOKEN_MASKS,
         "Groups with equal scores": choices("dapo", "zero_variance"),
         "Rollout correction": CRITERIA,
     }
