@@ -2,21 +2,21 @@
 
 GRPO's advantages and four changes, each a flag:
 
-    clip-higher        max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)), eps_high 0.28 > eps_low 0.2: room for
-                       tokens of small probability                                         --clip-ratio-high
-    dynamic sampling   groups whose scores are all equal teach nothing: prompts are sampled until prompts_per_step
-                       groups have unequal scores; what is too many waits for the next step --zero-variance refill
+    clip-higher        max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)), eps_high 0.28 > eps_low 0.2: unlikely
+                       tokens can gain more probability                                    --clip-ratio-high
+    dynamic sampling   groups with equal scores have no gradient: sample prompts until prompts_per_step groups have
+                       unequal scores; extra groups wait for the next step                 --zero-variance refill
     token mean         the loss is averaged over all tokens of the mini-batch               --loss-agg-mode token-mean
-    overlong shaping   a response that reaches into the last L_buf of L_max tokens loses
+    overlong penalty   a response that ends within the last L_buf of L_max tokens loses
                        (length - (L_max - L_buf)) / L_buf * factor             --overlong-buffer, --overlong-factor
 
-and no KL. --overlong-filtering (truncated responses are out of the loss) is the paper's other treatment of these.
-Where this departs from the paper: leftovers are kept, with their sampler's log-probs as pi_old; dual clip.
+and no KL. The paper's alternative to the penalty is --overlong-filtering: truncated responses are out of the loss.
+Differences from the paper: extra groups are kept, with the log-probs of their sampler as pi_old; dual clip.
 
-grpo.py, ppo.py, remax.py and dapo.py differ by the changes of their papers: make diff A=grpo B=dapo shows them.
+grpo.py, ppo.py, remax.py and dapo.py differ only by their papers: make diff A=grpo B=dapo prints the difference.
 
-Launch: python dapo.py, or GPUS=8 launch/one_node.sh dapo.py. Details, metrics and results: docs/dapo.md.
-Every rank runs this file from top to bottom. torchrun, accelerate and several nodes: docs/scaling.md.
+Every rank runs this file from top to bottom. How to launch it: README.md, and docs/scaling.md for several nodes.
+Formula, details, metrics and results: the page of the same name in docs/.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 @dataclass
 class Args:
-    """Groups of lib/args.py, whose flags are flat (--lr), settings (--multi-turn.tools), and the algorithm's own."""
+    """DAPO: GRPO with clip-higher and dynamic sampling. Example: python dapo.py --max-gen-batches 5"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)
@@ -54,60 +54,60 @@ class Args:
 
     # ---- advantages
     adv_estimator: shared.AdvEstimator = "grpo"
-    """advantage estimator in lib/core_algos/advantages.py; dr_grpo does not divide by the standard deviation"""
+    """grpo: grpo_advantages in this script; the others are in lib/core_algos/advantages.py (docs/algorithms.md)"""
     adv_kwargs: shared.AdvKwargs = field(default_factory=shared.AdvKwargs)
     singleton: Literal["raw", "zero"] = "raw"
-    """advantage of a group with one live row, which has nothing to be compared with: its reward, as in verl, or 0"""
+    """advantage of a response that is alone in its group: its reward (raw, as in verl) or 0 (zero)"""
     zero_variance: Literal["keep", "mask", "drop_from_denominator", "refill"] = "refill"
-    """groups with equal scores: keep; mask: out of loss, KL, entropy; drop_from_denominator: also out of the means;
-    refill: other prompts take their places"""
+    """groups with equal scores: keep; mask: exclude from the loss; drop_from_denominator: also from its denominator;
+    refill: replace them by groups of other prompts"""
     max_gen_batches: Annotated[int, Ge(1)] = 10
-    """refill: batches of prompts_per_step prompts that a step samples at most; then groups without signal fill it up,
-    dropped from the loss and its denominators"""
+    """refill: maximum number of batches of prompts_per_step prompts in a step; then groups with equal scores fill the
+    step, excluded from the loss and its denominator"""
     overlong_buffer: Annotated[int, Ge(0)] = 2
-    """the last tokens before max_response_length, in which a response loses reward; 0: none (paper: 4096 of 20480)"""
+    """number of tokens before max_response_length in which a response loses reward (paper: 4096 of 20480); 0: off"""
     overlong_factor: Annotated[float, Ge(0)] = 1.0
     """reward that a response of max_response_length loses"""
     overlong_filtering: bool = False
-    """truncated responses are out of the loss and out of their group's statistics"""
+    """exclude truncated responses from the loss and from the statistics of their group"""
     reward_keys: tuple[str, ...] = ()
-    """keys of the scorer's result that are rewards of their own (--adv-estimator gdpo)"""
+    """keys of the scorer's result that --adv-estimator gdpo treats as separate rewards"""
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
-    """vanilla: PPO's clipped loss (policy_loss in this script); the others are in lib/core_algos/policy_losses.py"""
+    """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
     loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.28
     """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """dual clip: bound of the ratio where the advantage is negative"""
+    """dual clip: upper bound of the ratio where the advantage is negative"""
     loss_agg_mode: shared.AggMode = "token-mean"
-    """how token losses become one loss: see agg_loss in lib/core_algos/reductions.py"""
+    """how token losses are averaged: agg_loss in lib/core_algos/reductions.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
     token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)
     entropy_coef: Annotated[float, Interval(ge=-1, le=1)] = 0.0
     """weight of the entropy bonus"""
     entropy_target: Annotated[float | None, Ge(0)] = None
-    """nats: entropy_coef moves by 0.005 a step to hold the entropy here, and is 0 above it; empty: it is fixed"""
+    """target entropy in nats: entropy_coef changes by 0.005 a step to reach it, and is 0 above it; empty: fixed"""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
-    """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
-    ratio is 1), or the rollout engine's"""
+    """pi_old: recompute with the trainer; auto: only if something needs it (with one update a step the ratio is 1);
+    rollout: use the rollout engine's log-probs"""
     rollout_correction: shared.RolloutCorrectionArgs = field(default_factory=shared.RolloutCorrectionArgs)
 
     # ---- KL to the start model
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
     kl_estimator: shared.KLEstimator = "k3+"
-    """estimator of that KL; in the loss, + and _unbiased have the gradient of the KL; in the reward, k1 is usual"""
+    """KL estimator (docs/algorithms.md): k3+ has the gradient of the KL, for the loss; k1 is usual in the reward"""
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None
-    """with --kl-placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
+    """target KL for --kl-placement reward: beta adapts to reach it; empty: beta is fixed"""
     kl_horizon: Annotated[int, Ge(1)] = 10000
-    """responses over which beta adapts"""
+    """number of responses over which beta adapts to --kl-target"""
 
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
@@ -128,7 +128,7 @@ class Args:
             )
 
 
-if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
+if __name__ == "__main__":  # before the slow imports, so that --help and errors in flags answer at once
     given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
 
 import torch
@@ -177,7 +177,7 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
 
 
 def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]:
-    """(groups with a signal, groups without one: equal scores, or no row to train on). Groups stand together."""
+    """(groups with a signal, groups without: equal scores, or no row to train on). Rows of a group are adjacent."""
     if args.zero_variance != "refill":
         return batch, DataProto()
     valid_mask = batch.batch["response_mask"].bool()
@@ -192,9 +192,9 @@ def split_by_signal(args: Args, batch: DataProto) -> tuple[DataProto, DataProto]
 def sample_groups(
     args: Args, rollouts: Rollouts, rewards: Rewards, pool: DataProto, step: int
 ) -> tuple[DataProto, DataProto, dict[str, Metric]]:
-    """Samples until prompts_per_step groups have a signal, those of `pool` among them, at most max_gen_batches times.
+    """Samples until prompts_per_step groups have a signal, including those of `pool`; at most max_gen_batches times.
 
-    Returns this rank's rows, what is left over for the next step, the same on all ranks, and metrics of all sampled.
+    Returns this rank's rows, the rows left for the next step (the same on all ranks), and metrics of all sampled rows.
     """
     needed, old_rows = args.prompts_per_step * args.group_size, len(pool)
     metrics: dict[str, Metric] = {}
@@ -227,12 +227,12 @@ def sample_groups(
 def add_advantages(
     args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
-    """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
+    """Adds advantages and loss masks (B, T). Estimators, corrections and masks see the rows of all ranks."""
     t = gather_columns(batch, *setup.advantage_columns(args, correction))
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
-    row_filters = {"dead": mask}  # loss_mask after each filter: which filter drops which rows
+    row_filters = {"dead": mask}  # loss_mask after each filter, to count the rows that it drops
     if args.overlong_filtering:  # DAPO:
         row_filters["overlong"] = loss_mask = denominator_mask = mask & ~t["truncated"][:, None]
     if correction:
@@ -249,7 +249,7 @@ def add_advantages(
         rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
         kl_control.update(mean_kl, len(mask))
-    if args.overlong_buffer:  # DAPO: a response that reaches into the last tokens loses reward
+    if args.overlong_buffer:  # DAPO: overlong penalty
         limits = args.rollout.max_response_length, args.overlong_buffer, args.overlong_factor
         rewards = rewards + core_algos.compute_overlong_penalty(valid_mask, *limits)
     t["token_level_rewards"] = rewards
@@ -258,7 +258,7 @@ def add_advantages(
         scores = t["token_level_scores"], valid_mask, t["group"], t.get("reward_components")
         no_signal = core_algos.zero_variance_rows(*scores)  # (B,)
         row_filters["zero_variance"] = loss_mask = loss_mask & ~no_signal[:, None]
-        if args.zero_variance in ("drop_from_denominator", "refill"):  # DAPO: what filled the step up
+        if args.zero_variance in ("drop_from_denominator", "refill"):  # DAPO: groups that filled the step
             denominator_mask = denominator_mask & ~no_signal[:, None]
     if token_masks := args.token_masks.settings(args.loss):
         seed = args.run.seed * 2**20 + step
@@ -266,7 +266,7 @@ def add_advantages(
         row_filters["token_masks"] = loss_mask = loss_mask & t.pop("token_mask", loss_mask)
     t |= {"loss_mask": loss_mask, "denominator_mask": denominator_mask, "valid_mask": valid_mask}
     batch.add_rows_of(t)
-    # DAPO: the other numbers are those of all that was sampled
+    # DAPO: the other numbers describe all sampled rows
     of_step = {name: n for name, n in data_metrics(batch).items() if name.startswith("advantages/")}
     return metrics | of_step | rows_dropped(row_filters)
 
@@ -313,7 +313,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
 
 
 def main(args: Args) -> None:
-    # ---- set-up: everything that can be wrong is found before a model loads or a file is written
+    # ---- set-up: errors in flags and data are found before a model loads or a file is written
     world = setup.join(args)  # returns on the ranks that train
     sizes = shared.step_sizes(args, shared.training_ranks(args))
     correction = setup.check_algorithm(args, world.device)
@@ -327,7 +327,7 @@ def main(args: Args) -> None:
         return
     estimate.check_memory(args, sizes, world)
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
-    run = open_run(args, world, __file__, effective)  # its folder, its logs, and the checkpoint to go on from
+    run = open_run(args, world, __file__, effective)  # its folder, its logs, the checkpoint to resume from
 
     factory = setup.make_model_factory(args, world, sizes)
     o = args.optimizer
@@ -354,7 +354,7 @@ def main(args: Args) -> None:
         batch.batch["is_fresh"] = is_fresh = batch.batch["sampled_at"] == step  # DAPO:
         if args.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif needed_log_probs or old_rows:  # DAPO: what was left over was sampled by older weights
+        elif needed_log_probs or old_rows:  # DAPO: leftovers were sampled by older weights
             batch.batch.update(actor.batched_log_probs(batch, needed_log_probs))
             of_samplers = batch.batch["rollout_log_probs"].where(~is_fresh[:, None], batch.batch["old_log_probs"])
             batch.batch["old_log_probs"] = of_samplers
@@ -369,10 +369,10 @@ def main(args: Args) -> None:
         metrics += [update(args, actor, batch, sizes, entropy_control.value)]
 
         # ---- 6 log
-        metrics += [row_metrics(batch) | sampled]  # DAPO: of all that was sampled
+        metrics += [row_metrics(batch) | sampled]  # DAPO: of all sampled rows
         metrics += [rollouts.metrics(batch, step), {"actor/entropy_coef": entropy_control.value}]
         logged = run.log(step, metrics)
-        if "actor/entropy" in logged:  # not where no row has a token to train on
+        if "actor/entropy" in logged:  # missing in a step without a trained token
             entropy_control.update(logged["actor/entropy"])
 
         # ---- 7 validate and save

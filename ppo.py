@@ -1,20 +1,20 @@
 """Proximal Policy Optimization for language models (https://arxiv.org/abs/1707.06347; https://arxiv.org/abs/2203.02155).
 
-A critic V, a language model with one output in the place of the vocabulary, is the baseline of every token:
+The baseline of every token is a critic V, a language model with one output instead of the vocabulary:
 
     r_t = score on the last token - beta log(pi_old / pi_ref)                                 (beta: --kl-coef)
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = sum over k of (gamma lambda)^k delta_{t+k}; R_t = A_t + V_t;  A whitened
     L = mean over tokens of max(-A_t rho_t, -A_t clip(rho_t, 1 - eps_low, 1 + eps_high))      as in grpo.py
     L_V = mean over tokens of max((V - R_t)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R_t)^2) / 2
 
-Where this departs from the papers, by default: gamma and lambda are 1, as is usual for language models; actor and
-critic share no weights, each has its optimizer; dual clip. --gae-lambda-policy and --length-adaptive-alpha are VAPO's
+Defaults that differ from the papers: gamma and lambda are 1, as is usual for language models; actor and critic share
+no weights, and each has its own optimizer; dual clip. --gae-lambda-policy and --length-adaptive-alpha are from VAPO
 (2504.05118).
 
-grpo.py, ppo.py, remax.py and dapo.py differ by the changes of their papers: make diff A=grpo B=dapo shows them.
+grpo.py, ppo.py, remax.py and dapo.py differ only by their papers: make diff A=grpo B=dapo prints the difference.
 
-Launch: python ppo.py, or GPUS=8 launch/one_node.sh ppo.py. Details, metrics and results: docs/ppo.md.
-Every rank runs this file from top to bottom. torchrun, accelerate and several nodes: docs/scaling.md.
+Every rank runs this file from top to bottom. How to launch it: README.md, and docs/scaling.md for several nodes.
+Formula, details, metrics and results: the page of the same name in docs/.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 @dataclass
 class Args:
-    """Groups of lib/args.py, whose flags are flat (--lr), settings (--multi-turn.tools), and the algorithm's own."""
+    """PPO: RL with a critic as baseline (GAE). Example: python ppo.py --gae-lambda 0.95"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)
@@ -54,57 +54,57 @@ class Args:
     gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """discount of a token's reward"""
     gae_lambda: Annotated[float, Interval(ge=0, le=1)] = 1.0
-    """lambda of the advantages: 1 trusts the rewards to come, 0 the critic's next value"""
+    """lambda of GAE: 1 uses the rewards to come (high variance), 0 the critic's next value (high bias)"""
     gae_lambda_policy: Annotated[float | None, Interval(ge=0, le=1)] = None
-    """VAPO: lambda of the policy's advantages, so that --gae-lambda is only that of the critic's returns"""
+    """VAPO: lambda of the policy's advantages; --gae-lambda is then only for the critic's returns"""
     length_adaptive_alpha: Annotated[float | None, Gt(0)] = None
     """VAPO: lambda of the policy's advantages is 1 - 1 / (alpha x response length) (0.05 in the paper)"""
 
     # ---- critic
     critic_model: Annotated[str, shared.FILES] = ""
-    """Hugging Face id, folder or .gguf file that the critic starts from; empty: the policy's, with a new value head"""
+    """Hugging Face id, folder or .gguf file of the critic; empty: the policy's weights with a new value head"""
     critic_lr: Annotated[float, Ge(0)] = 3e-4
-    """learning rate of the critic (for a model of billions of parameters: 1e-5); schedule as the policy's"""
+    """learning rate of the critic (1e-5 for billions of parameters), with the policy's schedule"""
     critic_warmup_steps: Annotated[int, Ge(0)] = 0
-    """first steps, in which only the critic learns"""
+    """number of first steps in which only the critic learns"""
     cliprange_value: Annotated[float, Gt(0)] = 0.5
-    """a value that has moved further than this in a step's updates is held back"""
+    """clip range of a value around its prediction before the step's updates, in units of the reward"""
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
-    """vanilla: PPO's clipped loss (policy_loss in this script); the others are in lib/core_algos/policy_losses.py"""
+    """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
     loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """dual clip: bound of the ratio where the advantage is negative"""
+    """dual clip: upper bound of the ratio where the advantage is negative"""
     loss_agg_mode: shared.AggMode = "token-mean"
-    """how token losses become one loss: see agg_loss in lib/core_algos/reductions.py"""
+    """how token losses are averaged: agg_loss in lib/core_algos/reductions.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
     token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)
     entropy_coef: Annotated[float, Interval(ge=-1, le=1)] = 0.0
     """weight of the entropy bonus"""
     entropy_target: Annotated[float | None, Ge(0)] = None
-    """nats: entropy_coef moves by 0.005 a step to hold the entropy here, and is 0 above it; empty: it is fixed"""
+    """target entropy in nats: entropy_coef changes by 0.005 a step to reach it, and is 0 above it; empty: fixed"""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
-    """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
-    ratio is 1), or the rollout engine's"""
+    """pi_old: recompute with the trainer; auto: only if something needs it (with one update a step the ratio is 1);
+    rollout: use the rollout engine's log-probs"""
     rollout_correction: shared.RolloutCorrectionArgs = field(default_factory=shared.RolloutCorrectionArgs)
 
     # ---- KL to the start model
     kl_coef: Annotated[float, Ge(0)] = 0.001
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
     kl_estimator: shared.KLEstimator = "k1"
-    """estimator of that KL; in the loss, + and _unbiased have the gradient of the KL; in the reward, k1 is usual"""
+    """KL estimator (docs/algorithms.md): k3+ has the gradient of the KL, for the loss; k1 is usual in the reward"""
     kl_placement: Literal["loss", "reward"] = "reward"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None
-    """with --kl-placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
+    """target KL for --kl-placement reward: beta adapts to reach it; empty: beta is fixed"""
     kl_horizon: Annotated[int, Ge(1)] = 10000
-    """responses over which beta adapts"""
+    """number of responses over which beta adapts to --kl-target"""
 
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
@@ -112,12 +112,10 @@ class Args:
         if self.critic_model:
             shared.check_model_path(self.critic_model, "--critic-model")
         if self.gae_lambda_policy is not None and self.length_adaptive_alpha is not None:
-            raise InputError(
-                "--gae-lambda-policy and --length-adaptive-alpha both say what lambda the policy has: drop one"
-            )
+            raise InputError("--gae-lambda-policy and --length-adaptive-alpha both set lambda for the policy: drop one")
 
 
-if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
+if __name__ == "__main__":  # before the slow imports, so that --help and errors in flags answer at once
     given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
 
 import torch
@@ -162,12 +160,12 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
 def add_advantages(
     args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
-    """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
+    """Adds advantages and loss masks (B, T). Estimators, corrections and masks see the rows of all ranks."""
     t = gather_columns(batch, *setup.advantage_columns(args, correction))
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
-    row_filters = {"dead": mask}  # loss_mask after each filter: which filter drops which rows
+    row_filters = {"dead": mask}  # loss_mask after each filter, to count the rows that it drops
     if correction:
         weights, loss_mask, metrics = core_algos.compute_rollout_correction(
             t["old_log_probs"], t["rollout_log_probs"], mask, **correction
@@ -195,7 +193,7 @@ def add_advantages(
 
 
 def value_loss_of(args: Args, values: torch.Tensor, t, live_tokens: float, live_rows: float) -> tuple:
-    """This micro-batch's share of the critic's loss, and metrics (b, T). values (b, T): of the critic as it is now."""
+    """This micro-batch's share of the critic's loss, and metrics (b, T). values (b, T): the critic's, with gradient."""
     valid_mask = t["valid_mask"]
     losses, metrics = core_algos.compute_value_loss(values, t["returns"], t["values"], valid_mask, args.cliprange_value)
     loss = core_algos.agg_loss(
@@ -262,7 +260,7 @@ def update(
 
 
 def main(args: Args) -> None:
-    # ---- set-up: everything that can be wrong is found before a model loads or a file is written
+    # ---- set-up: errors in flags and data are found before a model loads or a file is written
     world = setup.join(args)  # returns on the ranks that train
     sizes = shared.step_sizes(args, shared.training_ranks(args))
     correction = setup.check_algorithm(args, world.device)
@@ -276,7 +274,7 @@ def main(args: Args) -> None:
         return
     estimate.check_memory(args, sizes, world)
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
-    run = open_run(args, world, __file__, effective)  # its folder, its logs, and the checkpoint to go on from
+    run = open_run(args, world, __file__, effective)  # its folder, its logs, the checkpoint to resume from
 
     factory = setup.make_model_factory(args, world, sizes)
     o = args.optimizer
@@ -329,7 +327,7 @@ def main(args: Args) -> None:
         metrics += [row_metrics(batch), extra_metrics(extras), failures, agent_metrics(batch)]
         metrics += [rollouts.metrics(batch, step), {"actor/entropy_coef": entropy_control.value}]
         logged = run.log(step, metrics)
-        if "actor/entropy" in logged:  # not where no row has a token to train on
+        if "actor/entropy" in logged:  # missing in a step without a trained token
             entropy_control.update(logged["actor/entropy"])
 
         # ---- 7 validate and save

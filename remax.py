@@ -1,18 +1,18 @@
 """ReMax for language models (https://arxiv.org/abs/2310.10505): REINFORCE with the greedy response as the baseline.
 
-For each prompt x take the reward of one greedy response as the baseline of all that are sampled:
+For each prompt x, the baseline of all sampled responses is the reward of one greedy response:
 
-    b = R(x, greedy response);  A_t = sum over k >= t of r_k - b                    without critic, group or deviation
+    b = R(x, greedy response);  A_t = sum over k >= t of r_k - b                    no critic, group or deviation
     L = mean over tokens of max(-A_t rho_t, -A_t clip(rho_t, 1 - eps_low, 1 + eps_high))           as in grpo.py
 
-Where this departs from the paper, by default: the loss is a mean over all tokens of the mini-batch, not a sum over each
-response (--loss-agg-mode seq-mean-token-sum is the paper's); there is no KL (--kl-coef 0.05 --kl-placement reward
---kl-estimator k1 is the paper's). With one update a step the clip does nothing: rho is 1.
+Defaults that differ from the paper: the loss is a mean over all tokens of the mini-batch, not a sum over each response
+(the paper: --loss-agg-mode seq-mean-token-sum); there is no KL (the paper: --kl-coef 0.05 --kl-placement reward
+--kl-estimator k1). With one update a step rho is 1, so the clip has no effect.
 
-grpo.py, ppo.py, remax.py and dapo.py differ by the changes of their papers: make diff A=grpo B=dapo shows them.
+grpo.py, ppo.py, remax.py and dapo.py differ only by their papers: make diff A=grpo B=dapo prints the difference.
 
-Launch: python remax.py, or GPUS=8 launch/one_node.sh remax.py. Details, metrics and results: docs/remax.md.
-Every rank runs this file from top to bottom. torchrun, accelerate and several nodes: docs/scaling.md.
+Every rank runs this file from top to bottom. How to launch it: README.md, and docs/scaling.md for several nodes.
+Formula, details, metrics and results: the page of the same name in docs/.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 @dataclass
 class Args:
-    """Groups of lib/args.py, whose flags are flat (--lr), settings (--multi-turn.tools), and the algorithm's own."""
+    """ReMax: RL with the reward of a greedy response as baseline. Example: python remax.py --lr 3e-5"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)
@@ -49,46 +49,46 @@ class Args:
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
-    """vanilla: PPO's clipped loss (policy_loss in this script); the others are in lib/core_algos/policy_losses.py"""
+    """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
     loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped above 1 + clip_ratio_high where the advantage is positive"""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """dual clip: bound of the ratio where the advantage is negative"""
+    """dual clip: upper bound of the ratio where the advantage is negative"""
     loss_agg_mode: shared.AggMode = "token-mean"
-    """how token losses become one loss: see agg_loss in lib/core_algos/reductions.py"""
+    """how token losses are averaged: agg_loss in lib/core_algos/reductions.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
     token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)
     entropy_coef: Annotated[float, Interval(ge=-1, le=1)] = 0.0
     """weight of the entropy bonus"""
     entropy_target: Annotated[float | None, Ge(0)] = None
-    """nats: entropy_coef moves by 0.005 a step to hold the entropy here, and is 0 above it; empty: it is fixed"""
+    """target entropy in nats: entropy_coef changes by 0.005 a step to reach it, and is 0 above it; empty: fixed"""
     old_log_probs: Literal["auto", "recompute", "rollout"] = "auto"
-    """pi_old: the trainer's own log-probs (auto: not computed where nothing needs them; with one update a step the
-    ratio is 1), or the rollout engine's"""
+    """pi_old: recompute with the trainer; auto: only if something needs it (with one update a step the ratio is 1);
+    rollout: use the rollout engine's log-probs"""
     rollout_correction: shared.RolloutCorrectionArgs = field(default_factory=shared.RolloutCorrectionArgs)
 
     # ---- KL to the start model
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
     kl_estimator: shared.KLEstimator = "k3+"
-    """estimator of that KL; in the loss, + and _unbiased have the gradient of the KL; in the reward, k1 is usual"""
+    """KL estimator (docs/algorithms.md): k3+ has the gradient of the KL, for the loss; k1 is usual in the reward"""
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None
-    """with --kl-placement reward: beta adapts to hold the KL at this; empty: beta is fixed"""
+    """target KL for --kl-placement reward: beta adapts to reach it; empty: beta is fixed"""
     kl_horizon: Annotated[int, Ge(1)] = 10000
-    """responses over which beta adapts"""
+    """number of responses over which beta adapts to --kl-target"""
 
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
         shared.check_common_flags(self)
 
 
-if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
+if __name__ == "__main__":  # before the slow imports, so that --help and errors in flags answer at once
     given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
 
 import torch
@@ -132,12 +132,12 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
 def add_advantages(
     args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
-    """Adds advantages and the masks of the loss (B, T). What compares rows or tokens sees those of all ranks."""
+    """Adds advantages and loss masks (B, T). Estimators, corrections and masks see the rows of all ranks."""
     t = gather_columns(batch, *setup.advantage_columns(args, correction))
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
-    row_filters = {"dead": mask}  # loss_mask after each filter: which filter drops which rows
+    row_filters = {"dead": mask}  # loss_mask after each filter, to count the rows that it drops
     if correction:
         weights, loss_mask, metrics = core_algos.compute_rollout_correction(
             t["old_log_probs"], t["rollout_log_probs"], mask, **correction
@@ -204,7 +204,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
 
 
 def main(args: Args) -> None:
-    # ---- set-up: everything that can be wrong is found before a model loads or a file is written
+    # ---- set-up: errors in flags and data are found before a model loads or a file is written
     world = setup.join(args)  # returns on the ranks that train
     sizes = shared.step_sizes(args, shared.training_ranks(args))
     correction = setup.check_algorithm(args, world.device)
@@ -218,7 +218,7 @@ def main(args: Args) -> None:
         return
     estimate.check_memory(args, sizes, world)
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
-    run = open_run(args, world, __file__, effective)  # its folder, its logs, and the checkpoint to go on from
+    run = open_run(args, world, __file__, effective)  # its folder, its logs, the checkpoint to resume from
 
     factory = setup.make_model_factory(args, world, sizes)
     o = args.optimizer
@@ -279,7 +279,7 @@ def main(args: Args) -> None:
         }
         metrics += [baseline, rollouts.metrics(batch, step), {"actor/entropy_coef": entropy_control.value}]
         logged = run.log(step, metrics)
-        if "actor/entropy" in logged:  # not where no row has a token to train on
+        if "actor/entropy" in logged:  # missing in a step without a trained token
             entropy_control.update(logged["actor/entropy"])
 
         # ---- 7 validate and save

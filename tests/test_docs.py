@@ -57,6 +57,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_index_lists_every_page():
+    linked = set(re.findall(r"\]\(([^)#]+)", text_of("index.md")))
+    assert {page.name for page in PAGES} - linked == {"index.md"}
+
+
 # ---- flags ---------------------------------------------------------------------------------------
 
 
@@ -269,6 +274,17 @@ def test_the_row_of_the_readme_is_one(tmp_path):
     assert compute_score(item["data_source"], f"={truth}", truth, item["extra_info"])["score"] == 1
 
 
+def test_the_code_in_the_readme_is_that_of_grpo():
+    """Line by line; `...` stands for lines that are left out."""
+    [code] = re.findall(r"^```python\n(.*?)^```", text_of("README.md"), flags=re.M | re.S)
+    parts = [part.strip("\n") for part in re.split(r"^ *\.\.\.$|^$", code, flags=re.M) if part.strip()]
+    source, position = (ROOT / "grpo.py").read_text(), 0
+    for part in parts:
+        assert f"{part}\n" in source[position:], part
+        position += source[position:].index(part) + len(part)
+    assert "advantages = (scores - mean) / (std" in code and "torch.minimum(losses, dual_clip)" in code
+
+
 # ---- tables --------------------------------------------------------------------------------------
 
 
@@ -280,7 +296,7 @@ def test_tables_of_algorithms_are_complete():
         "Policy losses": POLICY_LOSSES,
         "Aggregation": LOSS_AGG_MODES,
         "KL to the start model": choices("grpo", "kl_estimator"),
-        "Which tokens": TOKEN_MASKS,
+        "Token masks": TOKEN_MASKS,
         "Groups with equal scores": choices("dapo", "zero_variance"),
         "Rollout correction": CRITERIA,
     }
