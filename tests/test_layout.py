@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.common import ROOT
 
 ORDER = ["estimate", "setup", "run", "agent", "reward", "rollout", "model", "data"]
-ORDER += ["distributed", "core_algos", "data_proto", "args", "cli", "manifest", "seeds"]
+ORDER += ["distributed", "core_algos", "data_proto", "args", "sampling", "cli", "manifest", "seeds"]
 """a room imports those behind it"""
 
 

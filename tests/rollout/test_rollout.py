@@ -223,6 +223,8 @@ SAMPLINGS = [
     Sampling(24, 1.3, top_p=0.8),
     Sampling(24, 0.8, top_k=5),
     Sampling(24, 1.4, top_p=0.9, top_k=30),
+    Sampling(24, 1.1, min_p=0.3),
+    Sampling(24, 1.4, top_p=0.9, top_k=30, min_p=0.1),
 ]
 
 
@@ -234,11 +236,11 @@ def test_on_policy_ratio_is_one(engine_and_model, sampling):
     out = engine.generate(random_prompts(16), sampling, request_seeds(1, 2, list(range(16))))
     log_probs, _, *outside_top_p = on_policy(model, out, sampling)
     assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-5
-    assert len(outside_top_p) == (sampling.top_p < 1 or sampling.top_k > 0) and not any(x.any() for x in outside_top_p)
+    assert len(outside_top_p) == (sampling.truncation is not None) and not any(x.any() for x in outside_top_p)
 
 
 def on_policy(model, out, sampling):
-    return response_log_probs(model, out, sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    return response_log_probs(model, out, sampling.temperature, truncation=sampling.truncation)
 
 
 def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
