@@ -128,7 +128,7 @@ CAPPED = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, "head_dim": 32, "fin
 
 
 @pytest.mark.parametrize("more", [{}, CAPPED], ids=["plain product", "own head"])
-@pytest.mark.parametrize("cut", [(0.7, -1), (1.0, 20), (0.9, 30), (1.0, -1, 0.6), (0.9, 30, 0.5)], ids=str)
+@pytest.mark.parametrize("cut", [(0.7, -1), (1.0, 20), (0.9, 30), (1.0, -1, 0.1), (0.9, 30, 0.05)], ids=str)
 def test_what_sampling_leaves_out_is_out_of_log_probs_and_entropy(tmp_path, more, cut):
     """And of the gradient, in which the set is fixed: against plain autograd on single rows, in float64; capped
     attention has a softmax in float32."""
