@@ -40,6 +40,10 @@ class Table(RolloutEngine):
             ids, log_p = self.answers[seed % 4 == 0]
             rows.append(Generated(ids, [log_p, *[0.0] * (len(ids) - 1)], "stop"))
         return add_responses(prompts, rows, self.pad_token_id)
+
+
+def likes_12(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == "12")
 '''
 
 
@@ -51,8 +55,8 @@ def table(tmp_path):
 
 def test_an_engine_in_a_file_of_its_own_trains(table, tmp_path):
     """A table of answers: what is trained and saved are its tokens, with the log-probs that it gives."""
-    flags = ["--rollout-engine", table, "--total-steps", "1", "--save-rollouts", "all", "--run-name", "run", *SMALL]
-    ran(fork("grpo", tmp_path, *flags))
+    flags = ["--rollout-engine", table, "--reward", f"{tmp_path}/table.py:likes_12", "--save-rollouts", "all"]
+    ran(fork("grpo", tmp_path, *flags, "--total-steps", "1", "--run-name", "run", *SMALL))
     [file] = (tmp_path / "run/rollouts").glob("*.parquet")
     rows = pyarrow.parquet.read_table(file, columns=["response", "rollout_log_probs"]).to_pylist()
     found = {(row["response"], round(math.exp(sum(row["rollout_log_probs"])), 6)) for row in rows}
