@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +19,7 @@ from tyro.conf import OmitArgPrefixes, configure
 from lib import InputError, is_first_on_node, launched_ranks, node_begins
 from lib.cli.flags import Group, Names, OnReplay, OnResume, ReadIf, as_flag, non_default, parse_json
 from lib.cli.user_code import load_object
+from lib.sampling import Sampling
 
 MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
 FILES, ROWS = Names.FILES, Names.ROWS
@@ -208,9 +209,9 @@ class DataArgs(Group):
 class RolloutArgs(Group):
     """How responses are sampled."""
 
-    rollout_engine: str = "hf"
+    rollout_engine: Annotated[str, FILES] = "hf"
     """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
-    server that already runs (several: separate them by commas)"""
+    server that already runs (several: separate them by commas); path/to/file.py:Class is your own engine"""
     rollout_gpus: Annotated[int, Ge(0), MAY_CHANGE] = 0
     """this many of the launcher's processes, the last, do not train: each runs a vLLM server on its GPU (on a CPU: as a
     process) for the others; --rollout-engine is then vllm"""
@@ -232,11 +233,17 @@ class RolloutArgs(Group):
     max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 16
     """most tokens of a response; with --multi-turn, of a whole episode"""
     temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
-    """sampling temperature; the loss uses log-probs at this temperature, top_p and top_k"""
+    """sampling temperature; the loss uses log-probs at this temperature, top_p, top_k and min_p"""
     top_p: Annotated[float, Interval(gt=0, le=1), AS_RECORDED] = 1.0
     """nucleus sampling: from the fewest likeliest tokens whose probabilities add up to this; 1: from all tokens"""
     top_k: Annotated[int, Ge(-1), AS_RECORDED] = -1
     """sample from the k likeliest tokens; -1: from all"""
+    min_p: Annotated[float, Interval(ge=0, le=1), AS_RECORDED] = 0.0
+    """sample from the tokens that are at least this many times as likely as the likeliest; 0: from all"""
+    repetition_penalty: Annotated[float, Gt(0), AS_RECORDED] = 1.0
+    """divides the logits of tokens that came before; 1: off. Only with --val-only: the loss cannot account for it"""
+    stop: Annotated[tuple[str, ...], AS_RECORDED] = ()
+    """strings that end a response; the tokens that complete one are trained like the others"""
 
     def check(self) -> None:
         if self.rollout_gpus and self.rollout_engine not in ("hf", "vllm"):
@@ -247,7 +254,14 @@ class RolloutArgs(Group):
         if self.rollout_gpus:
             self.rollout_engine = "vllm"
         check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
-        if parse_json("vllm_kwargs", self.vllm_kwargs) and self.rollout_engine != "vllm":
+        if "" in self.stop:
+            raise InputError("--stop '': an empty string would end every response; give a text, or drop --stop")
+        if self.stop and self.async_level:
+            raise InputError(
+                f"--stop with --async-level {self.async_level}: a server misses a stop string that a weight sync cuts "
+                "in two: drop one"
+            )
+        if parse_json("vllm_kwargs", self.vllm_kwargs) and not self.starts_vllm:
             raise InputError(f"--vllm-kwargs {self.vllm_kwargs}: needs --rollout-engine vllm")
         if self.async_level and not self.on_servers:
             raise InputError(
@@ -260,7 +274,15 @@ class RolloutArgs(Group):
     @property
     def on_servers(self) -> bool:
         """Whether responses are sampled outside of the processes that train."""
-        return self.rollout_gpus > 0 or self.rollout_engine not in ("hf", "vllm")
+        return self.rollout_gpus > 0 or "://" in self.rollout_engine
+
+    @property
+    def starts_vllm(self) -> bool:
+        """Whether this job starts vLLM, in the processes that train or with --rollout-gpus."""
+        return self.rollout_engine == "vllm"
+
+    def sampling(self) -> Sampling:
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     @property
     def gpu_share(self) -> float:
@@ -627,7 +649,7 @@ CONDITIONS = (
     ReadIf(("shuffle",), lambda a: a.data.prompt_sampling != "variance", "with --prompt-sampling variance"),
     ReadIf(
         ("gpu_memory_utilization",),
-        lambda a: a.rollout.rollout_engine == "vllm",
+        lambda a: a.rollout.starts_vllm,
         "without --rollout-engine vllm (a server gets it on its own command line)",
     ),
     ReadIf(
@@ -782,8 +804,12 @@ def check_engine(name: str, ranks: int) -> None:
             f"--rollout-tensor-parallel-size {ranks} splits a vLLM engine: it needs --rollout-engine vllm (a server is "
             "split by its own --tensor-parallel-size)"
         )
-    if name not in ("hf", "vllm") and not all(url.startswith(("http://", "https://")) for url in name.split(",")):
-        raise InputError(f"--rollout-engine {name}: must be hf, vllm or the URL of a vLLM server (http://host:port)")
+    urls = all(url.startswith(("http://", "https://")) for url in name.split(","))
+    if not (name in ("hf", "vllm") or urls or ".py:" in name):
+        raise InputError(
+            f"--rollout-engine {name}: must be hf, vllm, the URL of a vLLM server (http://host:port) or "
+            "path/to/file.py:Class, your own engine"
+        )
 
 
 def check_model_path(path: str, flag: str = "--model") -> None:
@@ -897,7 +923,7 @@ def _check_sampling(args: Any) -> None:
         raise InputError(
             f"--prompt-sampling {args.data.prompt_sampling} compares the responses to a prompt: it needs --group-size 2"
         )
-    if args.rollout.rollout_engine == "vllm" and not args.run.replay and importlib.util.find_spec("vllm") is None:
+    if args.rollout.starts_vllm and not args.run.replay and importlib.util.find_spec("vllm") is None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     if args.old_log_probs == "rollout" and args.rollout_correction.settings():
         raise InputError("--old-log-probs rollout is the correction itself: drop it or --rollout-correction")

@@ -136,7 +136,7 @@ def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
     model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
-    beside = rollout.rollout_engine == "vllm" and not rollout.rollout_gpus
+    beside = rollout.starts_vllm and not rollout.rollout_gpus
     return estimate_memory(
         model.model,
         ranks=ranks // shard.dp_replicate_size,
@@ -184,7 +184,7 @@ def check_memory(args: Any, sizes: Sizes, world: World) -> None:
 def memory_advice(args: Any, ranks: int, stage: str) -> str:
     """What to change where a stage, such as "step 3 update", ran out of the GPU's memory."""
     if any(word in stage for word in ("rollout", "weight_sync", "validation")) and not args.rollout.on_servers:
-        if args.rollout.rollout_engine == "vllm":
+        if args.rollout.starts_vllm:
             return f"lower --gpu-memory-utilization (it is {args.rollout.gpu_share:g})"
         return "set --rollout-engine vllm, whose cache has a limit, or fewer --prompts-per-step"
     flags = [saver.flag for saver in memory_savers(args, ranks)]

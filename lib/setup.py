@@ -45,6 +45,7 @@ from lib.model import (
     Policy,
     Reference,
     add_lora,
+    check_sampling,
     check_sequence_parallel,
     check_tensor_parallel,
     compile_layers,
@@ -58,7 +59,15 @@ from lib.model import (
 from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import Scorer, check_keywords
 from lib.reward.scores import RewardModel, Rewards
-from lib.rollout import ManagedServers, Rollouts, Sampling, check_engine_import, make_engine, serve
+from lib.rollout import (
+    ManagedServers,
+    Rollouts,
+    check_capabilities,
+    check_engine_import,
+    engine_class,
+    make_engine,
+    serve,
+)
 from lib.run import Run, Validation
 from lib.sandbox import accept as accept_sandbox
 from lib.seeds import set_seed
@@ -113,7 +122,8 @@ def check_algorithm(args: Any, device: torch.device) -> dict:
         raise InputError("--loss vanilla takes --clip-ratio-low, -high and -c, and no --loss-kwargs")
     check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
-    merged = args.model.lora_rank > 0 and args.rollout.rollout_engine != "hf"  # W + dW, which 16 bits may round to W
+    merged = args.model.lora_rank > 0 and not engine_class(args.rollout.rollout_engine).shares_weights
+    # the engine gets W + dW, which 16 bits may round to W
     rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
     corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in LOSS_TENSORS.get(args.loss, ())  # the loss
     if (args.rollout.async_level or rounded) and not corrects:
@@ -170,7 +180,7 @@ def effective_settings(args: Any, device: torch.device, correction: dict, needed
         settings["loss_scale_factor"] = args.loss_scale_factor or args.rollout.max_response_length
     if args.run.export_model:
         settings["export_dtype"] = name if args.run.export_dtype == "auto" else args.run.export_dtype
-    if args.rollout.rollout_engine == "vllm":
+    if args.rollout.starts_vllm:
         settings["gpu_memory_utilization"] = args.rollout.gpu_share
     return settings
 
@@ -219,6 +229,8 @@ def load_inputs(args: Any) -> Inputs:
     accept_sandbox(reward.sandbox_level)
     tokenizer = load_tokenizer(model.model, **trust)
     vision = load_vision(model, data)
+    if not args.run.replay:
+        check_capabilities(args.rollout.rollout_engine, vision is not None, args.multi_turn.enabled)
     template = parse_json("chat_template_kwargs", data.chat_template_kwargs)
     multi_turn = None
     if args.multi_turn.enabled:
@@ -342,8 +354,10 @@ def make_model_factory(args: Any, world: World, sizes: Sizes) -> ModelFactory:
     mesh = make_mesh(world, shard.dp_replicate_size, shard.tensor_parallel_size)
     row_group: RowGroup | None = make_row_group(world, mesh, shard.sequence_parallel_size)
     dtype = get_compute_dtype(model.compute_dtype, world.device)
-    sampled = rollout.temperature, rollout.top_p, rollout.top_k
-    forward = ForwardConfig(args.optimizer.micro_batch_tokens, *sampled, row_group, dtype)
+    sampling = rollout.sampling()
+    if not args.validation.val_only:
+        check_sampling(sampling)
+    forward = ForwardConfig(args.optimizer.micro_batch_tokens, sampling, row_group, dtype)
     return ModelFactory(model, shard, args.optimizer, world, mesh, forward, sizes.updates_per_step, seed)
 
 
@@ -434,7 +448,7 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
         engine,
         sampler,
         loader,
-        Sampling(rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k),
+        actor.forward.sampling,
         world=world,
         sizes=sizes,
         seed=args.run.seed,

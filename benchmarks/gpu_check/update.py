@@ -130,7 +130,7 @@ def host_syncs(options: Options, device: torch.device) -> Iterator[dict]:
     batch.batch.update(same | {"rollout_log_probs": -mask, "advantages": mask})
     counts = {}
     for parts in (2, 8):
-        forward = ForwardConfig(32 * 16 // parts, 1.0, 1.0, -1, None, torch.bfloat16)
+        forward = ForwardConfig(32 * 16 // parts, Sampling(16), None, torch.bfloat16)
         actor = Policy("actor", model, optimizer, schedule, the_world(), forward, 1.0, False)
         update = partial(grpo.update, grpo.Args(), actor, batch, shared.Sizes(1, 1, 1, 16, 16, 16), 0.0)
         update()

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -254,8 +254,10 @@ class ServerEpisodes:
         return batch
 
 
-def make_episodes(engine: SteppedEngine | ServerEngine, settings: MultiTurn) -> Episodes | ServerEpisodes:
-    return ServerEpisodes(engine, settings) if isinstance(engine, ServerEngine) else Episodes(engine, settings)
+def make_episodes(engine: RolloutEngine, settings: MultiTurn) -> Episodes | ServerEpisodes:
+    if engine.in_process:
+        return Episodes(cast(SteppedEngine, engine), settings)
+    return ServerEpisodes(cast(ServerEngine, engine), settings)
 
 
 # ---- from prompts to requests, and from these to a batch -----------------------------------------

@@ -79,7 +79,7 @@ class Episode:
     async def _converse(self) -> FinishReason:
         request, settings = self.request, self.settings
         while True:
-            turn, reason = await self._sample_turn()
+            turn, reason, has_end_token = await self._sample_turn()
             if reason == "abort":
                 return FinishReason.ABORTED
             ended, last = reason == "stop", request.num_turns == settings.max_turns
@@ -105,15 +105,15 @@ class Episode:
             plain = settings.without_placeholders({"role": "assistant", "content": turn})
             try:
                 versions = [[message, *answers], [plain, *answers]]
-                fits = await add_messages(request, settings, turn, ended, versions, images)
+                fits = await add_messages(request, settings, turn, has_end_token, versions, images)
             except REFUSALS:  # the template wants a call before each answer, and a malformed call is none
                 answers = [{"role": "user", "content": answer["content"]} for answer in answers]
-                fits = await add_messages(request, settings, turn, ended, [[plain, *answers]], images)
+                fits = await add_messages(request, settings, turn, has_end_token, [[plain, *answers]], images)
             if not fits:
                 return FinishReason.LENGTH
 
-    async def _sample_turn(self) -> tuple[str, str]:
-        """(text without the end token, the engine's finish_reason)."""
+    async def _sample_turn(self) -> tuple[str, str, bool]:
+        """(text without the end token, the engine's finish_reason, whether there is an end token)."""
         request, settings = self.request, self.settings
         request.state = RequestState.RUNNING
         limit = min(request.room, settings.max_turn_tokens or request.room)
@@ -124,9 +124,11 @@ class Episode:
         sampled = await self.generate(name, [*request.raw_context], sampling, seed, *media)
         request.append(sampled.token_ids, sampled.log_probs, sampled.weight_versions)
         request.num_turns += 1
-        ids = sampled.token_ids[:-1] if sampled.finish_reason == "stop" else sampled.token_ids
-        text = settings.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text, sampled.finish_reason
+        decode = partial(settings.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        at_string = sampling.stop and any(string in decode(sampled.token_ids) for string in sampling.stop)
+        has_end_token = sampled.finish_reason == "stop" and not at_string
+        text = decode(sampled.token_ids[:-1] if has_end_token else sampled.token_ids)
+        return text, sampled.finish_reason, has_end_token
 
     async def _call_tools(self, calls: list[ToolCall]) -> tuple[list[dict], list[Image]]:
         """Runs the calls and returns their messages, and the images in these. One after the other: a later call may

@@ -18,7 +18,15 @@ from lib.model.load import (
     load_tokenizer,
     without_adapters,
 )
-from lib.model.log_probs import NEVER, LinearLogProbs, batched_log_probs, check_rows, least_kept, response_log_probs
+from lib.model.log_probs import (
+    NEVER,
+    LinearLogProbs,
+    batched_log_probs,
+    check_rows,
+    check_sampling,
+    least_kept,
+    response_log_probs,
+)
 from lib.model.trained import Critic, ForwardConfig, Policy, Reference, TrainedModel, micro_batches
 from lib.model.values import batched_values, response_values, reward_model_scores
 
@@ -37,6 +45,7 @@ __all__ = [
     "batched_values",
     "carries_state",
     "check_rows",
+    "check_sampling",
     "check_sequence_parallel",
     "check_tensor_parallel",
     "compile_layers",

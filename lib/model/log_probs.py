@@ -5,6 +5,7 @@ chunks. This is exact.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from textwrap import shorten
@@ -21,6 +22,7 @@ from lib.distributed import RowGroup, all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import of_responses
 from lib.model.vision import with_images
+from lib.sampling import Sampling, Truncation
 
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
@@ -34,13 +36,16 @@ CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort 
 
 @torch.compiler.disable
 @torch.no_grad()
-def least_kept(z: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
-    """(N, 1): the lowest of the logits z (N, V) that sampling keeps. Top-k first keeps the top_k likeliest tokens (all,
-    if it is below 1); then top-p keeps the fewest likeliest of these that have top_p of their probability. Engines use
-    this order, after the temperature. Tokens that tie with the last one are all kept; an engine may drop some."""
+def least_kept(z: torch.Tensor, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> torch.Tensor:
+    """(N, 1): the lowest of the logits z (N, V) that sampling keeps. Min-p first keeps the tokens that are at least
+    min_p times as likely as the likeliest. Top-k keeps the top_k likeliest of these (all, if it is below 1); then top-p
+    keeps the fewest likeliest that have top_p of the probability left. Engines use this order, after the temperature.
+    Tokens that tie with the last one are all kept; an engine may drop some."""
     V, least = z.shape[-1], z.new_full((len(z), 1), -torch.inf)
+    if min_p > 0:
+        least = z.amax(-1, keepdim=True) + math.log(min_p)
     if 0 < top_k < V:
-        least = z.topk(top_k).values[:, -1:]
+        least = torch.maximum(least, z.topk(top_k).values[:, -1:])
     if top_p < 1:
         z = z.masked_fill(z < least, NEVER)
         total, ranked = z.logsumexp(-1, keepdim=True), z.topk(min(CANDIDATES, V)).values
@@ -58,25 +63,24 @@ class LinearLogProbs(torch.autograd.Function):
     Forward keeps log-sum-exp and entropy per token; backward recomputes each chunk's logits. With z = h W^T / T:
     d logp / dz = onehot(y) - p and d H / dz = -p (log p + H).
 
-    With top_p or top_k, p is renormalised over the tokens that `least_kept` keeps; the gradient takes that set as
+    With a truncation, p is renormalised over the tokens that `least_kept` keeps; the gradient takes that set as
     fixed. The sampler kept y, and so all tokens that are likelier than y. After an update, or by rounding, y may be
     outside the set here: then the set is extended down to y, and the last result is 1 (else 0).
     """
 
     @staticmethod
-    def forward(ctx, h, weight, y, inv_temperature, chunk, sum_pi_squared=False, top_p=1.0, top_k=-1):
+    def forward(ctx, h, weight, y, inv_temperature, chunk, sum_pi_squared=False, truncation=None):
         ctx.set_materialize_grads(False)  # a loss without entropy costs none of its gradient
         # h (N, D), weight (V, D), y (N,)
-        truncated = top_p < 1 or top_k > 0
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        results = [torch.empty(len(h), dtype=dtype, device=h.device) for _ in range(3 + sum_pi_squared + 2 * truncated)]
+        dtype, columns = torch.promote_types(h.dtype, torch.float32), 3 + sum_pi_squared + 2 * (truncation is not None)
+        results = [torch.empty(len(h), dtype=dtype, device=h.device) for _ in range(columns)]
         for i in range(0, len(h), chunk):
             s = slice(i, i + chunk)
-            parts = with_logits(_of_tokens, h[s], weight, y[s, None], inv_temperature, sum_pi_squared, top_p, top_k)
+            parts = with_logits(_of_tokens, h[s], weight, y[s, None], inv_temperature, sum_pi_squared, truncation)
             for result, part in zip(results, parts, strict=True):
                 result[s] = part[:, 0]
         lse, logp, entropy, *constants = results
-        least = constants.pop() if truncated else None
+        least = constants.pop() if truncation else None
         ctx.save_for_backward(h, weight, y, lse, entropy, least)
         ctx.inv_temperature, ctx.chunk = inv_temperature, chunk
         ctx.mark_non_differentiable(*constants)
@@ -97,25 +101,25 @@ class LinearLogProbs(torch.autograd.Function):
             torch.mm(dz, weight, out=dh[s])
             if dw is not None:
                 dw += dz.T @ h[s]
-        return dh, None if dw is None else dw.to(weight.dtype), *[None] * 6
+        return dh, None if dw is None else dw.to(weight.dtype), *[None] * 5
 
 
-def _of_tokens(logits, y, inv_temperature, sum_pi_squared, top_p, top_k):
-    """(lse, logp, entropy), then sum_v p_v^2 if asked for, then, with top_p or top_k, whether y is outside the set
+def _of_tokens(logits, y, inv_temperature, sum_pi_squared, truncation):
+    """(lse, logp, entropy), then sum_v p_v^2 if asked for, then, with a truncation, whether y is outside the set
     and the least logit in it; each (n, 1). logits (n, V), y (n, 1)."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(inv_temperature)
-    z_y, truncation = z.gather(-1, y), []
-    if top_p < 1 or top_k > 0:
-        kept = least_kept(z, top_p, top_k)
-        truncation = [z_y < kept, torch.minimum(z_y, kept)]
-        z.masked_fill_(z < truncation[1], NEVER)
+    z_y, outside_and_least = z.gather(-1, y), []
+    if truncation is not None:
+        kept = least_kept(z, *truncation)
+        outside_and_least = [z_y < kept, torch.minimum(z_y, kept)]
+        z.masked_fill_(z < outside_and_least[1], NEVER)
     top = z.amax(-1, keepdim=True)
     exp = z.sub_(top).exp()
     total = exp.sum(-1, keepdim=True)
     lse = top + total.log()
     entropy = total.log() - z.mul_(exp).sum(-1, keepdim=True) / total
     squares = [exp.square_().sum(-1, keepdim=True) / total.square()] if sum_pi_squared else []
-    return lse, z_y - lse, entropy, *squares, *truncation
+    return lse, z_y - lse, entropy, *squares, *outside_and_least
 
 
 def _gradient(logits, dtype, inv_temperature, y, lse, entropy, least, grad_logp, grad_entropy):
@@ -161,6 +165,15 @@ def _compiled(fn: Callable, device_type: str) -> Callable:
     return torch.compile(fn, dynamic=True, **COMPILE[device_type])
 
 
+def check_sampling(sampling: Sampling) -> None:
+    """Raises InputError for a parameter of sampling that these log-probs do not account for."""
+    if sampling.repetition_penalty != 1:
+        raise InputError(
+            f"--repetition-penalty {sampling.repetition_penalty:g}: it depends on the tokens before each token, which "
+            "the log-probs of the loss do not account for, so the ratio would be wrong: use it with --val-only"
+        )
+
+
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
     """False if the head adds a bias or the model caps or scales its logits. Such a model runs its own forward."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
@@ -176,8 +189,7 @@ def token_log_probs(
     y: torch.Tensor,
     temperature: float,
     sum_pi_squared: bool = False,
-    top_p: float = 1.0,
-    top_k: int = -1,
+    truncation: Truncation | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,). A method that `load_model` binds.
 
@@ -190,11 +202,11 @@ def token_log_probs(
         weight = self.get_output_embeddings().weight
         h = h.to(weight.dtype)  # Mamba-2 keeps it in fp32
         chunk = CPU_CHUNK if h.device.type == "cpu" else GPU_CHUNK
-        return LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, top_p, top_k)
+        return LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, truncation)
     logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]  # (n, V)
     z, constants = logits.to(torch.promote_types(logits.dtype, torch.float32)).div(temperature), []
-    if top_p < 1 or top_k > 0:
-        kept, z_y = least_kept(z, top_p, top_k), z.detach().gather(-1, y[:, None])
+    if truncation is not None:
+        kept, z_y = least_kept(z, *truncation), z.detach().gather(-1, y[:, None])
         constants = [(z_y < kept)[:, 0].to(z.dtype)]
         z = z.masked_fill(z < torch.minimum(z_y, kept), NEVER)
     log_p = z.log_softmax(-1)
@@ -212,8 +224,7 @@ def response_log_probs(
     padding_free: bool = True,
     share_prompts: bool = True,
     sum_pi_squared: bool = False,
-    top_p: float = 1.0,
-    top_k: int = -1,
+    truncation: Truncation | None = None,
     row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens, under the distribution that they were sampled from.
@@ -223,19 +234,19 @@ def response_log_probs(
         padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
         sum_pi_squared: also the sum over the vocabulary of the squared probabilities, without gradient, for the
             optimal token baseline (arXiv 2602.07078).
-        top_p, top_k: those of sampling, as in `LinearLogProbs`. Do not cut the reference's distribution: its log-prob
+        truncation: that of sampling, as in `LinearLogProbs`. Do not cut the reference's distribution: its log-prob
             would be -inf at a token outside its set. KL(policy as sampled || whole reference) is finite and has the
             same gradient.
         row_group: ranks that run their batches as one (packed_sdpa only). Forward and backward are then collectives. A
             rank's batch may be empty, but not those of all ranks.
 
     Returns:
-        (log_probs, entropy), then sum_pi_squared if asked for, then, with top_p or top_k, a tensor that is 1 at tokens
-        that top_p and top_k would not have kept. Each is (B, T), and zero where response_mask is.
+        (log_probs, entropy), then sum_pi_squared if asked for, then, with a truncation, a tensor that is 1 at tokens
+        that it would not have kept. Each is (B, T), and zero where response_mask is.
     """
 
     def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return model.token_log_probs(inputs, select, y, temperature, sum_pi_squared, top_p, top_k)
+        return model.token_log_probs(inputs, select, y, temperature, sum_pi_squared, truncation)
 
     return of_responses(model, batch, forward, padding_free, share_prompts, row_group)
 
@@ -250,8 +261,7 @@ def batched_log_probs(
     padding_free: bool = True,
     share_prompts: bool = True,
     sum_pi_squared: bool = False,
-    top_p: float = 1.0,
-    top_k: int = -1,
+    truncation: Truncation | None = None,
     row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(log_probs, entropy) or (log_probs, entropy, sum_pi_squared) as `response_log_probs` gives them. Runs a whole
@@ -260,7 +270,7 @@ def batched_log_probs(
     padding_free = padding_free and model.padding_free
     options: dict[str, Any] = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
-    options |= {"sum_pi_squared": sum_pi_squared, "top_p": top_p, "top_k": top_k}
+    options |= {"sum_pi_squared": sum_pi_squared, "truncation": truncation}
     parts = [response_log_probs(model, micro, temperature, **options)[: 2 + sum_pi_squared] for micro in micro_batches]
     return tuple(restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts))
 

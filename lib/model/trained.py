@@ -25,6 +25,7 @@ from lib.model.flops import flops_of, update_flops
 from lib.model.load import without_adapters
 from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
 from lib.model.values import batched_values, response_values
+from lib.sampling import Sampling
 
 
 @dataclass
@@ -32,10 +33,8 @@ class ForwardConfig:
     """How rows go through a model."""
 
     micro_batch_tokens: int
-    temperature: float
-    """temperature, top_p and top_k are those of sampling: the loss takes the distribution that was sampled from"""
-    top_p: float
-    top_k: int
+    sampling: Sampling
+    """the engine's: the loss takes the distribution that was sampled from"""
     row_group: RowGroup | None
     """ranks that run their rows together"""
     compute_dtype: torch.dtype
@@ -135,19 +134,17 @@ class RowIsolationCheck:
         InputError if they do not."""
         f = self.forward
         if not self.checked:
-            check_rows(self.module, batch, f.temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
+            check_rows(self.module, batch, f.sampling.temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
         self.checked = True
 
 
 class Policy(RowIsolationCheck, TrainedModel):
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
-        """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With top_p or top_k also which
-        tokens these would not have kept."""
+        """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With a truncation (top_p, top_k
+        or min_p) also which tokens it would not have kept."""
         self._count(micro)
-        f = self.forward
-        return response_log_probs(
-            self.module, micro, f.temperature, top_p=f.top_p, top_k=f.top_k, row_group=f.row_group
-        )
+        s, row_group = self.forward.sampling, self.forward.row_group
+        return response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, row_group=row_group)
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
@@ -157,10 +154,9 @@ class Policy(RowIsolationCheck, TrainedModel):
         outputs = batched_log_probs(
             self.module,
             batch,
-            f.temperature,
+            f.sampling.temperature,
             f.micro_batch_tokens,
-            top_p=f.top_p,
-            top_k=f.top_k,
+            truncation=f.sampling.truncation,
             sum_pi_squared="sum_pi_squared" in names,
             row_group=f.row_group,
         )
@@ -182,7 +178,7 @@ class Critic(TrainedModel):
 
 @dataclass
 class Reference(RowIsolationCheck):
-    """A frozen model, or the policy without its LoRA adapters. top_p and top_k do not cut its distribution."""
+    """A frozen model, or the policy without its LoRA adapters. Its distribution is not truncated."""
 
     module: PreTrainedModel
     forward: ForwardConfig
@@ -190,9 +186,9 @@ class Reference(RowIsolationCheck):
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto) -> torch.Tensor:
         """Log-probs (B, T), without gradients. A collective."""
-        f = self.forward
+        f, temperature = self.forward, self.forward.sampling.temperature
         with without_adapters(self.module):
-            return batched_log_probs(self.module, batch, f.temperature, f.micro_batch_tokens, row_group=f.row_group)[0]
+            return batched_log_probs(self.module, batch, temperature, f.micro_batch_tokens, row_group=f.row_group)[0]
 
 
 def micro_batches(

@@ -4,7 +4,6 @@ from lib.rollout.async_rollouts import AsyncRollouts, staleness_metrics
 from lib.rollout.engine import (
     Generated,
     RolloutEngine,
-    Sampling,
     SteppedEngine,
     add_responses,
     concat_rows,
@@ -17,8 +16,9 @@ from lib.rollout.engine import (
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.managed_servers import ManagedServers, serve
 from lib.rollout.replay import NoRecorder, Recorder, Replayer, check_recorded, forget_after
-from lib.rollout.stream import Rollouts, check_engine_import, make_engine
+from lib.rollout.stream import Rollouts, check_capabilities, check_engine_import, engine_class, make_engine
 from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
+from lib.sampling import Sampling
 
 __all__ = [
     "AsyncRollouts",
@@ -34,9 +34,11 @@ __all__ = [
     "SteppedEngine",
     "WeightSyncError",
     "add_responses",
+    "check_capabilities",
     "check_engine_import",
     "check_recorded",
     "concat_rows",
+    "engine_class",
     "fit_columns",
     "forget_after",
     "make_engine",

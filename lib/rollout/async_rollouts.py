@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric
-from lib.rollout.engine import Generated, Sampling
+from lib.rollout.engine import Generated
 from lib.rollout.server_engine import Response, ServerEngine
+from lib.sampling import Sampling
 
 Order = Literal["prompts", "finished"]
 STATE = ("seed", "partial", "version")  # columns of a saved group that are not its prompt's

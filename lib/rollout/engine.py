@@ -1,18 +1,20 @@
 """The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
 
 `hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
-`http://host:port` is a vLLM server (server_engine.py). What all have is RolloutEngine.
+`http://host:port` is a vLLM server (server_engine.py). What all have is RolloutEngine, which your own engine inherits
+(--rollout-engine path/to/file.py:Class). The rest of lib/ asks an engine what it can do, and not which one it is.
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. A prompt
 with images has one placeholder for each there; vLLM expands it, and `check_expanded` compares. Each response has its
 own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
-rollout_log_probs belong to the distribution that was sampled from (temperature, top-p and top-k applied).
+rollout_log_probs belong to the distribution that was sampled from (temperature, top-p, top-k and min-p applied).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,19 +28,10 @@ from lib.columns import COLUMNS
 from lib.core_algos import splitmix64
 from lib.data.vision import Media
 from lib.data_proto import DataProto
-from lib.distributed import all_reduce_max
+from lib.distributed import Metric, all_reduce_max
+from lib.sampling import Sampling
 
 REPORT_S = 60.0  # how often a rollout says what it waits for
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample. temperature 0 is greedy; top_p 1 and top_k -1 switch those filters off."""
-
-    max_response_length: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
 
 
 @dataclass
@@ -47,7 +40,7 @@ class Generated:
 
     token_ids: list[int]
     log_probs: list[float]
-    finish_reason: str  # "stop" (the end token is the last), "length" or "abort"
+    finish_reason: str  # "stop" (after an end token or a stop string), "length" or "abort"
     weight_versions: list[int] = field(default_factory=list)  # one per token, if the engine records them
 
 
@@ -62,13 +55,28 @@ class ImageProbe(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """What every engine has. If the model is split over ranks, all ranks make the calls together (collectives)."""
+    """What every engine has. If the model is split over ranks, all ranks make the calls together (collectives).
 
-    version: int | None
+    make_engine constructs it as Class(model, tokenizer, **settings); see there for the settings.
+    """
+
+    in_process: bool = False
+    """whether it is a SteppedEngine, on which multi-turn episodes run in this process"""
+    asynchronous: bool = False
+    """whether it also samples between start and collect, while ranks train (server_engine.py)"""
+    shares_weights: bool = False
+    """whether it samples with the trainer's own tensors, which no copy rounds or merges"""
+    takes_weights: bool = True
+    """False: it does not sample from the policy, and gets no weights"""
+    takes_images: bool = False
+
+    version: int | None = None
     """version of the weights that it holds; None before the first load_weights"""
-    checksum: int | None
+    checksum: int | None = None
     """weight_checksum of the weights that load_weights gave it"""
-    verified: dict[str, float]
+    dtype: torch.dtype | None = None
+    """of its weights; None: the trainer's"""
+    verified: Mapping[str, float] = MappingProxyType({})
     """the metrics of its last sync; sync_weights keeps them here"""
     pad_token_id: int
     image_probe: ImageProbe | None = None
@@ -78,25 +86,34 @@ class RolloutEngine(Protocol):
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
         ...
 
-    def load_weights(self, model: PreTrainedModel, version: int) -> None: ...
+    def load_weights(self, model: PreTrainedModel, version: int) -> None:
+        """Copies the trainer's weights, and sets version and checksum."""
+        raise NotImplementedError
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         """Log-probs of ids[1:] (with images: of media.ids[1:]) at temperature 1: one row, or a row for each of several
         servers."""
-        ...
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """Frees the engine's memory for the update. load_weights wakes it."""
-        ...
+        return
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
+
+    def metrics(self) -> dict[str, Metric]:
+        """Of the step, besides those of its responses."""
+        return {}
 
 
 class SteppedEngine(RolloutEngine, Protocol):
     """An engine in this process, which lib/agent steps. Single requests are made inside `with engine.session():`."""
 
+    in_process: bool = True
     long_steps: bool
     """whether one step() runs its requests to their end"""
     shared: bool

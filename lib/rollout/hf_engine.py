@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -16,8 +18,9 @@ from lib.data_proto import DataProto
 from lib.distributed import compute_device, unsharded
 from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept
 from lib.model.vision import images_of_prompts
-from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, stop_token_ids
+from lib.rollout.engine import Generated, SteppedEngine, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
+from lib.sampling import Sampling
 
 LONG_PROMPT = 128  # tokens; to copy a shorter prompt's cache to each row costs less than GroupCache
 NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa --no-padding-free"
@@ -31,18 +34,16 @@ class HFEngine(SteppedEngine):
     values (LONG_PROMPT, can_group). Finished rows leave the batch.
     """
 
+    takes_images = shares_weights = True
     long_steps = True  # a step runs its requests to their end
     shared = False
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-        self.model, self.pad_token_id = model, tokenizer.pad_token_id
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **_: Any):
+        self.model, self.tokenizer, self.pad_token_id = model, tokenizer, tokenizer.pad_token_id
         self.gpu = torch.cuda.current_device() if compute_device(model).type == "cuda" else None
         self._cache_keyword = cache_keyword(model)
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
         self._waiting: dict[str, tuple[list[int], Sampling, int, Media | None]] = {}
-        self.version: int | None = None
-        self.checksum: int | None = None
-        self.verified: dict[str, float] = {}
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Copies nothing, since the weights are shared; sets version and checksum."""
@@ -59,12 +60,6 @@ class HFEngine(SteppedEngine):
                 logits = self.model(input_ids=row).logits[0]
         log_p = logits.float().log_softmax(-1)
         return log_p[:-1].gather(-1, row[0, 1:, None])[:, 0].cpu()
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -91,7 +86,7 @@ class HFEngine(SteppedEngine):
         length wait for the next step."""
         if self.gpu is not None:
             torch.cuda.set_device(self.gpu)  # each thread has its own current device
-        settings = [(s.temperature, s.top_p, s.top_k) for _, s, *_ in self._waiting.values()]
+        settings = [replace(sampling, max_response_length=0) for _, sampling, *_ in self._waiting.values()]
         ids = [request_id for request_id, own in zip(self._waiting, settings) if own == settings[0]]
         prompt_ids, samplings, seeds, media = zip(*(self._waiting.pop(request_id) for request_id in ids))
         limits = [sampling.max_response_length for sampling in samplings]
@@ -141,33 +136,48 @@ class HFEngine(SteppedEngine):
         else:
             cache.reorder_cache(prompt_of_row)
         position = positions.amax(1, keepdim=True)
+        seen = seen_tokens(ids, mask, logits.shape[-1])[prompt_of_row] if sampling.repetition_penalty != 1 else None
         logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], position[prompt_of_row]
 
         tokens, log_probs = [], []  # (R,) at each t
-        lengths = torch.zeros_like(limits)
+        lengths, stopped = torch.zeros_like(limits), torch.zeros_like(limits, dtype=torch.bool)
         rows = torch.arange(len(keys), device=device)  # the rows that still run
         for t in range(int(limits.max())):
+            if seen is not None:
+                logits = penalise(logits, seen, sampling.repetition_penalty)
             token, log_prob = sample_tokens(logits, sampling, seeds[rows], t)
             tokens.append(torch.full_like(lengths, self.pad_token_id).index_copy(0, rows, token))
             log_probs.append(log_prob.new_zeros(len(keys)).index_copy(0, rows, log_prob))
-            running = ~torch.isin(token, stop_ids) & (limits[rows] > t + 1)
-            lengths[rows] = t + 1
+            stops = torch.isin(token, stop_ids) | self._stop_strings(sampling.stop, tokens, rows)
+            stopped[rows], lengths[rows] = stops, t + 1
+            running = ~stops & (limits[rows] > t + 1)
             if not running.any():
                 break
             if not running.all():
                 keep = running.nonzero()[:, 0]
                 rows, token, mask, position = rows[keep], token[keep], mask[keep], position[keep]
+                seen = None if seen is None else seen[keep]
                 cache.reorder_cache(keep)
+            if seen is not None:
+                seen.scatter_(1, token[:, None], True)
             mask, position = torch.cat([mask, mask.new_ones(len(rows), 1)], 1), position + 1
             inputs = cache.inputs if grouped else {"attention_mask": mask}
             inputs = inputs | {self._cache_keyword: cache}
             logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
         responses, of_sampled = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), t of the longest
-        stopped = torch.isin(responses.gather(1, lengths[:, None] - 1)[:, 0], stop_ids)
         return [
             Generated(row[:n], lps[:n], "stop" if stop else "length")
             for row, lps, n, stop in zip(responses.tolist(), of_sampled.tolist(), lengths.tolist(), stopped.tolist())
         ]
+
+    def _stop_strings(self, stop: tuple[str, ...], tokens: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """(len(rows),) bool: the rows whose last token completes a stop string. tokens: (R,) at each t."""
+        if not stop:
+            return torch.zeros_like(rows, dtype=torch.bool)
+        longest = max(len(text.encode()) for text in stop) + 1  # a token has at least one byte; the first loses a space
+        tails = torch.stack(tokens[-longest:], 1)[rows]
+        texts = self.tokenizer.batch_decode(tails, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return torch.tensor([any(string in text for string in stop) for text in texts], device=rows.device)
 
     def _logits_with_images(
         self, ids: torch.Tensor, mask: torch.Tensor, media: list[Media | None], select: torch.Tensor, cache=None
@@ -327,6 +337,16 @@ def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.sub_(lse).exp_() @ v.float(), lse
 
 
+def seen_tokens(ids: torch.Tensor, mask: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """(n, V) bool: the tokens of each prompt. ids, mask (n, P)."""
+    return torch.zeros(len(ids), vocabulary, dtype=torch.long, device=ids.device).scatter_add_(1, ids, mask) > 0
+
+
+def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Logits (B, V) with the repetition penalty of CTRL (arXiv 1909.05858) on the tokens seen (B, V)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
 def sample_tokens(
     logits: torch.Tensor, sampling: Sampling, seeds: torch.Tensor, t: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -339,8 +359,8 @@ def sample_tokens(
         token = logits.argmax(-1)
     else:
         logits = logits / sampling.temperature
-        if sampling.top_p < 1 or sampling.top_k > 0:
-            logits = logits.masked_fill(logits < least_kept(logits, sampling.top_p, sampling.top_k), NEVER)
+        if sampling.truncation is not None:
+            logits = logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)
         cdf = logits.softmax(-1).cumsum(-1)  # (B, V)
         uniform = (splitmix64(seeds + (t << 32)) & 0xFFFFFF).float() / 2**24  # [0, 1)
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)

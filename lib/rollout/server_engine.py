@@ -27,7 +27,6 @@ from lib.rollout.engine import (
     REPORT_S,
     Generated,
     RolloutEngine,
-    Sampling,
     add_responses,
     check_expanded,
     report_states,
@@ -39,6 +38,7 @@ from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
+from lib.sampling import Sampling
 
 NEUTRAL = {  # what a request leaves out, vLLM's server takes from the model's generation_config.json or from its flags
     "repetition_penalty": 1.0,
@@ -100,6 +100,8 @@ class ServerEngine(RolloutEngine):
         InputError: a server cannot be reached, was started differently, or refuses a request or the weights.
     """
 
+    takes_images = asynchronous = True
+
     def __init__(
         self,
         urls: str,
@@ -125,10 +127,7 @@ class ServerEngine(RolloutEngine):
         self._open = asyncio.Event()  # set, except while weights come
         self._open.set()
         self._ended = threading.Event()  # a response has
-        self.version: int | None = None
         self._given: tuple[PreTrainedModel, int]
-        self.checksum: int | None = None
-        self.verified: dict[str, float] = {}
         for url in self.servers.urls:
             self._check_server(url, max_length)
             if images:
@@ -231,10 +230,6 @@ class ServerEngine(RolloutEngine):
             tokens = pictures.ids if pictures else ids
             found.append([lp[str(token)]["logprob"] for token, lp in zip(tokens[1:], choice["prompt_logprobs"][1:])])
         return torch.tensor(found)
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
 
     def close(self) -> None:
         self.weights.leave()
@@ -437,7 +432,7 @@ class ServerEngine(RolloutEngine):
 
     async def _complete_pictures(self, url: str, prompt_ids: list[int], pictures: Pictures, **settings) -> dict:
         """What _complete returns. /v1/completions would ignore the images without a word."""
-        sampling = self._whole(settings) | {"detokenize": False}
+        sampling = self._whole(settings) | {"detokenize": "stop" in settings}
         body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": sampling}
         for attempt in range(1, PICTURE_ATTEMPTS + 1):
             try:

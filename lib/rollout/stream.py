@@ -1,10 +1,10 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,18 +12,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lib import InputError
 from lib.args import Sizes
+from lib.cli.user_code import load_object
 from lib.data import ROW, PromptLoader, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
 from lib.rollout.async_rollouts import AsyncRollouts, Order, staleness_metrics
-from lib.rollout.engine import RolloutEngine, Sampling, SteppedEngine, request_seeds
+from lib.rollout.engine import RolloutEngine, SteppedEngine, request_seeds
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.managed_servers import ManagedServers, order_servers
 from lib.rollout.replay import NoRecorder
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
 from lib.rollout.weight_sync import image_probe, sync_weights
+from lib.sampling import Sampling
+
+ENGINES: dict[str, type] = {"hf": HFEngine, "vllm": VLLMEngine}
 
 
 def make_engine(
@@ -40,28 +44,57 @@ def make_engine(
     max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
     own: ManagedServers | None = None,
-) -> SteppedEngine | ServerEngine:
-    """The engine called `name`: "hf", "vllm", the URL of a server, or several URLs with commas between. ranks: how many
-    neighbouring ranks share one vLLM engine. processor: of a vision model, whose prompts have at most max_images
-    images. vllm_kwargs: its further settings. own: what "vllm" means if given."""
+) -> RolloutEngine:
+    """The engine called `name` (engine_class; several URLs have commas between).
+
+    folder: of its files; it need not exist. max_length: tokens of the longest prompt and response together. dtype: that
+    the trainer computes in. gpu_memory: share of the GPU that the engine may take. ranks: how many neighbouring ranks
+    share one engine. processor: of a vision model, whose prompts have at most max_images images. vllm_kwargs: further
+    settings of vLLM, which an engine gets as `more`. own: what "vllm" means if given.
+    """
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
     started = {"gpu_memory": gpu_memory, "ranks": ranks, "processor": processor, "max_images": max_images}
     started["more"] = vllm_kwargs or {}
-    engine: SteppedEngine | ServerEngine
-    if name == "hf":
-        engine = HFEngine(model, tokenizer)
-    elif own is not None:
+    if own is not None:
         order_servers(own, model, tokenizer, **settings, **started)
-        engine = ServerEngine(",".join(own.urls()), model, tokenizer, **settings, images=probe is not None, own=own)
-    elif name == "vllm":
-        engine = VLLMEngine(model, tokenizer, **settings, **started)
+        name = ",".join(own.urls())
+    make = engine_class(name)
+    engine: RolloutEngine
+    if make is ServerEngine:
+        engine = ServerEngine(name, model, tokenizer, **settings, images=probe is not None, own=own)
     else:
-        engine = ServerEngine(name, model, tokenizer, **settings, images=probe is not None)
+        engine = make(model, tokenizer, **settings, **started)
     engine.image_probe = probe
     return engine
+
+
+def engine_class(name: str) -> Any:
+    """The class of --rollout-engine: one of ENGINES, that of servers for URLs, or a class in path/to/file.py:Class.
+
+    Raises InputError if there is none, or if a class of the user lacks a method."""
+    if name in ENGINES or "://" in name:
+        return ENGINES.get(name, ServerEngine)
+    engine: Any = load_object("--rollout-engine", name)
+    if RolloutEngine not in getattr(engine, "__mro__", ()):
+        raise InputError(f"--rollout-engine {name}: must be a class that inherits lib.rollout.RolloutEngine")
+    needed = ["generate", *(["load_weights", "probe_log_probs"] if engine.takes_weights else [])]
+    needed += ["session", "submit", "step", "abort"] if engine.in_process else []
+    own = {method for cls in engine.__mro__ if cls not in (RolloutEngine, SteppedEngine) for method in vars(cls)}
+    if missing := [method for method in needed if method not in own]:
+        raise InputError(f"--rollout-engine {name}: the class has no method {missing[0]} (lib/rollout/engine.py)")
+    return engine
+
+
+def check_capabilities(name: str, images: bool, episodes: bool) -> None:
+    """Raises InputError if the engine cannot sample what the run needs. Call it before a model loads."""
+    engine = engine_class(name)
+    if images and not engine.takes_images:
+        raise InputError(f"--rollout-engine {name}: it takes no images, and --model reads them: take hf or vllm")
+    if episodes and not (engine.in_process or engine.asynchronous):
+        raise InputError(f"--rollout-engine {name}: --multi-turn needs a SteppedEngine: take hf or vllm")
 
 
 def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -109,9 +142,9 @@ class Rollouts:
         self._steps = iter(steps)
         self._async: AsyncRollouts | None = None
         if async_level and not recorder.replays:
-            assert isinstance(engine, ServerEngine)
+            assert engine.asynchronous
             self._async = AsyncRollouts(
-                engine,
+                cast(ServerEngine, engine),
                 sampler,
                 lambda number: self._batch_of(number, 0)[1:],
                 sampling,
@@ -143,7 +176,7 @@ class Rollouts:
     @timed("rollout")
     def next_greedy(self, step: int) -> DataProto:
         """One greedy response to each of the step's `prompts`."""
-        return self.generate(self.prompts, replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1), step)
+        return self.generate(self.prompts, self.sampling.at(temperature=0.0), step)
 
     @timed("rollout")
     def sample(self, step: int, number: int) -> DataProto:
@@ -215,8 +248,7 @@ class Rollouts:
         if self._async is not None:
             position -= len(self._async.in_flight) * self.world.size
         metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
-        if isinstance(self.engine, ServerEngine):
-            metrics |= self.engine.metrics()
+        metrics |= self.engine.metrics()
         if self.async_level:
             waited = step - batch.batch.get("sampled_at", torch.tensor(step))  # dapo.py keeps what is left over
             bound = self.async_level + waited.view(-1, 1)

@@ -19,8 +19,9 @@ from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
-from lib.rollout.engine import Generated, Sampling, SteppedEngine, add_responses, check_expanded, stop_token_ids
+from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
+from lib.sampling import Sampling
 from lib.seeds import seeded
 
 BY_FLAG = {
@@ -101,7 +102,7 @@ def engine_settings(
         "max_model_len": max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
         "seed": 0,
         "generation_config": "vllm",  # the model's own would change requests
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, after top-p and top-k
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, after top-p, top-k and min-p
         "tensor_parallel_size": ranks,
     }
     if max_images:
@@ -134,6 +135,7 @@ class VLLMEngine(SteppedEngine):
         InputError: the model's attention heads cannot be split over the ranks, or vLLM refuses a setting.
     """
 
+    takes_images = True
     long_steps = False  # a step is one token; requests come and go at each step
 
     def __init__(
@@ -194,9 +196,6 @@ class VLLMEngine(SteppedEngine):
         self._submitted: dict[str, tuple] = {}  # (prompt, sampling, seed) of requests that begin at the next step
         self._aborted: list[str] = []
         self._running: dict[str, Media | None] = {}
-        self.version: int | None = None
-        self.checksum: int | None = None
-        self.verified: dict[str, float] = {}
         self.sleep()
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
@@ -344,7 +343,7 @@ def request_params(**settings):
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        detokenize=False,
+        detokenize="stop" in settings,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # no other request uses this object
         flat_logprobs=True,  # lists of numbers, not two objects a token
@@ -360,14 +359,19 @@ def generated(output) -> Generated:
 
 def vllm_settings(sampling: Sampling, seed: int) -> dict:
     """The settings of a request, by the names of SamplingParams and of a server's API."""
-    return {
+    settings: dict[str, Any] = {
         "max_tokens": sampling.max_response_length,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "logprobs": 0,
         "seed": seed,
     }
+    if sampling.stop:
+        settings |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
+    return settings
 
 
 def as_finish_reason(reason: str | None) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -24,8 +25,12 @@ class WeightSyncError(RuntimeError):
     """The rollout engine does not hold the trainer's weights."""
 
 
-def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *, tolerance: float) -> dict[str, float]:
+def sync_weights(
+    engine: RolloutEngine, model: PreTrainedModel, version: int, *, tolerance: float
+) -> Mapping[str, float]:
     """Gives the engine the trainer's weights as `version`, unless it already has it, and checks them. A collective.
+
+    An engine with takes_weights = False only gets the version.
 
     There are two checks. A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a
     fixed probe text find weights that arrived but are not used (a stale tied head); for a vision model those of a text
@@ -40,8 +45,11 @@ def sync_weights(engine: RolloutEngine, model: PreTrainedModel, version: int, *,
     since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
     since = since if version else "at the start: see --model"
     _check_finite(model, since)
+    if not engine.takes_weights:
+        engine.version = version
+        return engine.verified
     engine.load_weights(model, version)
-    expected = weight_checksum(model, getattr(engine, "dtype", next(model.parameters()).dtype))
+    expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype)
     if (engine.version, engine.checksum) != (version, expected):
         raise WeightSyncError(
             f"weight sync to version {version} failed: the engine holds version {engine.version} with checksum "

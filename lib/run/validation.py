@@ -17,7 +17,7 @@ from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, broadcast, enter_stage, timed
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
-from lib.rollout import Rollouts, Sampling, truncated_rows
+from lib.rollout import Rollouts, truncated_rows
 from lib.run.prompt_images import keep_images
 from lib.run.tracking import Tracker, sample_rows
 from lib.seeds import seeded
@@ -187,7 +187,7 @@ class Validation:
         """validation_metrics of the policy after `step` steps. Writes samples.jsonl. A collective."""
         metrics = self.rollouts.sync(actor, step)
         args, world = self.args, self.rollouts.world
-        sampling = Sampling(self.rollouts.sampling.max_response_length, args.val_temperature, args.val_top_p)
+        sampling = self.rollouts.sampling.at(args.val_temperature, args.val_top_p)
         per_rank = math.ceil(len(self.dataset) / world.size)
         per_call = max(1, self.sizes.local_rows // args.val_samples)
         results, shown, folder = [], [], broadcast(self.tracker.run_dir)

@@ -115,7 +115,7 @@ def prompts_of(how: MultiTurn, n: int, **columns) -> DataProto:
 class Scripted:
     """An engine that plays the given turns, row by row; a turn of None hangs."""
 
-    version, pad_token_id, long_steps, shared = 7, 0, False, False
+    version, pad_token_id, long_steps, shared, stop = 7, 0, False, False, ()
 
     def __init__(self, *turns: list):
         self.turns, self.waiting, self.rows, self.contexts, self.limits = turns, {}, {}, [], []
@@ -142,13 +142,15 @@ class Scripted:
 
     def turn(self, text, limit):
         ids = tokenizer()(text, add_special_tokens=False)["input_ids"][:limit]
-        return Generated(ids, [-float(i) for i in ids], "stop" if ids[-1] == 3 else "length")
+        ends = ids[-1] == 3 or text.endswith(self.stop)
+        return Generated(ids, [-float(i) for i in ids], "stop" if ends else "length")
 
 
-def play(how: MultiTurn, *turns, T=600, **columns):
+def play(how: MultiTurn, *turns, T=600, stop=(), **columns):
     engine = Scripted(*turns)
+    engine.stop = stop
     prompts = prompts_of(how, len(turns), **columns)
-    out = generate_multi_turn(engine, prompts, Sampling(T), list(range(len(turns))), how)
+    out = generate_multi_turn(engine, prompts, Sampling(T, stop=stop), list(range(len(turns))), how)
     return out, engine
 
 
@@ -218,6 +220,15 @@ def test_a_turn_without_an_end_token_gets_one_that_is_not_trained():
     assert response_text(out) == turns[0] + END + "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n" + turns[1]
     assert sampled_text(out) == "".join(turns)
     assert out.non_tensor_batch["finish_reason"][0] == "length" and engine.limits == [n, n]
+
+
+def test_a_turn_that_a_stop_string_ends_is_whole_and_gets_an_end_token_that_is_not_trained():
+    turns = [CALL % (1, 2), "so 3" + END], ["the end."]
+    out, _ = play(settings(), *turns, stop=("</tool_call>", "end."))
+    call, answer = turns[0]
+    assert response_text(out) == call + END + "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n" + answer
+    assert [sampled_text(out, row) for row in (0, 1)] == [call + answer, "the end."]
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop"]
 
 
 class User(BaseInteraction):

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 import lib.model.load
 from lib.distributed import make_mesh, shard_model
 from lib.model import LinearLogProbs, compile_layers, log_probs, response_log_probs
+from lib.sampling import Truncation
 from tests.common import rollout_batch, run_ranks
 from tests.model.test_models import batch_of_groups, load, save, with_gradient
 
@@ -88,7 +89,7 @@ def linear_log_probs(n, v=23, entropy=True, sum_pi_squared=False, top_p=1.0):
     h, w = (torch.randn(k, 5, dtype=torch.float64, generator=g, requires_grad=True) for k in (n, v))
     coefficients = torch.randn(2, n, dtype=torch.float64, generator=g)
     y = torch.randint(v, (n,), generator=g)
-    results = LinearLogProbs.apply(h, w, y, 1 / 0.7, 4, sum_pi_squared, top_p, -1)
+    results = LinearLogProbs.apply(h, w, y, 1 / 0.7, 4, sum_pi_squared, Truncation(top_p) if top_p < 1 else None)
     loss = sum((c * x).sum() for c, x in zip(coefficients, results[: 1 + entropy]))
     return *(x.detach() for x in results), *torch.autograd.grad(loss, (h, w))
 

@@ -34,7 +34,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.generation import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import lib.model.log_probs
 from lib import InputError
@@ -57,17 +57,17 @@ from lib.model import (
 )
 from lib.model.memory import LiveBytes
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.sampling import Truncation
 from tests.common import TOY_MODEL, rollout_batch, run_ranks, save_tiny
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
 
 
-def reference(model, batch, temperature, top_p=1.0, top_k=-1):
+def reference(model, batch, temperature, truncation=None):
     """One row at a time, without padding, through the model's own logits: log-probs, entropies, sum pi^2 (B, T), and
-    with top_p or top_k the tokens that transformers would not have kept; they and what is likelier are kept, too."""
+    with a truncation the tokens that transformers would not have kept; they and what is likelier are kept, too."""
     mask = batch.batch["response_mask"]
-    truncated = top_p < 1 or top_k > 0
-    results = [torch.zeros(mask.shape, dtype=model.dtype) for _ in range(3 + truncated)]
+    results = [torch.zeros(mask.shape, dtype=model.dtype) for _ in range(3 + (truncation is not None))]
     T = mask.shape[1]
     for i in range(len(batch)):
         attended = batch.batch["attention_mask"][i].bool()
@@ -77,7 +77,7 @@ def reference(model, batch, temperature, top_p=1.0, top_k=-1):
         for n in range(1, len(ids)):
             if places[n] >= 0 and mask[i, places[n]]:
                 z = logits[n - 1]
-                kept = kept_by_transformers(z.detach()[None], top_p, top_k)[0]
+                kept = kept_by_transformers(z.detach()[None], truncation or Truncation())[0]
                 outside = ~kept[ids[n]]
                 z = z[kept | ((z >= z[ids[n]]) & outside)]
                 log_p = z.log_softmax(-1)
@@ -88,9 +88,11 @@ def reference(model, batch, temperature, top_p=1.0, top_k=-1):
     return tuple(results)
 
 
-def kept_by_transformers(z, top_p, top_k):
+def kept_by_transformers(z, truncation):
     """Its own logits processors, which sort all; -inf is what they take out."""
-    warpers = LogitsProcessorList()
+    warpers, (top_p, top_k, min_p) = LogitsProcessorList(), truncation
+    if min_p > 0:
+        warpers.append(MinPLogitsWarper(min_p))
     if top_k > 0:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
@@ -126,8 +128,8 @@ CAPPED = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, "head_dim": 32, "fin
 
 
 @pytest.mark.parametrize("more", [{}, CAPPED], ids=["plain product", "own head"])
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.7, -1), (1.0, 20), (0.9, 30)])
-def test_what_sampling_leaves_out_is_out_of_log_probs_and_entropy(tmp_path, more, top_p, top_k):
+@pytest.mark.parametrize("cut", [(0.7, -1), (1.0, 20), (0.9, 30), (1.0, -1, 0.1), (0.9, 30, 0.05)], ids=str)
+def test_what_sampling_leaves_out_is_out_of_log_probs_and_entropy(tmp_path, more, cut):
     """And of the gradient, in which the set is fixed: against plain autograd on single rows, in float64; capped
     attention has a softmax in float32."""
     dtype, attention, exact = (torch.float32, "eager", 1e-4) if more else (torch.float64, "sdpa", 1e-9)
@@ -135,8 +137,8 @@ def test_what_sampling_leaves_out_is_out_of_log_probs_and_entropy(tmp_path, more
     model = load_model(path, dtype=dtype, attn_implementation=attention if more else "packed_sdpa")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention)
     batch = rollout_batch(PROMPTS, RESPONSES)
-    options = {"padding_free": not more, "sum_pi_squared": True, "top_p": top_p, "top_k": top_k}
-    ours, theirs = response_log_probs(model, batch, 0.8, **options), reference(plain, batch, 0.8, top_p, top_k)
+    options = {"padding_free": not more, "sum_pi_squared": True, "truncation": Truncation(*cut)}
+    ours, theirs = response_log_probs(model, batch, 0.8, **options), reference(plain, batch, 0.8, Truncation(*cut))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=exact, atol=exact)
     assert not (ours[2].requires_grad or ours[3].requires_grad) and 0 < ours[3].sum() < sum(RESPONSES)
@@ -261,7 +263,8 @@ def test_linear_log_probs_value_and_gradient_for_any_chunk(n, v, chunk, inv_temp
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-TRUNCATIONS = st.tuples(st.floats(0.01, 1), st.integers(1, 30)) | st.sampled_from([(0.5, -1), (1.0, 3), (1.0, 1)])
+TRUNCATIONS = st.builds(Truncation, st.floats(0.01, 1), st.integers(1, 30), st.just(0.0) | st.floats(0.01, 1))
+TRUNCATIONS |= st.sampled_from([Truncation(0.5), Truncation(1.0, 3), Truncation(1.0, 1), Truncation(min_p=0.3)])
 
 
 @settings(max_examples=50, deadline=None)
@@ -269,12 +272,12 @@ TRUNCATIONS = st.tuples(st.floats(0.01, 1), st.integers(1, 30)) | st.sampled_fro
 def test_truncated_linear_log_probs_value_and_gradient(truncation, chunk, inv_temperature, seed, candidates):
     """Against plain autograd in float64 on the tokens that transformers keeps. Row i is sampled among these, but for
     row 0, whose token is any: it and what is likelier belong to the set."""
-    (top_p, top_k), (n, v) = truncation, (7, 23)
+    n, v = 7, 23
     g = torch.Generator().manual_seed(seed)
     h, w = (torch.randn(k, 5, dtype=torch.float64, generator=g, requires_grad=True) for k in (n, v))
     coefficients = torch.randn(2, n, dtype=torch.float64, generator=g)
     z = h @ w.T * inv_temperature
-    kept = kept_by_transformers(z.detach(), top_p, top_k)
+    kept = kept_by_transformers(z.detach(), truncation)
     y = torch.multinomial(kept.double(), 1, generator=g)[:, 0]
     y[0] = torch.randint(v, (1,), generator=g)
     outside = ~kept[range(n), y]
@@ -286,7 +289,7 @@ def test_truncated_linear_log_probs_value_and_gradient(truncation, chunk, inv_te
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lib.model.log_probs, "CANDIDATES", candidates)
-        *ours, squares, added = LinearLogProbs.apply(h, w, y, inv_temperature, chunk, True, top_p, top_k)
+        *ours, squares, added = LinearLogProbs.apply(h, w, y, inv_temperature, chunk, True, truncation)
     for a, b in zip((*ours, squares), (*expected, torch.stack([row.exp().square().sum() for row in rows]))):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
     assert torch.equal(added, outside.double())
@@ -302,6 +305,8 @@ def test_what_ties_with_the_last_token_kept_is_kept():
     assert least_kept(z, float(p[0]) - 1e-6, -1).item() == 3 and least_kept(z, float(p[0]) + 1e-6, -1).item() == 2
     # top-p is taken of what top-k has left
     assert least_kept(z, float(p[0] / (p[0] + p[2])) - 1e-6, 2).item() == 3
+    # and min-p comes first: at half the likeliest's probability only the first is left, for any top-p
+    assert least_kept(z, 0.99, 3, 0.5).item() > 2 and least_kept(z, min_p=0.3).item() < 2
 
 
 def test_full_logits_never_exist():

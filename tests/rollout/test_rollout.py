@@ -26,8 +26,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
+from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
-from lib.distributed import World, fsdp_modules, init_distributed, make_mesh, shard_model
+from lib.distributed import World, fsdp_modules, init_distributed, make_mesh, shard_model, unsharded
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Sampling,
@@ -223,6 +224,8 @@ SAMPLINGS = [
     Sampling(24, 1.3, top_p=0.8),
     Sampling(24, 0.8, top_k=5),
     Sampling(24, 1.4, top_p=0.9, top_k=30),
+    Sampling(24, 1.1, min_p=0.3),
+    Sampling(24, 1.4, top_p=0.9, top_k=30, min_p=0.1),
 ]
 
 
@@ -234,11 +237,75 @@ def test_on_policy_ratio_is_one(engine_and_model, sampling):
     out = engine.generate(random_prompts(16), sampling, request_seeds(1, 2, list(range(16))))
     log_probs, _, *outside_top_p = on_policy(model, out, sampling)
     assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-5
-    assert len(outside_top_p) == (sampling.top_p < 1 or sampling.top_k > 0) and not any(x.any() for x in outside_top_p)
+    assert len(outside_top_p) == (sampling.truncation is not None) and not any(x.any() for x in outside_top_p)
 
 
 def on_policy(model, out, sampling):
-    return response_log_probs(model, out, sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    return response_log_probs(model, out, sampling.temperature, truncation=sampling.truncation)
+
+
+def slow_log_probs(logits, seen, sampling):
+    """{token: log-prob} of the tokens that can be sampled, in float64. logits (V,), seen: the tokens before."""
+    z = [float(x) for x in logits.double()]
+    for token in seen:
+        z[token] = z[token] / sampling.repetition_penalty if z[token] > 0 else z[token] * sampling.repetition_penalty
+    z = [x / sampling.temperature for x in z]
+    left = {token: x for token, x in enumerate(z) if math.exp(x - max(z)) >= sampling.min_p}
+    total = sum(math.exp(x) for x in left.values())
+    return {token: x - math.log(total) for token, x in left.items()}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(12, 1.2, min_p=0.2),
+        Sampling(12, 0.8, repetition_penalty=1.6),
+        Sampling(12, min_p=0.05, repetition_penalty=0.7),
+    ],
+    ids=str,
+)
+def test_min_p_and_repetition_penalty_sample_as_a_slow_loop_does(engine_and_model, sampling):
+    """Every log-prob is that of the loop, and hf's tokens are those that the loop draws with the same noise."""
+    engine, model = engine_and_model
+    prompts, seeds = random_prompts(5, copies=2), request_seeds(2, 2, list(range(10)))
+    out = engine.generate(prompts, sampling, seeds)
+    for i, prompt in enumerate(prompts.non_tensor_batch["raw_prompt_ids"]):
+        n = int(out.batch["response_mask"][i].sum())
+        response = out.batch["responses"][i, :n].tolist()
+        with torch.no_grad(), unsharded(model):
+            logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 :]
+        for t, token in enumerate(response):
+            found = slow_log_probs(logits[t], {*prompt, *response[:t]}, sampling)
+            assert abs(found[token] - float(out.batch["rollout_log_probs"][i, t])) < 1e-5
+            if isinstance(engine, hf_engine.HFEngine):
+                u, total = (int(splitmix64(torch.tensor(seeds[i] + (t << 32)))) & 0xFFFFFF) / 2**24, 0.0
+                for drawn in sorted(found):
+                    total += math.exp(found[drawn])
+                    if total > u:
+                        break
+                assert drawn == token
+
+
+def test_a_stop_string_ends_a_response_after_the_tokens_that_complete_it(engine_and_model):
+    """Two strings: what two tokens of a row make together, and one token of another row. The tokens are those that are
+    sampled without stop strings, up to the first that completes one."""
+    engine, _ = engine_and_model
+    prompts, seeds, decode = random_prompts(16), request_seeds(1, 3, list(range(16))), load_tokenizer(TOY_MODEL).decode
+    whole = engine.generate(prompts, Sampling(24), seeds)
+    rows = [row[mask.bool()].tolist() for row, mask in zip(whole.batch["responses"], whole.batch["response_mask"])]
+    long = [row for row in rows if len(row) > 9]
+    stop = decode(long[0][6:8]), decode(long[1][4:5])
+    out = engine.generate(prompts, Sampling(24, stop=stop), seeds)
+    cut = 0
+    for i, row in enumerate(rows):
+        completes = (n for n in range(1, len(row) + 1) if any(text in decode(row[:n]) for text in stop))
+        n = next(completes, len(row))
+        cut += n < len(row)
+        assert out.batch["responses"][i][out.batch["response_mask"][i].bool()].tolist() == row[:n]
+        torch.testing.assert_close(out.batch["rollout_log_probs"][i, :n], whole.batch["rollout_log_probs"][i, :n])
+        ends = row[n - 1] in map(int, engine.stop_ids) or any(text in decode(row[:n]) for text in stop)
+        assert out.non_tensor_batch["finish_reason"][i] == ("stop" if ends else "length")
+    assert cut > 1
 
 
 def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
