@@ -25,7 +25,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 @dataclass
 class Args:
-    """Groups of lib/args.py, whose flags are flat (--lr), settings (--multi-turn.tools), and the algorithm's own."""
+    """Groups of lib/args, whose flags are flat (--lr), settings (--multi-turn.tools), and the algorithm's own."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)
