@@ -89,7 +89,7 @@ class Args:
 
 
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
-    given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
+    given_args = read_flags(Args, shared.CONDITIONS)
 
 import torch
 

@@ -6,35 +6,21 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from lib import InputError, is_first_on_node, node_begins
 from lib.args.groups import TOY, TOY_VAL
+from lib.args.script import GroupScriptArgs, ScriptArgs
 from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import ReadIf, as_flag
 
 HUB_ANSWER_S = 5.0
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
-RENAMED = {
-    "--engine-ranks": "--rollout-tensor-parallel-size",
-    "--gpu-memory": "--gpu-memory-utilization",
-    "--replicas": "--dp-replicate-size",
-    "--sequence-parallel": "--sequence-parallel-size",
-    "--tensor-parallel": "--tensor-parallel-size",
-    "--lam": "--gae-lambda",
-    "--lam-policy": "--gae-lambda-policy",
-}
-"""old flag: new flag"""
 PASS_READ_BY = {"optimal_token_baseline", "tir_optimal_token_baseline", "top_entropy"}  # entropies, or sums of pi^2
 PASS_READ_BY |= {"decoupled", "m2po", "off_policy_sequence"}  # pi_old / pi_rollout, which would be 1
 """estimators, losses and token masks that need the trainer's own pass over the responses before the update"""
 
 
 # ---- which flags depend on others ------------------------------------------------------------------
-
-
-def _is_gdpo(args: Any) -> bool:
-    return getattr(args, "adv_estimator", "") == "gdpo"
 
 
 # Not here: flags of what a run shows, saves and validates, whose switch is off on purpose. --loss-kwargs and
@@ -55,31 +41,8 @@ CONDITIONS = (
         lambda a: a.rollout.rollout_engine == "vllm",
         "without --rollout-engine vllm (a server gets it on its own command line)",
     ),
-    ReadIf(
-        ("reward_weights",),
-        lambda a: not _is_gdpo(a),
-        "with --adv-estimator gdpo, which weighs --reward-keys by --adv-kwargs.reward-weights",
-    ),
-    ReadIf(
-        ("reward_model_coef",),
-        lambda a: a.reward.reward_model and not _is_gdpo(a),
-        "without --reward-model, and with --adv-estimator gdpo",
-    ),
+    ReadIf(("reward_model_coef",), lambda a: a.reward.reward_model, "without --reward-model"),
     ReadIf(("reward_timeout", "reward_memory"), lambda a: a.reward.reward_workers, "with --reward-workers 0"),
-    ReadIf(
-        ("singleton",),
-        lambda a: a.adv_estimator not in ("maxrl", "reinforce_plus_plus"),
-        "with --adv-estimator maxrl (always 0) and reinforce_plus_plus (no groups)",
-    ),
-    ReadIf(("adv_kwargs.norm_adv_by_std_in_grpo",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it is off"),
-    ReadIf(
-        ("adv_kwargs.epsilon",),
-        lambda a: a.adv_estimator != "dr_grpo" and a.adv_kwargs.norm_adv_by_std_in_grpo is not False,
-        "without a division by the standard deviation",
-    ),
-    ReadIf(("zero_variance",), lambda a: a.group_size > 1 or a.zero_variance == "keep", "with --group-size 1"),
-    ReadIf(("max_gen_batches",), lambda a: a.zero_variance == "refill", "without --zero-variance refill"),
-    ReadIf(("overlong_factor",), lambda a: a.overlong_buffer, "with --overlong-buffer 0"),
     ReadIf(
         ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
         lambda a: a.loss == "vanilla",
@@ -104,21 +67,44 @@ CONDITIONS = (
     ReadIf(("kl_estimator", "kl_placement"), lambda a: a.kl_coef, "without --kl-coef"),
     ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "without --kl-target"),
 )
+GROUP_CONDITIONS = (
+    *CONDITIONS,
+    ReadIf(
+        ("reward_weights",),
+        lambda a: a.adv_estimator != "gdpo",
+        "with --adv-estimator gdpo, which weighs --reward-keys by --adv-kwargs.reward-weights",
+    ),
+    ReadIf(("reward_model_coef",), lambda a: a.adv_estimator != "gdpo", "with --adv-estimator gdpo"),
+    ReadIf(
+        ("singleton",),
+        lambda a: a.adv_estimator not in ("maxrl", "reinforce_plus_plus"),
+        "with --adv-estimator maxrl (always 0) and reinforce_plus_plus (no groups)",
+    ),
+    ReadIf(("adv_kwargs.norm_adv_by_std_in_grpo",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it is off"),
+    ReadIf(
+        ("adv_kwargs.epsilon",),
+        lambda a: a.adv_estimator != "dr_grpo" and a.adv_kwargs.norm_adv_by_std_in_grpo is not False,
+        "without a division by the standard deviation",
+    ),
+    ReadIf(("zero_variance",), lambda a: a.group_size > 1 or a.zero_variance == "keep", "with --group-size 1"),
+    ReadIf(("max_gen_batches",), lambda a: a.zero_variance == "refill", "without --zero-variance refill"),
+    ReadIf(("overlong_factor",), lambda a: a.overlong_buffer, "with --overlong-buffer 0"),
+)
+"""those of scripts with --adv-estimator"""
 
 
 # ---- combinations of flags -------------------------------------------------------------------------
 
 
-def check_common_flags(args: Any) -> None:
-    """Raises InputError for combinations of flags that make no sense in any script."""
+def check_common_flags(args: ScriptArgs, estimator: str = "") -> None:
+    """Raises InputError for combinations of flags that make no sense in any script. estimator: --adv-estimator."""
     world_size = training_ranks(args)
     step_sizes(args, world_size)
     _check_engine_ranks(args, world_size)
     args.multi_turn.check()
     _check_models_and_files(args)
     _set_val_files(args)
-    _check_sampling(args)
-    _check_groups(args)
+    _check_sampling(args, estimator)
     _check_replay(args)
     _check_kl(args)
     _check_parallel(args)
@@ -126,7 +112,7 @@ def check_common_flags(args: Any) -> None:
         raise InputError("--reward without a scorer: name one, or a --reward-model")
 
 
-def _check_engine_ranks(args: Any, world_size: int) -> None:
+def _check_engine_ranks(args: ScriptArgs, world_size: int) -> None:
     """world_size: the ranks that train."""
     ranks, gpus = args.rollout.rollout_tensor_parallel_size, args.rollout.rollout_gpus
     if (gpus or world_size) % ranks:
@@ -139,7 +125,7 @@ def _check_engine_ranks(args: Any, world_size: int) -> None:
         )
 
 
-def _set_val_files(args: Any) -> None:
+def _set_val_files(args: ScriptArgs) -> None:
     """The toy's prompts validate a model that is trained on the toy, or on nothing. Raises InputError for others."""
     validation = args.validation
     if validation.val_files or not validation.enabled:
@@ -152,7 +138,7 @@ def _set_val_files(args: Any) -> None:
     validation.val_files = TOY_VAL
 
 
-def _check_models_and_files(args: Any) -> None:
+def _check_models_and_files(args: ScriptArgs) -> None:
     if args.run.dry_run:
         if not Path(args.model.model).exists():
             check_hub(args.model.model)
@@ -166,7 +152,7 @@ def _check_models_and_files(args: Any) -> None:
             check_source(source)
 
 
-def _check_sampling(args: Any) -> None:
+def _check_sampling(args: ScriptArgs, estimator: str) -> None:
     if args.data.prompt_sampling != "uniform" and args.group_size == 1:
         raise InputError(
             f"--prompt-sampling {args.data.prompt_sampling} compares the responses to a prompt: it needs --group-size 2"
@@ -175,7 +161,7 @@ def _check_sampling(args: Any) -> None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     if args.old_log_probs == "rollout" and args.rollout_correction.settings():
         raise InputError("--old-log-probs rollout is the correction itself: drop it or --rollout-correction")
-    names = {args.loss, getattr(args, "adv_estimator", None), *args.token_masks.settings(args.loss)}
+    names = {args.loss, estimator, *args.token_masks.settings(args.loss)}
     if args.old_log_probs == "rollout" and (reading := PASS_READ_BY & names):
         raise InputError(f"--old-log-probs rollout spares the forward pass that {reading.pop()} needs: drop one")
     weighs = args.rollout_correction.settings() and args.rollout_correction.level != "measure"
@@ -186,19 +172,20 @@ def _check_sampling(args: Any) -> None:
         )
 
 
-def _check_groups(args: Any) -> None:
-    """Of the scripts that have group estimators."""
-    estimator, turns = getattr(args, "adv_estimator", ""), args.multi_turn
-    if args.group_size == 1 and (estimator == "maxrl" or getattr(args, "singleton", "raw") == "zero"):
+def check_group_flags(args: GroupScriptArgs, overlong_buffer: int = 0) -> None:
+    """check_common_flags, and the combinations that make no sense in a script with --adv-estimator."""
+    estimator, turns = args.adv_estimator, args.multi_turn
+    check_common_flags(args, estimator)
+    if args.group_size == 1 and (estimator == "maxrl" or args.singleton == "zero"):
         flag = "--adv-estimator maxrl" if estimator == "maxrl" else "--singleton zero"
         raise InputError(f"{flag} with --group-size 1: every advantage is 0, and nothing trains; raise --group-size")
-    if (estimator == "gdpo") != bool(getattr(args, "reward_keys", ())):
+    if (estimator == "gdpo") != bool(args.reward_keys):
         raise InputError("--adv-estimator gdpo and --reward-keys, the rewards that it weighs, go together")
     if estimator != "gdpo":
         return
     ignored = {
         "--kl-placement loss": args.kl_coef > 0 and args.kl_placement == "reward",
-        "--overlong-buffer 0": getattr(args, "overlong_buffer", 0) > 0,
+        "--overlong-buffer 0": overlong_buffer > 0,
         "--multi-turn.reward-coef 0": turns.enabled and turns.reward_coef,
         "--reward-keys ... reward_model": args.reward.reward_model and "reward_model" not in args.reward_keys,
     }
@@ -208,22 +195,21 @@ def _check_groups(args: Any) -> None:
         raise InputError("--adv-kwargs.reward-weights 0: this reward trains nothing: drop it from --reward-keys")
 
 
-def _check_replay(args: Any) -> None:
-    for name in ("record", "replay"):
-        if getattr(args.run, name) and args.validation.val_only:
+def _check_replay(args: ScriptArgs) -> None:
+    for name, folder in {"record": args.run.record, "replay": args.run.replay}.items():
+        if folder and args.validation.val_only:
             raise InputError(f"--{name} is about training steps, and --val-only has none: drop one")
 
 
-def _check_kl(args: Any) -> None:
+def _check_kl(args: ScriptArgs) -> None:
     if args.kl_target is not None and not (args.kl_coef and args.kl_placement == "reward"):
         raise InputError("--kl-target steers the KL in the reward: it needs --kl-placement reward and a --kl-coef")
     if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
         raise InputError(f"--kl-horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
 
 
-def _check_parallel(args: Any) -> None:
-    sizes = {name: getattr(args.shard, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
-    for name, size in sizes.items():
+def _check_parallel(args: ScriptArgs) -> None:
+    for name, size in args.shard.parallel_sizes().items():
         packed = args.model.padding_free and args.model.attn_implementation in ("auto", "packed_sdpa", "varlen")
         if size > 1 and not packed:
             raise InputError(f"{as_flag(name)} {size}: needs --padding-free, and packed_sdpa or varlen attention")

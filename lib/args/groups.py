@@ -89,6 +89,10 @@ class ShardArgs(Group):
     """models whose weights, gradients and optimizer state stay in CPU memory; activations: the update's saved
     activations, best with --gradient-checkpointing, which saves only one tensor a layer; slower"""
 
+    def parallel_sizes(self) -> dict[str, int]:
+        """{flag: how many ranks compute the same rows together}."""
+        return {name: getattr(self, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
+
 
 @configure(OmitArgPrefixes)
 @dataclass

@@ -1,9 +1,9 @@
 """The batch sizes of a step, and the ranks that train."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from lib import InputError, launched_ranks
+from lib.args.script import ScriptArgs
 from lib.cli.flags import as_flag
 
 
@@ -23,7 +23,7 @@ class Sizes:
         return self.num_mini_batches * self.update_epochs
 
 
-def training_ranks(args: Any) -> int:
+def training_ranks(args: ScriptArgs) -> int:
     """The ranks that train, of this job or of the one that --dry-run asks about. Raises InputError if there is none."""
     ranks, engines = args.run.dry_run or launched_ranks(), args.rollout.rollout_gpus
     if engines and ranks == 1 and not args.run.dry_run:
@@ -35,7 +35,7 @@ def training_ranks(args: Any) -> int:
     return ranks - engines
 
 
-def step_sizes(args: Any, world_size: int) -> Sizes:
+def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
     """The batch sizes of a step. Raises InputError, with the formula and its numbers, where they do not fit."""
     if not args.validation.val_only and args.prompts_per_step % (world_size * args.num_mini_batches):
         raise InputError(
@@ -43,8 +43,8 @@ def step_sizes(args: Any, world_size: int) -> Sizes:
             f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
             f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
         )
-    for name in ("sequence_parallel_size", "tensor_parallel_size"):
-        if world_size % (size := getattr(args.shard, name)):
+    for name, size in args.shard.parallel_sizes().items():
+        if world_size % size:
             raise InputError(f"{as_flag(name)} {size}: must divide the number of ranks, {world_size}")
     lengths = args.data.max_prompt_length, args.rollout.max_response_length
     sequence_parallel_size, micro_batch_tokens = args.shard.sequence_parallel_size, args.optimizer.micro_batch_tokens
