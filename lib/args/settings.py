@@ -25,7 +25,7 @@ AdvEstimator = Literal[
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
 ]
-"""names in lib/core_algos/advantages.py, except those of ppo.py (gae) and remax.py (remax)"""
+"""names in lib/core_algos/advantages.py"""
 PolicyLoss = Literal[
     "vanilla",
     "gspo",

@@ -425,35 +425,6 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     return advantages, returns
 
 
-def _gae_estimator(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index | None = None,
-    *,
-    values: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    lam_policy: float | Tensor | None = None,
-    length_adaptive_alpha: float | None = None,
-    singleton: str = "raw",
-) -> Pair:
-    """compute_gae_advantage_return; length_adaptive_alpha sets lam_policy by length_adaptive_lam."""
-    if length_adaptive_alpha is not None:
-        lam_policy = length_adaptive_lam(response_mask, length_adaptive_alpha)
-    return compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam, lam_policy)
-
-
-def _remax_estimator(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index | None = None,
-    *,
-    reward_baselines: Tensor,
-    singleton: str = "raw",
-) -> Pair:
-    return compute_remax_outcome_advantage(token_level_rewards, reward_baselines, response_mask)
-
-
 # estimator(token_level_rewards, response_mask, index, **tensors, **settings); singleton is a setting of all of them
 ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=True),
@@ -470,8 +441,6 @@ ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
     "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
     "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
-    "remax": _remax_estimator,
-    "gae": _gae_estimator,
 }
 
 _OTB_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")  # the last if a correction has weights
@@ -479,8 +448,6 @@ ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that an estimat
     "gdpo": ("reward_components",),
     "optimal_token_baseline": _OTB_TENSORS,
     "tir_optimal_token_baseline": _OTB_TENSORS,
-    "remax": ("reward_baselines",),
-    "gae": ("values",),
 }
 
 
