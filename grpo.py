@@ -26,7 +26,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args:
+class Args(shared.ScriptArgs):
     """Groups of lib/args, whose flags are flat (--lr), settings (--multi-turn.tools), and the algorithm's own."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
@@ -98,11 +98,11 @@ class Args:
 
     def check(self) -> None:
         """Raises InputError for combinations that make no sense."""
-        shared.check_group_flags(self)
+        shared.check_common_flags(self)
 
 
 if __name__ == "__main__":  # before the slow imports: --help, a misspelt flag and a bad value answer at once
-    given_args = read_flags(Args, shared.GROUP_CONDITIONS)
+    given_args = read_flags(Args, shared.CONDITIONS)
 
 import torch
 
@@ -232,13 +232,13 @@ def main(args: Args) -> None:
     # ---- set-up: everything that can be wrong is found before a model loads or a file is written
     world = setup.join(args)  # returns on the ranks that train
     sizes = shared.step_sizes(args, shared.training_ranks(args))
-    correction = setup.check_group_algorithm(args, world.device)
-    needed_log_probs = setup.needed_log_probs(args, sizes, correction, args.adv_estimator)
+    correction = setup.check_algorithm(args, world.device)
+    needed_log_probs = setup.needed_log_probs(args, sizes, correction)
     kl_control = setup.make_kl_control(args)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     inputs = setup.load_inputs(args)
     if world.rank == 0:
-        print(estimate.describe(args, sizes, world, inputs, args.adv_estimator), flush=True)
+        print(estimate.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
     estimate.check_memory(args, sizes, world)

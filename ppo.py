@@ -27,7 +27,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args:
+class Args(shared.ScriptArgs):
     """Groups of lib/args, whose flags are flat (--lr), settings (--multi-turn.tools), and the algorithm's own."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
@@ -269,13 +269,12 @@ def main(args: Args) -> None:
     needed_log_probs = setup.needed_log_probs(args, sizes, correction)
     kl_control = setup.make_kl_control(args)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
-    critic_path = args.critic_model or args.model.model
-    inputs = setup.load_inputs(args, critic_path)
+    inputs = setup.load_inputs(args)
     if world.rank == 0:
-        print(estimate.describe(args, sizes, world, inputs, critic_model=critic_path), flush=True)
+        print(estimate.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
-    estimate.check_memory(args, sizes, world, critic_path)
+    estimate.check_memory(args, sizes, world)
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
     run = open_run(args, world, __file__, effective)  # its folder, its logs, and the checkpoint to go on from
 
@@ -285,7 +284,7 @@ def main(args: Args) -> None:
     # PPO: the policy's schedule begins after the critic's warm-up
     own_steps = args.run.total_steps - args.critic_warmup_steps
     actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, own_steps)
-    critic_optimizer = partial(make_optimizer, lr=args.critic_lr)
+    critic_path, critic_optimizer = args.critic_model or args.model.model, partial(make_optimizer, lr=args.critic_lr)
     critic = setup.load_value_model(factory, "critic", critic_path, critic_optimizer, args.run.total_steps)
     ref = setup.load_reference(factory, actor) if args.kl_coef else None
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)

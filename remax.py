@@ -24,7 +24,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args:
+class Args(shared.ScriptArgs):
     """Groups of lib/args, whose flags are flat (--lr), settings (--multi-turn.tools), and the algorithm's own."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)

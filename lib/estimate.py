@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lib import InputError
-from lib.args import ROOT, ModelArgs, ScriptArgs, Sizes, training_ranks
+from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
 from lib.distributed import World, advise_out_of_memory, on_first_rank
 from lib.model.flops import StepFlops, estimate_flops
 from lib.model.memory import GIB, Moments, estimate_memory, fits, memory_table
@@ -32,13 +32,8 @@ class Gpu(NamedTuple):
 H100 = Gpu("H100", 80 * GIB, PEAK_TFLOPS["H100"])
 
 
-def describe(
-    args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs, estimator: str = "", critic_model: str = ""
-) -> str:
-    """The model, the data and the sizes of a step; with --dry-run also the memory and FLOPs that a step needs.
-
-    estimator, critic_model: of a script that has them.
-    """
+def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> str:
+    """The model, the data and the sizes of a step; with --dry-run also the memory and FLOPs that a step needs."""
 
     def rows_of(dataset, files: tuple[str, ...]) -> str:
         counts = dict(getattr(dataset, "dropped", {}))
@@ -56,18 +51,19 @@ def describe(
         lines += [f"training prompts: {rows_of(train_data, args.data.train_files)}"]
     lines += [f"validation prompts: {rows_of(val_data, args.validation.val_files) if val_data else 'none'}"]
     if train_data is None:
+        assert val_data is not None  # --val-only
         return "\n".join([*lines, f"{len(val_data)} x {samples} = {len(val_data) * samples} responses {ranks}"])
     responses, total_steps = args.prompts_per_step * args.group_size, args.run.total_steps
     lines += [
         f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step {ranks}, "
         f"{sizes.updates_per_step} update(s) of {responses // args.num_mini_batches} rows; {total_steps} steps = "
         f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs",
-        *_notes(args, estimator),
+        *_notes(args),
     ]
     if world.device.type == "cuda" and args.model.attn_implementation == "auto":
         lines += ["attention: packed_sdpa; --attn-implementation varlen should be faster (docs/gpu.md)"]
     if args.run.dry_run:
-        lines += [describe_needs(args, sizes, gpu_here(), estimator, critic_model)]
+        lines += [describe_needs(args, sizes, gpu_here())]
     return "\n".join(lines)
 
 
@@ -76,21 +72,21 @@ def _shown(paths: tuple[str, ...]) -> str:
     return ", ".join(path.removeprefix(f"{ROOT}/") for path in paths)
 
 
-def _notes(args: ScriptArgs, estimator: str) -> list[str]:
+def _notes(args: ScriptArgs) -> list[str]:
     """Settings that train nothing, or less than one may expect."""
     notes = []
     if args.optimizer.lr == 0:
         notes += ["note: --lr 0 leaves the policy as it is"]
-    if args.group_size == 1 and estimator not in ("", NO_GROUPS):
+    if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
         notes += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
     return notes
 
 
-def describe_needs(args: ScriptArgs, sizes: Sizes, gpu: Gpu, estimator: str = "", critic_model: str = "") -> str:
+def describe_needs(args: ScriptArgs, sizes: Sizes, gpu: Gpu) -> str:
     """A table of the memory that each of the --dry-run GPUs needs at each moment of a step, and the FLOPs of a step."""
-    ranks, flops = training_ranks(args), flops_of_step(args, sizes, estimator, critic_model)
+    ranks, flops = training_ranks(args), flops_of_step(args, sizes)
     update, log_probs, again = (f"{n:.1e}" if n else "none" for n in flops)
-    text = memory_table(memory_of(args, sizes, ranks, gpu.memory, critic_model), gpu.memory)
+    text = memory_table(memory_of(args, sizes, ranks, gpu.memory), gpu.memory)
     text += f"\nFLOPs of a step at its limits: update {update}, log-probs before it {log_probs}, recomputed {again}"
     if gpu.peak is None:
         return text
@@ -106,9 +102,9 @@ def gpu_here() -> Gpu:
     return Gpu(properties.name, properties.total_memory, peak_tflops(torch.device("cuda", 0)))
 
 
-def flops_of_step(args: ScriptArgs, sizes: Sizes, estimator: str = "", critic_model: str = "") -> StepFlops:
+def flops_of_step(args: ScriptArgs, sizes: Sizes) -> StepFlops:
     """What estimate_flops says of these flags on a GPU."""
-    needed = needed_log_probs(args, sizes, check_algorithm(args, torch.device("cuda")), estimator)
+    needed = needed_log_probs(args, sizes, check_algorithm(args, torch.device("cuda")))
     return estimate_flops(
         args.model.model,
         prompts=args.prompts_per_step,
@@ -119,14 +115,15 @@ def flops_of_step(args: ScriptArgs, sizes: Sizes, estimator: str = "", critic_mo
         log_prob_passes=bool(needed) + (args.kl_coef > 0),
         share_prompts=args.model.share_prompts and args.model.padding_free,
         gradient_checkpointing=args.model.gradient_checkpointing,
-        critic_model=critic_model,
-        **training_of(args.model),
+        **models_of(args),
     )
 
 
-def training_of(model: ModelArgs) -> dict[str, Any]:
-    """Which weights of the models train."""
+def models_of(args: ScriptArgs) -> dict[str, Any]:
+    """The critic, and what of the models trains."""
+    model = args.model
     return {
+        "critic_model": "" if args.critic_model is None else args.critic_model or model.model,
         "lora_rank": model.lora_rank,
         "lora_target_modules": model.lora_target_modules,
         "freeze_pattern": model.freeze,
@@ -134,7 +131,7 @@ def training_of(model: ModelArgs) -> dict[str, Any]:
     }
 
 
-def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int, critic_model: str = "") -> Moments:
+def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
     model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
@@ -156,40 +153,39 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int, critic_model
         offload_activations="activations" in shard.cpu_offload,
         engine_bytes=int(rollout.gpu_share * gpu) if beside else 0,
         engine_ranks=rollout.rollout_tensor_parallel_size,
-        critic_model=critic_model,
-        **training_of(args.model),
+        **models_of(args),
     )
 
 
-def check_memory(args: ScriptArgs, sizes: Sizes, world: World, critic_model: str = "") -> None:
+def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
     """On a GPU, before a model loads: refuses flags whose estimate does not fit. A collective.
 
     Raises InputError with the flags that would fit. --no-memory-check, a .gguf model and tensor parallelism, which the
     estimate does not know, skip it.
     """
-    advise_out_of_memory(partial(memory_advice, args, world.size, bool(critic_model)))
+    advise_out_of_memory(partial(memory_advice, args, world.size))
     unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
     if world.device.type != "cuda" or unknown or not args.run.memory_check or args.validation.val_only:
         return
     gpu = torch.cuda.get_device_properties(world.device).total_memory
-    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu, critic_model))
+    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
 
 
-def memory_advice(args: ScriptArgs, ranks: int, has_critic: bool, stage: str) -> str:
+def memory_advice(args: ScriptArgs, ranks: int, stage: str) -> str:
     """What to change where a stage, such as "step 3 update", ran out of the GPU's memory."""
     if any(word in stage for word in ("rollout", "weight_sync", "validation")) and not args.rollout.on_servers:
         if args.rollout.rollout_engine == "vllm":
             return f"lower --gpu-memory-utilization (it is {args.rollout.gpu_share:g})"
         return "set --rollout-engine vllm, whose cache has a limit, or fewer --prompts-per-step"
-    flags = [saver.flag for saver in memory_savers(args, ranks, has_critic)]
+    flags = [saver.flag for saver in memory_savers(args, ranks)]
     more = f"set {flags[0]}, then {', '.join(flags[1:])}" if flags[1:] else "".join(flags) or "take more GPUs"
     return f"{more}; --dry-run {ranks} prints the estimate of each moment of a step"
 
 
-def refuse_what_does_not_fit(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int, critic_model: str = "") -> None:
+def refuse_what_does_not_fit(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> None:
     """Raises InputError if the estimate for `ranks` GPUs of `gpu` bytes does not fit. It names the first of
     `memory_savers` that make it fit, without those that are not needed."""
-    needed = memory_of(args, sizes, ranks, gpu, critic_model)
+    needed = memory_of(args, sizes, ranks, gpu)
     if fits(needed, gpu):
         return
 
@@ -197,9 +193,9 @@ def refuse_what_does_not_fit(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: in
         changed = copy.deepcopy(args)
         for saver in savers:
             setattr(getattr(changed, saver.group), saver.name, saver.value)
-        return fits(memory_of(changed, sizes, ranks, gpu, critic_model), gpu)
+        return fits(memory_of(changed, sizes, ranks, gpu), gpu)
 
-    savers = memory_savers(args, ranks, bool(critic_model))
+    savers = memory_savers(args, ranks)
     enough = next((savers[: n + 1] for n in range(len(savers)) if fit(savers[: n + 1])), [])
     for saver in enough[:-1]:
         if fit(without := [other for other in enough if other is not saver]):
@@ -222,10 +218,10 @@ class Saver(NamedTuple):
     value: Any
 
 
-def memory_savers(args: ScriptArgs, ranks: int, has_critic: bool) -> list[Saver]:
+def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
     """Those that args do not have yet, the cheapest in time first."""
     tokens = max(args.data.max_prompt_length + args.rollout.max_response_length, args.optimizer.micro_batch_tokens // 4)
-    having = {"critic": has_critic, "ref": args.kl_coef, "reward_model": args.reward.reward_model}
+    having = {"critic": args.critic_model is not None, "ref": args.kl_coef, "reward_model": args.reward.reward_model}
     models = ["actor", *(name for name, there in having.items() if there)]
     savers = [
         Saver("--reduce-each-micro-batch", "shard", "reduce_each_micro_batch", True),

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 
 from lib import InputError
 from lib.agent import MultiTurn, load_multi_turn, make_episodes
-from lib.args import DataArgs, GroupScriptArgs, ModelArgs, OptimizerArgs, ScriptArgs, ShardArgs, Sizes
+from lib.args import DataArgs, ModelArgs, OptimizerArgs, ScriptArgs, ShardArgs, Sizes
 from lib.cli.flags import non_default, parse_json
 from lib.core_algos import (
     ADV_TENSORS,
@@ -99,10 +99,12 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
-    """Checks names and hyper-parameters of the loss, masks and correction. Raises InputError.
+    """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError.
 
     Returns the settings of the rollout correction, which may be its default; {} means no correction.
     """
+    if args.adv_estimator:
+        get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | non_default(args.adv_kwargs))
     if args.loss != "vanilla":
         get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
     elif non_default(args.loss_kwargs):
@@ -119,17 +121,11 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
     return correction
 
 
-def check_group_algorithm(args: GroupScriptArgs, device: torch.device) -> dict:
-    """check_algorithm, and the name and hyper-parameters of --adv-estimator."""
-    get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | non_default(args.adv_kwargs))
-    return check_algorithm(args, device)
-
-
-def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict, estimator: str = "") -> tuple[str, ...]:
+def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
     """What must be computed with the policy before the update: old_log_probs and entropys, and for some estimators
-    sum_pi_squared. Nothing, where nothing reads it: with one update a step the ratio is 1. estimator: --adv-estimator.
-    """
-    if "sum_pi_squared" in ADV_TENSORS.get(estimator, ()):
+    sum_pi_squared. Nothing, where nothing reads it: with one update a step the ratio is 1."""
+    of_advantages = ADV_TENSORS.get(args.adv_estimator, ())
+    if "sum_pi_squared" in of_advantages:
         return "old_log_probs", "entropys", "sum_pi_squared"
     needed = (
         sizes.updates_per_step > 1
@@ -193,17 +189,17 @@ class Inputs:
         return self.tokenizer if self.vision is None else self.vision.processor
 
 
-def load_inputs(args: ScriptArgs, critic_model: str = "") -> Inputs:
+def load_inputs(args: ScriptArgs) -> Inputs:
     """Loads tokenizer, tools, data and scorers, and checks them against each other. Raises InputError.
 
-    critic_model: the critic's path, if the script has one. Where total_epochs is given, sets total_steps.
+    Where total_epochs is given, sets total_steps.
     """
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     vllm_kwargs = parse_json("vllm_kwargs", args.rollout.vllm_kwargs)
     if not args.run.replay and (vllm_kwargs or not args.rollout.rollout_gpus):  # else only engine ranks need vLLM
         check_engine_import(args.rollout.rollout_engine, vllm_kwargs)
-    for flag, path in {"--model": model.model, "--critic-model": critic_model}.items():
+    for flag, path in {"--model": model.model, "--critic-model": args.critic_model}.items():
         if path:
             check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
             check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
@@ -214,6 +210,7 @@ def load_inputs(args: ScriptArgs, critic_model: str = "") -> Inputs:
     multi_turn = None
     if args.multi_turn.enabled:
         multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length, vision)
+    if multi_turn is not None:
         template = template | {"tools": multi_turn.schemas or None}
     load = partial(
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
@@ -445,7 +442,7 @@ def make_rewards_and_validation(
     reward_model = None
     if reward.reward_model:
         reward_model = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
-    if reward.reward_model and (args.validation.enabled or not run.recorder.replays):
+    if reward_model is not None and (args.validation.enabled or not run.recorder.replays):
         dtype, trust = factory.forward.compute_dtype, factory.model.trust_remote_code
         module, tokenizer = load_reward_model(reward.reward_model, dtype=dtype, trust_remote_code=trust, on_meta=True)
         mesh = make_mesh(factory.world, factory.shard.dp_replicate_size)  # each rank runs its own rows

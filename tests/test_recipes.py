@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data import toy, toy_tools
 from lib.agent import load_tools
-from lib.args import CONDITIONS, GROUP_CONDITIONS, Sizes, step_sizes
+from lib.args import CONDITIONS, Sizes, step_sizes
 from lib.cli.flags import parse_flags
 from lib.estimate import H100, describe_needs, memory_of
 from lib.model.memory import GIB, worst_moment
@@ -54,15 +54,7 @@ def trainings(page: Path) -> list[Command]:
 
 
 def parsed(run: Command, *more: str) -> Any:
-    conditions = GROUP_CONDITIONS if run.script in ("grpo", "dapo") else CONDITIONS
-    return parse_flags(importlib.import_module(run.script).Args, [*run.words, *more], conditions)
-
-
-def of_script(args: Any) -> dict[str, str]:
-    """What only some scripts have, for lib/estimate.py."""
-    flags = vars(args)
-    critic = flags["critic_model"] or args.model.model if "critic_model" in flags else ""
-    return {"estimator": flags.get("adv_estimator", ""), "critic_model": critic}
+    return parse_flags(importlib.import_module(run.script).Args, [*run.words, *more], CONDITIONS)
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -81,7 +73,7 @@ def dry_run(run: Command, *more: str) -> tuple[Any, Sizes]:
 def figures(run: Command) -> str:
     """What --dry-run says, and how long a step's FLOPs take."""
     args, sizes = dry_run(run)
-    return f"{describe_needs(args, sizes, H100, **of_script(args))}\n"
+    return f"{describe_needs(args, sizes, H100)}\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -97,7 +89,7 @@ def with_present_worst(page: Path) -> str:
     def present(found: re.Match) -> str:
         ranks = int(found[1])
         args, sizes = dry_run(trainings(page)[0]._replace(ranks=ranks), *shlex.split(found[2]))
-        moment, size = worst_moment(memory_of(args, sizes, ranks, H100.memory, of_script(args)["critic_model"]))
+        moment, size = worst_moment(memory_of(args, sizes, ranks, H100.memory))
         return f"`--dry-run {found[1]}{found[2]}`: {size / GIB:.1f} GiB ({moment})"
 
     return WORST.sub(present, page.read_text())

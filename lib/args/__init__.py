@@ -5,10 +5,8 @@ A script's Args nests the groups (--lr) and the settings (--multi-turn.tools).
 
 from lib.args.checks import (
     CONDITIONS,
-    GROUP_CONDITIONS,
     HUB_ID,
     check_common_flags,
-    check_group_flags,
     check_hub,
     check_model_path,
     check_source,
@@ -28,7 +26,7 @@ from lib.args.groups import (
     check_engine,
     check_output_dir,
 )
-from lib.args.script import GroupScriptArgs, ScriptArgs
+from lib.args.script import ScriptArgs
 from lib.args.settings import (
     AdvEstimator,
     AdvKwargs,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lib import InputError, is_first_on_node, node_begins
 from lib.args.groups import TOY, TOY_VAL
-from lib.args.script import GroupScriptArgs, ScriptArgs
+from lib.args.script import ScriptArgs
 from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import ReadIf, as_flag
 
@@ -41,8 +41,31 @@ CONDITIONS = (
         lambda a: a.rollout.rollout_engine == "vllm",
         "without --rollout-engine vllm (a server gets it on its own command line)",
     ),
-    ReadIf(("reward_model_coef",), lambda a: a.reward.reward_model, "without --reward-model"),
+    ReadIf(
+        ("reward_weights",),
+        lambda a: a.adv_estimator != "gdpo",
+        "with --adv-estimator gdpo, which weighs --reward-keys by --adv-kwargs.reward-weights",
+    ),
+    ReadIf(
+        ("reward_model_coef",),
+        lambda a: a.reward.reward_model and a.adv_estimator != "gdpo",
+        "without --reward-model, and with --adv-estimator gdpo",
+    ),
     ReadIf(("reward_timeout", "reward_memory"), lambda a: a.reward.reward_workers, "with --reward-workers 0"),
+    ReadIf(
+        ("singleton",),
+        lambda a: a.adv_estimator not in ("maxrl", "reinforce_plus_plus"),
+        "with --adv-estimator maxrl (always 0) and reinforce_plus_plus (no groups)",
+    ),
+    ReadIf(("adv_kwargs.norm_adv_by_std_in_grpo",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it is off"),
+    ReadIf(
+        ("adv_kwargs.epsilon",),
+        lambda a: a.adv_estimator != "dr_grpo" and a.adv_kwargs.norm_adv_by_std_in_grpo is not False,
+        "without a division by the standard deviation",
+    ),
+    ReadIf(("zero_variance",), lambda a: a.group_size > 1 or a.zero_variance == "keep", "with --group-size 1"),
+    ReadIf(("max_gen_batches",), lambda a: a.zero_variance == "refill", "without --zero-variance refill"),
+    ReadIf(("overlong_factor",), lambda a: a.overlong_buffer, "with --overlong-buffer 0"),
     ReadIf(
         ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
         lambda a: a.loss == "vanilla",
@@ -67,44 +90,21 @@ CONDITIONS = (
     ReadIf(("kl_estimator", "kl_placement"), lambda a: a.kl_coef, "without --kl-coef"),
     ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "without --kl-target"),
 )
-GROUP_CONDITIONS = (
-    *CONDITIONS,
-    ReadIf(
-        ("reward_weights",),
-        lambda a: a.adv_estimator != "gdpo",
-        "with --adv-estimator gdpo, which weighs --reward-keys by --adv-kwargs.reward-weights",
-    ),
-    ReadIf(("reward_model_coef",), lambda a: a.adv_estimator != "gdpo", "with --adv-estimator gdpo"),
-    ReadIf(
-        ("singleton",),
-        lambda a: a.adv_estimator not in ("maxrl", "reinforce_plus_plus"),
-        "with --adv-estimator maxrl (always 0) and reinforce_plus_plus (no groups)",
-    ),
-    ReadIf(("adv_kwargs.norm_adv_by_std_in_grpo",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it is off"),
-    ReadIf(
-        ("adv_kwargs.epsilon",),
-        lambda a: a.adv_estimator != "dr_grpo" and a.adv_kwargs.norm_adv_by_std_in_grpo is not False,
-        "without a division by the standard deviation",
-    ),
-    ReadIf(("zero_variance",), lambda a: a.group_size > 1 or a.zero_variance == "keep", "with --group-size 1"),
-    ReadIf(("max_gen_batches",), lambda a: a.zero_variance == "refill", "without --zero-variance refill"),
-    ReadIf(("overlong_factor",), lambda a: a.overlong_buffer, "with --overlong-buffer 0"),
-)
-"""those of scripts with --adv-estimator"""
 
 
 # ---- combinations of flags -------------------------------------------------------------------------
 
 
-def check_common_flags(args: ScriptArgs, estimator: str = "") -> None:
-    """Raises InputError for combinations of flags that make no sense in any script. estimator: --adv-estimator."""
+def check_common_flags(args: ScriptArgs) -> None:
+    """Raises InputError for combinations of flags that make no sense in any script."""
     world_size = training_ranks(args)
     step_sizes(args, world_size)
     _check_engine_ranks(args, world_size)
     args.multi_turn.check()
     _check_models_and_files(args)
     _set_val_files(args)
-    _check_sampling(args, estimator)
+    _check_sampling(args)
+    _check_groups(args)
     _check_replay(args)
     _check_kl(args)
     _check_parallel(args)
@@ -152,7 +152,7 @@ def _check_models_and_files(args: ScriptArgs) -> None:
             check_source(source)
 
 
-def _check_sampling(args: ScriptArgs, estimator: str) -> None:
+def _check_sampling(args: ScriptArgs) -> None:
     if args.data.prompt_sampling != "uniform" and args.group_size == 1:
         raise InputError(
             f"--prompt-sampling {args.data.prompt_sampling} compares the responses to a prompt: it needs --group-size 2"
@@ -161,7 +161,7 @@ def _check_sampling(args: ScriptArgs, estimator: str) -> None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     if args.old_log_probs == "rollout" and args.rollout_correction.settings():
         raise InputError("--old-log-probs rollout is the correction itself: drop it or --rollout-correction")
-    names = {args.loss, estimator, *args.token_masks.settings(args.loss)}
+    names = {args.loss, args.adv_estimator, *args.token_masks.settings(args.loss)}
     if args.old_log_probs == "rollout" and (reading := PASS_READ_BY & names):
         raise InputError(f"--old-log-probs rollout spares the forward pass that {reading.pop()} needs: drop one")
     weighs = args.rollout_correction.settings() and args.rollout_correction.level != "measure"
@@ -172,10 +172,8 @@ def _check_sampling(args: ScriptArgs, estimator: str) -> None:
         )
 
 
-def check_group_flags(args: GroupScriptArgs, overlong_buffer: int = 0) -> None:
-    """check_common_flags, and the combinations that make no sense in a script with --adv-estimator."""
+def _check_groups(args: ScriptArgs) -> None:
     estimator, turns = args.adv_estimator, args.multi_turn
-    check_common_flags(args, estimator)
     if args.group_size == 1 and (estimator == "maxrl" or args.singleton == "zero"):
         flag = "--adv-estimator maxrl" if estimator == "maxrl" else "--singleton zero"
         raise InputError(f"{flag} with --group-size 1: every advantage is 0, and nothing trains; raise --group-size")
@@ -185,7 +183,7 @@ def check_group_flags(args: GroupScriptArgs, overlong_buffer: int = 0) -> None:
         return
     ignored = {
         "--kl-placement loss": args.kl_coef > 0 and args.kl_placement == "reward",
-        "--overlong-buffer 0": overlong_buffer > 0,
+        "--overlong-buffer 0": args.overlong_buffer > 0,
         "--multi-turn.reward-coef 0": turns.enabled and turns.reward_coef,
         "--reward-keys ... reward_model": args.reward.reward_model and "reward_model" not in args.reward_keys,
     }

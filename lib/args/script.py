@@ -1,7 +1,7 @@
-"""What the Args of all scripts have in common: the groups and flags that lib reads."""
+"""What lib reads of a script's Args."""
 
 from dataclasses import Field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from lib.args.groups import (
     DataArgs,
@@ -14,7 +14,6 @@ from lib.args.groups import (
     ValidationArgs,
 )
 from lib.args.settings import (
-    AdvEstimator,
     AdvKwargs,
     AggMode,
     LossKwargs,
@@ -25,8 +24,8 @@ from lib.args.settings import (
 )
 
 
-class ScriptArgs(Protocol):
-    """The Args of any script."""
+class ScriptArgs:
+    """The base of every script's Args: the groups and flags that all have, and values for those that only some have."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     run: RunArgs
@@ -57,11 +56,10 @@ class ScriptArgs(Protocol):
     kl_target: float | None
     kl_horizon: int
 
-
-class GroupScriptArgs(ScriptArgs, Protocol):
-    """The Args of a script with --adv-estimator, whose advantages compare the responses to a prompt."""
-
-    adv_estimator: AdvEstimator
-    adv_kwargs: AdvKwargs
-    singleton: Literal["raw", "zero"]
-    reward_keys: tuple[str, ...]
+    # flags of some scripts only; in a class that is no dataclass they are not flags of the others
+    adv_estimator = ""
+    adv_kwargs = AdvKwargs()
+    singleton = "raw"
+    reward_keys: tuple[str, ...] = ()
+    overlong_buffer = 0
+    critic_model: str | None = None

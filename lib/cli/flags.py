@@ -136,7 +136,7 @@ def parse_flags(args_class: type[T], words: list[str], conditions: Sequence[Read
 
 
 class _Held(io.StringIO):
-    encoding = getattr(sys.stdout, "encoding", None)  # tyro draws boxes if it is UTF-8
+    encoding = getattr(sys.stdout, "encoding", "")  # tyro draws boxes if it is UTF-8
 
 
 def _algorithm_last(help_text: str) -> str:

@@ -418,8 +418,9 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     nth valid token, however much tool output comes before them.
     """
     order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first
-    tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    rewards, mask, old, squared, weights = (None if x is None else x.gather(1, order) for x in tensors)
+    tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared)
+    rewards, mask, old, squared = (x.gather(1, order) for x in tensors)
+    weights = None if rollout_is_weights is None else rollout_is_weights.gather(1, order)
     pair = compute_optimal_token_baseline_advantage(rewards, mask, index, old, squared, weights, singleton)
     advantages, returns = (torch.zeros_like(x).scatter(1, order, x) for x in pair)
     return advantages, returns

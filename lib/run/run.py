@@ -654,7 +654,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 def typed_command(resume: str | None = None) -> tuple[str, int | None]:
     """(the command that was typed to start this process, perhaps with torchrun or accelerate; that launcher's pid).
     resume: a run's name; the command then resumes that run."""
-    launcher = os.getppid()
+    launcher: int | None = os.getppid()
     try:
         line = psutil.Process(launcher).cmdline()
     except psutil.Error:

@@ -113,7 +113,7 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
 
 def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
     """Prints what has changed since the recording. Raises InputError for flags that it was sampled or scored with."""
-    before = read_json(recording / "config.json")
+    before = read_json(recording / "config.json") or {}
     skipped = NO_FLAGS | {"replay"} | marked(args, OnResume.NOT_COMPARED)
     changed = {
         flag: [before[flag], now[flag]]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import grpo
 from lib import InputError
-from lib.args import GROUP_CONDITIONS, check_engine, check_model_path, check_output_dir
+from lib.args import CONDITIONS, check_engine, check_model_path, check_output_dir
 from lib.cli.flags import Names, OnReplay, OnResume, check_range, parse_flags, threads_of_environment, walk
 from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
@@ -184,7 +184,7 @@ def test_every_number_has_its_range_at_the_field():
 
 def test_every_condition_is_about_flags_that_there_are():
     names = {name for script in OWN_BAD_FLAGS for name, *_ in walk(importlib.import_module(script).Args())}
-    assert {name for condition in GROUP_CONDITIONS for name in condition.flags} <= names
+    assert {name for condition in CONDITIONS for name in condition.flags} <= names
 
 
 def test_a_flag_that_nothing_reads_is_named_where_a_config_sets_it(tmp_path):
@@ -192,10 +192,10 @@ def test_a_flag_that_nothing_reads_is_named_where_a_config_sets_it(tmp_path):
     file = tmp_path / "flags.yaml"
     flags = ["--config", str(file), "--loss", "gspo"]
     file.write_text("clip_ratio_low: 0.2\nkl_horizon: 10000\n")
-    parse_flags(grpo.Args, flags, GROUP_CONDITIONS)
+    parse_flags(grpo.Args, flags, CONDITIONS)
     file.write_text("clip_ratio_low: 0.3\n")
     with pytest.raises(InputError, match="--clip-ratio-low has no effect"):
-        parse_flags(grpo.Args, flags, GROUP_CONDITIONS)
+        parse_flags(grpo.Args, flags, CONDITIONS)
 
 
 @given(st.floats(), st.floats(), st.floats())

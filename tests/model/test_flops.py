@@ -104,8 +104,7 @@ def test_flops_of_a_step_by_hand():
 
     def flops(script, more: str) -> StepFlops:
         args = parse_flags(script.Args, f"{words} {more}".split())
-        critic = args.critic_model or args.model.model if script is ppo else ""
-        return flops_of_step(args, step_sizes(args, 1), critic_model=critic)
+        return flops_of_step(args, step_sizes(args, 1))
 
     def by_hand(weights: int, group_size: int) -> float:
         """Forward and backward of 8 groups, without the head."""

@@ -334,7 +334,7 @@ def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
     """And none of these is there for nothing: for GPUs a little larger than what all of them leave."""
     path = save_tiny(tmp_path)
     args, sizes = flags_of(path, "--micro-batch-tokens", "512")
-    all_flags = [word for saver in memory_savers(args, 8, has_critic=False) for word in saver.flag.split()]
+    all_flags = [word for saver in memory_savers(args, 8) for word in saver.flag.split()]
     least = memory_of(flags_of(path, *all_flags)[0], sizes, 8, GIB)
     gpu = int(1.01 * worst_moment(least)[1] / (1 - HEADROOM))
     with pytest.raises(InputError) as refused:
@@ -372,7 +372,7 @@ def test_memory_that_runs_out_is_told_with_its_stage_and_what_to_change(flags, s
     monkeypatch.setattr(lib.distributed.launch, "_advice", None)
 
     def main(args):
-        advise_out_of_memory(partial(memory_advice, args, 2, False))
+        advise_out_of_memory(partial(memory_advice, args, 2))
         enter_stage(stage)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of")
 
