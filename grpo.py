@@ -26,7 +26,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args:
+class Args(shared.ScriptArgs):
     """GRPO: RL with the mean reward of a group of responses as baseline. Example: python grpo.py --group-size 16"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
@@ -102,7 +102,7 @@ class Args:
 
 
 if __name__ == "__main__":  # before the slow imports, so that --help and errors in flags answer at once
-    given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
+    given_args = read_flags(Args, shared.CONDITIONS)
 
 import torch
 

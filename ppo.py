@@ -27,7 +27,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args:
+class Args(shared.ScriptArgs):
     """PPO: RL with a critic as baseline (GAE). Example: python ppo.py --gae-lambda 0.95"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
@@ -116,7 +116,7 @@ class Args:
 
 
 if __name__ == "__main__":  # before the slow imports, so that --help and errors in flags answer at once
-    given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
+    given_args = read_flags(Args, shared.CONDITIONS)
 
 import torch
 

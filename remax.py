@@ -24,7 +24,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args:
+class Args(shared.ScriptArgs):
     """ReMax: RL with the reward of a greedy response as baseline. Example: python remax.py --lr 3e-5"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
@@ -89,7 +89,7 @@ class Args:
 
 
 if __name__ == "__main__":  # before the slow imports, so that --help and errors in flags answer at once
-    given_args = read_flags(Args, shared.RENAMED, shared.CONDITIONS)
+    given_args = read_flags(Args, shared.CONDITIONS)
 
 import torch
 

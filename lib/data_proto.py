@@ -67,7 +67,7 @@ class DataProtoConfig:
 class DataProtoItem:
     """One row: tensors without the batch dimension, the row's objects, and the meta_info of all rows."""
 
-    batch: TensorDict | None = None
+    batch: Any = None  # TensorDict, whose package has no types; None: there are no tensors
     non_tensor_batch: dict = field(default_factory=dict)
     meta_info: dict = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class DataProtoItem:
 class DataProto:
     """Rows of tensors (`batch`), of objects (`non_tensor_batch`), and what holds for all of them (`meta_info`)."""
 
-    batch: TensorDict | None = None
+    batch: Any = None  # TensorDict, whose package has no types; None: there are no tensors
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict = field(default_factory=dict)
 
@@ -520,7 +520,7 @@ def _recycle(room: int, buffer: np.ndarray):
     buffers.append(buffer)
     POOL[room] = buffers  # now the last key: the size used most recently
     while sum(size * len(POOL.get(size, ())) for size in list(POOL)) > POOL_BYTES:
-        oldest = next(iter(POOL), None)
+        oldest = next(iter(POOL), -1)  # -1: another thread was faster
         del POOL.get(oldest, [])[:1]
         if not POOL.get(oldest):
             POOL.pop(oldest, None)

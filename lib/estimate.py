@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lib import InputError
-from lib.args import ROOT, Sizes, training_ranks
+from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import World, advise_out_of_memory, on_first_rank
 from lib.model.flops import StepFlops, estimate_flops
@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
 H100 = Gpu("H100", 80 * GIB, PEAK_TFLOPS["H100"])
 
 
-def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
+def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> str:
     """The model, the data and the sizes of a step; with --dry-run also the memory and FLOPs that a step needs."""
 
     def rows_of(dataset, files: tuple[str, ...]) -> str:
@@ -52,6 +52,7 @@ def describe(args: Any, sizes: Sizes, world: World, inputs: Inputs) -> str:
         lines += [f"training prompts: {rows_of(train_data, args.data.train_files)}"]
     lines += [f"validation prompts: {rows_of(val_data, args.validation.val_files) if val_data else 'none'}"]
     if train_data is None:
+        assert val_data is not None  # --val-only
         return "\n".join([*lines, f"{len(val_data)} x {samples} = {len(val_data) * samples} responses {ranks}"])
     responses, total_steps = args.prompts_per_step * args.group_size, args.run.total_steps
     lines += [
@@ -72,18 +73,17 @@ def _shown(paths: tuple[str, ...]) -> str:
     return ", ".join(path.removeprefix(f"{ROOT}/") for path in paths)
 
 
-def _notes(args: Any) -> list[str]:
+def _notes(args: ScriptArgs) -> list[str]:
     """Settings that train nothing, or less than one may expect."""
     notes = []
     if args.optimizer.lr == 0:
         notes += ["note: --lr 0 leaves the policy as it is"]
-    if args.group_size == 1 and getattr(args, "adv_estimator", NO_GROUPS) != NO_GROUPS:
-        raw = "is its reward" if args.singleton == "raw" else "is 0"
-        notes += [f"note: --group-size 1 leaves no baseline: the advantage of a response {raw} (--singleton)"]
+    if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
+        notes += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
     return notes
 
 
-def describe_needs(args: Any, sizes: Sizes, gpu: Gpu) -> str:
+def describe_needs(args: ScriptArgs, sizes: Sizes, gpu: Gpu) -> str:
     """A table of the memory that each of the --dry-run GPUs needs at each moment of a step, and the FLOPs of a step."""
     ranks, flops = training_ranks(args), flops_of_step(args, sizes)
     update, log_probs, again = (f"{n:.1e}" if n else "none" for n in flops)
@@ -103,7 +103,7 @@ def gpu_here() -> Gpu:
     return Gpu(properties.name, properties.total_memory, peak_tflops(torch.device("cuda", 0)))
 
 
-def flops_of_step(args: Any, sizes: Sizes) -> StepFlops:
+def flops_of_step(args: ScriptArgs, sizes: Sizes) -> StepFlops:
     """What estimate_flops says of these flags on a GPU."""
     needed = needed_log_probs(args, sizes, check_algorithm(args, torch.device("cuda")))
     return estimate_flops(
@@ -120,11 +120,11 @@ def flops_of_step(args: Any, sizes: Sizes) -> StepFlops:
     )
 
 
-def models_of(args: Any) -> dict[str, Any]:
+def models_of(args: ScriptArgs) -> dict[str, Any]:
     """The critic, and what of the models trains."""
     model = args.model
     return {
-        "critic_model": args.critic_model or model.model if hasattr(args, "critic_model") else "",
+        "critic_model": "" if args.critic_model is None else args.critic_model or model.model,
         "lora_rank": model.lora_rank,
         "lora_target_modules": model.lora_target_modules,
         "freeze_pattern": model.freeze,
@@ -132,7 +132,7 @@ def models_of(args: Any) -> dict[str, Any]:
     }
 
 
-def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
+def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
     model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
@@ -159,7 +159,7 @@ def memory_of(args: Any, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     )
 
 
-def gathered_bytes_per_token(args: Any) -> int:
+def gathered_bytes_per_token(args: ScriptArgs) -> int:
     """At most, of a response token: its gathered columns, and those that add_advantages writes."""
     read = advantage_columns(args, check_algorithm(args, torch.device("cuda")))
     gathered = [column for name, column in COLUMNS.items() if name in read or column.gathered == "always"]
@@ -167,7 +167,7 @@ def gathered_bytes_per_token(args: Any) -> int:
     return sum(getattr(torch, column.dtype).itemsize for column in columns if column.width == "T")
 
 
-def check_memory(args: Any, sizes: Sizes, world: World) -> None:
+def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
     """On a GPU, before a model loads: refuses flags whose estimate does not fit. A collective.
 
     Raises InputError with the flags that would fit. --no-memory-check, a .gguf model and tensor parallelism, which the
@@ -181,7 +181,7 @@ def check_memory(args: Any, sizes: Sizes, world: World) -> None:
     on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
 
 
-def memory_advice(args: Any, ranks: int, stage: str) -> str:
+def memory_advice(args: ScriptArgs, ranks: int, stage: str) -> str:
     """What to change where a stage, such as "step 3 update", ran out of the GPU's memory."""
     if any(word in stage for word in ("rollout", "weight_sync", "validation")) and not args.rollout.on_servers:
         if args.rollout.starts_vllm:
@@ -192,7 +192,7 @@ def memory_advice(args: Any, ranks: int, stage: str) -> str:
     return f"{more}; --dry-run {ranks} prints the estimate of each moment of a step"
 
 
-def refuse_what_does_not_fit(args: Any, sizes: Sizes, ranks: int, gpu: int) -> None:
+def refuse_what_does_not_fit(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> None:
     """Raises InputError if the estimate for `ranks` GPUs of `gpu` bytes does not fit. It names the first of
     `memory_savers` that make it fit, without those that are not needed."""
     needed = memory_of(args, sizes, ranks, gpu)
@@ -228,10 +228,10 @@ class Saver(NamedTuple):
     value: Any
 
 
-def memory_savers(args: Any, ranks: int) -> list[Saver]:
+def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
     """Those that args do not have yet, the cheapest in time first."""
     tokens = max(args.data.max_prompt_length + args.rollout.max_response_length, args.optimizer.micro_batch_tokens // 4)
-    having = {"critic": hasattr(args, "critic_model"), "ref": args.kl_coef, "reward_model": args.reward.reward_model}
+    having = {"critic": args.critic_model is not None, "ref": args.kl_coef, "reward_model": args.reward.reward_model}
     models = ["actor", *(name for name, there in having.items() if there)]
     savers = [
         Saver("--reduce-each-micro-batch", "shard", "reduce_each_micro_batch", True),

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 
 from lib import InputError
 from lib.agent import MultiTurn, load_multi_turn, make_episodes
-from lib.args import DataArgs, ModelArgs, OptimizerArgs, RewardArgs, ShardArgs, Sizes
+from lib.args import DataArgs, ModelArgs, OptimizerArgs, ScriptArgs, ShardArgs, Sizes
 from lib.cli.flags import non_default, parse_json
 from lib.columns import COLUMNS
 from lib.core_algos import (
@@ -75,7 +75,7 @@ from lib.seeds import set_seed
 # ---- before a model loads ------------------------------------------------------------------------
 
 
-def join(args: Any) -> World:
+def join(args: ScriptArgs) -> World:
     """Joins the job (init_distributed). An engine rank of --rollout-gpus does not come back: it runs its vLLM server
     until the job is over."""
     set_seed(args.run.seed)  # the same on all ranks: a dataset class may draw which rows it keeps
@@ -109,12 +109,12 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
     return "packed_sdpa" if name == "auto" else name
 
 
-def check_algorithm(args: Any, device: torch.device) -> dict:
+def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
     """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError.
 
     Returns the settings of the rollout correction, which may be its default; {} means no correction.
     """
-    if hasattr(args, "adv_estimator"):
+    if args.adv_estimator:
         get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | non_default(args.adv_kwargs))
     if args.loss != "vanilla":
         get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
@@ -133,10 +133,10 @@ def check_algorithm(args: Any, device: torch.device) -> dict:
     return correction
 
 
-def needed_log_probs(args: Any, sizes: Sizes, correction: dict) -> tuple[str, ...]:
+def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
     """What must be computed with the policy before the update: old_log_probs and entropys, and for some estimators
     sum_pi_squared. Nothing, where nothing reads it: with one update a step the ratio is 1."""
-    of_advantages = ADV_TENSORS.get(getattr(args, "adv_estimator", ""), ())
+    of_advantages = ADV_TENSORS.get(args.adv_estimator, ())
     if "sum_pi_squared" in of_advantages:
         return "old_log_probs", "entropys", "sum_pi_squared"
     needed = (
@@ -150,10 +150,10 @@ def needed_log_probs(args: Any, sizes: Sizes, correction: dict) -> tuple[str, ..
     return ("old_log_probs", "entropys") if needed else ()
 
 
-def advantage_columns(args: Any, correction: dict) -> list[str]:
+def advantage_columns(args: ScriptArgs, correction: dict) -> list[str]:
     """Columns that the estimator, correction, token masks and KL of this run read of the rows of all ranks, besides
     those that are always gathered."""
-    read = {*ADV_TENSORS.get(getattr(args, "adv_estimator", ""), ())}
+    read = {*ADV_TENSORS.get(args.adv_estimator, ())}
     if correction:
         read |= {"old_log_probs", "rollout_log_probs"}
     if args.kl_coef > 0 and args.kl_placement == "reward":
@@ -163,14 +163,16 @@ def advantage_columns(args: Any, correction: dict) -> list[str]:
     return [name for name, column in COLUMNS.items() if name in read and column.gathered == "if read"]
 
 
-def effective_settings(args: Any, device: torch.device, correction: dict, needed: tuple[str, ...]) -> dict[str, Any]:
+def effective_settings(
+    args: ScriptArgs, device: torch.device, correction: dict, needed: tuple[str, ...]
+) -> dict[str, Any]:
     """The values that take effect of flags that are left to the run (auto, None), as {flag: value}, for config.json.
 
     correction: of `check_algorithm`. needed: of `needed_log_probs`.
     """
     dtype = get_compute_dtype(args.model.compute_dtype, device)
     name = str(dtype).removeprefix("torch.")
-    settings = {
+    settings: dict[str, Any] = {
         "compute_dtype": name,
         "attn_implementation": get_attention(args.model.attn_implementation, dtype, device),
         "old_log_probs": "rollout" if args.old_log_probs == "rollout" else "recompute" if needed else "not needed",
@@ -185,7 +187,7 @@ def effective_settings(args: Any, device: torch.device, correction: dict, needed
     return settings
 
 
-def make_kl_control(args: Any) -> AdaptiveKLController:
+def make_kl_control(args: ScriptArgs) -> AdaptiveKLController:
     """The controller of the KL coefficient beta: fixed or adaptive."""
     if args.kl_target is None:
         return FixedKLController(args.kl_coef)
@@ -212,17 +214,17 @@ class Inputs:
         return self.tokenizer if self.vision is None else self.vision.processor
 
 
-def load_inputs(args: Any) -> Inputs:
+def load_inputs(args: ScriptArgs) -> Inputs:
     """Loads tokenizer, tools, data and scorers, and checks them against each other. Raises InputError.
 
     Where total_epochs is given, sets total_steps.
     """
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
-    trust = {"trust_remote_code": model.trust_remote_code}
+    trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     vllm_kwargs = parse_json("vllm_kwargs", args.rollout.vllm_kwargs)
     if not args.run.replay and (vllm_kwargs or not args.rollout.rollout_gpus):  # else only engine ranks need vLLM
         check_engine_import(args.rollout.rollout_engine, vllm_kwargs)
-    for flag, path in {"--model": model.model, "--critic-model": getattr(args, "critic_model", "")}.items():
+    for flag, path in {"--model": model.model, "--critic-model": args.critic_model}.items():
         if path:
             check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
             check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
@@ -235,6 +237,7 @@ def load_inputs(args: Any) -> Inputs:
     multi_turn = None
     if args.multi_turn.enabled:
         multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length, vision)
+    if multi_turn is not None:
         template = template | {"tools": multi_turn.schemas or None}
     load = partial(
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
@@ -344,7 +347,7 @@ class ModelFactory:
         }
 
 
-def make_model_factory(args: Any, world: World, sizes: Sizes) -> ModelFactory:
+def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFactory:
     model, shard, rollout, seed = args.model, args.shard, args.rollout, args.run.seed
     torch.manual_seed(seed + world.rank)
     set_seed(seed + world.rank)
@@ -406,7 +409,7 @@ def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, upda
 # ---- rollouts, rewards, validation ---------------------------------------------------------------
 
 
-def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
+def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
     """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
     own = None
@@ -461,14 +464,14 @@ def make_rollouts(args: Any, actor: Policy, inputs: Inputs, sizes: Sizes, run: R
 
 
 def make_rewards_and_validation(
-    args: Any, factory: ModelFactory, inputs: Inputs, rollouts: Rollouts, run: Run
+    args: ScriptArgs, factory: ModelFactory, inputs: Inputs, rollouts: Rollouts, run: Run
 ) -> tuple[Rewards, Validation]:
     """The rewards of training, and the validation, which uses the same scorers unless --val-reward names others."""
-    reward: RewardArgs = args.reward
+    reward = args.reward
     reward_model = None
     if reward.reward_model:
         reward_model = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
-    if reward.reward_model and (args.validation.enabled or not run.recorder.replays):
+    if reward_model is not None and (args.validation.enabled or not run.recorder.replays):
         dtype, trust = factory.forward.compute_dtype, factory.model.trust_remote_code
         module, tokenizer = load_reward_model(reward.reward_model, dtype=dtype, trust_remote_code=trust, on_meta=True)
         mesh = make_mesh(factory.world, factory.shard.dp_replicate_size)  # each rank runs its own rows

@@ -170,9 +170,7 @@ def flags_of_programs() -> set[str]:
 
 def test_flags_that_documents_name_exist():
     """In a script, in a program of ours, or in one that is listed here."""
-    from lib.args import RENAMED
-
-    known = {flag for script in SCRIPTS for flag in flags_of(script)} | set(RENAMED) | flags_of_programs()
+    known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs()
     known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS
     docs = [*DOCS, *(ROOT / "docs/recipes").glob("*.md")]
     assert {(doc.name, flag) for doc in docs for flag in FLAG.findall(doc.read_text()) if flag not in known} == set()
@@ -189,9 +187,7 @@ def test_flags_have_hyphens_everywhere():
 
 def test_flags_that_the_code_names_exist():
     """In help, errors and comments."""
-    from lib.args import RENAMED
-
-    ours = {flag for script in SCRIPTS for flag in flags_of(script)} | set(RENAMED)
+    ours = {flag for script in SCRIPTS for flag in flags_of(script)}
     paths = [ROOT / f"{script}.py" for script in SCRIPTS]
     paths += [path for room in ("lib", "rewards") for path in (ROOT / room).rglob("*.py")]
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
@@ -316,7 +312,6 @@ def test_the_help_lists_every_estimator_loss_and_mask(script):
 
     assert set(choices(script, "loss")) == set(POLICY_LOSSES)
     if script in ("grpo", "dapo"):
-        of_others = {"gae", "remax"}  # which are ppo.py and remax.py
-        assert set(choices(script, "adv_estimator")) == set(ADV_ESTIMATORS) - of_others
+        assert set(choices(script, "adv_estimator")) == set(ADV_ESTIMATORS)
     flags = [field.name for field in dataclasses.fields(TokenMaskArgs)]
     assert [name for name in TOKEN_MASKS if not any(flag.startswith(name) for flag in flags)] == []

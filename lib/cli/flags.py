@@ -3,6 +3,8 @@
 Args nests groups, whose flags have no prefix (--lr), and settings, whose flags have one (--multi-turn.tools).
 """
 
+from __future__ import annotations
+
 import contextlib
 import difflib
 import gc
@@ -12,13 +14,12 @@ import math
 import operator
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, astuple, fields, is_dataclass
+from dataclasses import MISSING, Field, astuple, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import tyro
 import yaml
@@ -28,7 +29,14 @@ from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.process import end_at_ctrl_c, guard_output
 from lib.cli.secrets import secret_in
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    class CheckedArgs(DataclassInstance, Protocol):
+        def check(self) -> None: ...
+
+
+T = TypeVar("T", bound="CheckedArgs")
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
 OF_ONE_START |= {"history", "start", "effective", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
@@ -39,6 +47,7 @@ HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
 
+@dataclass
 class Group:
     """Flags without a prefix. `check` raises InputError for values that make no sense."""
 
@@ -81,10 +90,10 @@ class ReadIf(NamedTuple):
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_flags(args_class: type[T], renamed: dict[str, str], conditions: Sequence[ReadIf] = ()) -> T:
+def read_flags(args_class: type[T], conditions: Sequence[ReadIf] = ()) -> T:
     """The Args of the command line. Checks every range, runs every group's `check`, then the `check` of Args itself.
 
-    renamed: {old flag: new flag}; an old flag is a mistake. A mistake is printed and ends the process with exit code 2.
+    A mistake is printed and ends the process with exit code 2.
     Python's garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on.
     """
     guard_output()
@@ -92,7 +101,7 @@ def read_flags(args_class: type[T], renamed: dict[str, str], conditions: Sequenc
     said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
-            args = parse_flags(args_class, sys.argv[1:], renamed, conditions)
+            args = parse_flags(args_class, sys.argv[1:], conditions)
         threads_of_environment()  # torch's import would print a line of its own
         sys.stderr.write(said.getvalue())
     except InputError as error:
@@ -118,16 +127,16 @@ def threads_of_environment() -> int:
     return int(text)
 
 
-def parse_flags(args_class: type[T], words: list[str], renamed: dict[str, str], conditions: Sequence[ReadIf] = ()) -> T:
+def parse_flags(args_class: type[T], words: list[str], conditions: Sequence[ReadIf] = ()) -> T:
     """The Args of these words of a command line, checked. Raises InputError; tyro raises SystemExit, for --help too."""
-    args = tyro.cli(args_class, args=_words(args_class, words, renamed))
+    args = tyro.cli(args_class, args=_words(args_class, words))
     _check(args)
     _check_read(args, {word.partition("=")[0].replace("_", "-") for word in words}, conditions)
     return args
 
 
 class _Held(io.StringIO):
-    encoding = getattr(sys.stdout, "encoding", None)  # tyro draws boxes if it is UTF-8
+    encoding = getattr(sys.stdout, "encoding", "")  # tyro draws boxes if it is UTF-8
 
 
 def _algorithm_last(help_text: str) -> str:
@@ -136,36 +145,17 @@ def _algorithm_last(help_text: str) -> str:
     return "\n".join([usage.rstrip(), *(box.rstrip() for box in [*boxes[1:], *boxes[:1]])])
 
 
-def _words(args_class: type, given: list[str], renamed: dict[str, str]) -> list[str]:
+def _words(args_class: type[DataclassInstance], given: list[str]) -> list[str]:
     """The flags of --config, then those that were typed, because the last one counts."""
-    settings = {as_flag(field.name) for field in fields(args_class) if _is_settings(field)}
-    configs, words = [], []
+    configs = []
     for i, word in enumerate(given):
         name, equals, value = word.partition("=")
-        flag = name.replace("_", "-")
-        if flag == "--config":
-            configs += _of_config(args_class, value if equals else "".join(given[i + 1 : i + 2]), renamed)
-        if flag in renamed:
-            raise InputError(f"{name} is called {renamed[flag]} now")
-        if flag in settings:
-            value = value if equals else "".join(given[i + 1 : i + 2])
-            raise InputError(f"{name}: it takes no JSON now; give {_as_words(args_class, flag, value)}")
-        words.append(word)
-    return configs + words
+        if name == "--config":
+            configs += _of_config(args_class, value if equals else "".join(given[i + 1 : i + 2]))
+    return configs + given
 
 
-def _as_words(args_class: type, flag: str, text: str) -> str:
-    """The flags that replace this JSON, for a message; if they cannot be worked out, their general form."""
-    known = {as_flag(name) for name, *_ in walk(args_class())}
-    try:
-        words = [] if secret_in(text, flag) else list(_flags_of(args_class, json.loads(text), f"{flag[2:]}."))
-    except (ValueError, AttributeError):
-        words = []
-    plain = words and "None" not in words and all(word in known for word in words if word.startswith("--"))
-    return shlex.join(words) if plain else f"{flag}.<name> <value>; --help has the names"
-
-
-def _flags_of(args_class: type, values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def _flags_of(args_class: type[DataclassInstance], values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     switches = {as_flag(name) for name, value, _ in walk(args_class()) if isinstance(value, bool)}
     for name, value in values.items():
         name = f"{prefix}{name.replace('_', '-')}"
@@ -179,7 +169,7 @@ def _flags_of(args_class: type, values: dict[str, Any], prefix: str = "") -> Ite
             yield from map(str, value if isinstance(value, list) else [value])
 
 
-def _of_config(args_class: type, path: str, renamed: dict[str, str]) -> list[str]:
+def _of_config(args_class: type[DataclassInstance], path: str) -> list[str]:
     """The flags in a run's config.json or a YAML file, without those that are about one start of a run."""
     try:
         text = Path(path).expanduser().read_text()
@@ -192,7 +182,7 @@ def _of_config(args_class: type, path: str, renamed: dict[str, str]) -> list[str
         raise InputError(f"--config {path}: give a run's config.json, or YAML lines such as lr: 1e-5")
     tree.value = [(key, value) for key, value in tree.value if str(key.value) not in OF_ONE_START]
     flags = {as_flag(name): value for name, value, _ in walk(args_class())}
-    return list(_flags_of(args_class, _values(tree, f"--config {path}", flags, renamed)))
+    return list(_flags_of(args_class, _values(tree, f"--config {path}", flags)))
 
 
 class _FlatLoader(yaml.SafeLoader):
@@ -212,7 +202,7 @@ class _FlatLoader(yaml.SafeLoader):
         return node
 
 
-def _values(node: yaml.Node, file: str, flags: dict[str, Any], renamed: dict[str, str], prefix: str = "--") -> Any:
+def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--") -> Any:
     """The values of a config as texts, as one would type them: YAML itself takes 010 for 8.
 
     flags: {flag: default}. Raises InputError for a name that is no flag, stands there twice, or has no such value.
@@ -226,8 +216,6 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], renamed: dict[str
             raise InputError(f"{where}: a key that is no name")
         name = key.value.replace("-", "_")
         flag = f"{prefix}{key.value}".replace("_", "-")
-        if flag in renamed:
-            raise InputError(f"{where}: {key.value} is called {renamed[flag][2:].replace('-', '_')} now")
         if name in values:
             raise InputError(f"{where}: {key.value} is there twice")
         if isinstance(inner, yaml.MappingNode) and flag in flags:
@@ -235,9 +223,9 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], renamed: dict[str
                 f"{where}: {key.value} takes no mapping; if it takes JSON, write that as one text in quotes"
             )
         if flag in flags:
-            values[name] = _values(inner, file, flags, renamed, flag)
+            values[name] = _values(inner, file, flags, flag)
         elif isinstance(inner, yaml.MappingNode) and any(other.startswith(f"{flag}.") for other in flags):
-            values[name] = _values(inner, file, flags, renamed, f"{flag}.")
+            values[name] = _values(inner, file, flags, f"{flag}.")
         else:
             near = difflib.get_close_matches(flag, flags, 1)
             hint = f"; is it {near[0][2:].replace('-', '_')}?" if near else "; --help has the names"
@@ -270,32 +258,24 @@ def as_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _is_settings(field: Field) -> bool:
-    return is_dataclass(default := _default(field)) and not isinstance(default, Group)
-
-
-def _default(field: Field) -> Any:
-    return field.default_factory() if callable(field.default_factory) else field.default
-
-
-def groups_of(args: Any) -> list[Group]:
+def groups_of(args: DataclassInstance) -> list[Group]:
     return [value for field in fields(args) if isinstance(value := getattr(args, field.name), Group)]
 
 
-def walk(args: Any, prefix: str = "") -> Iterator[tuple[str, Any, tuple]]:
+def walk(args: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, Any, tuple]]:
     """(name, value, annotations of the field) of every flag; the name of a setting is like multi_turn.tools."""
     hints = get_type_hints(type(args), include_extras=True)
     for field in fields(args):
         value = getattr(args, field.name)
         if isinstance(value, Group):
             yield from walk(value)
-        elif is_dataclass(value):
+        elif is_dataclass(value) and not isinstance(value, type):
             yield from walk(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", value, getattr(hints[field.name], "__metadata__", ())
 
 
-def flag_values(args: Any) -> dict[str, Any]:
+def flag_values(args: DataclassInstance) -> dict[str, Any]:
     """{name: value} of all flags, with settings nested, as in config.json."""
     values: dict[str, Any] = {}
     for name, value, _ in walk(args):
@@ -307,12 +287,12 @@ def flag_values(args: Any) -> dict[str, Any]:
     return values
 
 
-def marked(args: Any, mark: Enum) -> set[str]:
+def marked(args: DataclassInstance, mark: Enum) -> set[str]:
     """The names of the flags with this mark. Settings are compared as one, so theirs is the prefix (multi_turn)."""
     return {name.partition(".")[0] for name, _, marks in walk(args) if mark in marks}
 
 
-def changed_flags(args: Any) -> dict[str, list]:
+def changed_flags(args: DataclassInstance) -> dict[str, list]:
     """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
     The name of a setting has dots."""
     required = {field.name: getattr(args, field.name) for field in fields(args) if _has_no_default(field)}
@@ -328,17 +308,20 @@ def _has_no_default(field: Field) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def non_default(settings: Any) -> dict[str, Any]:
+def non_default(settings: DataclassInstance) -> dict[str, Any]:
     """The settings that are not None, as keyword arguments."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    nested = {name: non_default(value) if is_dataclass(value) else value for name, value in values.items()}
+    nested = {
+        name: non_default(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in values.items()
+    }
     return {name: value for name, value in nested.items() if value is not None and value != {}}
 
 
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check(args: Any) -> None:
+def _check(args: CheckedArgs) -> None:
     for name, value, marks in walk(args):
         if found := secret_in(value, as_flag(name)):  # the message does not repeat the value
             raise InputError(
@@ -351,7 +334,7 @@ def _check(args: Any) -> None:
     args.check()
 
 
-def _check_read(args: Any, typed: set[str], conditions: Sequence[ReadIf]) -> None:
+def _check_read(args: DataclassInstance, typed: set[str], conditions: Sequence[ReadIf]) -> None:
     """Raises InputError for a flag that was typed, or that a config sets to another value than its default, and that
     nothing reads."""
     is_given = changed_flags(args).keys() | {name for name, *_ in walk(args) if as_flag(name) in typed}

@@ -50,6 +50,7 @@ def load_object(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
 def _run_file(path: Path, changed_at_ns: int) -> ModuleType:
     module_name = f"user_{path.stem}"  # math.py must not become the math that others import
     spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None  # the file's name ends in .py
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
     spec.loader.exec_module(module)
     return module

@@ -418,40 +418,12 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     nth valid token, however much tool output comes before them.
     """
     order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first
-    tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
-    rewards, mask, old, squared, weights = (None if x is None else x.gather(1, order) for x in tensors)
+    tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared)
+    rewards, mask, old, squared = (x.gather(1, order) for x in tensors)
+    weights = None if rollout_is_weights is None else rollout_is_weights.gather(1, order)
     pair = compute_optimal_token_baseline_advantage(rewards, mask, index, old, squared, weights, singleton)
     advantages, returns = (torch.zeros_like(x).scatter(1, order, x) for x in pair)
     return advantages, returns
-
-
-def _gae_estimator(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index | None = None,
-    *,
-    values: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    lam_policy: float | Tensor | None = None,
-    length_adaptive_alpha: float | None = None,
-    singleton: str = "raw",
-) -> Pair:
-    """compute_gae_advantage_return; length_adaptive_alpha sets lam_policy by length_adaptive_lam."""
-    if length_adaptive_alpha is not None:
-        lam_policy = length_adaptive_lam(response_mask, length_adaptive_alpha)
-    return compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam, lam_policy)
-
-
-def _remax_estimator(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index | None = None,
-    *,
-    reward_baselines: Tensor,
-    singleton: str = "raw",
-) -> Pair:
-    return compute_remax_outcome_advantage(token_level_rewards, reward_baselines, response_mask)
 
 
 # estimator(token_level_rewards, response_mask, index, **tensors, **settings); singleton is a setting of all of them
@@ -470,8 +442,6 @@ ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
     "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
     "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
-    "remax": _remax_estimator,
-    "gae": _gae_estimator,
 }
 
 _OTB_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")  # the last if a correction has weights
@@ -479,8 +449,6 @@ ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that an estimat
     "gdpo": ("reward_components",),
     "optimal_token_baseline": _OTB_TENSORS,
     "tir_optimal_token_baseline": _OTB_TENSORS,
-    "remax": ("reward_baselines",),
-    "gae": ("values",),
 }
 
 

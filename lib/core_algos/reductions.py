@@ -191,7 +191,7 @@ def agg_loss(
         raise InputError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
     if (global_tokens is None) != (global_rows is None):
         raise ValueError("give both global_tokens and global_rows, or neither")
-    if global_tokens is None:
+    if global_tokens is None or global_rows is None:
         global_tokens, global_rows = loss_mask.bool().sum(), loss_mask.bool().any(-1).sum()
     token_loss = masked_sum(loss_mat, loss_mask)
     if loss_agg_mode == "token-mean":

@@ -154,7 +154,7 @@ class RLHFDataset(Dataset):
         self.with_images = self._where(int(seen[0])) if len(seen) else None
 
     def _raise_no_row_left(self, names: str, lengths: np.ndarray, too_many: np.ndarray) -> None:
-        if len(lengths) == 0:
+        if len(lengths) == 0 and self.vision is not None:
             raise InputError(
                 f"{names}: no row left: each of {len(too_many)} has more than max_images={self.vision.max_images} "
                 "images; raise max_images"
@@ -372,7 +372,8 @@ _forked: RLHFDataset | None = None  # what the processes of _check_rows inherit
 
 
 def _check_rows_of_forked(rows: range) -> np.ndarray:
-    return np.array([_forked._check_row(row) for row in rows], dtype=int).reshape(-1, 4)
+    assert _forked is not None
+    return np.array([_forked._check_row(row) for row in rows], dtype=np.int64).reshape(-1, 4)
 
 
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:

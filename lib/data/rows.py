@@ -97,6 +97,7 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
             raise InputError(f"{path}: not readable as parquet ({reason}); write the file again") from error
     check_source(str(source))
     hub = HUB_ID.fullmatch(str(source))
+    assert hub is not None  # else check_source raises
     return load_split(hub["id"], hub["split"] or "train")
 
 

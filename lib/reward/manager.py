@@ -113,14 +113,15 @@ class RewardManager:
         """Starts scoring; the iterator waits for the answers."""
         if self._pool is None and self._functions is None:
             self._start()
-        if self._pool is None:
-            return enumerate([self._score_here(k, part, key) for k, _, part, key in tasks])
+        if self._functions is not None:
+            return enumerate([self._score_here(self._functions[k], k, part, key) for k, _, part, key in tasks])
+        assert self._pool is not None
         return self._pool.collect(self._pool.submit(tasks))
 
-    def _score_here(self, k: int, samples: list[dict], key: str) -> list:
+    def _score_here(self, function: Callable, k: int, samples: list[dict], key: str) -> list:
         try:
             with seeded(key):
-                results = call(self._functions[k], self.scorers[k].batched, samples)
+                results = call(function, self.scorers[k].batched, samples)
             return [["ok", checked(result)] for result in results]
         except Exception as error:
             error.add_note(f"in scorer {self.scorers[k].name}, {_describe(samples[0])}")

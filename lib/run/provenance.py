@@ -107,6 +107,7 @@ def _git(folder: Path, *words: str) -> Iterator[bytes]:
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as git:
         timer = Timer(GIT_S, git.kill)
         timer.start()
+        assert git.stdout is not None
         try:
             yield from iter(partial(git.stdout.read, 2**16), b"")
             if git.wait():

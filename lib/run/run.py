@@ -38,7 +38,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
-from lib.args import RunArgs, ValidationArgs
+from lib.args import RunArgs, ScriptArgs, ValidationArgs
 from lib.cli.flags import Names, as_flag, changed_flags, marked
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
@@ -295,7 +295,7 @@ def _of_checkpoint(models: Mapping[str, TrainedModel]) -> dict[str, Any]:
     }
 
 
-def open_run(args: Any, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
+def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
     """Locks the run's folder, finds the checkpoint to resume from, opens its logs; before a model loads. A collective.
 
     `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
@@ -334,7 +334,7 @@ def default_name(script: str, seed: int) -> str:
     return f"{Path(script).stem}-s{seed}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
-def _open(run: Run, args: Any, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
+def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
     """Rank 0's part of open_run: (checkpoint, its step, whether the training data have changed)."""
     with ExitStack() as locks:  # a start that is refused gives them back
         _hold(run.folder, locks)  # before anything is looked at, which another start may change
@@ -345,7 +345,9 @@ def _open(run: Run, args: Any, script: Path, effective: Mapping[str, Any]) -> tu
     return opened
 
 
-def _open_locked(run: Run, args: Any, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
+def _open_locked(
+    run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
+) -> tuple[Path | None, int, bool]:
     run.config, code = describe_run(args, script), code_files(args, script)
     overrides = checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
@@ -652,7 +654,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 def typed_command(resume: str | None = None) -> tuple[str, int | None]:
     """(the command that was typed to start this process, perhaps with torchrun or accelerate; that launcher's pid).
     resume: a run's name; the command then resumes that run."""
-    launcher = os.getppid()
+    launcher: int | None = os.getppid()
     try:
         line = psutil.Process(launcher).cmdline()
     except psutil.Error:

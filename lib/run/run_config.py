@@ -4,23 +4,28 @@ name.
 A resume compares this with the checkpoint's. A change that alters results needs --resume-override, and is recorded.
 """
 
+from __future__ import annotations
+
 import difflib
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lib import InputError
 from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
 from lib.cli.secrets import redact, redact_values
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 # keys of config.json that are not flags; "script" is compared like a flag
 NO_FLAGS = {"contents", "history", "start", "effective"}
 
 
-def describe_run(args: Any, script: Path) -> dict[str, Any]:
+def describe_run(args: DataclassInstance, script: Path) -> dict[str, Any]:
     """The run as config.json holds it, without its history."""
     flags = redact_values(flag_values(args))
     named = {"script": str(script)} | _named_files(args)
@@ -30,7 +35,7 @@ def describe_run(args: Any, script: Path) -> dict[str, Any]:
     return {"script": script.name, **flags, "contents": contents}
 
 
-def code_files(args: Any, script: Path) -> dict[str, Path]:
+def code_files(args: DataclassInstance, script: Path) -> dict[str, Path]:
     """{name in starts/n: path} of the script and of the Python files that flags name."""
     values = [[value] if isinstance(value, str) else value for value in _named_files(args).values()]
     paths = [Path(_path_and_name(text)[0]).expanduser() for texts in values for text in texts]
@@ -52,7 +57,7 @@ def code_changes(checkpoint: Path, code: dict[str, Path]) -> str:
     return redact("".join(f"{line}\n" for line in lines))
 
 
-def _named_files(args: Any) -> dict[str, Any]:
+def _named_files(args: DataclassInstance) -> dict[str, Any]:
     return {name: value for name, value, marks in walk(args) if Names.FILES in marks}
 
 
@@ -66,7 +71,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
         raise InputError(f"{file}: not a JSON object ({error}): fix it; without it flags are not compared") from error
 
 
-def compare(checkpoint: Path, now: dict[str, Any], args: Any, overrides: set[str]) -> dict[str, list]:
+def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, overrides: set[str]) -> dict[str, list]:
     """{flag: [was, is]} for each flag that has changed since the checkpoint. Prints these, and flags that are new or
     gone.
 
@@ -106,9 +111,9 @@ def compare(checkpoint: Path, now: dict[str, Any], args: Any, overrides: set[str
     return changed
 
 
-def compare_recording(recording: Path, now: dict[str, Any], args: Any) -> None:
+def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
     """Prints what has changed since the recording. Raises InputError for flags that it was sampled or scored with."""
-    before = read_json(recording / "config.json")
+    before = read_json(recording / "config.json") or {}
     skipped = NO_FLAGS | {"replay"} | marked(args, OnResume.NOT_COMPARED)
     changed = {
         flag: [before[flag], now[flag]]

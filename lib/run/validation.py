@@ -188,6 +188,7 @@ class Validation:
         metrics = self.rollouts.sync(actor, step)
         args, world = self.args, self.rollouts.world
         sampling = self.rollouts.sampling.at(args.val_temperature, args.val_top_p)
+        assert self.dataset is not None  # else Run.validates is False
         per_rank = math.ceil(len(self.dataset) / world.size)
         per_call = max(1, self.sizes.local_rows // args.val_samples)
         results, shown, folder = [], [], broadcast(self.tracker.run_dir)
@@ -195,7 +196,9 @@ class Validation:
             enter_stage(f"validation at step {step}")
             # every rank takes the same number of rows; those beyond the data set's end only fill up
             rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
-            prompts = DataProto.from_single_dict(collate_fn([self._item(row) for row in rows])).to(world.device)
+            prompts = DataProto.from_single_dict(collate_fn([self._item(self.dataset, row) for row in rows])).to(
+                world.device
+            )
             prompts.non_tensor_batch["uid"] = np.array([f"val-{row}" for row in rows], dtype=object)
             batch = prompts.repeat(args.val_samples, interleave=True)
             numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
@@ -212,9 +215,9 @@ class Validation:
         self.tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
         return metrics | validation_metrics(results)
 
-    def _item(self, row: int) -> dict:
+    def _item(self, dataset: PromptDataset, row: int) -> dict:
         with seeded(f"{self.rollouts.seed} validation {row}"):
-            return self.dataset[min(row, len(self.dataset) - 1)]
+            return dataset[min(row, len(dataset) - 1)]
 
     def close(self) -> None:
         self.rewards.close()

@@ -234,8 +234,9 @@ class _Supervisor:
         except ValueError as error:
             self._lose(worker, f"it sent {error}")
             return
-        if worker.task is None and (answers or worker.frames.received):
-            self._kill(worker)
+        if worker.task is None:
+            if answers or worker.frames.received:
+                self._kill(worker)
         elif answers:
             answer, expected = answers[0], ID.pack(worker.task.id)
             if worker.overdue or not answer.startswith(expected):

@@ -226,8 +226,8 @@ class Program:
         operation, ref, args = request
         try:
             target = self.find(ref)
-            args, kwargs = ([unpack(part, self.find) for part in args]) if operation == "call" else (args, None)
             if operation == "call":
+                args, kwargs = (unpack(part, self.find) for part in args)
                 value = target(*args, **kwargs)
             elif operation == "list":
                 value = list(target)
@@ -316,11 +316,11 @@ def asker(channel, nan_is_wrong: bool):
         except Exception as error:  # noqa: BLE001 the program may send anything
             raise Died(str(error)) from None
         cls = getattr(builtins, name, None)  # for tests with `except ValueError`
-        known = isinstance(cls, type) and issubclass(cls, Exception)
-        ends_loops = known and issubclass(
-            cls, StopIteration | StopAsyncIteration
-        )  # in a test's all(map(...)) it would end the loop as if all had passed
-        raise (cls if known and not ends_loops else RuntimeError)(text)
+        if not (isinstance(cls, type) and issubclass(cls, Exception)):
+            cls = RuntimeError
+        if issubclass(cls, StopIteration | StopAsyncIteration):  # a test's all(map(...)) would end as if all had passed
+            cls = RuntimeError
+        raise cls(text)
 
     return ask
 

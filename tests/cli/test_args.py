@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import grpo
 from lib import InputError
-from lib.args import CONDITIONS, RENAMED, check_engine, check_model_path, check_output_dir
+from lib.args import CONDITIONS, check_engine, check_model_path, check_output_dir
 from lib.cli.flags import Names, OnReplay, OnResume, check_range, parse_flags, threads_of_environment, walk
 from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
@@ -39,13 +39,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "30 < 32 + 16": ["--micro-batch-tokens", "30"],
     "--reward-kwargs {x: not JSON": ["--reward-kwargs", "{x"],
     "--reward-kwargs [1]: give a JSON object": ["--reward-kwargs", "[1]"],
-    "give --multi-turn.tools calculator --multi-turn.max-turns 3": [
-        "--multi-turn",
-        '{"tools": ["calculator"], "max_turns": 3}',
-    ],
-    "--token-masks: it takes no JSON now": ["--token-masks={x"],
-    "give --token-masks.<name> <value>": ["--token-masks", '{"top_entropy": {"fraction": 0.2}}'],
-    **{f"{old} is called {new} now": [old, "1"] for old, new in RENAMED.items()},
+    "--gpu-memory-utilization": ["--gpu-memory", "0.5"],
+    "--multi-turn.tools": ["--multi-turn", '{"tools": ["calculator"]}'],
     "--config absent.json: cannot be read": ["--config", "absent.json"],
     "--temperature 0.0: must be above 0": ["--temperature", "0"],
     "--max-grad-norm -1.0: must be above 0": ["--max-grad-norm", "-1"],
@@ -200,10 +195,10 @@ def test_a_flag_that_nothing_reads_is_named_where_a_config_sets_it(tmp_path):
     file = tmp_path / "flags.yaml"
     flags = ["--config", str(file), "--loss", "gspo"]
     file.write_text("clip_ratio_low: 0.2\nkl_horizon: 10000\n")
-    parse_flags(grpo.Args, flags, RENAMED, CONDITIONS)
+    parse_flags(grpo.Args, flags, CONDITIONS)
     file.write_text("clip_ratio_low: 0.3\n")
     with pytest.raises(InputError, match="--clip-ratio-low has no effect"):
-        parse_flags(grpo.Args, flags, RENAMED, CONDITIONS)
+        parse_flags(grpo.Args, flags, CONDITIONS)
 
 
 @given(st.floats(), st.floats(), st.floats())
@@ -268,8 +263,7 @@ CONFIGS = {  # what the message says, by the file's text
     "line 1: there is no flag prompts_per_steps; is it prompts_per_step?": "prompts_per_steps: 10",
     "line 2: there is no flag multi_turn; is it multi_turn.tools?": "lr: 1\nmulti_turn: [calculator]",
     "line 3: there is no flag max_turn; is it multi_turn.max_turns?": "lr: 1\nmulti_turn:\n  max_turn: 3",
-    "line 1: tensor_parallel is called tensor_parallel_size now": "tensor_parallel: 2",
-    "line 2: gpu-memory is called gpu_memory_utilization now": "lr: 1\ngpu-memory: 0.4",
+    "line 2: there is no flag gpu-memory; is it gpu_memory_utilization?": "lr: 1\ngpu-memory: 0.4",
     "line 2: lr is there twice": "lr: 1e-5\nlr: 1e-6",
     "line 1: group-size is there twice": '{"group_size": 8, "group-size": 9}',
     "line 3: max_turns is there twice": "multi_turn:\n  max_turns: 3\n  max_turns: 4",
@@ -295,7 +289,7 @@ def test_a_bad_config_is_one_line_with_its_place(tmp_path, message):
     file = tmp_path / "flags.yaml"
     file.write_text(CONFIGS[message])
     with pytest.raises(InputError) as error:
-        parse_flags(grpo.Args, ["--config", str(file)], RENAMED)
+        parse_flags(grpo.Args, ["--config", str(file)])
     said = str(error.value)
     assert said.startswith(f"--config {file}") and message in said and "\n" not in said and len(said) < 400
 
@@ -304,7 +298,7 @@ def test_values_of_a_config_are_as_typed(tmp_path):
     """YAML itself reads 010 as 8 and no as false."""
     file = tmp_path / "flags.yaml"
     file.write_text("group_size: 010\nmodel: no\nlr: 1e-5\nshuffle: false\nkl_target: null")
-    args = parse_flags(grpo.Args, ["--config", str(file)], RENAMED)
+    args = parse_flags(grpo.Args, ["--config", str(file)])
     assert (args.group_size, args.model.model, args.optimizer.lr) == (10, "no", 1e-5)
     assert (args.data.shuffle, args.kl_target) == (False, None)
 

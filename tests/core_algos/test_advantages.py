@@ -382,14 +382,10 @@ def test_every_estimator_is_tested_and_called_alike():
 
 
 @for_all(seed=seeds)
-@pytest.mark.parametrize("name", ["gae", "remax", "reinforce_plus_plus"])
-def test_what_knows_no_groups_takes_no_notice_of_them(name, seed):
+def test_reinforce_plus_plus_has_no_groups(seed):
     b = random_batch(seed)
-    tensors = {
-        key: {"values": b["values"], "reward_baselines": b["baselines"]}[key] for key in ADV_TENSORS.get(name, ())
-    }
     one, other = (
-        get_adv_estimator_fn(name, {"singleton": singleton})(b["rewards"], b["mask"], index, **tensors)
+        get_adv_estimator_fn("reinforce_plus_plus", {"singleton": singleton})(b["rewards"], b["mask"], index)
         for singleton, index in (("raw", b["index"]), ("zero", None))
     )
     assert bits_equal(one[0], other[0]) and bits_equal(one[1], other[1])
@@ -835,30 +831,11 @@ def test_lookup_checks_name_and_settings():
         advantages, returns = get_adv_estimator_fn(name, {"singleton": "zero"})(rewards, mask, index, **tensors)
         assert advantages.shape == returns.shape == mask.shape
     for name, settings, message in (
-        ("drgrpo", None, r"'drgrpo'.*grpo, dr_grpo, .*rloo.*gae"),
+        ("drgrpo", None, r"'drgrpo'.*grpo, dr_grpo, .*rloo.*opo"),
         ("rloo", {"epsilon": 1}, "'rloo'.*epsilon"),
         ("grpo", {"epsilon": -1e-6}, "'grpo'.*epsilon must be at least 0"),
-        ("gae", {"values": 1}, "'gae'.*values"),
-        ("remax", {"gamma": 1}, "'remax'.*gamma"),
+        ("gdpo", {"reward_components": 1}, "'gdpo'.*reward_components"),
+        ("rloo", {"gamma": 1}, "'rloo'.*gamma"),
     ):
         with pytest.raises(InputError, match=message):
             get_adv_estimator_fn(name, settings)
-
-
-@for_all(seed=seeds)
-def test_table_entries_of_gae_and_remax_are_the_named_functions(seed):
-    b = random_batch(seed)
-    r, m = b["rewards"], b["mask"]
-    for given_settings, lam_policy in (
-        ({"gamma": GAMMA, "lam": LAM}, None),
-        ({"gamma": GAMMA, "lam": LAM, "lam_policy": 0.5}, 0.5),
-        ({"gamma": GAMMA, "lam": LAM, "length_adaptive_alpha": ALPHA}, length_adaptive_lam(m, ALPHA)),
-    ):
-        results = get_adv_estimator_fn("gae", given_settings)(r, m, b["index"], values=b["values"])
-        expected = compute_gae_advantage_return(r, b["values"], m, GAMMA, LAM, lam_policy)
-        assert all(bits_equal(x, y) for x, y in zip(results, expected))
-    default = ADV_ESTIMATORS["gae"](r, m, b["index"], values=b["values"])
-    expected = compute_gae_advantage_return(r, b["values"], m, 1.0, 1.0)
-    assert all(bits_equal(x, y) for x, y in zip(default, expected))
-    remax = ADV_ESTIMATORS["remax"](r, m, b["index"], reward_baselines=b["baselines"])
-    assert all(bits_equal(x, y) for x, y in zip(remax, compute_remax_outcome_advantage(r, b["baselines"], m)))

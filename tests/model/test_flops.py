@@ -8,7 +8,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import grpo
 import ppo
-from lib.args import RENAMED, step_sizes
+from lib.args import step_sizes
 from lib.cli.flags import parse_flags
 from lib.estimate import flops_of_step
 from lib.model import freeze, load_model, response_log_probs
@@ -103,7 +103,7 @@ def test_flops_of_a_step_by_hand():
     words += " --max-response-length 50 --prompts-per-step"
 
     def flops(script, more: str) -> StepFlops:
-        args = parse_flags(script.Args, f"{words} {more}".split(), RENAMED)
+        args = parse_flags(script.Args, f"{words} {more}".split())
         return flops_of_step(args, step_sizes(args, 1))
 
     def by_hand(weights: int, group_size: int) -> float:

@@ -24,7 +24,7 @@ def world(monkeypatch):
 
 
 def policy(world, dtype: str):
-    args = parse_flags(grpo.Args, ["--compute-dtype", dtype, "--lr", "0.01"], {})
+    args = parse_flags(grpo.Args, ["--compute-dtype", dtype, "--lr", "0.01"])
     factory = setup.make_model_factory(args, world, step_sizes(args, 1))
     make_optimizer = partial(torch.optim.AdamW, lr=args.optimizer.lr, fused=True)
     return setup.load_policy(factory, "actor", args.model.model, make_optimizer, 10)

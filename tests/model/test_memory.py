@@ -311,7 +311,7 @@ def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
 
 
 def flags_of(path: str, *flags: str):
-    args = parse_flags(grpo.Args, list(flags), {})
+    args = parse_flags(grpo.Args, list(flags))
     args.model.model = path
     return args, step_sizes(args, 8)
 

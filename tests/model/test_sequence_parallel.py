@@ -289,7 +289,7 @@ def test_what_cannot_be_is_refused(flags, ranks, message, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(InputError, match=message):
-        parse_flags(grpo.Args, f"--sequence-parallel-size 2 {flags}".split(), {})
+        parse_flags(grpo.Args, f"--sequence-parallel-size 2 {flags}".split())
 
 
 def test_models_that_cannot_be_split_are_refused(tmp_path):

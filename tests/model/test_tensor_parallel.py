@@ -160,7 +160,7 @@ def test_what_does_not_work_is_refused(flags, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     words = f"--tensor-parallel-size 2 --rollout-engine vllm {flags}".split()
     with pytest.raises(InputError, match=message):
-        parse_flags(grpo.Args, words, {})
+        parse_flags(grpo.Args, words)
 
 
 def test_models_that_cannot_be_split_are_refused(tmp_path):

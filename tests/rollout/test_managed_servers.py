@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import grpo
 from lib import InputError
-from lib.args import RENAMED
 from lib.cli.flags import parse_flags
 from lib.distributed import World, init_distributed
 from lib.rollout import ManagedServers, managed_servers, serve
@@ -380,16 +379,16 @@ def test_flags_that_make_no_sense_are_one_line(monkeypatch, flags, environ, mess
     for name, value in ({"RANK": "0"} | environ if environ else {}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError) as refused:
-        parse_flags(grpo.Args, ["--rollout-gpus", *flags.split()], RENAMED)
+        parse_flags(grpo.Args, ["--rollout-gpus", *flags.split()])
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_servers_mean_vllm_with_the_whole_gpu(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    rollout = parse_flags(grpo.Args, ["--rollout-gpus", "4", "--async-level", "1"], RENAMED).rollout
+    rollout = parse_flags(grpo.Args, ["--rollout-gpus", "4", "--async-level", "1"]).rollout
     assert (rollout.rollout_engine, rollout.gpu_share) == ("vllm", 0.9)
-    beside = parse_flags(grpo.Args, ["--rollout-engine", "vllm"], RENAMED).rollout
+    beside = parse_flags(grpo.Args, ["--rollout-engine", "vllm"]).rollout
     assert beside.gpu_share == 0.4
 
 

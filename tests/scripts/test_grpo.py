@@ -414,7 +414,7 @@ def test_the_importance_weight_is_in_the_gradient_once(loss, flags):
     """With --async-level, against the gradient written out in float64: the loss itself has the weight min(pi_old /
     pi_rollout, cap), or the correction has, unless it only measures. The clip is out of reach."""
     flags = ["--rollout-engine", "http://127.0.0.1:1", "--async-level", "1", "--loss", loss, *flags]
-    args = parse_flags(grpo.Args, flags, {})
+    args = parse_flags(grpo.Args, flags)
     correction = check_algorithm(args, torch.device("cpu"))
     g = torch.Generator().manual_seed(0)
     old, drift, advantages = torch.randn(3, 4, 5, generator=g, dtype=torch.float64)

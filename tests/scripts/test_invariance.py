@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+import remax
 from lib.core_algos import (
     ADV_ESTIMATORS,
     ADV_TENSORS,
@@ -34,6 +35,7 @@ from lib.core_algos import (
     LOSS_TENSORS,
     POLICY_LOSSES,
     agg_loss,
+    compute_gae_advantage_return,
     compute_token_masks,
     compute_value_loss,
     get_adv_estimator_fn,
@@ -480,10 +482,23 @@ def test_sharing_is_exact_over_ranks_and_micro_batches(tmp_path):
 # --------------------------------------------------------------------------------------- estimators
 
 
-@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+OF_OTHER_SCRIPTS = {
+    "gae": (lambda r, mask, _, values: compute_gae_advantage_return(r, values, mask, 1.0, 1.0), ("values",)),
+    "remax": (
+        lambda r, mask, _, reward_baselines: remax.remax_advantages(r, reward_baselines, mask.bool()),
+        ("reward_baselines",),
+    ),
+}
+"""{name: (estimator, the tensors that it takes by keyword)}"""
+
+
+@pytest.mark.parametrize("name", [*ADV_ESTIMATORS, *OF_OTHER_SCRIPTS])
 def test_no_row_of_an_estimator_depends_on_dead_rows_row_order_or_padding(name):
     """Dead rows and row order change no bit. Padding may change the order in which a row is summed: rtol 1e-12."""
-    estimate = get_adv_estimator_fn(name, {"singleton": "zero"})
+    estimate, tensors = OF_OTHER_SCRIPTS.get(name) or (
+        get_adv_estimator_fn(name, {"singleton": "zero"}),
+        ADV_TENSORS.get(name, ()),
+    )
     for seed in range(10):
         b, _ = mini_batch(seed)
         g = torch.Generator().manual_seed(seed)
@@ -494,7 +509,7 @@ def test_no_row_of_an_estimator_depends_on_dead_rows_row_order_or_padding(name):
         index = torch.randint(0, 5, (ROWS,), generator=g)  # groups of one too
 
         def call(rows, dead=0, columns=0, b=b, index=index, seed=seed):
-            keys = ("token_level_rewards", "response_mask", *ADV_TENSORS.get(name, ()))
+            keys = ("token_level_rewards", "response_mask", *tensors)
             x = {key: b[key][rows + rows[:dead]] for key in keys}
             x = {key: pad(v, (0, columns)) if v.shape[1:] == (7,) else v for key, v in x.items()}
             x["response_mask"][ROWS:] = 0

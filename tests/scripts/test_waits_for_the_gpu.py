@@ -52,7 +52,7 @@ def world(monkeypatch):
 
 def reads_of_an_update(world, micro_batch_tokens: int, monkeypatch) -> tuple[int, int]:
     """(reads, micro-batches), without those that lay out rows: they are on the CPU, and wait once a micro-batch."""
-    args = parse_flags(grpo.Args, ["--micro-batch-tokens", str(micro_batch_tokens), "--kl-coef", "0.1", *LIMITS], {})
+    args = parse_flags(grpo.Args, ["--micro-batch-tokens", str(micro_batch_tokens), "--kl-coef", "0.1", *LIMITS])
     sizes = step_sizes(args, 1)
     factory = setup.make_model_factory(args, world, sizes)
     make_optimizer = partial(torch.optim.AdamW, lr=args.optimizer.lr, fused=True)

@@ -323,12 +323,12 @@ class Images:
             if name not in self.key_of:
                 try:
                     jpeg = self._read(name)
-                    self.key_of[name] = hashlib.sha256(jpeg).hexdigest()[:16]
-                    self.jpegs[self.key_of[name]] = jpeg
+                    self.key_of[name] = key = hashlib.sha256(jpeg).hexdigest()[:16]
+                    self.jpegs[key] = jpeg
                 except (OSError, ValueError, Image.DecompressionBombError) as error:
                     self.key_of[name] = None
                     self.broken.append(f"{name[:60]} ({reason(error)})")
-        return [key for name in names or () if (key := self.key_of[name])]
+        return [shown for name in names or () if (shown := self.key_of[name])]
 
     def _read(self, name: str) -> bytes:
         with open_inside(self.folder, f"images/{name}") as file:

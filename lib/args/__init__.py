@@ -1,0 +1,41 @@
+"""The flags that all scripts share, and the batch sizes of a step. No torch here: --help stays fast.
+
+A script's Args nests the groups (--lr) and the settings (--multi-turn.tools).
+"""
+
+from lib.args.checks import (
+    CONDITIONS,
+    HUB_ID,
+    check_common_flags,
+    check_hub,
+    check_model_path,
+    check_source,
+)
+from lib.args.groups import (
+    FILES,
+    ROOT,
+    DataArgs,
+    ModelArgs,
+    OptimizerArgs,
+    PromptSampling,
+    RewardArgs,
+    RolloutArgs,
+    RunArgs,
+    ShardArgs,
+    ValidationArgs,
+    check_engine,
+    check_output_dir,
+)
+from lib.args.script import ScriptArgs
+from lib.args.settings import (
+    AdvEstimator,
+    AdvKwargs,
+    AggMode,
+    KLEstimator,
+    LossKwargs,
+    MultiTurnArgs,
+    PolicyLoss,
+    RolloutCorrectionArgs,
+    TokenMaskArgs,
+)
+from lib.args.sizes import Sizes, step_sizes, training_ranks

@@ -1,0 +1,458 @@
+"""The groups of flags that all scripts share. Each group checks itself, and a function of lib takes those it needs."""
+
+import re
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval
+from tyro.conf import OmitArgPrefixes, configure
+
+from lib import InputError
+from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, parse_json
+from lib.cli.user_code import load_object
+from lib.sampling import Sampling
+
+MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
+FILES, ROWS = Names.FILES, Names.ROWS
+AS_RECORDED = OnReplay.AS_RECORDED
+ROOT = Path(__file__).parent.parent.parent
+TOY = ROOT / "data/toy"
+TOY_TRAIN, TOY_VAL = (str(TOY / "train.jsonl"),), (str(TOY / "val.jsonl"),)
+NO_FILES = ("none",)
+LONGEST_RUN_NAME = 128  # bytes: wandb takes 128 characters, a file system 255 bytes
+PromptSampling = Literal["uniform", "skip", "variance"]
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class ModelArgs(Group):
+    """The policy's model, and which of its weights train."""
+
+    model: Annotated[str, FILES, ROWS] = str(ROOT / "data/toy/model")
+    """Hugging Face id, folder or .gguf file of the policy to start from"""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU.
+    float16, with a loss scale, is closer to the engine's log-probs (rollout/k3), for models whose values fit it"""
+    attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
+    """packed_sdpa (lib/model/attention.py) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and
+    bfloat16; flash_attention_2 needs its package; with any other, rows are padded. auto: packed_sdpa (docs/gpu.md)"""
+    compile: Annotated[bool, MAY_CHANGE] = False
+    """torch.compile the layers, for packed rows: the first steps take a minute longer"""
+    padding_free: Annotated[bool, MAY_CHANGE] = True
+    """pack the sequences of a micro-batch without padding, if the model supports it (docs/models.md)"""
+    share_prompts: Annotated[bool, MAY_CHANGE] = True
+    """shared-prefix training: compute a prompt once for its group; needs packing and packed_sdpa or varlen"""
+    gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
+    """recompute activations in the backward pass: less memory, about a third more time in the update"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the model"""
+    lora_rank: Annotated[int, Ge(0)] = 0
+    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. vLLM
+    samples from W + dW; in bfloat16 this rounds small updates away, so --rollout-correction then has a default"""
+    lora_alpha: Annotated[float, Gt(0)] = 32.0
+    """LoRA scale: the update of the adapters is multiplied by lora_alpha / lora_rank"""
+    lora_target_modules: str = "all-linear"
+    """linear layers that get adapters: all-linear (of the language part), or a regular expression of names such as
+    .*[qkvo]_proj"""
+    freeze: str = ""
+    """what is not trained: vision, tower or projector (of a model that sees; vision is both), or a regular expression
+    of parameter names, such as "model.embed_tokens.*"; empty: all is"""
+
+    def check(self) -> None:
+        for name in ("freeze", "lora_target_modules"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                raise InputError(f"{as_flag(name)} {getattr(self, name)}: not a regular expression: {error}") from error
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class ShardArgs(Group):
+    """How models are split over ranks (docs/scaling.md)."""
+
+    dp_replicate_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """copies of the model (HSDP), each split over its share of the ranks; 1: one copy, split over all ranks"""
+    sequence_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """this many neighbouring ranks compute their rows together, each a share of the tokens (Ulysses), for rows that are
+    too long for one rank; must divide the number of attention heads; needs --padding-free and packed_sdpa"""
+    tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """this many neighbouring ranks compute their rows together, each with a share of every layer's weights, split by
+    transformers' plan for the model; must divide the number of key and value heads; needs a vLLM engine or server"""
+    reduce_each_micro_batch: Annotated[bool, MAY_CHANGE] = False
+    """reduce gradients over ranks after each micro-batch, not once an update: gradients then take 4 bytes x parameters
+    / ranks of memory on each rank instead of 4 bytes x parameters, for more communication"""
+    cpu_offload: Annotated[
+        tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...], MAY_CHANGE
+    ] = ()
+    """models whose weights, gradients and optimizer state stay in CPU memory; activations: the update's saved
+    activations, best with --gradient-checkpointing, which saves only one tensor a layer; slower"""
+
+    def parallel_sizes(self) -> dict[str, int]:
+        """{flag: how many ranks compute the same rows together}."""
+        return {name: getattr(self, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class DataArgs(Group):
+    """Data files in verl's format, and how their rows become prompts."""
+
+    train_files: Annotated[tuple[str, ...], FILES, ROWS] = TOY_TRAIN
+    """parquet or json(l) files, or a data set on the hub"""
+    dataset_class: Annotated[str, FILES, ROWS] = ""
+    """path/to/file.py:ClassName of your own dataset class; empty: lib/data's RLHFDataset"""
+    max_prompt_length: Annotated[int, Ge(1), ROWS] = 32
+    """maximum number of prompt tokens, including the chat template"""
+    truncation: Annotated[Literal["error", "left", "right", "middle"], ROWS] = "error"
+    """side on which prompts that are too long are truncated, if they are not filtered; error: stop the run"""
+    filter_overlong_prompts: Annotated[bool, ROWS] = True
+    """drop training and validation prompts that are too long, and print their number"""
+    chat_template_kwargs: Annotated[str, ROWS] = "{}"
+    """JSON of keyword arguments for the chat template, such as {"enable_thinking": false}"""
+    max_pixels: Annotated[int, Ge(1), ROWS] = 1003520
+    """maximum number of pixels of an image or video frame; larger ones are scaled down (1280 x 28 x 28)"""
+    min_pixels: Annotated[int, Ge(1), ROWS] = 3136
+    """a smaller one is made larger, to about this many; the model's processor then resizes by its own rules"""
+    max_images: Annotated[int, Ge(1), ROWS] = 8
+    """maximum number of images, and of videos, in a prompt; rows with more are dropped and counted"""
+    video_fps: Annotated[float, Gt(0), ROWS] = 2.0
+    """frames sampled per second of a video file"""
+    max_frames: Annotated[int, Ge(1), ROWS] = 32
+    """maximum number of frames of a video; frames of longer videos are sampled evenly"""
+    allow_special_tokens: bool = False
+    """text in a message that spells a special token, such as <|im_end|>, becomes that token; otherwise a space breaks
+    it up, so that it stays text"""
+    shuffle: Annotated[bool, ROWS] = True
+    """shuffle the training prompts anew in each epoch"""
+    loader_workers: Annotated[int, Ge(0), MAY_CHANGE] = 0
+    """processes that tokenize prompts ahead of time; 0: the training process does it"""
+    prompt_sampling: Annotated[PromptSampling, ROWS] = "uniform"
+    """which prompts come: uniform: each once an epoch; skip: those whose groups scored alike --prompt-skip-after times
+    in a row (all right or all wrong) are left out; variance: prompts are drawn in proportion to the variance of their
+    last group's scores"""
+    prompt_skip_after: Annotated[int, Ge(1), ROWS] = 3
+    """consecutive groups with equal scores after which --prompt-sampling skip skips a prompt"""
+    prompt_share: Annotated[float, Interval(gt=0, le=1), ROWS] = 0.1
+    """share of left out prompts that come nevertheless, as they may have become useful; with variance, of the draws
+    that are uniform"""
+
+    def check(self) -> None:
+        parse_json("chat_template_kwargs", self.chat_template_kwargs)
+        if self.min_pixels > self.max_pixels:
+            raise InputError(f"--min-pixels {self.min_pixels}: more than --max-pixels {self.max_pixels}")
+        if self.prompt_sampling != "uniform" and self.loader_workers:
+            raise InputError(
+                f"--prompt-sampling {self.prompt_sampling} chooses prompts by the scores of the step before, and "
+                "--loader-workers take them ahead of that: drop one"
+            )
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class RolloutArgs(Group):
+    """How responses are sampled."""
+
+    rollout_engine: Annotated[str, FILES] = "hf"
+    """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
+    server that already runs (several: separate them by commas); path/to/file.py:Class is your own engine"""
+    rollout_gpus: Annotated[int, Ge(0), MAY_CHANGE] = 0
+    """this many of the launcher's processes, the last, do not train: each runs a vLLM server on its GPU (on a CPU: as a
+    process) for the others; --rollout-engine is then vllm"""
+    rollout_tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """this many neighbouring ranks share one vLLM engine, or with --rollout-gpus one server, which is split over them:
+    for models that one GPU cannot hold"""
+    gpu_memory_utilization: Annotated[float | None, Interval(gt=0, lt=1), MAY_CHANGE] = None
+    """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache); empty: 0.4, and 0.9 of a
+    GPU of its own (--rollout-gpus)"""
+    vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
+    """JSON object of further settings of the vLLM engine, by the names of its EngineArgs, such as {"kv_cache_dtype":
+    "fp8"}, {"max_num_seqs": 512} or a "speculative_config"; a server gets its own on its command line"""
+    async_level: Annotated[int, Ge(0)] = 0
+    """steps by which rollouts may be off-policy, on servers (--rollout-gpus or http://...); their weights are then
+    up to this many steps old. Above 0, --rollout-correction has a default"""
+    async_order: Literal["prompts", "finished"] = "prompts"
+    """with --async-level: a step trains on the groups that began first, or (from level 2 on) on those that are finished
+    first, which waits less and prefers short responses"""
+    max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 16
+    """maximum number of response tokens; with --multi-turn, of a whole episode"""
+    temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
+    """sampling temperature; the loss uses log-probs at this temperature, top_p, top_k and min_p"""
+    top_p: Annotated[float, Interval(gt=0, le=1), AS_RECORDED] = 1.0
+    """nucleus sampling: sample from the smallest set of tokens with this total probability; 1: all tokens"""
+    top_k: Annotated[int, Ge(-1), AS_RECORDED] = -1
+    """top-k sampling: sample from the k most likely tokens; -1: all tokens"""
+    min_p: Annotated[float, Interval(ge=0, le=1), AS_RECORDED] = 0.0
+    """sample from the tokens that are at least this many times as likely as the likeliest; 0: from all"""
+    repetition_penalty: Annotated[float, Gt(0), AS_RECORDED] = 1.0
+    """divides the logits of tokens that came before; 1: off. Only with --val-only: the loss cannot account for it"""
+    stop: Annotated[tuple[str, ...], AS_RECORDED] = ()
+    """strings that end a response; the tokens that complete one are trained like the others"""
+
+    def check(self) -> None:
+        if self.rollout_gpus and self.rollout_engine not in ("hf", "vllm"):
+            raise InputError(
+                f"--rollout-gpus {self.rollout_gpus} runs vLLM servers of this job's own, --rollout-engine "
+                f"{self.rollout_engine} names others: drop one"
+            )
+        if self.rollout_gpus:
+            self.rollout_engine = "vllm"
+        check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
+        if "" in self.stop:
+            raise InputError("--stop '': an empty string would end every response; give a text, or drop --stop")
+        if self.stop and self.async_level:
+            raise InputError(
+                f"--stop with --async-level {self.async_level}: a server misses a stop string that a weight sync cuts "
+                "in two: drop one"
+            )
+        if parse_json("vllm_kwargs", self.vllm_kwargs) and not self.starts_vllm:
+            raise InputError(f"--vllm-kwargs {self.vllm_kwargs}: needs --rollout-engine vllm")
+        if self.async_level and not self.on_servers:
+            raise InputError(
+                f"--async-level {self.async_level} needs --rollout-gpus or --rollout-engine http://host:port, not a "
+                "shared device"
+            )
+        if self.async_order == "finished" and self.async_level < 2:
+            raise InputError("--async-order finished: needs --async-level 2 or more, of which slow groups get one")
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether responses are sampled outside of the processes that train."""
+        return self.rollout_gpus > 0 or "://" in self.rollout_engine
+
+    @property
+    def starts_vllm(self) -> bool:
+        """Whether this job starts vLLM, in the processes that train or with --rollout-gpus."""
+        return self.rollout_engine == "vllm"
+
+    def sampling(self) -> Sampling:
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
+    @property
+    def gpu_share(self) -> float:
+        """gpu_memory_utilization, or its default."""
+        return self.gpu_memory_utilization or (0.9 if self.rollout_gpus else 0.4)
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class RewardArgs(Group):
+    """Who scores responses, and under what limits."""
+
+    reward: Annotated[tuple[str, ...], FILES, AS_RECORDED] = ("data_source",)
+    """scorers, whose scores are added up: data_source (the one in rewards/ for each row's data_source) or
+    path/to/file.py:function (your own)"""
+    reward_weights: Annotated[tuple[float, ...], Interval(ge=-1e4, le=1e4)] = ()
+    """a weight for each scorer of --reward; empty: 1 each"""
+    reward_kwargs: Annotated[str, AS_RECORDED] = "{}"
+    """JSON of keyword arguments for every scorer"""
+    reward_workers: Annotated[int, Ge(0), MAY_CHANGE] = 2
+    """worker processes per rank; 0: score in the training process, for breakpoint()"""
+    reward_timeout: Annotated[float, Gt(0), MAY_CHANGE] = 30.0
+    """timeout of a scorer for one response, in seconds"""
+    reward_memory: Annotated[int, Ge(1), MAY_CHANGE] = 2048
+    """memory limit of a scorer in MiB, beyond the memory of its imports"""
+    sandbox_level: Annotated[Literal["namespaces", "landlock", "rlimits", "none"], MAY_CHANGE] = "namespaces"
+    """weakest sandbox accepted for code that a model wrote; docs/rewards.md describes each"""
+    reward_failure_score: Annotated[float | None, Interval(ge=-1e12, le=1e12)] = None
+    """score of a response whose scorer hangs, crashes or raises; empty: exclude the response from training"""
+    reward_model: Annotated[str, FILES, AS_RECORDED] = ""
+    """Hugging Face id or folder of a sequence classifier with one output, which is added to the scorers' score"""
+    reward_model_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
+    """weight of the reward model's score"""
+
+    def check(self) -> None:
+        parse_json("reward_kwargs", self.reward_kwargs)
+        check_scorers("reward", self.reward)
+        if len(self.reward_weights) not in (0, len(self.reward)):
+            raise InputError(
+                f"--reward-weights has {len(self.reward_weights)} numbers for the {len(self.reward)} scorers of "
+                "--reward"
+            )
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class OptimizerArgs(Group):
+    """Micro-batches and AdamW."""
+
+    micro_batch_tokens: Annotated[int, Ge(1), MAY_CHANGE] = 16384
+    """maximum number of tokens of one forward and backward pass on one rank"""
+    lr: Annotated[float, Ge(0)] = 1e-4
+    """learning rate (1e-6 for billions of parameters)"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """learning-rate schedule after the warm-up"""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """number of warm-up steps of the learning rate"""
+    weight_decay: Annotated[float, Ge(0)] = 0.0
+    """AdamW's weight decay"""
+    adam_betas: Annotated[tuple[float, float], Interval(ge=0, lt=1)] = (0.9, 0.999)
+    """AdamW's betas"""
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    """maximum gradient norm (clipping)"""
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class ValidationArgs(Group):
+    """Validation during training."""
+
+    val_files: Annotated[tuple[str, ...], MAY_CHANGE] = ()
+    """parquet or json(l) files, or a data set on the hub; none: no validation; empty: those of the toy, if it is
+    trained on or --val-only validates it"""
+    val_before_train: Annotated[bool, MAY_CHANGE] = True
+    """validate before the first step"""
+    val_every: Annotated[int, Ge(0), MAY_CHANGE] = 5
+    """validate every n steps and after the last; 0: never"""
+    val_only: Annotated[bool, NOT_COMPARED] = False
+    """validate (with --resume: that checkpoint) and stop; reads no training data; writes to <run>/val_only/1, 2, ..."""
+    val_reward: Annotated[tuple[str, ...], MAY_CHANGE, FILES] = ()
+    """scorers of validation, as --reward; empty: those of training"""
+    val_samples: Annotated[int, Ge(1), MAY_CHANGE] = 1
+    """responses per validation prompt: n in mean@n, pass@k, maj@k"""
+    val_temperature: Annotated[float, Ge(0), MAY_CHANGE] = 0.0
+    """sampling temperature in validation; 0: greedy"""
+    val_top_p: Annotated[float, Interval(gt=0, le=1), MAY_CHANGE] = 1.0
+    """nucleus sampling in validation"""
+    show_samples: Annotated[int, Ge(0), MAY_CHANGE] = 3
+    """number of validation samples printed at the end of the run (samples.jsonl has all)"""
+
+    def check(self) -> None:
+        check_scorers("val_reward", self.val_reward)
+        if self.val_only and not self.enabled:
+            raise InputError("--val-only needs --val-files: name the files to validate on")
+        if self.val_samples > 1 and self.val_temperature == 0:
+            raise InputError(f"--val-samples {self.val_samples} are all the same at --val-temperature 0: raise it")
+
+    @property
+    def enabled(self) -> bool:
+        return self.val_files != NO_FILES and (self.val_only or self.val_before_train or self.val_every > 0)
+
+
+@configure(OmitArgPrefixes)
+@dataclass
+class RunArgs(Group):
+    """The run: its folder, length, checkpoints and logs."""
+
+    run_name: Annotated[str, NOT_COMPARED] = ""
+    """name of the run; its folder is output_dir/run_name; empty: <script>-s<seed>-<date and time>-<random>"""
+    output_dir: Annotated[str, NOT_COMPARED] = "runs"
+    """folder of all runs"""
+    config: Annotated[str, NOT_COMPARED] = ""
+    """config.json of a run, or a YAML file, with flags; flags on the command line override it"""
+    seed: Annotated[int, Interval(ge=0, lt=2**32), ROWS] = 1
+    """seed of sampling and data order; the same seed gives the same run"""
+    total_steps: Annotated[int, Ge(1), MAY_CHANGE] = 60
+    """number of steps, each of prompts_per_step x group_size responses"""
+    total_epochs: Annotated[int | None, Ge(1), MAY_CHANGE] = None
+    """number of passes over the training prompts; overrides total_steps, rounded up; empty: total_steps"""
+    dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
+    """print the sizes of a step, its FLOPs and the memory that each of this many GPUs needs (those that train;
+    --rollout-gpus of them do not), and stop before a model loads"""
+    memory_check: Annotated[bool, NOT_COMPARED] = True
+    """on a GPU, estimate the memory at the start and reject flags that do not fit"""
+    resume: Annotated[str, NOT_COMPARED] = "never"
+    """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder:
+    one of run_name takes that run back to it, one of another run starts run_name from it"""
+    resume_override: Annotated[tuple[str, ...], NOT_COMPARED] = ()
+    """flags that change results (or `script`) and may differ from the checkpoint; recorded in config.json"""
+    record: Annotated[str, NOT_COMPARED] = ""
+    """folder, seen by all nodes, that keeps what each step samples and its scores for --replay, and its whole batch for
+    a debugger (docs/replay.md)"""
+    replay: str = ""
+    """folder of a --record: train on what was sampled and scored there, without engine and scorers, on as many ranks"""
+    stage_timeout: Annotated[float, Ge(0), MAY_CHANGE] = 1800.0
+    """seconds that a stage (start, rollout, update, save, ...) may take before the job ends and says why; after a 30th
+    of that, a line says where the ranks are; 0: no limit. Loading models has no limit"""
+    save_every: Annotated[int, Ge(0), MAY_CHANGE] = 50
+    """save a checkpoint every n steps and after the last; 0: never"""
+    keep_checkpoints: Annotated[int, Ge(0), MAY_CHANGE] = 2
+    """keep the newest n checkpoints; 0: all"""
+    save_rollouts: Annotated[int | Literal["all"], Ge(0), MAY_CHANGE] = 1
+    """keep this many groups of each step's training samples, with all that is known of each token, in <run>/rollouts;
+    0: none"""
+    export_model: Annotated[bool, MAY_CHANGE] = True
+    """after the last step, export the policy in Hugging Face format to <run>/model"""
+    export_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], MAY_CHANGE] = "auto"
+    """dtype of the exported weights; auto: --compute-dtype, as in the rollouts"""
+    track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], MAY_CHANGE] = ()
+    """trackers in addition to metrics.jsonl; trackio must be installed separately"""
+    profile_steps: Annotated[tuple[int, ...], Ge(1), NOT_COMPARED] = ()
+    """steps to profile: each rank writes a torch.profiler trace to <run>/profile"""
+    profile_memory: Annotated[bool, NOT_COMPARED] = False
+    """traces show the memory in use; on a GPU each also has a snapshot with every allocation's stack"""
+
+    def check(self) -> None:
+        check_run_name(self.run_name)
+        if not self.dry_run:
+            check_output_dir(self.output_dir)
+        if self.record and self.replay:
+            raise InputError("--record with --replay: what a replay samples and scores is recorded already; drop one")
+        if self.record and not self.dry_run:
+            check_output_dir(self.record, "--record")
+        if self.replay and not Path(self.replay, "config.json").is_file():
+            raise InputError(f"--replay {self.replay}: no config.json there; give the folder of a run with --record")
+        if self.resume == "auto" and not self.run_name:
+            raise InputError("--resume auto needs the --run-name of the run to resume")
+        if self.profile_memory and not self.profile_steps:
+            raise InputError("--profile-memory needs --profile-steps, the steps to profile")
+        if self.total_epochs is None:
+            self.check_profile_steps()
+
+    def check_profile_steps(self) -> None:
+        """To be called when total_steps is known."""
+        if late := [step for step in self.profile_steps if step > self.total_steps]:
+            raise InputError(f"--profile-steps {late[0]}: the run has {self.total_steps} steps (--total-steps)")
+
+
+# ---- checks of one value ---------------------------------------------------------------------------
+
+
+def check_engine(name: str, ranks: int) -> None:
+    """Raises InputError if there is no such engine or it cannot run here."""
+    if ranks > 1 and name != "vllm":
+        raise InputError(
+            f"--rollout-tensor-parallel-size {ranks} splits a vLLM engine: it needs --rollout-engine vllm (a server is "
+            "split by its own --tensor-parallel-size)"
+        )
+    urls = all(url.startswith(("http://", "https://")) for url in name.split(","))
+    if not (name in ("hf", "vllm") or urls or ".py:" in name):
+        raise InputError(
+            f"--rollout-engine {name}: must be hf, vllm, the URL of a vLLM server (http://host:port) or "
+            "path/to/file.py:Class, your own engine"
+        )
+
+
+def check_scorers(name: str, specs: tuple[str, ...]) -> None:
+    """Raises InputError for a scorer of your own that cannot be loaded."""
+    for spec in specs:
+        if spec != "data_source":
+            load_object(as_flag(name), spec)
+
+
+def check_run_name(name: str) -> None:
+    """Raises InputError for a name that is not that of one folder, or that a tracker refuses."""
+    if "/" in name or name in (".", ".."):
+        raise InputError(f"--run-name {name!r}: must be one folder's name; --output-dir says where that folder lies")
+    if not name.isprintable():  # nor is half a surrogate pair, which Python makes of invalid UTF-8
+        raise InputError(f"--run-name {name!r}: must be printable UTF-8 on one line")
+    if len(name.encode()) > LONGEST_RUN_NAME:
+        raise InputError(f"--run-name {name[:40]}...: {len(name.encode())} bytes, at most {LONGEST_RUN_NAME} are taken")
+
+
+def check_output_dir(folder: str, flag: str = "--output-dir") -> None:
+    """Raises InputError for a folder that cannot be made or written to."""
+    if not folder.isprintable():
+        raise InputError(f"{flag} {folder!r}: must be printable UTF-8 on one line")
+    try:
+        there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    except OSError as error:
+        raise InputError(f"{flag} {folder[:40]}...: {error.strerror}") from error
+    if not there.is_dir():
+        raise InputError(f"{flag} {folder}: {there} is not a folder")
+    try:
+        tempfile.TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        raise InputError(f"{flag} {folder}: {there} cannot be written: {error.strerror}") from error

@@ -1,0 +1,65 @@
+"""What lib reads of a script's Args."""
+
+from dataclasses import Field
+from typing import Any, ClassVar, Literal
+
+from lib.args.groups import (
+    DataArgs,
+    ModelArgs,
+    OptimizerArgs,
+    RewardArgs,
+    RolloutArgs,
+    RunArgs,
+    ShardArgs,
+    ValidationArgs,
+)
+from lib.args.settings import (
+    AdvKwargs,
+    AggMode,
+    LossKwargs,
+    MultiTurnArgs,
+    PolicyLoss,
+    RolloutCorrectionArgs,
+    TokenMaskArgs,
+)
+
+
+class ScriptArgs:
+    """The base of every script's Args: the groups and flags that all have, and values for those that only some have."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    run: RunArgs
+    model: ModelArgs
+    shard: ShardArgs
+    data: DataArgs
+    rollout: RolloutArgs
+    multi_turn: MultiTurnArgs
+    reward: RewardArgs
+    optimizer: OptimizerArgs
+    validation: ValidationArgs
+
+    prompts_per_step: int
+    group_size: int
+    num_mini_batches: int
+    update_epochs: int
+
+    loss: PolicyLoss
+    loss_kwargs: LossKwargs
+    loss_agg_mode: AggMode
+    loss_scale_factor: float | None
+    token_masks: TokenMaskArgs
+    old_log_probs: Literal["auto", "recompute", "rollout"]
+    rollout_correction: RolloutCorrectionArgs
+
+    kl_coef: float
+    kl_placement: Literal["loss", "reward"]
+    kl_target: float | None
+    kl_horizon: int
+
+    # flags of some scripts only; in a class that is no dataclass they are not flags of the others
+    adv_estimator = ""
+    adv_kwargs = AdvKwargs()
+    singleton = "raw"
+    reward_keys: tuple[str, ...] = ()
+    overlong_buffer = 0
+    critic_model: str | None = None
