@@ -173,7 +173,7 @@ def test_a_recording_is_never_written_over(recorded, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("")
     cases = {
-        f"it holds the recording of {folder / 'run'}: give a new folder": [],
+        f"it contains the recording of {folder / 'run'}: give a new folder": [],
         "the folder contains other files: give a new one": ["--record", str(tmp_path / "full")],
         f"{tmp_path / 'run'}: the folder contains other files": ["--record", str(tmp_path / "run")],
     }
