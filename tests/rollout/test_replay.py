@@ -150,7 +150,7 @@ def test_a_resumed_run_records_its_steps_again(recorded, tmp_path):
 # ---- what is refused -----------------------------------------------------------------------------
 
 REFUSED = {  # what the message says, by flags
-    "--temperature was 1.0, is 0.7. What was sampled": ["--temperature", "0.7"],
+    "--temperature was 1.0, is 0.7. The recorded samples": ["--temperature", "0.7"],
     "--multi-turn.tools was [], is ['calculator']": TOOLS,
     "the prompts of step 1 are not those recorded": ["--seed", "2"],
     "the prompts of step 1 are not those recorded: what decides": ["--group-size", "8"],
