@@ -194,7 +194,7 @@ PADDED = {  # family: the reason that is printed
     "xlstm": "recurrent",
 }
 
-REFUSED = {"bert": "sees later tokens", "phimoe": "draws its experts at random"}
+REFUSED = {"bert": "attention is not causal", "phimoe": "draws its experts at random"}
 UNTESTED = """
     big_bird bigbird_pegasus bert-generation camembert data2vec-text electra ernie git megatron-bert rembert roberta
     roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod bart blenderbot blenderbot-small
