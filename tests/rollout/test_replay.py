@@ -150,7 +150,7 @@ def test_a_resumed_run_records_its_steps_again(recorded, tmp_path):
 # ---- what is refused -----------------------------------------------------------------------------
 
 REFUSED = {  # what the message says, by flags
-    "--temperature was 1.0, is 0.7. What was sampled": ["--temperature", "0.7"],
+    "--temperature was 1.0, is 0.7. The recorded samples": ["--temperature", "0.7"],
     "--multi-turn.tools was [], is ['calculator']": TOOLS,
     "the prompts of step 1 are not those recorded": ["--seed", "2"],
     "the prompts of step 1 are not those recorded: what decides": ["--group-size", "8"],
@@ -173,7 +173,7 @@ def test_a_recording_is_never_written_over(recorded, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("")
     cases = {
-        f"it holds the recording of {folder / 'run'}: give a new folder": [],
+        f"it contains the recording of {folder / 'run'}: give a new folder": [],
         "the folder contains other files: give a new one": ["--record", str(tmp_path / "full")],
         f"{tmp_path / 'run'}: the folder contains other files": ["--record", str(tmp_path / "run")],
     }
