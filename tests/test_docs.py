@@ -148,7 +148,7 @@ OF_OTHERS = {
     *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
     *("--map-root-user", "--net", "--user"),  # of unshare
     *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers
-    *("--teacher", "--teacher-coef"),  # which your_own.md adds
+    *("--teacher", "--teacher-coef", "--mu", "--mu-end", "--mu-steps", "--phi"),  # which your_own.md adds
 }
 
 

@@ -8,31 +8,33 @@ Where grpo.py has changed under the diffs:
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import toy
 from tests.common import ROOT, SMALL, checkpoint_state, fork, metrics, ran
 
 DOC = ROOT / "docs/your_own.md"
 BLOCK = re.compile(r"```diff\n--- (\w+)\.py\n(.*?)```", re.S)
-NAMES = ("distill", "best_of_n")
-CHANGED = 40  # lines of a diff to grpo.py, those that go and those that come
+METHODS = {"distill": 40, "best_of_n": 40, "self_distill": 50, "chord": 60}  # most lines that go and come
+EDITS = ("advantage", "loss", "temperature", "token_reward", "metric", "optimizer", "second_policy")
 ACCURACY = "val/toy/arithmetic/mean@1"
 TEN_STEPS = ["--total-steps", "10", "--val-every", "10", "--save-every", "0", "--show-samples", "0"]
 
 
 def patched(folder: Path, fuzz: int = 0) -> dict[str, Path]:
     """The scripts, in the folder. Raises RuntimeError with what patch says where a diff does not apply."""
-    scripts = {name: Path(shutil.copy(ROOT / "grpo.py", folder / f"{name}.py")) for name in NAMES}
+    scripts = {name: Path(shutil.copy(ROOT / "grpo.py", folder / f"{name}.py")) for name in (*METHODS, *EDITS)}
     command = ["patch", "-F", str(fuzz), "--directory", str(folder), "--input", str(DOC)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -89,14 +91,89 @@ def teacher(tmp_path_factory):
     return str(folder / "run/model")
 
 
-@pytest.mark.parametrize("name", NAMES)
+def changed_lines(script: Path) -> tuple[int, int]:
+    """(lines that go, lines that come)"""
+    lines = difference(script, 0).splitlines()[2:]
+    return sum(line[0] == "-" for line in lines), sum(line[0] == "+" for line in lines)
+
+
+@pytest.mark.parametrize("name", (*METHODS, *EDITS))
 def test_a_diff_is_short_and_leaves_nothing_unused(scripts, name):
-    lines = difference(scripts[name], 0).splitlines()[2:]
-    assert sum(line[:1] in "+-" for line in lines) <= CHANGED
+    if name in METHODS:
+        assert sum(changed_lines(scripts[name])) <= METHODS[name]
+    else:
+        assert f"| `{name}.py`: {max(changed_lines(scripts[name]))} |" in DOC.read_text()
     for command in (["check"], ["format", "--check"]):
         ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(ROOT / "grpo.py"), "-"]
         done = subprocess.run(ruff, input=scripts[name].read_text(), capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- edits ---------------------------------------------------------------------------------------
+
+
+def test_six_edits_run_together(scripts, tmp_path):
+    """They change different lines, so one run shows all of them."""
+    script = Path(shutil.copy(ROOT / "grpo.py", tmp_path / "edited.py"))
+    for name in EDITS[:-1]:
+        patch = ["patch", "-F", "0", str(script)]
+        subprocess.run(patch, input=difference(scripts[name], 1), text=True, check=True, capture_output=True)
+    ran(start(script, tmp_path, *SMALL, "--total-steps", "2", "--save-every", "2", "--run-name", "run"))
+    logged = metrics(tmp_path / "run")
+    assert [row["rollout/temperature"] for row in logged] == pytest.approx([1.0, 0.8])
+    for row in logged:
+        assert row["rollout/logp_diff_max"] < 1e-4  # the log-probs have the temperature, too
+        assert row["reward/min"] < 0 and 0 < row["actor/unlikely"] < 0.2
+    state = checkpoint_state(tmp_path / "run/checkpoints/step_000002")["actor"]["optim"]
+    assert any("momentum_buffer" in name for name in str(state).split("'"))
+
+
+def test_an_edited_advantage_and_an_edited_loss(scripts):
+    """Against loops in float64."""
+    module, generator = imported(scripts["advantage"]), torch.Generator().manual_seed(0)
+    rewards = torch.randn(6, 1, generator=generator, dtype=torch.float64)
+    mask, group = torch.tensor([[True]] * 5 + [[False]]), torch.tensor([0, 1, 0, 1, 0, 1])
+    ours, _ = module.grpo_advantages(module.Args(), rewards, mask, {"group": group})
+    members = [[i for i in range(5) if group[i] == g] for g in (0, 1)]
+    centred = [rewards[i] - sum(rewards[j] for j in members[group[i]]) / len(members[group[i]]) for i in range(5)]
+    std = (sum((c - sum(centred) / 5) ** 2 for c in centred) / 4) ** 0.5
+    torch.testing.assert_close(ours[:5], torch.stack(centred) / (std + 1e-6))
+    assert ours[5] == 0
+
+    module = imported(scripts["loss"])
+    new, old, advantages = torch.randn(3, 2, 5, generator=generator, dtype=torch.float64)
+    new.requires_grad_()
+    losses, _ = module.policy_loss(module.Args(), new, old, {"advantages": advantages})
+    [gradient] = torch.autograd.grad(losses.sum(), new)
+    for i in range(2):
+        for j in range(5):
+            weight = min(math.exp((new[i, j] - old[i, j]).item()), 1.2)
+            assert gradient[i, j].item() == pytest.approx(-advantages[i, j].item() * weight)
+
+
+def test_a_second_policy_trains_on_the_same_batch(scripts, tmp_path):
+    args = [*SMALL, "--old-log-probs", "rollout", "--total-steps", "2", "--save-every", "2", "--run-name", "run"]
+    ran(start(scripts["second_policy"], tmp_path, *args))
+    first, second = metrics(tmp_path / "run")
+    assert first["twin/lr"] == first["actor/lr"] / 10
+    assert first["twin/pg_loss"] == first["actor/pg_loss"]  # the same weights, the same responses
+    assert second["twin/ppo_kl"] != second["actor/ppo_kl"] == pytest.approx(0, abs=1e-5)
+    state = checkpoint_state(tmp_path / "run/checkpoints/step_000002")
+    weights, others = state["actor"]["model"], state["twin"]["model"]
+    assert weights.keys() == others.keys() and not any(weights[name].equal(others[name]) for name in weights)
+
+
+def test_self_play_against_a_frozen_model(tmp_path):
+    (tmp_path / "opponent.py").write_text(re.search(r"```python\n(.*?)```", DOC.read_text(), re.S)[1])
+    rows = [json.loads(line) for line in (toy.FOLDER / "val.jsonl").read_text().splitlines()[:16]]
+    for row in rows:
+        row["extra_info"]["interaction_kwargs"] = {"model": str(toy.FOLDER / "model")}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [*SMALL, "--train-files", str(tmp_path / "rows.jsonl"), "--max-response-length", "64"]
+    args += ["--multi-turn.interaction", f"{tmp_path / 'opponent.py'}:Opponent", "--prompts-per-step", "4"]
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "1", "--run-name", "run"))
+    [row] = metrics(tmp_path / "run")
+    assert row["agent/turns_mean"] > 1.5 and row["agent/finish/error"] == 0
 
 
 # ---- on-policy distillation ----------------------------------------------------------------------
@@ -177,7 +254,9 @@ def test_the_best_is_the_first_of_equals_and_above_0(scripts):
             best.append([place == first])
     live = torch.tensor([[v is not None] * (3 + i % 5) + [False] * (4 - i % 5) for i, v in enumerate(values)])
     advantages = torch.where(live, torch.tensor([[v or 0.0] for v in values]), 9.0)  # of 3 to 7 tokens, then padding
-    assert module.best_of_groups(advantages, live, np.array(uid, dtype=object)).tolist() == best
+    assert (
+        module.best_of_groups(advantages, live, torch.tensor([list(rows).index(name) for name in uid])).tolist() == best
+    )
 
 
 def test_best_of_n_learns(scripts, tmp_path):
@@ -190,6 +269,83 @@ def test_best_of_n_learns(scripts, tmp_path):
         if "training/rows_in" in row:
             with_signal = round(32 * (1 - row["reward/zero_variance"]))  # groups, of which one row each trains
             assert row["training/rows_trained"] == with_signal == 256 - row["training/rows_dropped/best_of_n"]
+
+
+# ---- self-distillation -----------------------------------------------------------------------------
+
+
+def test_the_teacher_scores_the_same_tokens_after_the_answer(scripts):
+    """Against each row alone, in float64."""
+    module = imported(scripts["self_distill"])
+    model = AutoModelForCausalLM.from_pretrained(toy.FOLDER / "model", dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(toy.FOLDER / "model")
+    responses = [tokenizer.encode(text) for text in ("=12", "7,12,4=427", "=")]
+    T = max(map(len, responses))
+    mask = torch.tensor([[1] * len(ids) + [0] * (T - len(ids)) for ids in responses])
+    padded = torch.tensor([ids + [0] * (T - len(ids)) for ids in responses])
+    questions, answers = ["137+285", "1+2", "20+30"], ["422", "3", "50"]
+    tensors = {"responses": padded, "response_mask": mask, "attention_mask": torch.cat([mask[:, :1], mask], 1)}
+    objects = {
+        "raw_prompt": [[{"role": "user", "content": question}] for question in questions],
+        "reward_model": [{"ground_truth": answer} for answer in answers],
+    }
+    data = SimpleNamespace(tokenizer=tokenizer, chat_template_kwargs={"add_generation_prompt": True})
+    t = module.with_answer(module.DataProto.from_dict(tensors, objects), data).batch
+    with torch.no_grad():
+        logits = model(**{name: t[name] for name in ("input_ids", "attention_mask", "position_ids")}).logits
+    ours = logits[:, -T - 1 : -1].log_softmax(-1).gather(2, padded[:, :, None])[:, :, 0]  # (B, T)
+    for i, ids in enumerate(responses):
+        text = f"<|im_start|>user\n{questions[i]}\nAnswer: {answers[i]}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = tokenizer.encode(text)
+        with torch.no_grad():
+            alone = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert ours[i, : len(ids)].tolist() == pytest.approx([alone[j, token].item() for j, token in enumerate(ids)])
+
+
+def test_self_distillation_trains_on_the_kl_to_the_teacher(scripts, tmp_path):
+    """With one update a step the ratio is 1, so the loss is the mean log ratio. Rewards count for nothing."""
+    ran(start(scripts["self_distill"], tmp_path, *SMALL, "--total-steps", "2", "--run-name", "run"))
+    first, second = metrics(tmp_path / "run")
+    for row in (first, second):
+        assert row["actor/pg_loss"] == pytest.approx(row["actor/teacher_kl"], rel=1e-5)
+        assert row["actor/teacher_kl"] > 1 and row["actor/grad_norm"] > 0  # the toy model has never seen an answer
+    assert first["actor/teacher_kl"] != second["actor/teacher_kl"]
+
+
+# ---- SFT mixed with RL -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phi", [False, True])
+def test_the_gradient_of_demonstrations(scripts, monkeypatch, phi):
+    """Of two micro-batches, against a loop in float64."""
+    chord, generator = imported(scripts["chord"]), torch.Generator().manual_seed(0)
+    log_probs = (-torch.rand(4, 3, generator=generator, dtype=torch.float64)).requires_grad_()
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0]])
+    demos = chord.DataProto.from_dict({"response_mask": mask, "row": torch.arange(4)})
+    actor = SimpleNamespace(
+        log_probs=lambda micro: (log_probs[micro.batch["row"]], None), backward=torch.Tensor.backward
+    )
+    monkeypatch.setattr(chord, "micro_batches", lambda batch, _: [(batch[:2], None), (batch[2:], None)])
+    monkeypatch.setattr(chord, "global_counts", lambda mask: (6, 3))
+    chord.imitate(chord.Args(phi=phi), actor, demos, 0.25)
+    for i in range(4):
+        for j in range(3):
+            p = math.exp(log_probs[i, j].item())
+            weight = p * (1 - p) if phi else 1
+            assert log_probs.grad[i, j].item() == pytest.approx(-0.25 * weight * mask[i, j].item() / 6)
+
+
+def test_chord_learns_the_demonstrations(scripts, tmp_path):
+    """Every second row has one. The loss falls with mu 1, where rewards count for nothing."""
+    rows = [json.loads(line) for line in (toy.FOLDER / "val.jsonl").read_text().splitlines()]
+    for row in rows[::2]:
+        row["extra_info"]["answer"] = toy.worked_response(*map(int, row["prompt"][0]["content"].split("+")))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [*SMALL, "--train-files", str(tmp_path / "rows.jsonl"), "--mu", "1", "--mu-end", "1"]
+    ran(start(scripts["chord"], tmp_path, *args, "--total-steps", "4", "--run-name", "run"))
+    logged = metrics(tmp_path / "run")
+    assert logged[-1]["actor/sft_nll"] < 0.9 * logged[0]["actor/sft_nll"]
+    assert [row["actor/loss"] for row in logged] == [0] * 4
 
 
 if __name__ == "__main__":
