@@ -168,10 +168,14 @@ def flags_of_programs() -> set[str]:
     return {f"--{name.replace('_', '-')}" for name in names}
 
 
+RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
+RENAMED |= {"--lam-policy"}  # in the table of CHANGELOG.md
+
+
 def test_flags_that_documents_name_exist():
     """In a script, in a program of ours, or in one that is listed here."""
     known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs()
-    known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS
+    known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS | RENAMED
     docs = [*DOCS, *(ROOT / "docs/recipes").glob("*.md")]
     assert {(doc.name, flag) for doc in docs for flag in FLAG.findall(doc.read_text()) if flag not in known} == set()
 

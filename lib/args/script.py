@@ -3,53 +3,35 @@
 from dataclasses import Field
 from typing import Any, ClassVar, Literal
 
-from lib.args.groups import (
-    DataArgs,
-    ModelArgs,
-    OptimizerArgs,
-    RewardArgs,
-    RolloutArgs,
-    RunArgs,
-    ShardArgs,
-    ValidationArgs,
-)
-from lib.args.settings import (
-    AdvKwargs,
-    AggMode,
-    LossKwargs,
-    MultiTurnArgs,
-    PolicyLoss,
-    RolloutCorrectionArgs,
-    TokenMaskArgs,
-)
+from lib.args import groups, settings
 
 
 class ScriptArgs:
     """The base of every script's Args: the groups and flags that all have, and values for those that only some have."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    run: RunArgs
-    model: ModelArgs
-    shard: ShardArgs
-    data: DataArgs
-    rollout: RolloutArgs
-    multi_turn: MultiTurnArgs
-    reward: RewardArgs
-    optimizer: OptimizerArgs
-    validation: ValidationArgs
+    run: groups.RunArgs
+    model: groups.ModelArgs
+    shard: groups.ShardArgs
+    data: groups.DataArgs
+    rollout: groups.RolloutArgs
+    multi_turn: settings.MultiTurnArgs
+    reward: groups.RewardArgs
+    optimizer: groups.OptimizerArgs
+    validation: groups.ValidationArgs
 
     prompts_per_step: int
     group_size: int
     num_mini_batches: int
     update_epochs: int
 
-    loss: PolicyLoss
-    loss_kwargs: LossKwargs
-    loss_agg_mode: AggMode
+    loss: settings.PolicyLoss
+    loss_kwargs: settings.LossKwargs
+    loss_agg_mode: settings.AggMode
     loss_scale_factor: float | None
-    token_masks: TokenMaskArgs
+    token_masks: settings.TokenMaskArgs
     old_log_probs: Literal["auto", "recompute", "rollout"]
-    rollout_correction: RolloutCorrectionArgs
+    rollout_correction: settings.RolloutCorrectionArgs
 
     kl_coef: float
     kl_placement: Literal["loss", "reward"]
@@ -58,7 +40,7 @@ class ScriptArgs:
 
     # flags of some scripts only; in a class that is no dataclass they are not flags of the others
     adv_estimator = ""
-    adv_kwargs = AdvKwargs()
+    adv_kwargs = settings.AdvKwargs()
     singleton = "raw"
     reward_keys: tuple[str, ...] = ()
     overlong_buffer = 0

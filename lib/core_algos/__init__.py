@@ -42,7 +42,6 @@ from lib.core_algos.kl import (
     AdaptiveKLController,
     FixedKLController,
     apply_kl_penalty,
-    entropy_from_logits,
     kl_penalty,
 )
 from lib.core_algos.noise import splitmix64
@@ -106,7 +105,6 @@ __all__ = [
     "compute_rollout_correction",
     "compute_token_masks",
     "compute_value_loss",
-    "entropy_from_logits",
     "estimate_advantages",
     "explained_variance",
     "get_adv_estimator_fn",

@@ -59,12 +59,6 @@ def kl_penalty(
     return (logprob - old_log_probs).clamp(-20, 20).exp() * value if kl_penalty.endswith("_unbiased") else value
 
 
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """H = −Σ_v p·log p in nats, (..., V) -> (...), in float32 or wider. A logit of −inf is a token of probability 0."""
-    log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
-
-
 # ----------------------------------------------------------- KL in the reward; coefficients that adapt
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from os import _exit as end_process  # run() replaces os._exit
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from lib.cli.flags import threads_of_environment
 from lib.cli.process import end_interrupted
 from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
+T = TypeVar("T")
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files
 OVER = "over"  # the key in the job's store that tells engine ranks that no training rank needs them any more
 
@@ -184,7 +185,7 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
     return mine
 
 
-def run(main: Callable[[Any], None], args: Any) -> None:
+def run(main: Callable[[T], None], args: T) -> None:
     """Runs `main(args)`. An InputError is shown as one line (once a node), without a traceback; the exit code is 2.
 
     Ctrl-C ends it without a traceback, with exit code 130. So does a full disk, with exit code 1. Another exception is
@@ -208,7 +209,7 @@ def run(main: Callable[[Any], None], args: Any) -> None:
         end_process(130)  # at once, as below; a checkpoint's writer may wait for a peer
 
 
-def _run(main: Callable[[Any], None], args: Any) -> None:
+def _run(main: Callable[[T], None], args: T) -> None:
     try:
         with suppress(JobOver):
             main(args)

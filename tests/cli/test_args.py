@@ -263,7 +263,7 @@ CONFIGS = {  # what the message says, by the file's text
     "line 1: there is no flag prompts_per_steps; is it prompts_per_step?": "prompts_per_steps: 10",
     "line 2: there is no flag multi_turn; is it multi_turn.tools?": "lr: 1\nmulti_turn: [calculator]",
     "line 3: there is no flag max_turn; is it multi_turn.max_turns?": "lr: 1\nmulti_turn:\n  max_turn: 3",
-    "line 2: there is no flag gpu-memory; is it gpu_memory_utilization?": "lr: 1\ngpu-memory: 0.4",
+    "line 2: there is no flag tensor-parallel; is it tensor_parallel_size?": "lr: 1\ntensor-parallel: 2",
     "line 2: lr is there twice": "lr: 1e-5\nlr: 1e-6",
     "line 1: group-size is there twice": '{"group_size": 8, "group-size": 9}',
     "line 3: max_turns is there twice": "multi_turn:\n  max_turns: 3\n  max_turns: 4",

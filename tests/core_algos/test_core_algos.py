@@ -21,7 +21,6 @@ from lib.core_algos import (
     compute_grpo_outcome_advantage,
     compute_overlong_penalty,
     compute_policy_loss,
-    entropy_from_logits,
     kl_penalty,
     masked_mean,
     masked_sum,
@@ -620,23 +619,3 @@ def test_kl_estimators_by_exact_enumeration(seed, vocabulary):
     close(expected_gradient("k1"), torch.zeros_like(gradient))
     close(expected_gradient("k3"), forward_gradient)
     assert not torch.allclose(expected_gradient("k3"), gradient, rtol=1e-6, atol=0)
-
-
-@for_all(seed=seeds, vocabulary=st.integers(1, 9))
-def test_entropy_equals_the_loop_and_its_gradient(seed, vocabulary):
-    g = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(2, vocabulary, generator=g, dtype=torch.float64) * 5).requires_grad_()
-    for row, entropy in zip(logits.tolist(), entropy_from_logits(logits).tolist()):
-        total = math.fsum(math.exp(z) for z in row)
-        assert entropy == pytest.approx(-math.fsum(math.exp(z) / total * (z - math.log(total)) for z in row), abs=1e-12)
-    assert torch.autograd.gradcheck(entropy_from_logits, logits)
-
-
-def test_entropy_edges():
-    logits = torch.tensor([[0.0, 0.0, -torch.inf], [1e4, 0.0, 0.0]], requires_grad=True)
-    entropy = entropy_from_logits(logits)
-    torch.testing.assert_close(entropy, torch.tensor([math.log(2), 0.0]))
-    entropy.sum().backward()
-    assert logits.grad.isfinite().all()
-    uniform = entropy_from_logits(torch.zeros(1, 100_000, dtype=torch.bfloat16))
-    assert uniform.dtype == torch.float32 and uniform.item() == pytest.approx(math.log(100_000), rel=1e-5)
