@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -287,7 +287,10 @@ START_S = 300  # of a vLLM server, on a machine with other work
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["grpo", "matplotlib.backends.backend_agg", "tests.common", "transformers.models.llama.modeling_llama"]
+    [
+        *("grpo", "tests.common", "transformers.models.llama.modeling_llama"),
+        *("fsspec", "matplotlib.backends.backend_agg", "matplotlib.figure", "pandas"),  # which a run imports late
+    ]
 )
 
 
@@ -315,31 +318,60 @@ def launch(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON) 
 def fork(script: str, folder: Path, *args: str, ranks: int = 1) -> subprocess.CompletedProcess:
     """The same script in processes of their own, one a rank, forked from one that has imported everything: the seconds
     of that are spent once for all tests. Several ranks have the variables that a launcher sets, but no launcher."""
-    arguments = command(script, folder, *args, launcher=[])
+    return _ended(command(script, folder, *args, launcher=[]), ranks)
+
+
+def fork_module(module: str, *args: str, ranks: int = 1) -> subprocess.CompletedProcess:
+    """`python -m module` in the same way."""
+    return _ended([module, *args], ranks)
+
+
+def _ended(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
+    with started(arguments, ranks) as processes:
+        for process in processes:
+            process.join(400)
+    return processes.done
+
+
+class Processes(list):
+    """Of a started job. done: what it has left behind, once all have ended."""
+
+    done: subprocess.CompletedProcess
+
+
+@contextmanager
+def started(arguments: list[str], ranks: int = 1) -> Iterator[Processes]:
+    """What `fork` waits for; the processes that still run at the end are killed."""
     job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with tempfile.TemporaryDirectory() as captured:
         outputs = [[Path(captured, f"{name}{rank}") for name in ("stdout", "stderr")] for rank in range(ranks)]
-        processes = []
+        for path in [path for paths in outputs for path in paths]:
+            path.touch()
+        processes = Processes()
         for rank in range(ranks):
             launched = {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             job_of_one = {} if ranks == 1 else launched
-            processes.append(FORKSERVER.Process(target=_run_as_main, args=(arguments, outputs[rank], job_of_one)))
+            processes.append(FORKSERVER.Process(target=run_as_main, args=(arguments, outputs[rank], job_of_one)))
             processes[-1].start()
-        for process in processes:
-            process.join(400)
-            process.kill()
-            process.join()
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
         code = next((process.exitcode for process in processes if process.exitcode), 0)
         stdout, stderr = ("".join(path.read_text() for path in paths) for paths in zip(*outputs))
-        return subprocess.CompletedProcess(arguments, code, stdout, stderr)
+        processes.done = subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
-def _run_as_main(arguments: list[str], outputs: list[Path], launched: dict[str, str]) -> None:
+def run_as_main(arguments: list[str], outputs: list[Path], launched: dict[str, str]) -> None:
+    """In a process of its own: arguments are a script's path or a module's name, and what follows."""
     for stream, path in zip((sys.stdout, sys.stderr), outputs):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
     os.environ.update(environment() | launched)
     sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
+    run = runpy.run_path if arguments[0].endswith(".py") else partial(runpy.run_module, alter_sys=True)
+    run(arguments[0], run_name="__main__")
 
 
 @contextmanager

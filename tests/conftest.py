@@ -5,8 +5,12 @@ import os
 
 import pytest
 
+from tests.parsers import keep_parsers
+
 os.environ["PLAINRL_SANDBOX_LEVEL"] = "none"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a hundred processes would compile lib/ again
 gc.disable()  # imports make a million objects that stay: the collector takes a quarter of their time
+keep_parsers()
 
 
 FIRST = ("rollout", "scripts", "distributed", "model", "tests", "run")  # folders whose tests start servers and jobs

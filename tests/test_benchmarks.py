@@ -3,27 +3,27 @@
 import json
 import re
 import shlex
-import subprocess
 
 import pytest
 
 from benchmarks import comparison, pretrained, vs_trl, vs_trl_learn
 from benchmarks.curves import ACCURACY
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, make_task, run_plainrl, skewed_lengths, steps_of_run
-from tests.common import PYTHON, ROOT, TORCHRUN, environment, ran
+from tests.common import ROOT, fork_module, ran
 
-SMALL = {
-    "data_proto": [*PYTHON, "-m", "benchmarks.data_proto", "--rows", "16", "--tokens", "16", "--repeats", "1"],
-    "update": [*PYTHON, "-m", "benchmarks.update", "--rows", "16", "--repeats", "1", "--settings", "short"],
-    "stages": [*PYTHON, "-m", "benchmarks.stages", "--parts", "kernels", "hf", "--repeats", "1"],
-    "balance": [*TORCHRUN, "-m", "benchmarks.balance", "--prompts", "2", "--repeats", "1"],
+SMALL = {  # ranks, flags
+    "data_proto": (1, ["--rows", "16", "--tokens", "16", "--repeats", "1"]),
+    "update": (1, ["--rows", "16", "--repeats", "1", "--settings", "short"]),
+    "stages": (1, ["--parts", "kernels", "hf", "--repeats", "1"]),
+    "balance": (2, ["--prompts", "2", "--repeats", "1"]),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_benchmarks_of_parts_run(name):
     """Each compares the results of its sides before it times them."""
-    ran(subprocess.run(SMALL[name], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300))
+    ranks, flags = SMALL[name]
+    ran(fork_module(f"benchmarks.{name}", *flags, ranks=ranks))
 
 
 def test_responses_are_as_long_as_their_prompts_say(tmp_path):

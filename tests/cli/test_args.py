@@ -20,6 +20,8 @@ from tests.common import ACCELERATE, PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, e
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
 DRIVER = """
 import contextlib, io, json, runpy, sys
+from tests.parsers import keep_parsers
+keep_parsers(lambda args_class: args_class.__qualname__)  # the script has a new class of the same flags each time
 script, cases = sys.argv[1], json.loads(sys.argv[2])
 answers = []
 for flags in cases:

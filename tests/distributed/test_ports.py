@@ -1,17 +1,20 @@
 """What listens where, on a machine whose name leads to a network: a network namespace with an address beside loopback.
 
-docs/security.md says it in a table.
+docs/security.md says it in a table. Ranks of one node: tests/distributed/test_waits.py, and with servers of their own
+tests/rollout/test_managed_servers.py.
 """
 
 import ipaddress
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.common import ONE_NODE, PYTHON, SMALL, command, environment
+from tests.common import PYTHON, SMALL, command, environment
 
 NODE = """
 set -euo pipefail
@@ -40,16 +43,17 @@ def listening(pid: int) -> set[str]:
     return addresses
 
 
-def listened(arguments: list[str], folder: Path) -> set[str]:
-    """What was listened on while the command ran, on a node of its own."""
+def listened(arguments: list[str], folder: Path, look: Callable[[psutil.Process], None] = lambda job: None) -> set[str]:
+    """What was listened on while the command ran, on a node of its own. look: called with the process all the while."""
     env = environment() | {"HOSTS": str(folder / "hosts")}
     with (folder / "log").open("w") as log:
         job = subprocess.Popen([*UNSHARE, "bash", "-c", NODE, "bash", *arguments], env=env, stdout=log, stderr=log)
-    addresses, here = set(), Path("/proc/self/ns/net").readlink()
+    addresses, process, here = set(), psutil.Process(job.pid), Path("/proc/self/ns/net").readlink()
     while job.poll() is None:
         with suppress(FileNotFoundError):  # it has just ended
             if Path(f"/proc/{job.pid}/ns/net").readlink() != here:
                 addresses |= listening(job.pid)
+        look(process)
         time.sleep(0.02)
     assert job.returncode == 0, (folder / "log").read_text()[-3000:]
     return addresses
@@ -60,9 +64,3 @@ def test_a_single_process_opens_no_port(tmp_path):
     args = [*SMALL, "--total-steps", "1", "--run-name", "run", "--rollout-engine", "vllm"]
     args += ["--loader-workers", "1", "--save-every", "1", "--track", "tensorboard", "wandb"]
     assert listened(command("ppo", tmp_path, *args, launcher=PYTHON), tmp_path) == set()
-
-
-@needs_namespaces
-def test_ranks_of_one_node_listen_on_loopback(tmp_path):
-    args = [*SMALL, "--total-steps", "1", "--save-every", "1", "--run-name", "run"]
-    assert listened(command("grpo", tmp_path, *args, launcher=ONE_NODE), tmp_path) == {"127.0.0.1"}

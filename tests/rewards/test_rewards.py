@@ -408,30 +408,28 @@ def check_rows(rows, count):
         assert scorer_module(row["data_source"])
 
 
-def test_gsm8k_script(tmp_path):
+def test_gsm8k_script(tmp_path, capsys):
     row = {"question": "How much are 1,000 and 234?", "answer": "1000+234=<<1000+234=1234>>1234\n#### 1,234"}
     datasets.Dataset.from_list([row] * 3).to_parquet(tmp_path / "copy/main/train-00000-of-00001.parquet")
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "copy/main/test-00000-of-00001.parquet")
     write_jsonl(tmp_path / "copy/socratic/train.jsonl", [{"question": "not this", "answer": "#### 0"}])
-    done = run_script("gsm8k.py", "--out", "made", "--local-dir", "copy", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "made/train.parquet: 3 rows" in done.stdout
-    check_rows(read(tmp_path / "made/train.parquet"), 3)
-    [made] = read(tmp_path / "made/test.parquet")
+    rows = make("gsm8k", tmp_path)
+    assert "made/train.parquet: 3 rows" in capsys.readouterr().out
+    check_rows(rows["train"], 3)
+    [made] = rows["test"]
     assert made["reward_model"]["ground_truth"] == "1234" and made["extra_info"]["split"] == "test"
     assert made["prompt"][0]["content"].startswith(row["question"]) and "####" in made["prompt"][0]["content"]
     assert gsm8k.compute_score(made["data_source"], row["answer"], made["reward_model"]["ground_truth"])["score"] == 1.0
 
 
-def test_math_script(tmp_path):
+def test_math_script(tmp_path, capsys):
     solved = {"problem": "Half?", "level": "Level 2", "type": "Algebra", "solution": r"It is $\boxed{\frac{1}{2}}$."}
     write_jsonl(tmp_path / "copy/train.jsonl", [solved, {**solved, "solution": "open"}])
     answered = {"problem": "Two?", "solution": "", "answer": "2", "subject": "Algebra", "level": 2, "unique_id": "a"}
     write_jsonl(tmp_path / "copy/test.jsonl", [answered])
-    done = run_script("math.py", "--out", "made", "--local-dir", "copy", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "train.parquet: 1 rows, 1 left out" in done.stdout
-    train, test = read(tmp_path / "made/train.parquet"), read(tmp_path / "made/test.parquet")
+    rows = make("math", tmp_path)
+    assert "train.parquet: 1 rows, 1 left out" in capsys.readouterr().out
+    train, test = rows["train"], rows["test"]
     check_rows(train, 1), check_rows(test, 1)
     assert train[0]["reward_model"]["ground_truth"] == r"\frac{1}{2}"
     assert test[0]["reward_model"]["ground_truth"] == "2"

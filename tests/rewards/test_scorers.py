@@ -734,7 +734,8 @@ HOSTILE = [
 POWERS = ["9**9**9**9", "9^{9^{9^{9}}}", "9999999999!"]
 CODE = ["__import__('os').mkdir('ran')", "1 if __import__('os').mkdir('ran') else 2", "(lambda: open('ran', 'w'))()"]
 PROBE = """
-import importlib, json, sys
+import importlib, json, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 module, texts, truth, shapes = json.load(sys.stdin)
 scorer = importlib.import_module("rewards." + module)
 for text in texts:
@@ -757,7 +758,8 @@ TRUTHS = {
 
 
 def probe(module, texts, truth, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</answer>", "Answer: %s", "#### %s")):
-    """20 s are many times what linear time takes, and far less than what quadratic does."""
+    """20 s of a processor, which other work does not change, are many times what linear time takes, and far less than
+    what quadratic does."""
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(
         command,
@@ -766,9 +768,9 @@ def probe(module, texts, truth, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</a
         input=json.dumps([module, texts, truth, shapes]),
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=400,
     )
-    assert done.stdout.endswith("done\n"), done.stderr[-2000:]
+    assert done.stdout.endswith("done\n"), (done.returncode, done.stderr[-2000:])
 
 
 @pytest.mark.parametrize("module", sorted(TRUTHS))
@@ -791,8 +793,9 @@ def test_huge_powers_are_not_computed(module, tmp_path):
 
 
 def test_huge_powers_end_with_math_verifys_limit():
-    code = f"from rewards.math import compute_score; print(compute_score('', {POWERS[1]!r}.join(['$', '$']), '7'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    code = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
+    code += f"from rewards.math import compute_score\nprint(compute_score('', {POWERS[1]!r}.join(['$', '$']), '7'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert "'score': 0.0" in done.stdout, done.stderr
 
 

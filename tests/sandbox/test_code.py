@@ -249,6 +249,7 @@ def test_reasons():
 
 RIGHT = "def f(x):\n    return x + 1\n"
 TRUTH = ["assert f(3) == 4", "assert f(41) == 42"]
+ENDS_S = 60  # for what ends in half a second: on a busy machine it takes many, but it does end
 OUTSIDE = ROOT / "tests/written_by_a_program"
 
 
@@ -745,6 +746,7 @@ def own_far_side(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zygote, "__file__", shutil.copy(zygote.__file__, tmp_path_factory.mktemp("far_side")))
         patch.setattr(client, "_zygotes", {})
+        patch.setattr(client, "GRACE", ENDS_S)
         client._after_fork()
         yield
     client._after_fork()
@@ -762,13 +764,12 @@ def sandbox_processes() -> set[int]:
 def hostile_scores_zero(name: str, program: str) -> None:
     before, start = sandbox_processes(), time.monotonic()
     result = score(program, TRUTH, timeout=0.5)
-    # a wall far above the limit of 0.5 s, as two cores may be busy: the test verifies that it ends
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < ENDS_S
     assert result["score"] == 0.0 and reasons(result), (name, result)
     while sandbox_processes() - before:  # the last to go is the supervisor, which the scorer does not see exit
-        assert time.monotonic() - start < 20, name
+        assert time.monotonic() - start < ENDS_S, name
         time.sleep(0.01)
-    assert score(RIGHT, TRUTH)["score"] == 1.0
+    assert score(RIGHT, TRUTH, timeout=ENDS_S)["score"] == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def test_a_run_repeats_itself(default_run, tmp_path):
 def test_vllm_trains_as_hf_does(tmp_path):
     skip_without_vllm()
     args = ["--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "6", "--no-export-model"]
-    done = ran(launch("grpo", tmp_path, *args))
+    done = ran(fork("grpo", tmp_path, *args))
     rows = metrics(tmp_path / "run")
     accuracy = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
     assert accuracy[0] <= 0.4 and accuracy[-1] >= 0.6, done.stdout

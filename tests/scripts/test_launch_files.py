@@ -112,14 +112,29 @@ def test_the_file_of_one_node_trains_on_two_processes_as_on_one(tmp_path, one_pr
     assert_trained_as_one(tmp_path / "run", one_process)
 
 
-def test_the_file_of_two_nodes_trains_as_one_process(tmp_path, one_process):
+PROBE = """
+import torch, torch.distributed as dist
+from lib.distributed import init_distributed, run
+def main(_):
+    world = init_distributed(60)
+    ranks = torch.tensor(world.rank + 1)
+    dist.all_reduce(ranks)
+    print(f"rank {world.rank} of {world.size}, which sum to {ranks}", flush=True)
+run(main, None)
+"""
+
+
+def test_the_file_of_two_nodes_makes_one_job_of_them(tmp_path):
     """Two machines of one process, both of them this one."""
+    (tmp_path / "probe.py").write_text(PROBE)
     files = ["--config_file", str(LAUNCH / "accelerate_2x8.yaml"), "--num_processes", "2"]
     files += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     script = 'accelerate launch --machine_rank 1 "$@" & peer=$!; accelerate launch --machine_rank 0 "$@"; wait $peer'
-    arguments = [*files, "grpo.py", *STEPS, "--output-dir", str(tmp_path), "--run-name", "run"]
-    ran(shell(["bash", "-euc", script, "bash", *arguments]))
-    assert_trained_as_one(tmp_path / "run", one_process)
+    arguments = ["bash", "-euc", script, "bash", *files, str(tmp_path / "probe.py")]
+    done = ran(shell(arguments, PYTHONPATH=str(ROOT)))
+    assert sorted(re.findall(r"rank \d of \d, which sum to \d", done.stdout)) == [
+        f"rank {rank} of 2, which sum to 3" for rank in (0, 1)
+    ]
 
 
 # ---- torchrun and Slurm --------------------------------------------------------------------------
@@ -168,27 +183,32 @@ def processes_of(job: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
 
 
-@pytest.mark.parametrize("killed, node", [("rank", 1), ("launcher and rank", 0)])
-def test_two_nodes_train_as_one_process_and_go_on_after_a_kill(tmp_path, two_nodes, one_process, killed, node):
+def test_two_nodes_train_as_one_process_and_go_on_after_kills(tmp_path, two_nodes, one_process):
     """A killed rank is started anew by torchrun. Of a node that went as a whole the other's torchrun ends, and both are
     started anew by what supervises them: here a shell's loop."""
     run = [str(LAUNCH / "torchrun_nodes.sh"), "grpo.py", *SIX_STEPS, "--output-dir", str(tmp_path)]
     run += ["--run-name", "run", "--save-every", "1", "--resume", "auto"]
     supervised = ["bash", "-c", 'until "$@"; do sleep 1; done', "bash", *run]
     env = environment() | {"GPUS": "1", "PORT": str(free_port()), "PET_MAX_RESTARTS": "1"}
+
+    def rank_after(step: int, node: int) -> psutil.Process:
+        while not (tmp_path / f"run/checkpoints/step_{step:06}").exists() and job.poll() is None:
+            time.sleep(0.02)
+        of_node = [p for p in processes_of(job) if p.environ().get("GROUP_RANK") == str(node)]
+        return min(of_node, key=psutil.Process.create_time)  # the others are its reward workers
+
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen([*two_nodes, *supervised], env=env, stdout=log, stderr=log, cwd=ROOT)
     try:
-        while not (tmp_path / "run/checkpoints/step_000002").exists() and job.poll() is None:
-            time.sleep(0.02)
-        of_node = [p for p in processes_of(job) if p.environ().get("GROUP_RANK") == str(node)]
-        rank = min(of_node, key=psutil.Process.create_time)  # the others are its reward workers
-        for victim in [rank] if killed == "rank" else [rank.parent(), rank]:
+        rank_after(1, node=1).kill()
+        rank = rank_after(3, node=0)
+        for victim in (rank.parent(), rank):
             victim.kill()
         assert job.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
     finally:
         for process in processes_of(job):
             process.kill()
+    assert (tmp_path / "log").read_text().count("resumed from step_") == 2
     assert_trained_as_one(tmp_path / "run", one_process, steps=6)
 
 

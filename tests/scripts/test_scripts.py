@@ -5,8 +5,6 @@ import contextlib
 import functools
 import json
 import shutil
-import signal
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,22 +20,19 @@ import dapo
 from lib.data_proto import DataProto
 from lib.run.checkpoint import load_batches
 from tests.common import (
-    PYTHON,
     ROOT,
     SEVERAL_UPDATES,
     SMALL,
-    TORCHRUN,
     TOY_MODEL,
     checkpoint_state,
     command,
-    environment,
     fork,
-    launch,
     metrics,
     off_policy,
     ran,
     rollouts,
     skip_without_vllm,
+    started,
     unexplained_metrics,
 )
 
@@ -239,13 +234,13 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     return random.random() + np.random.rand()
 """
 DRAWS = ["--dataset-class", "FOLDER/drawing.py:Rows", "--reward", "FOLDER/drawing.py:score"]
-KILLED = {
-    "grpo": ("grpo", PYTHON, ["--prompt-sampling", "variance"]),
-    "ppo": ("ppo", PYTHON, [*ADAPTIVE, "--critic-warmup-steps", "1"]),
-    "remax": ("remax", PYTHON, ["--lora-rank", "4", "--reward-workers", "0", *DRAWS]),
+KILLED = {  # script, ranks, flags
+    "grpo": ("grpo", 1, ["--prompt-sampling", "variance"]),
+    "ppo": ("ppo", 1, [*ADAPTIVE, "--critic-warmup-steps", "1"]),
+    "remax": ("remax", 1, ["--lora-rank", "4", "--reward-workers", "0", *DRAWS]),
     # leaves groups over in every step
-    "dapo on 2 ranks": ("dapo", TORCHRUN, ["--group-size", "8", "--prompt-sampling", "skip"]),
-    "dapo, several turns": ("dapo", PYTHON, ["--group-size", "8", *TOOLS]),
+    "dapo on 2 ranks": ("dapo", 2, ["--group-size", "8", "--prompt-sampling", "skip"]),
+    "dapo, several turns": ("dapo", 1, ["--group-size", "8", *TOOLS]),
 }
 
 
@@ -266,31 +261,24 @@ def saved(checkpoint: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("case", KILLED)
 def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case):
     """Metrics, samples, and in the last checkpoint the weights, optimizers, schedules, controllers and leftovers."""
-    script, launcher, args = KILLED[case]
-    args = [*SMALL, *few_prompts(tmp_path), "--save-every", "1", "--total-steps", "6", *args]
-    args += ["--num-mini-batches", "2", "--warmup-steps", "3"]
+    script, ranks, args = KILLED[case]
+    args = [*SMALL, *few_prompts(tmp_path), "--save-every", "1", "--keep-checkpoints", "0", *args]
+    args += ["--num-mini-batches", "2", "--warmup-steps", "3", "--total-steps"]
     (tmp_path / "drawing.py").write_text(DRAWING)
     args = [arg.replace("FOLDER", str(tmp_path)) for arg in args]
-    run = functools.partial(fork, ranks=1 if launcher == PYTHON else 2)
-    ran(run(script, tmp_path, *args, "--run-name", "whole"))
+    run = functools.partial(fork, ranks=ranks)
+    ran(run(script, tmp_path, *args, "6", "--run-name", "whole"))
 
-    process = subprocess.Popen(
-        command(script, tmp_path, *args, "--run-name", "killed", launcher=launcher),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
     target = tmp_path / "killed/checkpoints/step_000003"
-    deadline = time.monotonic() + 200
-    while not target.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    family = [process, *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:  # launcher and ranks, in the middle of a later step
-        with contextlib.suppress(psutil.NoSuchProcess):  # ranks also end by themselves without their launcher
-            member.send_signal(signal.SIGKILL)
-    for member in family:
-        member.wait()
-    assert target.exists()
+    endless = command(script, tmp_path, *args, "1000", "--run-name", "killed", launcher=[])
+    with started(endless, ranks) as processes:
+        while not target.exists() and all(process.is_alive() for process in processes):
+            time.sleep(0.01)
+        assert target.exists()
+        family = [p for process in processes for p in psutil.Process(process.pid).children(recursive=True)]
+        for member in [*processes, *family]:  # in the middle of a later step
+            with contextlib.suppress(psutil.NoSuchProcess):  # reward workers end by themselves without their rank
+                member.kill()
     if script == "dapo":
         assert len(load_batches(target)["pool"]) > 0
     for later in sorted((tmp_path / "killed/checkpoints").glob("step_*"))[1:]:
@@ -301,7 +289,7 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
     torn.mkdir()
     (torn / "trainer.json").write_text("{}")
 
-    done = ran(run(script, tmp_path, *args, "--run-name", "killed", "--resume", "auto"))
+    done = ran(run(script, tmp_path, *args, "6", "--run-name", "killed", "--resume", "auto"))
     assert "step 3/6" not in done.stdout and "step 4/6" in done.stdout and "torn" in done.stdout
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
     assert rollouts(tmp_path / "killed") == rollouts(tmp_path / "whole")
@@ -528,6 +516,6 @@ def test_every_script_takes_several_turns(tmp_path, script):
 def test_several_turns_with_vllm(tmp_path):
     """One engine, split over two ranks. An engine of one rank: tests/agent/test_agent_loop.py."""
     engine = ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"]
-    ran(launch("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", *engine, "--run-name", "run", launcher=TORCHRUN))
+    ran(fork("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", *engine, "--run-name", "run", ranks=2))
     for row in metrics(tmp_path / "run"):
         assert 1 < row["agent/turns_mean"] < 2 and row["rollout/logp_diff_mean"] < 1e-4
