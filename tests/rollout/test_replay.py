@@ -203,7 +203,7 @@ def record_steps(folder: Path, steps: int, of: World) -> Recorder:
     return recorder
 
 
-def test_between_steps_both_tapes_produce(tmp_path):
+def test_between_steps_both_recorders_compute(tmp_path):
     recording = record_steps(tmp_path, 1, world())
     files = sorted(tmp_path.rglob("*.safetensors"))
     replay = Replayer(tmp_path, world())
@@ -213,9 +213,9 @@ def test_between_steps_both_tapes_produce(tmp_path):
         ].tolist() == [[50]]
     assert sorted(tmp_path.rglob("*.safetensors")) == files
     replay.begin(1)
-    assert replay.gives and replay.rollout(rollout(1), None).batch["responses"].tolist() == [[10]]
+    assert replay.replaying and replay.rollout(rollout(1), None).batch["responses"].tolist() == [[10]]
     replay.end(rollout(1))
-    assert not replay.gives
+    assert not replay.replaying
 
 
 def test_a_step_that_takes_more_or_less_than_was_recorded_is_refused(tmp_path):
@@ -296,7 +296,7 @@ def test_scores_and_groups_of_other_sizes_are_refused(tmp_path):
     replay = Replayer(tmp_path, world())
     replay.begin(1)
     with pytest.raises(InputError, match="its scores are not of its rollouts"):
-        replay.each("scores", (), [2])
+        replay.record_each("scores", (), [2])
     with pytest.raises(InputError, match="prompts of step 1 are not those recorded"):
         replay.rollout(rollout(5, 5), None, any_order=True)
     replay.begin(1)

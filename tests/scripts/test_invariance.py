@@ -66,7 +66,7 @@ def policy_losses(name, b, leaf):
     loss = get_policy_loss_fn(name, SETTINGS.get(name, {}))
     tensors = {key: b[key] for key in LOSS_TENSORS.get(name, ())}
     losses, _ = loss(b["old_log_probs"], leaf, b["advantages"], b["response_mask"], **tensors)
-    return torch.where(b["loss_mask"], losses, 0)
+    return torch.where(b["token_mask"], losses, 0)
 
 
 def kl_losses(name, b, leaf):
