@@ -86,7 +86,7 @@ LAUNCHERS = {
 
 def launch(launcher: list[str], script: Path, *args: str) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, str(script), *args], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*launcher, str(script), *args], env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
