@@ -296,8 +296,9 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
             "ground_truth": row["reward_model"]["ground_truth"],
         }
         if "turn_rewards" in tensors:
-            columns = (tensors[name][i][own] for name in ("responses", "response_mask", "turn_rewards"))
-            shown |= {"finish_reason": row["finish_reason"], "turns": turns_of(*columns, tokenizer=tokenizer)}
+            sampled, rewards = tensors["response_mask"][i][own], tensors["turn_rewards"][i][own]
+            turns = turns_of(responses[i][own], sampled, rewards, tokenizer)
+            shown |= {"finish_reason": row["finish_reason"], "turns": turns}
         rows.append(shown)
     return rows
 
