@@ -278,7 +278,7 @@ def _export_to(tmp: Path, model, processor, shards: Iterator[dict[str, torch.Ten
 
 @cache
 def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group for saves, made once for each default group. Training's collectives use the default group."""
+    """A process group for saves, made once for each default group (`world`)."""
     return new_cpu_group()
 
 
@@ -409,7 +409,7 @@ def _exact_json(trainer: dict[str, Any]) -> str:
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's own reader, except for the metadata, from which that would unpickle anything."""
+    """DCP's own reader, but for the metadata, from which that one would unpickle anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.metadata.Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:

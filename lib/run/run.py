@@ -63,6 +63,9 @@ LOCK = ".lock"
 MOST_LINES = 40  # of the code's changes, on the screen
 RECORDED_BY = "recorded_by"  # the key in a recording's config.json of the folder of its run
 
+Models = Mapping[str, TrainedModel]
+Batches = dict[str, DataProto]
+
 
 @dataclass
 class Run:
@@ -92,14 +95,13 @@ class Run:
         self._profiler = Profiler(self.folder / "profile", steps, memory, self.world)
         self._peak_tflops = peak_tflops(self.world.device)
 
-    def load(self, models: Mapping[str, TrainedModel], stateful: Mapping[str, Any]) -> dict[str, DataProto]:
+    def load(self, models: Models, stateful: Mapping[str, Any]) -> Batches:
         """Loads the checkpoint, if there is one, into models and stateful objects. Returns its `batches`. Then sets
         aside what the run does again: a checkpoint that cannot be loaded leaves all as it is. A collective.
 
-        stateful: other objects with state_dict() and load_state_dict(). A state is plain numbers and, if it is the same
-        on all ranks, DataProtos.
+        stateful: objects with state_dict() and load_state_dict(), of plain numbers and DataProtos equal on all ranks.
         """
-        batches: dict[str, DataProto] = {}
+        batches: Batches = {}
         if self.checkpoint is not None:
             state = checkpoints.load_checkpoint(self.checkpoint, **_of_checkpoint(models))
             batches = checkpoints.load_batches(self.checkpoint)
@@ -138,9 +140,8 @@ class Run:
         self.recorder.end(batch)
 
     def log(self, step: int, metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective.
-
-        Raises InputError for a name that two of the dicts have."""
+        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective. Raises
+        InputError for a name that two of the dicts have."""
         timing = distributed.step_timing()
         if self._profiler.stop():
             timing["perf/profiled"] = 1.0
@@ -160,17 +161,11 @@ class Run:
             return self.validation.val_only or (self.validation.val_before_train and step == 0)
         return self._is_due(self.validation.val_every, step)
 
-    def save(
-        self,
-        step: int,
-        models: Mapping[str, TrainedModel],
-        stateful: Mapping[str, Any],
-        batches: dict[str, DataProto] | None = None,
-    ) -> None:
+    def save(self, step: int, models: Models, stateful: Mapping[str, Any], batches: Batches | None = None) -> None:
         """Saves a checkpoint if one is due. Training goes on while it is written; the next save raises what went wrong.
-        The samples of its steps are on the disk before it is.
+        The samples of its steps are on the disk before it is. A collective.
 
-        batches: rows that the next step needs, the same on all ranks. A collective."""
+        batches: rows that the next step needs, the same on all ranks."""
         if not self._is_due(self.args.save_every, step):
             return
         self._wait_for_writers()
@@ -245,12 +240,12 @@ class Run:
         distributed.print_last(f"interrupted{where}; to go on: {command}", launcher)
 
 
-def _with_loss_scales(stateful: Mapping[str, Any], models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+def _with_loss_scales(stateful: Mapping[str, Any], models: Models) -> dict[str, Any]:
     scales = {f"{name}_loss_scale": model.loss_scale for name, model in models.items()}
     return dict(stateful) | {name: scale for name, scale in scales.items() if scale is not None}
 
 
-def _of_checkpoint(models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+def _of_checkpoint(models: Models) -> dict[str, Any]:
     return {
         "models": {name: (model.module, model.optimizer) for name, model in models.items()},
         "schedulers": {name: model.scheduler for name, model in models.items()},
@@ -263,9 +258,8 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
     `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
     effective: the values of flags that were left to the run (setup.effective_settings), for config.json.
 
-    Raises:
-        InputError (on every rank): another process has the folder, the folder holds steps that would be overwritten,
-            there is no such checkpoint, the checkpoint had other flags, a tracker is missing or not logged in.
+    Raises InputError (on every rank) if another process has the folder, the folder holds steps that would be
+    overwritten, there is no such checkpoint, it had other flags, or a tracker is missing or not logged in.
     """
     name = distributed.broadcast(args.run.run_name or default_name(script, args.run.seed))
     folder = Path(args.run.output_dir) / name
@@ -485,9 +479,8 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     checkpoint = None if resume == "never" else Path(resume)
     if checkpoint is not None:
         if why := checkpoints.why_torn(checkpoint):
-            raise InputError(
-                f"--resume {resume}: no complete checkpoint ({why}); give one like RUN/checkpoints/step_000020"
-            )
+            example = "RUN/checkpoints/step_000020"
+            raise InputError(f"--resume {resume}: no complete checkpoint ({why}); give one like {example}")
         if own := _own_path(checkpoint, folder):
             return own
     if _has_steps(folder):
@@ -593,9 +586,6 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     aside = private(file.with_suffix(".tmp"))
     aside.write_text(json.dumps(value, indent=1) + "\n")
     aside.replace(file)
-
-
-# ---- the command that resumes a run --------------------------------------------------------------
 
 
 def typed_command(resume: str | None = None) -> tuple[str, int | None]:
