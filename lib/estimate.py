@@ -1,7 +1,4 @@
-"""What a run will do, and what a step of it needs in memory and time, before a model loads.
-
---dry-run prints it; flags that do not fit the GPU are refused.
-"""
+"""What a run will do, and what a step of it needs in memory and time. Flags that do not fit the GPU are refused."""
 
 import copy
 from functools import partial
@@ -19,15 +16,14 @@ from lib.run.throughput import PEAK_TFLOPS, peak_tflops
 from lib.setup import Inputs, advantage_columns, check_algorithm, get_compute_dtype, needed_log_probs
 
 MFU = 0.3  # of an update, for its time: an assumption
+NO_SAVER = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
 NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
 
 
 class Gpu(NamedTuple):
     name: str
-    memory: int
-    """bytes"""
-    peak: float | None
-    """TFLOP/s, if it is known"""
+    memory: int  # bytes
+    peak: float | None  # TFLOP/s, if it is known
 
 
 H100 = Gpu("H100", 80 * GIB, PEAK_TFLOPS["H100"])
@@ -36,18 +32,21 @@ H100 = Gpu("H100", 80 * GIB, PEAK_TFLOPS["H100"])
 def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> str:
     """The model, the data and the sizes of a step; with --dry-run also the memory and FLOPs that a step needs."""
 
+    def shown(paths: tuple[str, ...]) -> str:
+        return ", ".join(path.removeprefix(f"{ROOT}/") for path in paths)
+
     def rows_of(dataset, files: tuple[str, ...]) -> str:
         counts = dict(getattr(dataset, "dropped", {}))
         if escaped := getattr(dataset, "escaped", 0):
             counts["special_tokens_as_text"] = escaped
-        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())}) from {_shown(files)}"
+        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())}) from {shown(files)}"
 
     train_data, val_data, samples = inputs.train_data, inputs.val_data, args.validation.val_samples
     ranks = f"on {training_ranks(args)} rank(s) of {world.device.type}"
     if args.rollout.rollout_gpus:
         servers = args.rollout.rollout_gpus // args.rollout.rollout_tensor_parallel_size
         ranks += f" (and {servers} vLLM server(s) on {args.rollout.rollout_gpus} more)"
-    lines = [f"model: {_shown((args.model.model,))}"]
+    lines = [f"model: {shown((args.model.model,))}"]
     if train_data is not None:
         lines += [f"training prompts: {rows_of(train_data, args.data.train_files)}"]
     lines += [f"validation prompts: {rows_of(val_data, args.validation.val_files) if val_data else 'none'}"]
@@ -59,28 +58,16 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
         f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step {ranks}, "
         f"{sizes.updates_per_step} update(s) of {responses // args.num_mini_batches} rows; {total_steps} steps = "
         f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs",
-        *_notes(args),
     ]
+    if args.optimizer.lr == 0:
+        lines += ["note: --lr 0 leaves the policy as it is"]
+    if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
+        lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
     if world.device.type == "cuda" and args.model.attn_implementation == "auto":
         lines += ["attention: packed_sdpa; --attn-implementation varlen should be faster (docs/gpu.md)"]
     if args.run.dry_run:
         lines += [describe_needs(args, sizes, gpu_here())]
     return "\n".join(lines)
-
-
-def _shown(paths: tuple[str, ...]) -> str:
-    """Paths, those of this repository relative to it."""
-    return ", ".join(path.removeprefix(f"{ROOT}/") for path in paths)
-
-
-def _notes(args: ScriptArgs) -> list[str]:
-    """Settings that train nothing, or less than one may expect."""
-    notes = []
-    if args.optimizer.lr == 0:
-        notes += ["note: --lr 0 leaves the policy as it is"]
-    if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
-        notes += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
-    return notes
 
 
 def describe_needs(args: ScriptArgs, sizes: Sizes, gpu: Gpu) -> str:
@@ -168,11 +155,8 @@ def gathered_bytes_per_token(args: ScriptArgs) -> int:
 
 
 def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
-    """On a GPU, before a model loads: refuses flags whose estimate does not fit. A collective.
-
-    Raises InputError with the flags that would fit. --no-memory-check, a .gguf model and tensor parallelism, which the
-    estimate does not know, skip it.
-    """
+    """On a GPU, before a model loads: raises InputError if the estimate of the flags does not fit. A collective.
+    Skipped with --no-memory-check, a .gguf model and tensor parallelism, which the estimate does not know."""
     advise_out_of_memory(partial(memory_advice, args, world.size))
     unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
     if world.device.type != "cuda" or unknown or not args.run.memory_check or args.validation.val_only:
@@ -210,9 +194,8 @@ def refuse_what_does_not_fit(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: in
     for saver in enough[:-1]:
         if fit(without := [other for other in enough if other is not saver]):
             enough = without
-    advice = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
-    if enough:
-        advice = f"it fits with {' '.join(saver.flag for saver in enough)}"
+    flags = " ".join(saver.flag for saver in enough)
+    advice = f"it fits with {flags}" if flags else NO_SAVER
     raise InputError(
         f"these flags do not fit the GPU's memory by this estimate (--no-memory-check starts anyway); {advice}\n"
         f"{memory_table(needed, gpu)}"

@@ -32,8 +32,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def why_incomplete(folder: Path, needed: Iterable[str] = (), **about: Any) -> str | None:
-    """Why the folder's files are not those of its manifest, as far as their sizes tell, or the manifest is not one
-    `about` this; None if all is well. needed: files without which a folder is not complete."""
+    """Why the folder's files are not those of its manifest by their names and sizes, or the manifest is not `about`
+    this; None if all is well. needed: files without which a folder is not complete."""
     try:
         manifest = read_manifest(folder)
         sizes = {name: file["bytes"] for name, file in manifest["files"].items()}

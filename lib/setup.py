@@ -12,50 +12,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lib import InputError
+from lib import InputError, core_algos
+from lib import model as models
 from lib.agent import MultiTurn, load_multi_turn, make_episodes
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, ScriptArgs, ShardArgs, Sizes
 from lib.cli.flags import non_default, parse_json
 from lib.columns import COLUMNS
-from lib.core_algos import (
-    ADV_TENSORS,
-    LOSS_TENSORS,
-    TOKEN_MASKS,
-    AdaptiveKLController,
-    FixedKLController,
-    check_token_masks,
-    get_adv_estimator_fn,
-    get_policy_loss_fn,
-    get_rollout_correction_fn,
-)
+from lib.core_algos import ADV_TENSORS, LOSS_TENSORS, TOKEN_MASKS
 from lib.data import PromptDataset, RLHFDataset, load_dataset_class, make_loader
 from lib.data.vision import Vision
-from lib.distributed import (
-    RowGroup,
-    World,
-    init_distributed,
-    make_mesh,
-    make_row_group,
-    shard_model,
-    trainable_parameters,
-)
-from lib.model import (
-    Critic,
-    ForwardConfig,
-    Policy,
-    Reference,
-    add_lora,
-    check_sampling,
-    check_sequence_parallel,
-    check_tensor_parallel,
-    compile_layers,
-    freeze,
-    load_critic,
-    load_model,
-    load_processor,
-    load_reward_model,
-    load_tokenizer,
-)
+from lib.distributed import World, init_distributed, make_mesh, make_row_group, shard_model, trainable_parameters
+from lib.model import Critic, ForwardConfig, Policy, Reference
 from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import Scorer, check_keywords
 from lib.reward.scores import RewardModel, Rewards
@@ -95,10 +62,7 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """auto: packed_sdpa, until benchmarks/gpu_check.sh has shown varlen to be right on a GPU.
-
-    Raises InputError if varlen has no kernel here, or flash_attention_2 no package.
-    """
+    """auto: packed_sdpa. Raises InputError if varlen has no kernel here, or flash_attention_2 no package."""
     if name == "flash_attention_2" and not find_spec("flash_attn"):
         raise InputError("--attn-implementation flash_attention_2: its package flash-attn is not installed; take auto")
     if name == "varlen" and (device.type != "cuda" or dtype == torch.float32):
@@ -110,26 +74,25 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
-    """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError.
-
-    Returns the settings of the rollout correction, which may be its default; {} means no correction.
-    """
+    """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError. Returns the
+    settings of the rollout correction, which may be its default; {} means no correction."""
     if args.adv_estimator:
-        get_adv_estimator_fn(args.adv_estimator, {"singleton": args.singleton} | non_default(args.adv_kwargs))
+        settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
+        core_algos.get_adv_estimator_fn(args.adv_estimator, settings)
     if args.loss != "vanilla":
-        get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
+        core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
     elif non_default(args.loss_kwargs):
         raise InputError("--loss vanilla takes --clip-ratio-low, -high and -c, and no --loss-kwargs")
-    check_token_masks(args.token_masks.settings(args.loss))
+    core_algos.check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and not engine_class(args.rollout.rollout_engine).shares_weights
     # the engine gets W + dW, which 16 bits may round to W
     rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
-    corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in LOSS_TENSORS.get(args.loss, ())  # the loss
-    if (args.rollout.async_level or rounded) and not corrects:
+    loss_corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in LOSS_TENSORS.get(args.loss, ())
+    if (args.rollout.async_level or rounded) and not loss_corrects:
         correction = correction or {"level": "token", "bounds": (0, 2)}
     if correction:
-        get_rollout_correction_fn(correction)
+        core_algos.get_rollout_correction_fn(correction)
     return correction
 
 
@@ -151,8 +114,8 @@ def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[
 
 
 def advantage_columns(args: ScriptArgs, correction: dict) -> list[str]:
-    """Columns that the estimator, correction, token masks and KL of this run read of the rows of all ranks, besides
-    those that are always gathered."""
+    """Columns of the rows of all ranks that this run's estimator, correction, token masks and KL read, besides those
+    that are always gathered."""
     read = {*ADV_TENSORS.get(args.adv_estimator, ())}
     if correction:
         read |= {"old_log_probs", "rollout_log_probs"}
@@ -166,10 +129,8 @@ def advantage_columns(args: ScriptArgs, correction: dict) -> list[str]:
 def effective_settings(
     args: ScriptArgs, device: torch.device, correction: dict, needed: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The values that take effect of flags that are left to the run (auto, None), as {flag: value}, for config.json.
-
-    correction: of `check_algorithm`. needed: of `needed_log_probs`.
-    """
+    """{flag: value} for flags that are left to the run (auto, None), for config.json. correction: of `check_algorithm`;
+    needed: of `needed_log_probs`."""
     dtype = get_compute_dtype(args.model.compute_dtype, device)
     name = str(dtype).removeprefix("torch.")
     settings: dict[str, Any] = {
@@ -187,11 +148,11 @@ def effective_settings(
     return settings
 
 
-def make_kl_control(args: ScriptArgs) -> AdaptiveKLController:
+def make_kl_control(args: ScriptArgs) -> core_algos.AdaptiveKLController:
     """The controller of the KL coefficient beta: fixed or adaptive."""
     if args.kl_target is None:
-        return FixedKLController(args.kl_coef)
-    return AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+        return core_algos.FixedKLController(args.kl_coef)
+    return core_algos.AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
 
 
 @dataclass
@@ -199,14 +160,12 @@ class Inputs:
     """What is loaded before the models. A data set is None if the run does not need it."""
 
     tokenizer: PreTrainedTokenizerBase
-    vision: Vision | None
-    """None: a text model"""
+    vision: Vision | None  # None: a text model
     multi_turn: MultiTurn | None
     train_data: PromptDataset | None
     val_data: PromptDataset | None
     scorers: list[Scorer]
-    val_scorers: list[Scorer]
-    """empty: those of training"""
+    val_scorers: list[Scorer]  # empty: those of training
 
     @property
     def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin:
@@ -215,26 +174,24 @@ class Inputs:
 
 
 def load_inputs(args: ScriptArgs) -> Inputs:
-    """Loads tokenizer, tools, data and scorers, and checks them against each other. Raises InputError.
-
-    Where total_epochs is given, sets total_steps.
-    """
+    """Loads tokenizer, tools, data and scorers, and checks them against each other. Sets total_steps from total_epochs,
+    if that is given. Raises InputError."""
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     vllm_kwargs = parse_json("vllm_kwargs", args.rollout.vllm_kwargs)
+    engine = args.rollout.rollout_engine
     if not args.run.replay and (vllm_kwargs or not args.rollout.rollout_gpus):  # else only engine ranks need vLLM
-        check_engine_import(args.rollout.rollout_engine, vllm_kwargs)
+        check_engine_import(engine, vllm_kwargs)
     for flag, path in {"--model": model.model, "--critic-model": args.critic_model}.items():
         if path:
-            check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
-            check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
+            models.check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
+            models.check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
     accept_sandbox(reward.sandbox_level)
-    tokenizer = load_tokenizer(model.model, **trust)
+    tokenizer = models.load_tokenizer(model.model, **trust)
     vision = load_vision(model, data)
     if not args.run.replay:
-        check_capabilities(args.rollout.rollout_engine, vision is not None, args.multi_turn.enabled)
-    template = parse_json("chat_template_kwargs", data.chat_template_kwargs)
-    multi_turn = None
+        check_capabilities(engine, vision is not None, args.multi_turn.enabled)
+    template, multi_turn = parse_json("chat_template_kwargs", data.chat_template_kwargs), None
     if args.multi_turn.enabled:
         multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length, vision)
     if multi_turn is not None:
@@ -269,12 +226,12 @@ def load_inputs(args: ScriptArgs) -> Inputs:
 
 def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
     """How the images of prompts become inputs of --model; None for a text model. Raises InputError."""
-    processor = load_processor(model.model, trust_remote_code=model.trust_remote_code)
-    if processor is None:
+    trust = model.trust_remote_code
+    if (processor := models.load_processor(model.model, trust_remote_code=trust)) is None:
         return None
     return Vision(
         processor,
-        AutoConfig.from_pretrained(model.model, trust_remote_code=model.trust_remote_code),
+        AutoConfig.from_pretrained(model.model, trust_remote_code=trust),
         max_pixels=data.max_pixels,
         min_pixels=data.min_pixels,
         max_images=data.max_images,
@@ -303,17 +260,16 @@ class ModelFactory:
     seed: int
 
     def place(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
-        offload = name in self.shard.cpu_offload
         if self.model.compile:
-            compile_layers(module)
-        return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=offload)
+            models.compile_layers(module)
+        return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=name in self.shard.cpu_offload)
 
     def trains(self, module: PreTrainedModel) -> PreTrainedModel:
         """The model with only these weights trainable: LoRA adapters, all, or all but those of --freeze."""
         if self.model.lora_rank:
             settings: dict[str, Any] = {"rank": self.model.lora_rank, "alpha": self.model.lora_alpha}
-            return add_lora(module, **settings, target_modules=self.model.lora_target_modules, seed=self.seed)
-        return freeze(module, self.model.freeze) if self.model.freeze else module
+            return models.add_lora(module, **settings, target_modules=self.model.lora_target_modules, seed=self.seed)
+        return models.freeze(module, self.model.freeze) if self.model.freeze else module
 
     def trained(
         self, module: PreTrainedModel, name: str, make_optimizer: MakeOptimizer, total_steps: int
@@ -333,11 +289,10 @@ class ModelFactory:
         }
 
     def options(self, trainable: bool = True) -> dict[str, Any]:
+        dtype = self.forward.compute_dtype
         return {
-            "dtype": torch.float32 if trainable and not self.model.lora_rank else self.forward.compute_dtype,  # masters
-            "attn_implementation": get_attention(
-                self.model.attn_implementation, self.forward.compute_dtype, self.world.device
-            ),
+            "dtype": torch.float32 if trainable and not self.model.lora_rank else dtype,  # fp32 master weights
+            "attn_implementation": get_attention(self.model.attn_implementation, dtype, self.world.device),
             "padding_free": self.model.padding_free,
             "share_prompts": self.model.share_prompts,
             "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
@@ -355,27 +310,25 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
         # AdamW runs on the CPU then, and torchrun gives a rank one thread
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
     mesh = make_mesh(world, shard.dp_replicate_size, shard.tensor_parallel_size)
-    row_group: RowGroup | None = make_row_group(world, mesh, shard.sequence_parallel_size)
+    row_group = make_row_group(world, mesh, shard.sequence_parallel_size)
     dtype = get_compute_dtype(model.compute_dtype, world.device)
     sampling = rollout.sampling()
     if not args.validation.val_only:
-        check_sampling(sampling)
+        models.check_sampling(sampling)
     forward = ForwardConfig(args.optimizer.micro_batch_tokens, sampling, row_group, dtype)
     return ModelFactory(model, shard, args.optimizer, world, mesh, forward, sizes.updates_per_step, seed)
 
 
 def load_policy(factory: ModelFactory, name: str, path: str, make_optimizer: MakeOptimizer, total_steps: int) -> Policy:
     """A model that samples and trains. name: the prefix of its metrics. total_steps: of the learning rate schedule."""
-    module = load_model(path, **factory.options())
+    module = models.load_model(path, **factory.options())
     return Policy(name, **factory.trained(module, name, make_optimizer, total_steps))
 
 
-def load_value_model(
-    factory: ModelFactory, name: str, path: str, make_optimizer: MakeOptimizer, total_steps: int
-) -> Critic:
+def load_value_model(factory: ModelFactory, name: str, path: str, optimizer: MakeOptimizer, total_steps: int) -> Critic:
     """PPO's critic: the model at `path` with its value head, or a new one. The rest as in `load_policy`."""
-    module = load_critic(path, **factory.options())
-    return Critic(name, **factory.trained(module, name, make_optimizer, total_steps))
+    module = models.load_critic(path, **factory.options())
+    return Critic(name, **factory.trained(module, name, optimizer, total_steps))
 
 
 def load_reference(factory: ModelFactory, actor: Policy) -> Reference:
@@ -387,13 +340,11 @@ def load_reference(factory: ModelFactory, actor: Policy) -> Reference:
 
 def load_frozen(factory: ModelFactory, path: str, flag: str) -> Reference:
     """A model that only computes log-probs, such as a reference or a teacher; --cpu-offload ref offloads all of these.
-
-    flag: the flag that gave the path, for messages. Raises InputError.
-    """
+    flag: the flag that gave the path, for messages. Raises InputError."""
     trust = {"trust_remote_code": factory.model.trust_remote_code}
-    check_sequence_parallel(path, factory.shard.sequence_parallel_size, flag=flag, **trust)
-    check_tensor_parallel(path, factory.shard.tensor_parallel_size, flag=flag, **trust)
-    module = load_model(path, flag=flag, **factory.options(trainable=False)).requires_grad_(False)
+    models.check_sequence_parallel(path, factory.shard.sequence_parallel_size, flag=flag, **trust)
+    models.check_tensor_parallel(path, factory.shard.tensor_parallel_size, flag=flag, **trust)
+    module = models.load_model(path, flag=flag, **factory.options(trainable=False)).requires_grad_(False)
     return Reference(factory.place(module, "ref"), factory.forward)
 
 
@@ -415,9 +366,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
     own = None
     if rollout.rollout_gpus and not run.recorder.replays:
         servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
-        own = ManagedServers(
-            servers, start_s=0.9 * args.run.stage_timeout
-        )  # before this rank's own limit: it has the reason
+        own = ManagedServers(servers, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
     engine = make_engine(
         "hf" if run.recorder.replays else rollout.rollout_engine,
         actor.module,
@@ -467,13 +416,12 @@ def make_rewards_and_validation(
     args: ScriptArgs, factory: ModelFactory, inputs: Inputs, rollouts: Rollouts, run: Run
 ) -> tuple[Rewards, Validation]:
     """The rewards of training, and the validation, which uses the same scorers unless --val-reward names others."""
-    reward = args.reward
-    reward_model = None
+    reward, reward_model = args.reward, None
     if reward.reward_model:
         reward_model = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
     if reward_model is not None and (args.validation.enabled or not run.recorder.replays):
-        dtype, trust = factory.forward.compute_dtype, factory.model.trust_remote_code
-        module, tokenizer = load_reward_model(reward.reward_model, dtype=dtype, trust_remote_code=trust, on_meta=True)
+        dtype, trust = factory.forward.compute_dtype, {"trust_remote_code": factory.model.trust_remote_code}
+        module, tokenizer = models.load_reward_model(reward.reward_model, dtype=dtype, on_meta=True, **trust)
         mesh = make_mesh(factory.world, factory.shard.dp_replicate_size)  # each rank runs its own rows
         offload = "reward_model" in factory.shard.cpu_offload
         reward_model.module, reward_model.tokenizer = shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer

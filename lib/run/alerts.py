@@ -11,64 +11,37 @@ class Alert(NamedTuple):
     text: str
     metric: str
     is_bad: Callable[[float], bool]
-    section: str
-    """the anchor of a heading of docs/troubleshooting.md"""
-    on_line: bool = True
-    """whether the console line of a step shows it"""
-    of_run: bool = True
-    """whether the summary of a run counts it"""
+    section: str  # the anchor of a heading of docs/troubleshooting.md
+    on_line: bool = True  # whether the console line of a step shows it
+    of_run: bool = True  # whether the summary of a run counts it
 
 
 class RunAlert(NamedTuple):
     """An alert over the steps of a run."""
 
     text: str
-    section: str
-    """the anchor of a heading of docs/troubleshooting.md"""
+    section: str  # as in Alert
     steps: list[int]
 
 
 OFTEN = 0.1  # share of steps above which the summary has an alert that is not printed per step
 MISMATCH = 0.1
 """Nats of rollout/logp_diff_mean. Healthy engines differ by 2e-6 in fp32 and by 0.01 to 0.04 in bf16; with the weights
-of an older step it was 0.2 (docs/troubleshooting.md has the sources). Ten times the one, half of the other."""
+of an older step it was 0.2 (docs/troubleshooting.md has the sources)."""
+NO_GRADIENT, EQUAL, IDLE = "the-gradient-is-0", "groups-have-equal-scores", "a-stage-is-slow-or-ranks-are-idle"
+CUT_OFF, DIFFERENT = "responses-are-cut-off", "engine-and-trainer-disagree"
+APART = f"engine and trainer more than {MISMATCH} nats apart"
 ALERTS = (
-    Alert("gradient 0", "actor/grad_norm", lambda norm: norm == 0, "the-gradient-is-0"),
-    Alert("the critic's gradient 0", "critic/grad_norm", lambda norm: norm == 0, "the-gradient-is-0"),
+    Alert("gradient 0", "actor/grad_norm", lambda x: x == 0, NO_GRADIENT),
+    Alert("the critic's gradient 0", "critic/grad_norm", lambda x: x == 0, NO_GRADIENT),
+    Alert("equal scores in every group", "reward/zero_variance", lambda x: x == 1, EQUAL, of_run=False),
     Alert(
-        "equal scores in every group",
-        "reward/zero_variance",
-        lambda share: share == 1,
-        "groups-have-equal-scores",
-        of_run=False,
+        "equal scores in more than 90 % of the groups", "reward/zero_variance", lambda x: x > 0.9, EQUAL, on_line=False
     ),
-    Alert(
-        "equal scores in more than 90 % of the groups",
-        "reward/zero_variance",
-        lambda share: share > 0.9,
-        "groups-have-equal-scores",
-        on_line=False,
-    ),
-    Alert(
-        "more than half of the responses cut off",
-        "response_length/clip_ratio",
-        lambda share: share > 0.5,
-        "responses-are-cut-off",
-    ),
-    Alert("no row trained", "training/rows_trained", lambda rows: rows == 0, "rows-are-dropped"),
-    Alert(
-        f"engine and trainer more than {MISMATCH} nats apart",
-        "rollout/logp_diff_mean",
-        lambda nats: nats > MISMATCH,
-        "engine-and-trainer-disagree",
-    ),
-    Alert(
-        "idle for more than 20 % of the step",
-        "perf/idle",
-        lambda share: share > 0.2,
-        "a-stage-is-slow-or-ranks-are-idle",
-        on_line=False,
-    ),
+    Alert("more than half of the responses cut off", "response_length/clip_ratio", lambda x: x > 0.5, CUT_OFF),
+    Alert("no row trained", "training/rows_trained", lambda x: x == 0, "rows-are-dropped"),
+    Alert(APART, "rollout/logp_diff_mean", lambda x: x > MISMATCH, DIFFERENT),
+    Alert("idle for more than 20 % of the step", "perf/idle", lambda x: x > 0.2, IDLE, on_line=False),
 )
 COUNTS = {  # the message, with the number, if a metric is above 0, and its section
     "skipped updates (gradient not finite)": ("training/skipped_updates", "a-number-is-not-finite"),

@@ -1,19 +1,16 @@
-"""Save, resume, export. N steps equal k steps, a save, a fresh process, a load and N - k steps: bit for bit.
+"""Save, resume, export. A resumed run computes what an uninterrupted one does, bit for bit.
 
 A save copies the state to CPU memory and writes it while training goes on. Weights and optimizer states go through
-torch.distributed.checkpoint (DCP), so another number of ranks can load them. Every rank makes the same calls. Traps
-that this file avoids:
+torch.distributed.checkpoint (DCP), so another number of ranks can load them. Every rank makes the same calls.
 
-- If DCP writes into an existing folder and is killed midway, the folder loads as a mix of old and new. So every save
-  writes a new folder with a temporary name, adds a manifest and renames it.
-- A DCP key holds one value, not one per rank. So random states are a file per rank.
-- Asking DCP for the state of an optimizer that has not stepped makes it step. That step is undone.
+- A save writes a new folder with a temporary name, adds a manifest and renames it: if DCP were killed while it writes
+  into an existing folder, the folder would load as a mix of old and new.
+- A DCP key holds one value, not one per rank, so random states are a file per rank.
 - After a forward without backward FSDP's root parameters are whole, and the optimizer's state dict misses them. The
   model's state dict reshards them, so it is taken first.
-- Collectives of a save could mix with those of training. So a save has a process group of its own.
-
-A checkpoint is loaded only if the manifest lists each file and each has its hash. No file can run code: DCP's
-`.metadata` is a pickle, but only DCP's own classes are unpickled.
+- A save has a process group of its own, because its collectives could mix with those of training.
+- A checkpoint is loaded only if the manifest lists each file and each has its hash. No file can run code: DCP's
+  `.metadata` is a pickle, but only DCP's own classes are unpickled.
 """
 
 import json
@@ -69,17 +66,14 @@ def save_checkpoint(
     """Writes `checkpoint_dir/step_000020/`. Then keeps the `keep` newest complete checkpoints (0: all), deletes others.
 
     Returns as soon as the state is copied to CPU memory, and writes it in the background. The future's result is the
-    folder, once it is complete. Wait for it before the next save and at the end of the run.
+    complete folder. Wait for it before the next save and at the end of the run. A kill at any moment leaves the
+    previous checkpoints as they were, and at most a `.tmp` folder, which the next save removes.
 
-    A kill at any moment leaves the previous checkpoints as they were, and at most a `.tmp` folder, which the next save
-    removes. Folders of later steps are left alone.
-
-    Args:
+    Args (rank 0's trainer_state, batches and config are written):
         models: by name ("actor", "critic"), each with its optimizer or None. Save between optimizer steps.
-        schedulers: by name.
-        trainer_state: values that JSON holds exactly (the loader's position, the KL controller); rank 0's is written.
-        batches: by name, rows that the next step needs, the same on all ranks; rank 0's are written.
-        config: a resume compares its own config with this one (lib/run/run.py); rank 0's is written.
+        trainer_state: values that JSON holds exactly (the loader's position, the KL controller).
+        batches: by name, rows that the next step needs, the same on all ranks.
+        config: a resume compares its own config with this one (lib/run/run.py).
 
     Raises:
         TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.
@@ -102,7 +96,7 @@ def save_checkpoint(
     pinned = any(next(module.parameters()).is_cuda for module, _ in models.values())
     state = (_pinned_stager() if pinned else DefaultStager(NOT_PINNED)).stage(_state_to_save(models))  # a copy
     rng_state = _rng_state()
-    hashes: dict[str, str] = {}  # hashes of the shards' files
+    hashes: dict[str, str] = {}  # of the shards' files
     batches = {name: batch[np.arange(len(batch))] for name, batch in (batches or {}).items() if rank == 0}
 
     def make_folder() -> None:
@@ -119,14 +113,11 @@ def save_checkpoint(
 
     def write_shards() -> None:
         dcp.save(state, checkpoint_id=tmp, process_group=group, no_dist=world_size == 1)
-
-    def hash_shards() -> None:
         hashes.update((file.name, file_hash(file)) for file in tmp.glob(f"__{rank}_*"))
 
     def seal() -> None:
         if rank == 0:
-            unseen = [r for r in range(world_size) if not (tmp / f"rng_{r:05d}.pt").exists()]
-            if unseen:
+            if unseen := [r for r in range(world_size) if not (tmp / f"rng_{r:05d}.pt").exists()]:
                 raise InputError(f"rank 0 does not see the files of ranks {unseen}; use a shared folder")
             for name, batch in batches.items():
                 batch.save_to_disk(tmp / f"batch_{name}.safetensors")
@@ -138,16 +129,14 @@ def save_checkpoint(
             _rotate(final, keep)
 
     def write() -> Path:
-        for stage in (make_folder, write_own, write_shards, hash_shards, seal):
-            failure = _first_failure(stage, group)
-            if failure is not None:
+        for stage in (make_folder, write_own, write_shards, seal):
+            if failure := _first_failure(stage, group):
                 if rank == 0:
                     shutil.rmtree(tmp, ignore_errors=True)
                 raise InputError(f"{final}: not saved, earlier checkpoints are intact: {failure} ({free_space(final)})")
-            if stage is hash_shards:  # each rank has hashed its own files
-                parts: list = [None] * world_size
-                dist.all_gather_object(parts, hashes, group=group)
-                hashes.update({name: digest for part in parts for name, digest in part.items()})
+            if stage is write_shards:  # each rank has hashed its own files
+                for of_rank in _gathered(dict(hashes), group):
+                    hashes.update(of_rank)
         return final
 
     writer = ThreadPoolExecutor(1, "checkpoint")
@@ -163,19 +152,14 @@ NOT_PINNED = StagingOptions(
 
 @cache
 def _pinned_stager() -> DefaultStager:
-    """Its memory stays for all saves, since to pin it takes longer than to copy. A GPU copies into it several times
-    faster."""
+    """Copies from a GPU into pinned memory are several times faster. It is kept, since pinning takes longer."""
     return DefaultStager(replace(NOT_PINNED, use_pinned_memory=True, use_non_blocking_copy=True))
 
 
 def newest_complete(checkpoint_dir: Path) -> Path | None:
-    """The complete checkpoint of the highest step; None if there is none.
-
-    Passes over torn or altered ones (see `why_torn`), and prints one line for each that says why.
-    """
+    """The complete checkpoint of the highest step; None if there is none. Prints why it passes over a torn one."""
     for folder in reversed(step_folders(checkpoint_dir)):
-        torn = why_torn(folder)
-        if torn is None:
+        if not (torn := why_torn(folder)):
             return folder
         print(f"checkpoint: {folder} is torn ({torn}), looking for an older one", flush=True)
     return None
@@ -184,18 +168,13 @@ def newest_complete(checkpoint_dir: Path) -> Path | None:
 def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers) -> dict[str, Any]:
     """Loads weights, optimizers and schedules in place, restores this rank's random states, returns `trainer_state`.
 
-    What the caller has set stays: learning rates, betas and weight decays of the optimizers, base rates of the
-    schedules.
+    The optimizers' settings (learning rates, betas, weight decays) and the schedules' base rates stay the caller's. If
+    the number of ranks has changed since the save, random states are not restored, and rank 0 says so.
 
-    If the number of ranks has changed since the save, weights and optimizer states are resharded, random states are not
-    restored, and rank 0 says so.
-
-    Raises:
-        InputError: the checkpoint is torn or altered, or its models or schedules are not the caller's.
+    Raises InputError if the checkpoint is torn or altered, or its models or schedules are not the caller's.
     """
-    path, rank = Path(path), dist.get_rank()
-    torn = broadcast(why_torn(path) if rank == 0 else None)
-    if torn is not None:
+    path, rank, world_size = Path(path), dist.get_rank(), dist.get_world_size()
+    if torn := broadcast(why_torn(path) if rank == 0 else None):
         raise InputError(f"{path}: not a complete checkpoint ({torn}); give another one")
     trainer = json.loads((path / "trainer.json").read_text())
     ours, theirs = _names(models, schedulers), trainer["names"]
@@ -217,7 +196,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
                 if any(f"{name}.optim.state.{param}.{key}" in saved_keys for key in values)
             }
             state[name]["optim"] = template
-    dcp.load(state, storage_reader=reader, no_dist=dist.get_world_size() == 1)
+    dcp.load(state, storage_reader=reader, no_dist=world_size == 1)
     may_lack = dcp_state.StateDictOptions(strict=False)  # lacks frozen weights, states without gradient
     for name, (module, optimizer) in models.items():
         dcp_state.set_model_state_dict(module, state[name]["model"], options=may_lack)
@@ -232,11 +211,11 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
         scheduler._last_lr = [base * factor for base, factor in zip(scheduler.base_lrs, factors)]
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr()):
             group["lr"] = rate
-    if trainer["world_size"] == dist.get_world_size():
+    if trainer["world_size"] == world_size:
         _set_rng_state(torch.load(path / f"rng_{rank:05d}.pt", weights_only=True))
     elif rank == 0:
         print(
-            f"checkpoint: {path} was saved by {trainer['world_size']} rank(s), this run has {dist.get_world_size()}: "
+            f"checkpoint: {path} was saved by {trainer['world_size']} rank(s), this run has {world_size}: "
             "weights and optimizer states are resharded, random states stay as seeded",
             flush=True,
         )
@@ -257,12 +236,10 @@ def export_hf(
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer
-    or (of a vision model) processor.
+    or (of a vision model) processor. A collective. Raises InputError (on rank 0) if it cannot be written.
 
-    For a model with LoRA adapters it writes the merged weights, and the adapters to `out_dir`/adapter, a folder for
-    peft. Every rank calls it. Rank 0 gathers the weights of one file of at most `max_shard_bytes` in CPU memory, or one
-    layer if that is more, writes them and goes on. The folder has a temporary name until it is complete. Raises
-    InputError (on rank 0) if it cannot be written.
+    Of a model with LoRA adapters these are the merged weights; the adapters go to `out_dir`/adapter, a folder for peft.
+    Rank 0 has the weights of one file (at most `max_shard_bytes`, or one layer) at a time in CPU memory.
     """
     out_dir = Path(out_dir)
     tmp = out_dir.with_name(out_dir.name + ".tmp")
@@ -299,12 +276,9 @@ def _export_to(tmp: Path, model, processor, shards: Iterator[dict[str, torch.Ten
         processor.save_pretrained(tmp)
 
 
-# ---- in the background ---------------------------------------------------------------------------
-
-
 @cache
 def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group for saves, made once for each default group. Training's collectives use the default group."""
+    """A process group for saves, made once for each default group (`world`)."""
     return new_cpu_group()
 
 
@@ -318,9 +292,14 @@ def _first_failure(stage: Callable[[], None], group: dist.ProcessGroup) -> str |
         own = f"rank {rank}: {str(cause).splitlines()[0]}"
     except (OSError, RuntimeError, SafetensorError, InputError) as error:  # RuntimeError: torch.save, disk full
         own = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
-    failures = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, own, group=group)
-    return next(filter(None, failures), None)
+    return next(filter(None, _gathered(own, group)), None)
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> list:
+    """The value of each rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -328,10 +307,8 @@ def _first_failure(stage: Callable[[], None], group: dist.ProcessGroup) -> str |
 
 def _shards(model: PreTrainedModel, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yields whole weights and buffers by name, some layers at a time, in rank 0's CPU memory. Other ranks get one
-    empty dict. A dict is emptied when the next is asked for. A collective.
-
-    A layer stays together, because transformers may convert some of its weights together (experts).
-    """
+    empty dict. A dict is emptied when the next is asked for. A layer stays together, because transformers may convert
+    some of its weights together (experts). A collective."""
     first, buffers = dist.get_rank() == 0, dict(model.named_buffers())
     saved_buffers = ((name, value) for name, value in model.state_dict().items() if name in buffers)
     shard: dict[str, torch.Tensor] = {}
@@ -351,12 +328,9 @@ def _layer(name: str) -> str:
 
 
 def _write_shards(shards: Iterator[dict[str, torch.Tensor]], model: PreTrainedModel, folder: Path) -> None:
-    """Writes model.safetensors, or several files and their index, under the names that files have, and the config.
-
-    save_pretrained writes each shard as if it were the model, whose own weights may be on the meta device.
-    """
-    files: list[Path] = []
-    total_size = 0
+    """Writes model.safetensors, or several files and their index, and the config. save_pretrained writes each shard as
+    if it were the model, whose own weights may be on the meta device."""
+    files, total_size = list[Path](), 0
     for shard in shards:
         total_size += sum(weight.nbytes for weight in shard.values())
         if not files:
@@ -434,11 +408,8 @@ def _exact_json(trainer: dict[str, Any]) -> str:
     return json.dumps(trainer, indent=1)
 
 
-# ---- DCP's metadata ------------------------------------------------------------------------------
-
-
 class _Reader(dcp.FileSystemReader):
-    """DCP's own reader, except for the metadata, from which that would unpickle anything."""
+    """DCP's own reader, but for the metadata, from which that one would unpickle anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.metadata.Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
@@ -476,10 +447,7 @@ def step_folders(checkpoint_dir: Path) -> list[Path]:
 
 def why_torn(folder: Path) -> str | None:
     """Why the checkpoint is not what was saved: no manifest, a file that it does not list, or a file is missing or has
-    another size or hash.
-
-    Reads all its files, but only once in a process.
-    """
+    another size or hash. Reads all its files, but only once in a process."""
     return _why_incomplete(folder) or _why_altered(folder, (folder / MANIFEST).stat().st_mtime_ns)
 
 
@@ -503,7 +471,7 @@ def saved_step(checkpoint: Path) -> int:
 
 
 def _publish(tmp: Path, final: Path) -> None:
-    """Waits until the bytes of the finished folder `tmp` are on the disk, then renames it to `final`."""
+    """Renames the finished folder `tmp` to `final` once its bytes are on the disk."""
     for file in [*tmp.rglob("*"), tmp]:
         _fsync(file)
     replaced = final.with_name(final.name + ".replaced.tmp")

@@ -1,9 +1,8 @@
-"""Numbers about a step: what a batch looks like. Pure functions, except for one gather.
+"""Metrics of a step's batch.
 
-Traps that it avoids: a mean of per-rank means is wrong if ranks hold different counts. So a rank reports totals and
-counts (`Mean`, `Sum`, `Max`, `Min`), and `reduce_metrics` finishes them. Rows without a trained token (padding, failed
-rollouts) are counted and stay out of every other number. A metric without any data in this step is left out, not
-reported as 0.
+A rank reports totals and counts (`Mean`, `Sum`, `Max`, `Min`), and `reduce_metrics` finishes them: a mean of per-rank
+means is wrong if ranks hold different counts. Rows without a trained token (padding, failed rollouts) are counted and
+stay out of every other number. A metric without any data in this step is left out, not reported as 0.
 """
 
 import math
@@ -29,9 +28,6 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
         f"{name}/max": Max(values.max().item()),
         f"{name}/min": Min(values.min().item()),
     }
-
-
-# ---- the batch of a step -------------------------------------------------------------------------
 
 
 def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metric]:
@@ -101,24 +97,19 @@ def merge_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def rows_dropped(row_filters: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """training/rows_dropped/<filter>: rows whose last token it removed. row_filters: masks (B, T), each a subset of
-    the one before.
-
-    The masks are those of all ranks' batch, so the results need no reduction.
-    """
+    """training/rows_dropped/<filter>: rows whose last token it removed. row_filters: masks (B, T) of all ranks' rows,
+    each a subset of the one before."""
     metrics: dict[str, float] = {}
-    alive: torch.Tensor | None = None
+    before: torch.Tensor | None = None
     for name, mask in row_filters.items():
-        before, alive = alive, mask.bool().any(1)
+        alive = mask.bool().any(1)
         metrics[f"training/rows_dropped/{name}"] = float((~alive if before is None else before & ~alive).sum())
+        before = alive
     return metrics
 
 
 def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
-    """reward/<key>/mean of each number that a scorer gave besides its score. Text, None and "pred" have no mean.
-
-    The extra level /<key>/ (validation has it, too) keeps a scorer's names apart from other metrics.
-    """
+    """reward/<key>/mean of each number that a scorer gave besides its score. Text, None and "pred" have no mean."""
     metrics: dict[str, Metric] = {}
     for name, values in extras.items():
         numbers = [float(value) for value in values if is_number(value)]

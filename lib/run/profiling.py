@@ -18,12 +18,10 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Profiler:
-    """Profiles whole steps, from `start` to `stop`.
-
-    Writes step_000003-rank_0.json.gz into `folder`: operations, kernels, and the stages of lib/distributed/clock.py.
-    With `memory` the trace has a curve of the memory in use (on a CPU counted from the start of the step), and a GPU
-    also writes step_000003-rank_0.memory.pickle, every allocation with its stack, for https://pytorch.org/memory_viz.
-    """
+    """Profiles whole steps, from `start` to `stop`, into step_000003-rank_0.json.gz: operations, kernels, and the
+    stages of lib/distributed/clock.py. With `memory` the trace has a curve of the memory in use (on a CPU counted from
+    the start of the step), and a GPU also writes step_000003-rank_0.memory.pickle, every allocation with its stack, for
+    https://pytorch.org/memory_viz."""
 
     def __init__(self, folder: Path, steps: Collection[int], memory: bool, world: World) -> None:
         self.folder, self.steps, self.memory, self.world = folder, steps, memory, world
@@ -32,7 +30,6 @@ class Profiler:
         self._name = ""
 
     def start(self, step: int) -> None:
-        """Profiles from now on, if `step` is one of the steps."""
         if step not in self.steps:
             return
         self._name = f"step_{step:06d}-rank_{self.world.rank}"
@@ -71,8 +68,8 @@ def with_memory_curves(trace: dict[str, Any]) -> dict[str, Any]:
         if event["name"] == "[memory]":
             args = event["args"]
             device = "CPU" if args["Device Type"] == 0 else f"GPU {args['Device Id']}"
-            counter = {"ph": "C", "name": f"memory, {device}", "pid": event["pid"], "ts": event["ts"]}
-            curves.append(counter | {"args": {"MiB": args["Total Allocated"] / 2**20}})
+            counter = {"ph": "C", "name": f"memory, {device}", "args": {"MiB": args["Total Allocated"] / 2**20}}
+            curves.append(counter | {key: event[key] for key in ("pid", "ts")})
     return trace | {"traceEvents": trace["traceEvents"] + curves}
 
 

@@ -18,20 +18,15 @@ SIDE = 320  # pixels; the run page shows at most 512 (tools/page/samples.py)
 
 def row_hashes(batch: DataProto) -> list[str]:
     """For each row the digest of its data source, messages, images and ground truth."""
-    rows, of_images = batch.non_tensor_batch, [0] * len(batch)
-    if "multi_modal_hash" in batch.batch:
-        of_images = batch.batch["multi_modal_hash"].tolist()
+    rows, hashes = batch.non_tensor_batch, batch.batch.get("multi_modal_hash", None)
+    of_images = [0] * len(batch) if hashes is None else hashes.tolist()
     parts = zip(rows["data_source"], rows["raw_prompt"], rows["reward_model"], of_images)
     return [hashlib.sha256(json.dumps(row, default=str).encode()).hexdigest()[:16] for row in parts]
 
 
 def keep_images(run_folder: Path, batch: DataProto) -> list[list[str] | None]:
     """Writes the images of the rows' prompts, without those that tools returned. Returns their names in images/; None
-    for a row without.
-
-    Raises:
-        InputError: an image cannot be written (the disk is full).
-    """
+    for a row without. Raises InputError if an image cannot be written."""
     rows = batch.non_tensor_batch
     if "multi_modal_data" not in rows:
         return [None] * len(batch)

@@ -27,11 +27,8 @@ MOST_UNTRACKED = 50  # names of files
 def write_start(
     folder: Path, code: Mapping[str, Path], command: str, flags: Mapping[str, list], changes: str = ""
 ) -> None:
-    """Makes the folder with the code, start.json and, if the git checkout differs from its commit, diff.patch.
-
-    code: see `code_files`; the first is the script. flags: those that differ from their defaults (`changed_flags`).
-    changes: of the code since the checkpoint, for changes.patch (`code_changes`).
-    """
+    """Makes the folder with the code (`code_files`), start.json, diff.patch (the git checkout against its commit) and
+    changes.patch (`code_changes`). flags: those that differ from their defaults (`changed_flags`)."""
     folder.mkdir(parents=True)
     for name, path in code.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -41,6 +38,7 @@ def write_start(
     script = next(iter(code.values()))
     commit = _commit(script.parent)
     untracked, number = _untracked(script.parent) if commit else ([], 0)
+    found = ((package.metadata["Name"], package.version) for package in sorted(distributions(), key=str))
     start = {
         "command": redact(command),
         "flags": redact_values(flags),
@@ -50,9 +48,7 @@ def write_start(
         "untracked": untracked,
         "untracked_files": number,
         "python": platform.python_version(),
-        "packages": {
-            name: package.version for package in sorted(distributions(), key=str) if (name := package.metadata["Name"])
-        },
+        "packages": {name: version for name, version in found if name},
     }
     (folder / "start.json").write_text(json.dumps(start, indent=1, sort_keys=True) + "\n")
     if commit and (diff := _diff(script.parent)):
@@ -60,7 +56,6 @@ def write_start(
 
 
 def _machine() -> str:
-    """Of rank 0's host, and how many ranks the job has."""
     gpus = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     parts = [f"{os.cpu_count()} CPU cores", *(f"{number} x {name}" for name, number in gpus.items())]
     if (ranks := launched_ranks()) > 1:
@@ -76,7 +71,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _untracked(folder: Path) -> tuple[list[str], int | None]:
-    """The first names of the files that git neither tracks nor ignores, and how many there are; None: not known."""
+    """The first files that git neither tracks nor ignores, and how many there are; None: not known."""
     first, number = b"", 0
     try:
         for piece in _git(folder, "ls-files", "-z", "--others", "--exclude-standard", ":/"):
@@ -88,7 +83,7 @@ def _untracked(folder: Path) -> tuple[list[str], int | None]:
 
 
 def _diff(folder: Path) -> str:
-    """What differs from the commit; one line if it is too long to be kept, or cannot be had."""
+    """The diff to the commit; or one line that says why it is not kept."""
     diff = b""
     try:
         for piece in _git(folder, "diff", "--no-ext-diff", "--binary", "HEAD"):

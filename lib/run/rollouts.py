@@ -3,7 +3,7 @@
     datasets.load_dataset("parquet", data_files="runs/NAME/rollouts/*.parquet")
 
 A rank keeps rows that it trained on, so nothing is gathered. A thread writes them while training goes on, under another
-name until the file is whole: a kill leaves no torn one. lib/columns.py says which columns are copied.
+name until the file is whole.
 """
 
 import itertools
@@ -55,23 +55,19 @@ def rollout_files(run_folder: Path, after: int) -> list[Path]:
 
 
 def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes the rows of a trained batch on the CPU.
+    """Writes the rows of a trained batch on the CPU. Raises InputError if the file cannot be written.
 
     - step, group (the uid), sample (its number in the group, from 0)
     - row_hash of the row of the data, images (names of files in images/): lib/run/prompt_images.py
     - prompt (the messages' text), response (with special tokens), ground_truth (JSON if it is not a string)
     - tokens (the text of each response token: `token_texts`)
     - columns of the batch that lib/columns.py copies: masks, log-probs, entropy, advantages, values, weight_versions
-    - ratio of log_probs to old_log_probs, the log ratio clamped to ±20 as in the losses; 1 where old_log_probs were not
-      needed
+    - ratio of log_probs to old_log_probs, the log ratio clamped to ±20 as in the losses; 1 without old_log_probs
     - score, null for a row without one; rewards, a JSON object of all that the scorers gave besides
     - turns of an episode: by, text, tokens, reward
 
     Lists have a value for each response token (prompt_ids: for each prompt token). A column that was not computed is
     null.
-
-    Raises:
-        InputError: the file cannot be written (the disk is full). No part of it is left.
     """
     import pyarrow.parquet  # its import takes 0.4 s, which the start of a run can do without
 
@@ -84,10 +80,8 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
         aside.replace(file)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise InputError(
-            f"{file}: the step's samples could not be written: {error} ({free_space(file)}); make room, or give "
-            "--save-rollouts 0"
-        ) from error
+        advice = f"({free_space(file)}); make room, or give --save-rollouts 0"
+        raise InputError(f"{file}: the step's samples could not be written: {error} {advice}") from error
 
 
 def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase):
@@ -159,14 +153,13 @@ def _utf8(text: str) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> list[tuple[str, list[str]]]:
-    """For each row of token ids: (its text, with special tokens; the text of each token). The texts of the tokens make
-    up the row's. A character of several tokens stands at its last token."""
+    """For each row of token ids: (its text, with special tokens; the text of each token), which make up the row's. A
+    character of several tokens stands at its last token."""
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    alone = {token: decode([token]) for token in {token for ids in rows for token in ids}}
-    results = []
+    alone, results = {token: decode([token]) for token in {token for ids in rows for token in ids}}, []
     for ids in rows:
         text, texts = decode(ids), [alone[token] for token in ids]
         if "".join(texts) != text:  # a character of several tokens, or a token whose text depends on those before it
@@ -186,7 +179,6 @@ def _in_context(decode, ids: list[int], text: str) -> list[str]:
         if i == len(ids) - 1:
             added = text[done:]
         texts.append(added)
-        done += len(added)
         if added:
-            start, end = end, i + 1
+            done, start, end = done + len(added), end, i + 1
     return texts

@@ -37,50 +37,23 @@ import psutil
 import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from lib import InputError
+from lib import InputError, distributed
 from lib.args import RunArgs, ScriptArgs, ValidationArgs
 from lib.cli.flags import Names, as_flag, changed_flags, marked
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
-from lib.distributed import (
-    Metric,
-    World,
-    broadcast,
-    note_waits_in,
-    on_early_end,
-    on_first_rank,
-    print_last,
-    reduce_metrics,
-    start_step,
-    step_timing,
-)
+from lib.distributed import Metric, World
 from lib.model import TrainedModel
 from lib.rollout import NoRecorder, Recorder, Replayer, check_recorded, forget_after
+from lib.run import checkpoint as checkpoints
+from lib.run import run_config
 from lib.run.alerts import DROPPED
-from lib.run.checkpoint import (
-    export_hf,
-    load_batches,
-    load_checkpoint,
-    newest_complete,
-    save_checkpoint,
-    saved_step,
-    step_folders,
-    why_torn,
-)
 from lib.run.disk import writes_to
 from lib.run.metrics import merge_metrics
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
-from lib.run.run_config import (
-    checked_overrides,
-    code_changes,
-    code_files,
-    compare,
-    compare_recording,
-    describe_run,
-    read_json,
-)
+from lib.run.run_config import read_json
 from lib.run.throughput import peak_tflops, throughput_metrics
 from lib.run.tracking import Tracker
 
@@ -89,6 +62,9 @@ LEASE_S = 120  # the same for another host: a file server gives up a dead client
 LOCK = ".lock"
 MOST_LINES = 40  # of the code's changes, on the screen
 RECORDED_BY = "recorded_by"  # the key in a recording's config.json of the folder of its run
+
+Models = Mapping[str, TrainedModel]
+Batches = dict[str, DataProto]
 
 
 @dataclass
@@ -101,20 +77,13 @@ class Run:
     validation: ValidationArgs
     world: World
     tracker: Tracker
-    checkpoint: Path | None = None
-    """where the run goes on; None: at the start"""
-    step: int = 0
-    """the step of the checkpoint"""
-    own: bool = False
-    """whether the checkpoint is this run's, not another's (only on rank 0)"""
-    new_data: bool = False
-    """whether --resume-override allowed other training data than the checkpoint's"""
-    config: dict[str, Any] = field(default_factory=dict)
-    """what config.json holds (only on rank 0)"""
-    locks: ExitStack = field(default_factory=ExitStack)
-    """of the folders that this run writes to (only on rank 0)"""
-    recorder: NoRecorder = field(default_factory=NoRecorder)
-    """what steps take from outside goes through it"""
+    checkpoint: Path | None = None  # the one that is resumed from
+    step: int = 0  # of the checkpoint
+    own: bool = False  # whether the checkpoint is this run's, not another's (only on rank 0)
+    new_data: bool = False  # whether --resume-override allowed other training data than the checkpoint's
+    config: dict[str, Any] = field(default_factory=dict)  # what config.json holds (only on rank 0)
+    locks: ExitStack = field(default_factory=ExitStack)  # of the folders that this run writes to (only on rank 0)
+    recorder: NoRecorder = field(default_factory=NoRecorder)  # of what steps take from outside
     _saving: Future | None = None
     _writing: Future | None = None
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
@@ -122,34 +91,29 @@ class Run:
     _peak_tflops: float | None = field(init=False)
 
     def __post_init__(self):
-        args = self.args
-        self._profiler = Profiler(self.folder / "profile", args.profile_steps, args.profile_memory, self.world)
+        steps, memory = self.args.profile_steps, self.args.profile_memory
+        self._profiler = Profiler(self.folder / "profile", steps, memory, self.world)
         self._peak_tflops = peak_tflops(self.world.device)
 
-    def load(self, models: Mapping[str, TrainedModel], stateful: Mapping[str, Any]) -> dict[str, DataProto]:
+    def load(self, models: Models, stateful: Mapping[str, Any]) -> Batches:
         """Loads the checkpoint, if there is one, into models and stateful objects. Returns its `batches`. Then sets
         aside what the run does again: a checkpoint that cannot be loaded leaves all as it is. A collective.
 
-        stateful: other objects with state_dict() and load_state_dict(). A state is plain numbers and, if it is the same
-        on all ranks, DataProtos.
+        stateful: objects with state_dict() and load_state_dict(), of plain numbers and DataProtos equal on all ranks.
         """
-        batches = {} if self.checkpoint is None else self._load(self.checkpoint, models, stateful)
-        on_first_rank(self._begin)
-        return batches
-
-    def _load(
-        self, checkpoint: Path, models: Mapping[str, TrainedModel], stateful: Mapping[str, Any]
-    ) -> dict[str, DataProto]:
-        state = load_checkpoint(checkpoint, **_of_checkpoint(models))
-        batches = load_batches(checkpoint)
-        for place in [place for place in batches if "." in place]:
-            name, key = place.split(".")
-            state[name][key] = batches.pop(place)
-        if self.new_data:
-            started = {key: value for key, value in state["loader"].items() if key == "last_started"}
-            state["loader"] = started | {"position": 0}
-        for name, part in _with_loss_scales(stateful, models).items():
-            part.load_state_dict(state[name])
+        batches: Batches = {}
+        if self.checkpoint is not None:
+            state = checkpoints.load_checkpoint(self.checkpoint, **_of_checkpoint(models))
+            batches = checkpoints.load_batches(self.checkpoint)
+            for place in [place for place in batches if "." in place]:
+                name, key = place.split(".")
+                state[name][key] = batches.pop(place)
+            if self.new_data:
+                started = {key: value for key, value in state["loader"].items() if key == "last_started"}
+                state["loader"] = started | {"position": 0}
+            for name, part in _with_loss_scales(stateful, models).items():
+                part.load_state_dict(state[name])
+        distributed.on_first_rank(self._begin)
         return batches
 
     def _begin(self) -> None:
@@ -166,23 +130,22 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are left; the first of a run is 1."""
         for step in range(self.step + 1, self.args.total_steps + 1) if not self.validation.val_only else ():
-            start_step(step)
+            distributed.start_step(step)
             self.recorder.begin(step)
             self._profiler.start(step)
             yield step
 
     def record(self, batch: DataProto) -> None:
-        """With --record, keeps the batch as it is before the update. The step samples and scores no more."""
+        """With --record, keeps the batch as it is before the update."""
         self.recorder.end(batch)
 
     def log(self, step: int, metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective.
-
-        Raises InputError for a name that two of the dicts have."""
-        timing = step_timing()
+        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective. Raises
+        InputError for a name that two of the dicts have."""
+        timing = distributed.step_timing()
         if self._profiler.stop():
             timing["perf/profiled"] = 1.0
-        reduced = reduce_metrics(merge_metrics([*metrics, timing]))
+        reduced = distributed.reduce_metrics(merge_metrics([*metrics, timing]))
         ways = ("training/rows_trained", "training/rows_left_over")
         gone = sum(rows for name, rows in reduced.items() if name in ways or name.startswith(DROPPED))
         assert reduced["training/rows_in"] == gone, "rows were lost on the way"
@@ -198,17 +161,11 @@ class Run:
             return self.validation.val_only or (self.validation.val_before_train and step == 0)
         return self._is_due(self.validation.val_every, step)
 
-    def save(
-        self,
-        step: int,
-        models: Mapping[str, TrainedModel],
-        stateful: Mapping[str, Any],
-        batches: dict[str, DataProto] | None = None,
-    ) -> None:
+    def save(self, step: int, models: Models, stateful: Mapping[str, Any], batches: Batches | None = None) -> None:
         """Saves a checkpoint if one is due. Training goes on while it is written; the next save raises what went wrong.
-        The samples of its steps are on the disk before it is.
+        The samples of its steps are on the disk before it is. A collective.
 
-        batches: rows that the next step needs, the same on all ranks. A collective."""
+        batches: rows that the next step needs, the same on all ranks."""
         if not self._is_due(self.args.save_every, step):
             return
         self._wait_for_writers()
@@ -219,7 +176,7 @@ class Run:
             rows = {key: value for key, value in state.items() if isinstance(value, DataProto)}
             batches |= {f"{name}.{key}": value for key, value in rows.items()}
             states[name] = {key: value for key, value in state.items() if key not in rows}
-        self._saving = save_checkpoint(
+        self._saving = checkpoints.save_checkpoint(
             self.folder / "checkpoints",
             step,
             trainer_state=states,
@@ -245,14 +202,14 @@ class Run:
             self._wait_for_writers()  # the last checkpoint is on the disk, whatever happens to the export
             name = self.args.export_dtype
             dtype = actor.forward.compute_dtype if name == "auto" else getattr(torch, name)
-            export_hf(actor.module, processor, self.folder / "model", dtype)
+            checkpoints.export_hf(actor.module, processor, self.folder / "model", dtype)
 
     def close(self) -> None:
         """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""
         self._wait_for_writers()
         self.tracker.report(of_training=not self.validation.val_only)
         self.tracker.close()
-        on_early_end(None)
+        distributed.on_early_end(None)
         self.locks.close()
 
     def _wait_for_writers(self) -> None:
@@ -275,20 +232,20 @@ class Run:
             self.tracker.close()
         if not interrupted:
             return
-        newest = newest_complete(self.folder / "checkpoints")
-        where = (
-            "" if self.validation.val_only else f" after {newest.name}" if newest else " before the first checkpoint"
-        )
-        command, launcher = typed_command(None if self.validation.val_only else self.name)
-        print_last(f"interrupted{where}; to go on: {command}", launcher)
+        where, resume = "", None
+        if not self.validation.val_only:
+            newest, resume = checkpoints.newest_complete(self.folder / "checkpoints"), self.name
+            where = f" after {newest.name}" if newest else " before the first checkpoint"
+        command, launcher = typed_command(resume)
+        distributed.print_last(f"interrupted{where}; to go on: {command}", launcher)
 
 
-def _with_loss_scales(stateful: Mapping[str, Any], models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+def _with_loss_scales(stateful: Mapping[str, Any], models: Models) -> dict[str, Any]:
     scales = {f"{name}_loss_scale": model.loss_scale for name, model in models.items()}
     return dict(stateful) | {name: scale for name, scale in scales.items() if scale is not None}
 
 
-def _of_checkpoint(models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+def _of_checkpoint(models: Models) -> dict[str, Any]:
     return {
         "models": {name: (model.module, model.optimizer) for name, model in models.items()},
         "schedulers": {name: model.scheduler for name, model in models.items()},
@@ -301,22 +258,26 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
     `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
     effective: the values of flags that were left to the run (setup.effective_settings), for config.json.
 
-    Raises:
-        InputError (on every rank): another process has the folder, the folder holds steps that would be overwritten,
-            there is no such checkpoint, the checkpoint had other flags, a tracker is missing or not logged in.
+    Raises InputError (on every rank) if another process has the folder, the folder holds steps that would be
+    overwritten, there is no such checkpoint, it had other flags, or a tracker is missing or not logged in.
     """
-    name = broadcast(args.run.run_name or default_name(script, args.run.seed))
+    name = distributed.broadcast(args.run.run_name or default_name(script, args.run.seed))
     folder = Path(args.run.output_dir) / name
     tracker = Tracker(folder, {}, total_steps=0, enabled=False)
     run = Run(name, folder, args.run, args.validation, world, tracker)
     if world.rank == 0 or args.run.profile_steps:
-        on_early_end(run._end_early)
+        distributed.on_early_end(run._end_early)
 
     def open_here() -> tuple[Path | None, int, bool]:
-        with writes_to(folder, "the run was not opened"):
-            return _open(run, args, Path(script), effective or {})
+        with writes_to(folder, "the run was not opened"), ExitStack() as locks:  # a refused start releases its locks
+            _hold(folder, locks)  # before anything is looked at, which another start may change
+            if args.run.record:
+                _claim_recording(Path(args.run.record), folder, args.run.resume, locks)
+            opened = _open(run, args, Path(script), effective or {})
+            run.locks = locks.pop_all()
+            return opened
 
-    run.checkpoint, run.step, run.new_data = on_first_rank(open_here)
+    run.checkpoint, run.step, run.new_data = distributed.on_first_rank(open_here)
     if world.rank == 0:
         print(f"run folder: {folder}", flush=True)
     if args.run.record:
@@ -325,7 +286,7 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
         run.recorder = Replayer(Path(args.run.replay), world)
     if world.rank == 0 and world.device.type == "cuda" and run._peak_tflops is None:
         print(f"no MFU: lib/run/throughput.py has no peak of {torch.cuda.get_device_name(world.device)}", flush=True)
-    note_waits_in(folder / "waits.txt")
+    distributed.note_waits_in(folder / "waits.txt")
     return run
 
 
@@ -336,33 +297,23 @@ def default_name(script: str, seed: int) -> str:
 
 def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
     """Rank 0's part of open_run: (checkpoint, its step, whether the training data have changed)."""
-    with ExitStack() as locks:  # a start that is refused gives them back
-        _hold(run.folder, locks)  # before anything is looked at, which another start may change
-        if args.run.record:
-            _claim_recording(Path(args.run.record), run.folder, args.run.resume, locks)
-        opened = _open_locked(run, args, script, effective)
-        run.locks = locks.pop_all()
-    return opened
-
-
-def _open_locked(
-    run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
-) -> tuple[Path | None, int, bool]:
-    run.config, code = describe_run(args, script), code_files(args, script)
-    overrides = checked_overrides(args.run.resume_override, run.config)
+    run.config, code = run_config.describe_run(args, script), run_config.code_files(args, script)
+    overrides = run_config.checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
-    step = 0 if checkpoint is None else saved_step(checkpoint)
-    if changes := "" if checkpoint is None else code_changes(checkpoint, code):
-        print(f"the code has changed since {checkpoint}:\n{_beginning(changes)}", flush=True)
-    changed = {} if checkpoint is None else compare(checkpoint, run.config, args, overrides)
+    step, changes, changed = 0, "", {}
+    if checkpoint is not None:
+        step, changes = checkpoints.saved_step(checkpoint), run_config.code_changes(checkpoint, code)
+        if changes:
+            print(f"the code has changed since {checkpoint}:\n{_beginning(changes)}", flush=True)
+        changed = run_config.compare(checkpoint, run.config, args, overrides)
     if args.run.replay:
-        compare_recording(Path(args.run.replay), run.config, args)
+        run_config.compare_recording(Path(args.run.replay), run.config, args)
         check_recorded(Path(args.run.replay), range(step + 1, args.run.total_steps + 1), run.world.size)
 
-    own = run.own = checkpoint is not None and _own_path(checkpoint, run.folder) is not None
     came_from, new_data = None, bool(changed.keys() & marked(args, Names.ROWS))
     if checkpoint is not None:
-        came_from = checkpoint.name if own else str(checkpoint.resolve())
+        run.own = _own_path(checkpoint, run.folder) is not None
+        came_from = checkpoint.name if run.own else str(checkpoint.resolve())
         print(f"resumed from {came_from}" + (", with training data from the first row" * new_data), flush=True)
         if step >= args.run.total_steps and not run.validation.val_only:
             print(f"{came_from}: step {step} of {args.run.total_steps}, nothing is left to train", flush=True)
@@ -374,7 +325,7 @@ def _open_locked(
         logs = _next_number(run.folder / "val_only")
         logs.mkdir(parents=True)
         title = f"{run.name}-val_only-{logs.name}"
-    elif own:
+    elif run.own:
         history = (read_json(run.folder / "config.json") or {}).get("history", [])
     start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
     starts = _next_number(logs / "starts")
@@ -398,8 +349,9 @@ def _open_locked(
 
 def _beginning(text: str) -> str:
     lines = text.splitlines()
-    more = [f"... and {len(lines) - MOST_LINES} lines more"] if len(lines) > MOST_LINES else []
-    return "\n".join(lines[:MOST_LINES] + more)
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} lines more"]
+    return "\n".join(lines)
 
 
 def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStack) -> None:
@@ -423,9 +375,7 @@ def _hold(folder: Path, locks: ExitStack, flag: str = "--run-name") -> None:
 
 
 def _give_back(lock: TextIO, new: list[Path]) -> None:
-    """Unlocks the folder. If the start was refused, removes the folders that were made for it.
-
-    new: the folder, if it was made, and those above it that were. They go if they hold nothing else."""
+    """Unlocks the folder. If the start was refused, removes the folders that it had made (`new`) and left empty."""
     lock.truncate(0)
     with suppress(OSError):  # someone has moved the folder, a file server keeps a file that is open
         if new and _is_empty(new[0]):
@@ -443,9 +393,8 @@ def take_lock(folder: Path, flag: str = "--run-name") -> TextIO:
     """Makes the folder if it is missing and locks it. The lock is the open file that it returns.
 
     It is an fcntl lock: the kernel frees it however the process ends, children do not inherit it, and file servers
-    (NFS, Lustre, GPFS) show it to other hosts. If another process has it, raises InputError and says who.
-
-    flag: which names the folder.
+    (NFS, Lustre, GPFS) show it to other hosts. Raises InputError (with `flag`, which names the folder) if another
+    process has it.
     """
     lock = _lock_file(folder)
     host, started, said, opened = socket.gethostname(), time.monotonic(), False, 1
@@ -520,8 +469,8 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     Raises InputError if there is no such checkpoint, or if the folder has steps and the checkpoint is not its own.
     """
     if resume == "auto":
-        newest = newest_complete(folder / "checkpoints")
-        if newest is None and (there := step_folders(folder / "checkpoints")):
+        newest = checkpoints.newest_complete(folder / "checkpoints")
+        if newest is None and (there := checkpoints.step_folders(folder / "checkpoints")):
             raise InputError(
                 f"--resume auto: none of the checkpoints in {there[0].parent} can be loaded; give --resume another "
                 "one, or another --run-name to start from scratch"
@@ -529,10 +478,9 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         return newest or _origin(folder)
     checkpoint = None if resume == "never" else Path(resume)
     if checkpoint is not None:
-        if why := why_torn(checkpoint):
-            raise InputError(
-                f"--resume {resume}: no complete checkpoint ({why}); give one like RUN/checkpoints/step_000020"
-            )
+        if why := checkpoints.why_torn(checkpoint):
+            example = "RUN/checkpoints/step_000020"
+            raise InputError(f"--resume {resume}: no complete checkpoint ({why}); give one like {example}")
         if own := _own_path(checkpoint, folder):
             return own
     if _has_steps(folder):
@@ -549,22 +497,30 @@ def set_aside(folder: Path, step: int) -> None:
     Later checkpoints go first, from the highest down. So a kill at any moment leaves a run that goes on from one of its
     checkpoints. Rows after the checkpoint do no harm, since every start cuts them off.
     """
-    checkpoints = [path for path in step_folders(folder / "checkpoints") if int(path.name.removeprefix("step_")) > step]
-    logs = {name: _late_rows(folder / name, step) for name in ("metrics.jsonl", "samples.jsonl")}
+    saved = checkpoints.step_folders(folder / "checkpoints")
+    later = [path for path in saved if int(path.name.removeprefix("step_")) > step]
+    logs = {}  # for each row, whether it is of a later step, or a torn last line
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        logs[name] = [not step or of is None or of > step for of in _steps(folder / name)]
     for unfinished in (folder / "rollouts").glob("*.tmp"):
         unfinished.unlink()
     rollouts = rollout_files(folder, after=step)
-    if not checkpoints and not rollouts and not any(map(any, logs.values())):
+    if not later and not rollouts and not any(map(any, logs.values())):
         return
     aside = _next_number(folder / "abandoned")
     aside.mkdir(parents=True)
     if (folder / "config.json").exists():
         shutil.copy(folder / "config.json", aside)
     taken = []
-    for path in [folder / "model", *reversed(checkpoints)]:
-        if path.is_symlink() or path.exists():
-            _move(path, aside / path.name)
-            taken.append(path.name)
+    for path in [folder / "model", *reversed(later)]:
+        if path.exists() and not path.is_symlink():
+            path.rename(aside / path.name)
+        elif path.is_symlink():  # which may be relative
+            (aside / path.name).symlink_to(os.path.realpath(path))
+            path.unlink()
+        else:
+            continue
+        taken.append(path.name)
     for name, late in logs.items():
         if any(late):
             _cut(folder / name, late, aside / name)
@@ -575,20 +531,6 @@ def set_aside(folder: Path, step: int) -> None:
             file.rename(aside / "rollouts" / file.name)
         taken.append(f"{len(rollouts)} files of rollouts")
     print(f"set aside in {aside}: {', '.join(taken)}", flush=True)
-
-
-def _move(path: Path, to: Path) -> None:
-    """Moves the folder, or a link to it, which may be relative."""
-    if path.is_symlink():
-        to.symlink_to(os.path.realpath(path))
-        path.unlink()
-    else:
-        path.rename(to)
-
-
-def _late_rows(file: Path, step: int) -> list[bool]:
-    """For each row, whether it belongs to a step after `step` (0: all rows do), or is a torn last line."""
-    return [not step or of is None or of > step for of in _steps(file)]
 
 
 def _steps(file: Path) -> list[int | None]:
@@ -618,22 +560,20 @@ def _origin(folder: Path) -> Path | None:
     """The other run's checkpoint from which this run started, if any."""
     history = (read_json(folder / "config.json") or {}).get("history", [])
     origin = next((Path(start["from"]) for start in reversed(history) if start["from"] and "/" in start["from"]), None)
-    if origin is not None and (why := why_torn(origin)):
+    if origin is not None and (why := checkpoints.why_torn(origin)):
         raise InputError(f"{folder} continues from {origin}, which is no longer a complete checkpoint ({why})")
     return origin
 
 
 def _has_steps(folder: Path) -> bool:
-    if step_folders(folder / "checkpoints"):
-        return True
-    return any(_steps(folder / "metrics.jsonl"))
+    return bool(checkpoints.step_folders(folder / "checkpoints")) or any(_steps(folder / "metrics.jsonl"))
 
 
 def _own_path(checkpoint: Path, folder: Path) -> Path | None:
     """Where the run has this checkpoint, which may be a link to another disk; None if it is another run's."""
     there, target = folder / "checkpoints", os.path.realpath(checkpoint)
     inside = os.path.realpath(checkpoint.parent) == os.path.realpath(there)
-    linked = (own for own in step_folders(there) if os.path.realpath(own) == target)
+    linked = (own for own in checkpoints.step_folders(there) if os.path.realpath(own) == target)
     return next(linked, there / checkpoint.name if inside else None)
 
 
@@ -646,9 +586,6 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     aside = private(file.with_suffix(".tmp"))
     aside.write_text(json.dumps(value, indent=1) + "\n")
     aside.replace(file)
-
-
-# ---- the command that resumes a run --------------------------------------------------------------
 
 
 def typed_command(resume: str | None = None) -> tuple[str, int | None]:

@@ -1,7 +1,5 @@
 """How a run was started, as config.json holds it: the script, its flags, digests of the script and of files that flags
-name.
-
-A resume compares this with the checkpoint's. A change that alters results needs --resume-override, and is recorded.
+name. A resume compares this with the checkpoint's; a change that alters results needs --resume-override.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ def code_files(args: DataclassInstance, script: Path) -> dict[str, Path]:
 
 
 def code_changes(checkpoint: Path, code: dict[str, Path]) -> str:
-    """What differs between the code (see code_files) and that of the start that wrote the checkpoint, if it is still
-    there: a unified diff, without secrets."""
+    """A unified diff, without secrets, from the code of the start that wrote the checkpoint to `code` (code_files)."""
     before = read_json(checkpoint / "config.json") or {}
     renamed = {next(iter(code)): before.get("script")}
     lines: list[str] = []
@@ -73,9 +70,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, overrides: set[str]) -> dict[str, list]:
     """{flag: [was, is]} for each flag that has changed since the checkpoint. Prints these, and flags that are new or
-    gone.
-
-    now: describe_run of `args`. The marks on the fields of `args` say what a resume may change.
+    gone. now: describe_run of `args`, whose fields are marked with what a resume may change.
 
     Raises InputError for a change that alters results and is not in `overrides`, or cannot be overridden.
     """
@@ -99,37 +94,27 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
     for flag in changed:
         if why := _never(flag, now):
             raise InputError(f"{_changes([flag], changed)}: {why}, so it needs a new run")
-    for title, lines in {
-        "changed": _changes(changed, changed),
-        "not known to the checkpoint": ", ".join(
-            f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs
-        ),
-        f"not known to {now['script']}": ", ".join(f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours)),
-    }.items():
-        if lines:
-            print(f"{title}: {lines}", flush=True)
+    new = [f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs]
+    gone = [f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours)]
+    titles = ("changed", "not known to the checkpoint", f"not known to {now['script']}")
+    for title, text in zip(titles, (_changes(changed, changed), ", ".join(new), ", ".join(gone))):
+        if text:
+            print(f"{title}: {text}", flush=True)
     return changed
 
 
 def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
     """Prints what has changed since the recording. Raises InputError for flags that it was sampled or scored with."""
     before = read_json(recording / "config.json") or {}
-    skipped = NO_FLAGS | {"replay"} | marked(args, OnResume.NOT_COMPARED)
-    changed = {
-        flag: [before[flag], now[flag]]
-        for flag in now
-        if flag in before.keys() - skipped and _differs(flag, before, now)
-    }
+    compared = before.keys() - NO_FLAGS - {"replay"} - marked(args, OnResume.NOT_COMPARED)
+    changed = {flag: [before[flag], now[flag]] for flag in now if flag in compared and _differs(flag, before, now)}
     if refused := sorted(changed.keys() & marked(args, OnReplay.AS_RECORDED)):
         raise InputError(
             f"--replay {recording}: {_changes(refused, changed)}. The recorded samples and scores depend on it: undo "
             f"it (--config {recording}/config.json reads all flags), or sample again without --replay"
         )
-    print(
-        f"replay of {recording}: steps need no engine and no scorer; validation samples with hf"
-        + (f"; changed: {_changes(changed, changed)}" if changed else ", no flag has changed"),
-        flush=True,
-    )
+    note = f"; changed: {_changes(changed, changed)}" if changed else ", no flag has changed"
+    print(f"replay of {recording}: steps need no engine and no scorer; validation samples with hf{note}", flush=True)
 
 
 def checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]:
@@ -161,15 +146,15 @@ def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
-    return ", ".join(_change(*leaf) for leaf in _leaves(flags, changed))
-
-
-def _change(flag: str, was: Any, is_now: Any) -> str:
-    if was != is_now:
-        return f"{_flag(flag)} was {was}, is {is_now}"
-    if isinstance(was, dict):
-        return f"a file of {_flag(flag)} holds something else"
-    return f"{_flag(flag)} {was} holds other {'code' if flag == 'script' else 'data'}"
+    texts = []
+    for flag, was, is_now in _leaves(flags, changed):
+        if was != is_now:
+            texts.append(f"{_flag(flag)} was {was}, is {is_now}")
+        elif isinstance(was, dict):
+            texts.append(f"a file of {_flag(flag)} holds something else")
+        else:
+            texts.append(f"{_flag(flag)} {was} holds other {'code' if flag == 'script' else 'data'}")
+    return ", ".join(texts)
 
 
 def _leaves(flags: Iterable[str], changed: dict[str, list]) -> Iterator[tuple[str, Any, Any]]:
@@ -189,14 +174,21 @@ def _flag(name: str) -> str:
 
 
 def _digest(value: str | list[str]) -> str:
-    """A digest of what the paths in a flag's value hold, wherever they lie. If it is no path, of the value itself."""
+    """A digest of what the paths in a flag's value hold, wherever they lie. If it is no path, of the value itself.
+
+    Of a file above 64 MiB it takes the size and only 64 blocks: other weights differ everywhere."""
     digest = hashlib.sha256()
     for text in [value] if isinstance(value, str) else value:
         path, function = _path_and_name(text)
         files = _files_of(path)
         digest.update(json.dumps([function, [file.name for file in files] if len(files) > 1 else []]).encode())
         for file in files:
-            _add_file(digest, file)
+            size, block = file.stat().st_size, 2**16
+            digest.update(str(size).encode())
+            with file.open("rb") as data:
+                for start in range(0, size, block if size <= 2**26 else size // 64):
+                    data.seek(start)
+                    digest.update(data.read(block))
         if not files:
             digest.update(path.encode())
     return digest.hexdigest()[:16]
@@ -215,13 +207,3 @@ def _files_of(name: str) -> list[Path]:
         suffixes = {".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt", ".py"}
         return sorted(file for file in path.iterdir() if file.suffix in suffixes)
     return [path] if path.is_file() else []
-
-
-def _add_file(digest: Any, file: Path) -> None:
-    """Adds the file's size and content. Above 64 MiB it adds only 64 blocks: other weights differ everywhere."""
-    size, block = file.stat().st_size, 2**16
-    digest.update(str(size).encode())
-    with file.open("rb") as data:
-        for start in range(0, size, block if size <= 2**26 else size // 64):
-            data.seek(start)
-            digest.update(data.read(block))

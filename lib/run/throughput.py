@@ -38,8 +38,8 @@ def throughput_metrics(metrics: Mapping[str, float], n_devices: int, peak: float
     """Throughput, from a step's times (stage "step" contains all others), tokens and FLOPs over all ranks.
 
     perf/idle is the share of the step in which ranks wait: for scores, for asynchronous rollouts (--async-level), and
-    in the update for the rank that has most to compute (perf/imbalance). perf/mfu is the share of
-    `peak` (TFLOP/s of a device) that the update's model FLOPs (lib/model/flops.py) take, over the time of the update.
+    in the update for the rank that has most to compute (perf/imbalance). perf/mfu is the share of `peak` (TFLOP/s of a
+    device) that the model FLOPs of the update (lib/model/flops.py) take, over its time.
     """
     seconds, tokens = metrics["timing_s/step"], metrics["training/tokens"]
     update = metrics.get("timing_s/update", 0.0)

@@ -1,10 +1,8 @@
 """The logs of a run, which rank 0 writes: always metrics.jsonl, samples.jsonl, a console line per step and curve.png;
 on request wandb, tensorboard and trackio, which also get a few samples.
 
-metrics.jsonl is the record: floats are exact, and each line is written at once. run.py cuts off the steps that a
-resumed run does again. Traps that this file avoids: NaN is not valid JSON (it becomes null; its key and value stand
-under "nonfinite"); wandb drops rows whose step goes back (so the step is a logged value there); a response can hold
-terminal control characters (they are stored as they are and shown as �).
+metrics.jsonl is the record: floats are exact, and each line is written at once. NaN is not valid JSON, so it becomes
+null, and "nonfinite" has its key and value. wandb drops rows whose step goes back, so the step is a logged value there.
 """
 
 import atexit
@@ -17,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,14 @@ class Tracker:
     The curve is drawn at each validation and at the end, also if an exception or Ctrl-C ends the run.
 
     Args:
-        run_dir: made if missing. Lines are added to its metrics.jsonl and samples.jsonl, and it gets curve.png.
-        config: what wandb shows as the run's config.
-        name: the run's name in wandb and over the curve; None: run_dir's name.
-        trackers: any of "wandb", "tensorboard", "trackio". wandb reads its usual environment (WANDB_PROJECT,
-            WANDB_MODE), and so does trackio (TRACKIO_DIR, TRACKIO_SPACE_ID), whose project is TRACKIO_PROJECT or
-            "plainrl".
-        resume_step: the step of the loaded checkpoint. wandb and trackio then go on with the same run; with 0, they
-            start a new one.
+        run_dir: made if missing. Lines are added to its metrics.jsonl and samples.jsonl.
+        name: the run's name in wandb, in trackio and over the curve; None: run_dir's name.
+        trackers: any of "wandb", "tensorboard", "trackio". wandb and trackio read their usual environment
+            (WANDB_PROJECT, WANDB_MODE, TRACKIO_DIR, TRACKIO_SPACE_ID).
+        resume_step: the step of the loaded checkpoint. wandb and trackio continue their run; with 0, they start one.
         on_gpu: the console shows the speed of a GPU and its MFU, not the speed of all ranks.
 
-    Raises:
-        InputError: a tracker is unknown or not installed, or has no login or no network.
+    Raises InputError if a tracker is unknown or not installed, or has no login or no network.
     """
 
     def __init__(
@@ -96,12 +91,9 @@ class Tracker:
         self.progress = None
         if on_terminal:
             text = TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True), markup=False)
-            self.progress = Progress(
-                *(MofNCompleteColumn(), BarColumn(20), text),
-                console=self.console,
-                auto_refresh=False,  # a refresh thread would disturb a debugger's prompt
-                redirect_stderr=sys.stderr.isatty(),
-            )
+            columns, stderr = (MofNCompleteColumn(), BarColumn(20), text), sys.stderr.isatty()
+            # a thread that refreshes it would disturb a debugger's prompt
+            self.progress = Progress(*columns, console=self.console, auto_refresh=False, redirect_stderr=stderr)
             self.task = self.progress.add_task("", total=total_steps, completed=resume_step, numbers="")
             self.progress.start()
         atexit.register(self.close)  # an exception must not leave the terminal without a cursor
@@ -136,13 +128,10 @@ class Tracker:
         """Appends rows (prompt, response, score, ...) to samples.jsonl; `report` prints the first few of the last."""
         if not self.enabled:
             return
-        path = self.run_dir / "samples.jsonl"
-        with (
-            writes_to(path, f"the samples of step {step} were not written"),
-            path.open("a", encoding="utf-8", errors="backslashreplace") as file,
-        ):
-            for row in rows:
-                file.write(json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n")
+        path, message = self.run_dir / "samples.jsonl", f"the samples of step {step} were not written"
+        lines = [json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n" for row in rows]
+        with writes_to(path, message), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(lines)
         self._table("samples/validation", rows, step)
         self.last_samples = [*rows[:show]], step
 
@@ -152,21 +141,19 @@ class Tracker:
             self._table("samples/training", sample_rows(batch[:TABLE_ROWS], tokenizer), step)
 
     def _table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        names = ("step", "score", "prompt", "response", "ground_truth")
+        names = ["step", "score", "prompt", "response", "ground_truth"]
         table = [[_cell(({"step": step} | dict(row)).get(key)) for key in names] for row in rows[:TABLE_ROWS]]
         if self.wandb is not None:
-            from wandb import Table as WandbTable
-
-            self.wandb.log({name: WandbTable(list(names), table), "step": step})
+            self.wandb.log({name: import_module("wandb").Table(names, table), "step": step})
         if self.tensorboard is not None:
             self.tensorboard.add_text(name, "\n\n".join(_markdown(dict(zip(names, row))) for row in table), step)
         if self.trackio is not None:
-            self.trackio.log({name: self.trackio.Table(list(names), table)}, step)
+            self.trackio.log({name: self.trackio.Table(names, table)}, step)
 
-    def curve(self, path: str | Path | None = None) -> None:
-        """Draws metrics.jsonl to `path` (default: curve.png in the run's folder)."""
+    def curve(self) -> None:
+        """Draws metrics.jsonl to curve.png."""
         if self.enabled:
-            path = Path(path or self.run_dir / "curve.png")
+            path = self.run_dir / "curve.png"
             with writes_to(path, "the curve was not drawn"):
                 plot_curve(self.run_dir / "metrics.jsonl", path, self.name)
             self.undrawn = False
@@ -178,8 +165,8 @@ class Tracker:
                 self._say(f"note: {alert.text}")
 
     def report(self, of_training: bool = True) -> None:
-        """Prints samples of the last validation, and how to see them all. of_training: also what went wrong in how many
-        steps, the validation score of the start model and the last one, and where the files are."""
+        """Prints samples of the last validation, and how to see them all. of_training: also `notes`, the validation
+        scores of the start model and the last one, and where the files are."""
         if not self.enabled:
             return
         self._show_samples(*self.last_samples)
@@ -253,10 +240,7 @@ class Tracker:
         return text.encode(self.console.encoding, "replace").decode(self.console.encoding)
 
     def _open_wandb(self, config: dict[str, Any]) -> Any:
-        try:
-            import wandb
-        except ImportError as error:
-            raise InputError("--track wandb: not installed; run `pip install wandb`") from error
+        wandb = _module("wandb")
         id_file = self.run_dir / "wandb_id.txt"
         if not (self.resume_step and id_file.exists()):
             id_file.write_text(secrets.token_hex(4))
@@ -270,19 +254,13 @@ class Tracker:
         return run
 
     def _open_tensorboard(self) -> Any:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise InputError("--track tensorboard: not installed; run `pip install tensorboard`") from error
+        writers = _module("tensorboard", "torch.utils.tensorboard")
         private_folder(self.run_dir / "tensorboard")
         hide_from = self.resume_step + 1 if self.resume_step else 0
-        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=hide_from)
+        return writers.SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=hide_from)
 
     def _open_trackio(self, config: dict[str, Any]) -> Any:
-        try:
-            import trackio
-        except ImportError as error:
-            raise InputError("--track trackio: not installed; run `pip install trackio`") from error
+        trackio = _module("trackio")
         project, resume = os.environ.get("TRACKIO_PROJECT", "plainrl"), "allow" if self.resume_step else "never"
         try:
             trackio.init(project, self.name, config=config, resume=resume, embed=False)
@@ -291,31 +269,35 @@ class Tracker:
         return trackio
 
 
+def _module(tracker: str, name: str | None = None) -> Any:
+    try:
+        return import_module(name or tracker)
+    except ImportError as error:
+        raise InputError(f"--track {tracker}: not installed; run `pip install {tracker}`") from error
+
+
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """The rows of a scored batch for `Tracker.samples`: which row of the data set it is, the question without the chat
-    template, and the whole response with its special tokens. A multi-turn episode also has how it ended, and its turns.
-    For each turn: who wrote the text ("policy" has response_mask 1), its number of tokens, and the reward that it got
-    besides the score."""
+    """The rows of a scored batch for `Tracker.samples`, without the chat template, with the response's special tokens.
+    A multi-turn episode also has how it ended, and its turns (`turns_of`)."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
     scored = tensors["response_mask"].any(1).tolist()
     attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
     rows, hashes = [], row_hashes(batch)
-    for i in range(len(batch)):
+    for i, own in enumerate(attended):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
             "index": row.get("index"),
             "data_source": row["data_source"],
             "row_hash": hashes[i],
             "prompt": prompt_text(row["raw_prompt"]),
-            "response": tokenizer.decode(responses[i][attended[i]]),
+            "response": tokenizer.decode(responses[i][own]),
             "score": scores[i] if scored[i] else None,
             "ground_truth": row["reward_model"]["ground_truth"],
         }
         if "turn_rewards" in tensors:
-            columns = (responses, tensors["response_mask"], tensors["turn_rewards"])
-            response, sampled, rewards = (column[i][attended[i]] for column in columns)
-            turns = turns_of(response, sampled, rewards, tokenizer)
+            sampled, rewards = tensors["response_mask"][i][own], tensors["turn_rewards"][i][own]
+            turns = turns_of(responses[i][own], sampled, rewards, tokenizer)
             shown |= {"finish_reason": row["finish_reason"], "turns": turns}
         rows.append(shown)
     return rows
@@ -348,27 +330,23 @@ def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def turns_of(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Splits one row's response, without padding, into the parts that the policy wrote and those that it was given."""
+    """Splits one row's response, without padding, into the parts that the policy wrote (`sampled` is 1) and those that
+    it was given. reward: what the turn got besides the score."""
     lengths = sampled.unique_consecutive(return_counts=True)[1].tolist()
-    return [
-        {
-            "by": "policy" if mask[0] else "environment",
-            "text": tokenizer.decode(ids),
-            "tokens": len(ids),
-            "reward": float(given.sum()),
-        }
-        for ids, mask, given in zip(*(column.split(lengths) for column in (response, sampled, rewards)))
-    ]
+    turns = []
+    for ids, mask, given in zip(*(column.split(lengths) for column in (response, sampled, rewards))):
+        by, text = "policy" if mask[0] else "environment", tokenizer.decode(ids)
+        turns.append({"by": by, "text": text, "tokens": len(ids), "reward": float(given.sum())})
+    return turns
 
 
 def _validated(metrics: Mapping[str, Any]) -> list[str]:
-    """For each data source the key of its accuracy or, if the scorer gives none, of its mean score: the metric that has
-    a confidence interval."""
+    """For each data source the key that has a confidence interval: of its accuracy or, without one, its mean score."""
     return [key for key in metrics if key.startswith("val/") and f"{key}/ci_low" in metrics]
 
 
 def _rows(metrics_file: str | Path) -> list[dict[str, Any]]:
-    """The rows of the file, without a last line that is being written, or was cut off when the run was killed."""
+    """The rows of the file, without a torn last line."""
     lines = Path(metrics_file).read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -379,10 +357,9 @@ def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
 
     rows = _rows(metrics_file)
 
-    def series(key: str) -> tuple[np.ndarray, np.ndarray]:
+    def series(key: str) -> np.ndarray:  # steps, values
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        steps, values = np.array(points, dtype=float).reshape(-1, 2).T
-        return steps, values
+        return np.array(points, dtype=float).reshape(-1, 2).T
 
     figure = Figure(figsize=(10, 3.8), dpi=150, layout="constrained")
     figure.suptitle(title, fontweight="bold")

@@ -24,10 +24,9 @@ from lib.seeds import seeded
 
 
 def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
-    """The chance that k of n samples, drawn without replacement, contain one of the c right ones: 1 - C(n-c, k) /
-    C(n, k).
+    """The chance that k of n samples, drawn without replacement, contain one of the c right ones; n and c broadcast.
 
-    The unbiased estimator of arXiv:2107.03374, eq. 1, as a product without large numbers; n and c broadcast.
+    1 - C(n-c, k) / C(n, k), the unbiased estimator of arXiv:2107.03374, eq. 1, as a product without large numbers.
     """
     n, c = np.broadcast_arrays(np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.int64))
     if k < 1 or np.any(n < k) or np.any(c < 0) or np.any(c > n):
@@ -41,10 +40,9 @@ def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
 def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
     """Expected score of the most frequent answer among k of one prompt's n samples, drawn without replacement.
 
-    It is exact, over all C(n, k) subsets, if these are at most `max_subsets`; else it is the mean of that many seeded
-    draws. An answer's score is the mean of its samples in the subset. A tie gives the mean score of the tied answers. A
-    sample without an answer (None, or "" as verl's scorers write it) has no vote. A subset without any vote gives the
-    mean of its scores.
+    Exact over all C(n, k) subsets if these are at most `max_subsets`, else the mean of that many seeded draws. An
+    answer's score is the mean of its samples in the subset. A tie gives the mean score of the tied answers. A sample
+    without an answer (None or "") has no vote. A subset without any vote gives the mean of its scores.
     """
     n = len(preds)
     if not 1 <= k <= n or len(scores) != n:
@@ -98,14 +96,12 @@ class Validated(NamedTuple):
 def validated_rows(batch: DataProto, extras: Mapping[str, list], prompts: Sequence[int]) -> list[Validated]:
     """The rows of a scored batch, for `validation_metrics`. extras: B values by key; prompts: B numbers."""
     scored = batch.batch["response_mask"].any(1).tolist()
-    scores = batch.batch["token_level_scores"].sum(1).tolist()
-    truncated, rows = truncated_rows(batch).tolist(), []
-    for i, data_source in enumerate(batch.non_tensor_batch["data_source"]):
-        given = {key: column[i] for key, column in extras.items()}
-        answer = given.pop("pred", None)
-        given = {"score": scores[i]} | given if scored[i] else {}
-        numbers = {key: float(value) for key, value in given.items() if is_number(value)}
-        rows.append(Validated(prompts[i], data_source, numbers, answer, truncated[i]))
+    columns = {"score": batch.batch["token_level_scores"].sum(1).tolist()} | dict(extras)
+    answers, sources = columns.pop("pred", [None] * len(batch)), batch.non_tensor_batch["data_source"]
+    rows, truncated = [], truncated_rows(batch).tolist()
+    for i, prompt in enumerate(prompts[: len(batch)]):
+        given = {key: float(values[i]) for key, values in columns.items() if scored[i] and is_number(values[i])}
+        rows.append(Validated(prompt, sources[i], given, answers[i], truncated[i]))
     return rows
 
 
@@ -196,9 +192,8 @@ class Validation:
             enter_stage(f"validation at step {step}")
             # every rank takes the same number of rows; those beyond the data set's end only fill up
             rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
-            prompts = DataProto.from_single_dict(collate_fn([self._item(self.dataset, row) for row in rows])).to(
-                world.device
-            )
+            items = collate_fn([self._item(self.dataset, row) for row in rows])
+            prompts = DataProto.from_single_dict(items).to(world.device)
             prompts.non_tensor_batch["uid"] = np.array([f"val-{row}" for row in rows], dtype=object)
             batch = prompts.repeat(args.val_samples, interleave=True)
             numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
@@ -206,11 +201,8 @@ class Validation:
             extras, _ = self.rewards.submit(batch).add_to(batch)
             batch = batch[: sum(row < len(self.dataset) for row in rows) * args.val_samples]
             results += validated_rows(batch, extras, [n // args.val_samples for n in numbers])
-            images = keep_images(folder, batch)
-            shown += [
-                row | ({"images": names} if names else {})
-                for row, names in zip(sample_rows(batch, self.rewards.manager.tokenizer), images)
-            ]
+            for row, names in zip(sample_rows(batch, self.rewards.manager.tokenizer), keep_images(folder, batch)):
+                shown.append(row | ({"images": names} if names else {}))
         results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # the same order on any number of ranks
         self.tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
         return metrics | validation_metrics(results)

@@ -681,7 +681,9 @@ def test_the_last_checkpoint_is_written_before_the_export(tmp_path, monkeypatch)
     """A full disk may end the run there, at once."""
     run = Run("run", tmp_path, RunArgs(), ValidationArgs(), World(0, 1, torch.device("cpu")), None)
     run._saving = ThreadPoolExecutor(1).submit(time.sleep, 0.2)
-    monkeypatch.setattr(run_module, "export_hf", lambda *_: [] if run._saving.done() else pytest.fail("too early"))
+    monkeypatch.setattr(
+        run_module.checkpoints, "export_hf", lambda *_: [] if run._saving.done() else pytest.fail("too early")
+    )
     run.export(SimpleNamespace(forward=SimpleNamespace(compute_dtype=torch.float32), module=None), None)
 
 
