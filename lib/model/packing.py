@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel
 
-from lib.data import prompt_groups
+from lib.data import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.vision import text_positions
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, TakeOwn, all_to_all
@@ -82,18 +82,44 @@ def of_responses(
     model: PreTrainedModel,
     batch: DataProto,
     forward: Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
-    padding_free: bool,
-    share_prompts: bool,
-    row_group: RowGroup | None,
+    *,
+    padding_free: bool = True,
+    share_prompts: bool = True,
+    row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T)."""
+    """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), which
+    are zero where response_mask is.
+
+    Args:
+        batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
+        padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
+        row_group: ranks that run their batches as one (packed_sdpa only). Forward and backward are then collectives. A
+            rank's batch may be empty, but not those of all ranks.
+    """
     responses = batch.batch["responses"]
     if row_group is None:
         inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
         results = forward(inputs, select, responses.flatten()[target])
     else:
         results, target = _of_group(model, batch, forward, share_prompts, row_group)
-    return tuple(_to_rows(x, target, responses) for x in results)
+    return tuple(x.new_zeros(responses.numel()).index_copy(0, target, x).view_as(responses) for x in results)
+
+
+@torch.no_grad()
+def in_micro_batches(
+    model: PreTrainedModel,
+    batch: DataProto,
+    forward: Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    micro_batch_tokens: int,
+    **layout: Any,
+) -> list[torch.Tensor]:
+    """`of_responses` of a whole batch without gradients. layout: its options. A collective."""
+    packing = layout.get("padding_free", True) and model.padding_free
+    sharing = layout.get("share_prompts", True) and packing and model.share_prompts
+    layout |= {"padding_free": packing, "share_prompts": sharing}
+    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **layout)
+    parts = [of_responses(model, micro, forward, **layout) for micro in micro_batches]
+    return [restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts)]
 
 
 def _of_group(
@@ -299,11 +325,6 @@ def _packed_sequences(order: list[int], lengths: list[int], prompt: list[int | N
         places = torch.cat([torch.arange(begin[j], begin[j] + lengths[j]) for seen in keys for j in seen])
     cu_seq_q, cu_seq_k = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32) for n in (sizes, totals))
     return PackedSequences(places, cu_seq_q, cu_seq_k, max(sizes), max(totals))
-
-
-def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(B, T), the shape of `like`: the values x (n,) at the trained tokens, zero elsewhere."""
-    return x.new_zeros(like.numel()).index_copy(0, target, x).view_as(like)
 
 
 def sequence_rows(
