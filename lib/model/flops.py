@@ -113,11 +113,9 @@ def estimate_flops(
         log_prob_passes: forward passes with the policy or its reference before the update.
         of_model: what `meta_model` takes by name, such as `lora_rank`.
     """
-    ids = torch.zeros(group_size, max_prompt_length + max_response_length, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    group = DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, max_prompt_length:]}
-    )
+    mask = torch.ones(group_size, max_prompt_length + max_response_length, dtype=torch.long)
+    responses = mask[:, max_prompt_length:]
+    group = DataProto.from_dict({"input_ids": mask, "attention_mask": mask, "response_mask": responses})
 
     def of_step(flops: Flops) -> float:
         return prompts * update_flops(flops, group, share_prompts).item()

@@ -124,10 +124,10 @@ def estimate_memory(
     for name, network in {"": actor, "critic ": critic}.items():
         if network is not None:
             trained = trainable_parameters(network)
+            shard = shard_numel(trained, ranks)
             frozen = shard_numel([p for p in network.parameters() if not p.requires_grad], ranks)
-            held[f"{name}weights"] = 4 * shard_numel(trained, ranks) + of_frozen * frozen
-            held[f"{name}Adam"] = 8 * shard_numel(trained, ranks)
-            gradients[f"{name}gradients"] = 4 * shard_numel(trained, ranks)
+            held |= {f"{name}weights": 4 * shard + of_frozen * frozen, f"{name}Adam": 8 * shard}
+            gradients[f"{name}gradients"] = 4 * shard
             if accumulation != "none":
                 accumulated[f"{name}gradients"] = 4 * shard_numel(trained, 1 if accumulation == "whole" else ranks)
     for name, network in {"reference": actor if reference and not lora_rank else None, "reward model": scorer}.items():
@@ -143,19 +143,11 @@ def estimate_memory(
         moments["rollout"] = {"vLLM": max(engine_bytes, engine_needs), "weight sync": (4 + c) * largest}
     else:
         vocabulary = actor.config.get_text_config().vocab_size
-        moments["prefill"] = {  # that of validation, whose prompts all differ
-            "gathered weights": c * numel,
-            "KV cache": rows * max_prompt_length * kv,
-            "work": max(
-                forward_peak(actor, rows * max_prompt_length, with_head=False),
-                TowerCosts.of(actor, rows * max_prompt_length).work,
-            ),
-        }
-        moments["rollout"] = {
-            "gathered weights": c * numel,
-            "KV cache": rows * longest * kv,
-            "work": rows * vocabulary * (c + 12),  # logits; in fp32: logits / temperature, their CDF and log-softmax
-        }
+        prompts = rows * max_prompt_length  # tokens; in validation all prompts differ
+        work = max(forward_peak(actor, prompts, with_head=False), TowerCosts.of(actor, prompts).work)
+        moments["prefill"] = {"gathered weights": c * numel, "KV cache": prompts * kv, "work": work}
+        work = rows * vocabulary * (c + 12)  # logits; in fp32: logits / temperature, their CDF and log-softmax
+        moments["rollout"] = {"gathered weights": c * numel, "KV cache": rows * longest * kv, "work": work}
     for name, network in {"log-probs": actor, "reward model": scorer}.items():
         if network is not None:
             gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
@@ -233,14 +225,10 @@ class FSDPGroups(NamedTuple):
         layers = [list(layer.parameters()) for layer in model.modules() if type(layer).__name__ in classes]
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         own_embedding = 0 if head is not None and head.weight is embedding.weight else embedding.weight.numel()
-        return cls(
-            layer=max(sum(p.numel() for p in layer) for layer in layers),
-            trained_layer=max(sum(p.numel() for p in layer if p.requires_grad) for layer in layers),
-            root=sum(p.numel() for p in model.parameters()) - sum(p.numel() for layer in layers for p in layer)
-            - own_embedding,
-            embedding=own_embedding,
-            layers=len(decoder_layers(model)),
-        )  # fmt: skip
+        sizes = [sum(p.numel() for p in layer) for layer in layers]
+        trained = [sum(p.numel() for p in layer if p.requires_grad) for layer in layers]
+        root = sum(p.numel() for p in model.parameters()) - sum(sizes) - own_embedding
+        return cls(max(sizes), max(trained), root, own_embedding, len(decoder_layers(model)))
 
     def whole_in_forward(self, c: int, ranks: int) -> int:
         return c * (self.root + (1 if ranks == 1 else 3) * max(self.layer, self.embedding))
@@ -278,13 +266,9 @@ def meta_model(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if auto_class is not AutoModelForCausalLM:
             config.num_labels = 1
+        options = {"dtype": dtype, "attn_implementation": "attention_on_meta", "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
-            model = class_of(auto_class, config).from_config(
-                config,
-                dtype=dtype,
-                attn_implementation="attention_on_meta",
-                trust_remote_code=trust_remote_code,
-            )
+            model = class_of(auto_class, config).from_config(config, **options)
     except (OSError, ValueError) as error:
         raise InputError(f"{flag} {path}: no model by its config: {str(error).splitlines()[0]}") from error
     if auto_class is AutoModelForCausalLM:
@@ -446,10 +430,9 @@ def memory_table(moments: Moments, device_bytes: int) -> str:
         lines.append(part.ljust(18) + "".join(f"{'-' if n is None else f'{n / GIB:.2f}':>12}" for n in sizes))
     worst, _ = worst_moment(moments)
     biggest = max(moments[worst], key=moments[worst].get)
-    lines.append(
-        f"{'fits' if fits(moments, device_bytes) else 'DOES NOT FIT'}: {sums[worst] / GIB:.1f} GiB ({worst}) of "
-        f"{device_bytes / GIB:.0f}, of which {HEADROOM:.0%} are left free; its largest part: {biggest}"
-    )
+    verdict = "fits" if fits(moments, device_bytes) else "DOES NOT FIT"
+    room = f"{device_bytes / GIB:.0f}, of which {HEADROOM:.0%} are left free"
+    lines.append(f"{verdict}: {sums[worst] / GIB:.1f} GiB ({worst}) of {room}; its largest part: {biggest}")
     return "\n".join(lines)
 
 

@@ -234,9 +234,8 @@ def _response_inputs(
         place, select = back[place], back[select]
     tower = batch.meta_info.get("run_tower", ())
     # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
-    images = images_of(
-        model, media, ids, trained, attention & bool(len(target)), place, inputs["input_ids"].shape, tower
-    )
+    seen, shape = attention & bool(len(target)), inputs["input_ids"].shape
+    images = images_of(model, media, ids, trained, seen, place, shape, tower)
     if images is not None:
         inputs["images"] = images
     if not padding_free:
@@ -272,9 +271,7 @@ def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     return torch.tensor(owner)
 
 
-def _prompts_of_sequences(
-    starts: list[list[int]], owner: list[int], shared: list[bool], column: int
-) -> list[int | None]:
+def _prompts_of_sequences(starts: list[list[int]], owner: list[int], shared: list[bool], column: int) -> list:
     """For each sequence, the number of the shared prompt that it answers, or None. starts: [row, column] of each
     sequence's first token. column: where responses begin."""
     prompt_of = {row: i for i, (row, start) in enumerate(starts) if start < column}
@@ -282,18 +279,13 @@ def _prompts_of_sequences(
 
 
 def _packed_runs(
-    order: list[int],
-    kinds: list[tuple[int, int]],
-    lengths: list[int],
-    prompt: list[int | None],
-    blocks: torch.Tensor | None = None,
+    order: list[int], kinds: list[tuple], lengths: list[int], prompt: list[int | None], blocks: torch.Tensor | None
 ) -> list[PackedRun]:
     """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length).
     blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text.
     """
     runs: list[PackedRun] = []
-    run_of: dict[int, int] = {}  # for each sequence, the number of its run
-    begin: dict[int, int] = {}  # for each sequence, where it begins in its run
+    run_of, begin = {}, {}  # for each sequence, the number of its run, and where it begins in that
     for (P, _), group in itertools.groupby(order, key=lambda i: kinds[i]):
         members = list(group)
         sizes = [lengths[i] for i in members]

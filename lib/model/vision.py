@@ -53,10 +53,8 @@ FAMILIES = {  # by model_type
 
 def family_of(config: PreTrainedConfig) -> Family | None:
     """None for a text model and for an unknown vision model, which supports no images."""
-    if config.model_type == "llava" and config.vision_config.model_type not in (
-        "clip_vision_model",
-        "siglip_vision_model",
-    ):
+    towers = ("clip_vision_model", "siglip_vision_model")
+    if config.model_type == "llava" and config.vision_config.model_type not in towers:
         return None  # Pixtral: images of any size, whose rows end in tokens of their own
     return FAMILIES.get(config.model_type)
 
@@ -67,11 +65,9 @@ def vision_names(model: PreTrainedModel, part: str) -> list[str]:
     if family is None:
         return []
 
-    def within(name: str, *paths: str) -> bool:
-        return name.startswith(tuple(f"{path}." for path in paths))
-
-    projector = [name for name, _ in model.named_parameters() if within(name, *family.projector)]
-    tower = [name for name, _ in model.named_parameters() if within(name, family.tower) and name not in projector]
+    names = [name for name, _ in model.named_parameters()]
+    projector = [name for name in names if name.startswith(tuple(f"{path}." for path in family.projector))]
+    tower = [name for name in names if name.startswith(f"{family.tower}.") and name not in projector]
     return {"tower": tower, "projector": projector, "vision": tower + projector}[part]
 
 
@@ -148,9 +144,8 @@ def images_of(
         without = any(own.inputs[0] in row and n == 0 for row, n in zip(rows, counts.tolist()))
         if without or not all(inputs):
             has, lacks = (f"{kind}s", "placeholders") if without else ("placeholders", f"{kind}s")
-            raise InputError(
-                f"a prompt has {has} and no {lacks}: {model.config.model_type}'s placeholder is token {own.token_id}"
-            )
+            token = f"{model.config.model_type}'s placeholder is token {own.token_id}"
+            raise InputError(f"a prompt has {has} and no {lacks}: {token}")
         if not inputs and kind not in run_tower:
             continue
         # a row whose later turn has an image of its own needs not that of the prompt that it shares
@@ -263,9 +258,7 @@ def with_images(model: PreTrainedModel, inputs: dict) -> dict:
         own = {name: x.to(flat.dtype) if x.is_floating_point() else x for name, x in own.items()}
         out = getattr(model.base_model, f"get_{kind}_features")(**own, return_dict=True)
         parts = out.pooler_output
-        if any(
-            x.dim() == 5 for x in own.values()
-        ):  # since transformers 5.23 Idefics3 gives those of all images at once
+        if any(x.dim() == 5 for x in own.values()):  # Idefics3, which from transformers 5.23 on joins all images
             parts = torch.cat(list(parts)).unflatten(0, (len(out.last_hidden_state), -1))
         _check_counts(parts, images.counts.get(kind), kind)
         features, *levels = (torch.cat(list(x)) for x in (parts, *getattr(out, "deepstack_features", ())))
@@ -291,10 +284,9 @@ def _check_counts(parts: Sequence[torch.Tensor], counts: list[int] | None, kind:
     """parts: the features of each image. The images of a row have as many as the row has placeholders."""
     ends = set(accumulate(len(part) for part in parts))
     if counts and (max(ends) != sum(counts) or not ends.issuperset(accumulate(counts))):
-        raise InputError(
-            f"the {kind}s of {len(counts)} prompts have {max(ends)} features, their prompts {sum(counts)} placeholder "
-            "tokens: the processor is not this model's, or a prompt was cut"
-        )
+        have = f"have {max(ends)} features, their prompts {sum(counts)} placeholder tokens"
+        why = "the processor is not this model's, or a prompt was cut"
+        raise InputError(f"the {kind}s of {len(counts)} prompts {have}: {why}")
 
 
 def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
