@@ -80,13 +80,12 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
     env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if "RANK" not in env and "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
-        raise InputError(
-            "`accelerate launch --cpu --num_processes N` starts one process, not N: use `accelerate launch --multi_gpu "
-            "--num_processes N` (it works without a GPU) or `torchrun --nproc-per-node N`"
-        )
+        fix = "`accelerate launch --multi_gpu --num_processes N` (it works without a GPU)"
+        fix += " or `torchrun --nproc-per-node N`"
+        raise InputError(f"`accelerate launch --cpu --num_processes N` starts one process, not N: use {fix}")
     if "RANK" not in env:  # plain `python script.py`
-        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        env["MASTER_PORT"] = "0"
+        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     on_gpu = torch.cuda.is_available() and env.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     device = torch.device("cuda", int(env["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     trainers = int(env["WORLD_SIZE"]) - engine_ranks
@@ -136,18 +135,14 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     env = os.environ
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    from_launcher = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if from_launcher:
         if rank == 0 and is_on_one_node():
-            print(
-                f"warning: the launcher's store listens on all network interfaces (port {env['MASTER_PORT']}); "
-                "launch/one_node.sh opens none to the network",
-                file=sys.stderr,
-                flush=True,
-            )
-        return next(dist.rendezvous("env://", timeout=timeout))
-    if size == 1:
+            what = f"the launcher's store listens on all network interfaces (port {env['MASTER_PORT']})"
+            print(f"warning: {what}; launch/one_node.sh opens none to the network", file=sys.stderr, flush=True)
+    elif size == 1:
         return dist.HashStore(), rank, size
-    if not is_on_one_node():
+    if from_launcher or not is_on_one_node():
         return next(dist.rendezvous("env://", timeout=timeout))
     address = "127.0.0.1", int(env["MASTER_PORT"])
     if rank == 0:
@@ -228,7 +223,8 @@ def _run(main: Callable[[T], None], args: T) -> None:
         if stop.code == 128 + signal.SIGTERM:  # of an engine rank
             raise
         _end_early(interrupted=False)
-        _end_with(f"{_exit_call('sys.exit', stop.code)} in {_place_of(stop)}", stop.code)
+        last = traceback.extract_tb(stop.__traceback__)[-1]
+        _end_with(f"{_exit_call('sys.exit', stop.code)} in {last.filename}:{last.lineno}", stop.code)
     except Exception as error:
         _end_early(interrupted=False)
         if isinstance(error, OSError) and error.errno in NO_ROOM:
@@ -277,11 +273,6 @@ def _reported_exits() -> Iterator[None]:
 
 def _exit_call(name: str, code: Any) -> str:
     return f"the run was ended by {name}({'' if code is None else repr(code)})"
-
-
-def _place_of(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename}:{last.lineno}"
 
 
 def _leave() -> None:
@@ -359,6 +350,5 @@ def print_last(line: str, launcher: int | None) -> None:
         print(line, file=sys.stderr, flush=True)
         return
     its_end = f"for i in $(seq 600); do kill -0 {launcher} 2>/dev/null || break; sleep 0.1; done"
-    subprocess.Popen(
-        ["sh", "-c", f"{its_end}; echo {shlex.quote(line)} >&2"], stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    command = ["sh", "-c", f"{its_end}; echo {shlex.quote(line)} >&2"]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

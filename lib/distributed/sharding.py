@@ -95,13 +95,6 @@ TENSOR_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def _split_layers(model: "PreTrainedModel", mesh: DeviceMesh) -> None:
-    """Splits the layers' modules that the model's tensor parallel plan names. Embedding and head stay whole."""
-    styles = {name: style for name, style in model.tp_plan.items() if "layers." in name}
-    plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in styles.items()}
-    parallelize_module(model, mesh, plan, src_data_rank=None)
-
-
 def shard_model(
     model: "PreTrainedModel", mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
 ) -> "PreTrainedModel":
@@ -119,7 +112,9 @@ def shard_model(
     wait_for_all()  # other ranks may still be loading it
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:
-        _split_layers(model, mesh["tensor"])
+        # the layers' modules that the model's plan names; embedding and head stay whole
+        plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in model.tp_plan.items() if "layers." in name}
+        parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
         mesh = mesh["shard"]
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
