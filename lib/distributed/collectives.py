@@ -49,7 +49,7 @@ def new_cpu_group() -> dist.ProcessGroup:
 
 
 def new_cpu_subgroup(ranks: int) -> dist.ProcessGroup:
-    """The group of this rank and its neighbours, `ranks` of them, over gloo."""
+    """The gloo group of this rank and its neighbours, `ranks` in all."""
     return dist.new_subgroups(ranks, timeout=collective_timeout(), backend="gloo")[0]
 
 

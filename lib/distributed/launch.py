@@ -67,10 +67,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     stage_timeout: seconds that a stage may take (watchdog.py); 0: no watcher. rollout_engine: the flag's value;
     NCCL is not kept on loopback if it names servers, which may be elsewhere. docs/security.md says what listens where.
     engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
-    their GPU alone.
-
-    On a CPU a process computes with one thread unless OMP_NUM_THREADS says otherwise: two threads of a tiny model spend
-    their time waiting for each other.
+    their GPU alone. On a CPU a process computes with one thread unless OMP_NUM_THREADS is set.
 
     Raises:
         InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process.
@@ -128,11 +125,8 @@ def is_on_one_node() -> bool:
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The job's store, this rank and the number of ranks.
-
-    The store is the launcher's if it has one. Otherwise a single process has its own, and of several ranks rank 0 has
-    it: on loopback if all are on one node, on all interfaces only if they are on several nodes.
-    """
+    """The job's store, this rank and the number of ranks. The store is the launcher's if it has one, else rank 0's: on
+    loopback if all ranks are on one node, on all interfaces only if they are on several nodes."""
     env = os.environ
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     from_launcher = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -164,7 +158,7 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
     """A prefix for the keys of this start of the job in the store: all ranks agree on it, and no earlier start had it.
 
     torchrun's store outlives a restart: a rank that finds there the address of a rank that is gone waits for it forever
-    (pytorch issue 135712). The count of restarts would not do, because the launchers of several nodes count their own.
+    (pytorch issue 135712). The launchers of several nodes count restarts on their own, so the count would not do.
     """
     mine = uuid.uuid4().hex
     store.set(f"hello/{rank}", mine)
@@ -290,7 +284,6 @@ def _leave() -> None:
 
 
 def collective_timeout() -> timedelta:
-    """The time that a collective may take, in any group."""
     return _timeout
 
 

@@ -44,9 +44,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
     """The mesh, whose dimension "shard" splits parameters, gradients and optimizer state, by default over all ranks.
 
-    More replicas (HSDP): each is split over size / replicas consecutive ranks (a node, say). So weights are gathered
-    within a replica, and only gradients are added up between replicas. Raises InputError for unequal replicas.
-
+    replicas (HSDP): each is split over size / replicas consecutive ranks (a node, say). So weights are gathered within
+    a replica, and only gradients are added up between replicas. Raises InputError for unequal replicas.
     tensor_parallel: this many neighbouring ranks form the dimension "tensor", along which `shard_model` splits layers.
     It divides the number of ranks, and there is one replica.
     """
@@ -118,9 +117,9 @@ def shard_model(
         mesh = mesh["shard"]
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
-    master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
     options["mp_policy"] = MixedPrecisionPolicy()
     if any(p.dtype != compute_dtype for p in model.parameters()):
+        master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
     layer_classes = getattr(model, "fsdp_layer_classes", set(model._no_split_modules))
     for module in [m for m in model.modules() if type(m).__name__ in layer_classes]:
@@ -185,10 +184,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, this rank's shard as a DTensor) of each weight, under its name before `add_lora` and with its LoRA
-    update added: W + alpha / rank x B A. The model does not change. A collective.
-
-    Rows of W and of B are split alike, so a rank merges its own rows with the whole A.
-    """
+    update added: W + alpha / rank x B A. Rows of W and B are split alike, and A is gathered. A collective."""
     device = compute_device(model)
     for module in fsdp_modules(model):
         module.reshard()
@@ -208,11 +204,8 @@ def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]
 
 def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, whole tensor) of the weights of `merged_shards`, one at a time, on every rank. A collective: every
-    rank must run through all of it.
-
-    dtype: a shard is cast before it is gathered, so that the network carries what arrives. Extra memory: twice the
-    largest parameter. Tied weights come once, under the name of the embedding.
-    """
+    rank must run through all of it. Extra memory: twice the largest parameter. Tied weights come once, under the name
+    of the embedding. dtype: a shard is cast before it is gathered."""
     for name, shard in merged_shards(model):
         yield name, full_tensor(shard if dtype is None else shard.to(dtype))
 

@@ -39,14 +39,12 @@ class LauncherLost(RuntimeError):
 
 
 def enter_stage(name: str, limited: bool = True) -> None:
-    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time. A stage that
-    is not `limited`, such as a download, may take as long as it likes."""
+    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time. One not `limited` may last."""
     global _stage
     _stage = (name, time.monotonic(), limited)
 
 
 def current_stage() -> str:
-    """The stage of this rank."""
     return _stage[0]
 
 

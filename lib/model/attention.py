@@ -109,8 +109,7 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
 
 
 def _attend_by_sequences(query, key, value, packed, window: int | None, scaling: float | None) -> torch.Tensor:
-    """One FlashAttention call for all sequences. (N, H, D). If a sequence has fewer queries than keys, these are its
-    last."""
+    """One FlashAttention call for all sequences. (N, H, D). The queries are a sequence's last tokens."""
     if packed.keys is not None:
         key, value = key.index_select(0, packed.keys), value.index_select(0, packed.keys)
     grouped: dict[str, Any] = {"enable_gqa": True} if TELL_OF_GROUPS and query.shape[1] != key.shape[1] else {}
@@ -122,8 +121,7 @@ def _attend_by_sequences(query, key, value, packed, window: int | None, scaling:
 
 
 def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """From this rank's tokens (1, H, N / n, D) to this rank's heads (1, H / n, N, D). Heads of keys and values are
-    repeated where n does not divide their number."""
+    """From this rank's tokens (1, H, N / n, D) to its heads (1, H / n, N, D), repeated where n does not divide H."""
     n, H = group.size(), x.shape[1]
     x = repeat(x, "1 h t d -> (h copies) t d", copies=n // math.gcd(n, H))
     x = all_to_all(rearrange(x, "(n h) t d -> n h t d", n=n), group)
@@ -223,9 +221,8 @@ def lay_out(
     model: PreTrainedModel, name: str, attn_implementation: str, padding_free: bool, share_prompts: bool
 ) -> None:
     """Decides how rows go through the model, and sets its attributes padding_free and share_prompts. If that is not
-    what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row.
-
-    The `forward` of the layer's parent hands them down, because not every parent passes its keywords on.
+    what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row from
+    their parent's `forward`, because not every parent passes its keywords on.
 
     Raises:
         InputError: the model's output at a token depends on later tokens, or on chance.

@@ -75,8 +75,8 @@ def flops_of(model: PreTrainedModel) -> Flops:
 
 
 def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> torch.Tensor:
-    """FLOPs (scalar) of forward and backward over this rank's rows of a micro-batch. With the column prompt_group of
-    `prepare_dynamic_batch`, a GPU is not waited for."""
+    """FLOPs (scalar) of forward and backward over this rank's rows of a micro-batch, without waiting for a GPU if it
+    has `prepare_dynamic_batch`'s column prompt_group."""
     attention, trained = micro.batch["attention_mask"].double(), micro.batch["response_mask"]
     prompt = attention[:, : -trained.shape[1]].sum(1)  # (b,)
     own = (attention.sum(1) - prompt - 1).clamp(min=0)  # (b,): tokens of the response, but the last

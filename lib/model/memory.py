@@ -76,8 +76,6 @@ def estimate_memory(
     accumulation: Literal["none", "whole", "sharded"] = "whole",
     gradient_checkpointing: bool = False,
     lora_rank: int = 0,
-    lora_target_modules: str = "all-linear",
-    freeze_pattern: str = "",
     frozen_dtype: torch.dtype = torch.float32,
     reference: bool = False,
     critic_model: str = "",
@@ -88,6 +86,7 @@ def estimate_memory(
     engine_ranks: int = 1,
     gathered_bytes: int = 0,
     trust_remote_code: bool = False,
+    **of_trained: Any,
 ) -> Moments:
     """Bytes on each of `ranks` ranks in each moment of a step. Models: Hugging Face ids, folders or config.json files.
 
@@ -96,7 +95,6 @@ def estimate_memory(
         rows: responses that one rank samples at once.
         accumulation: how gradients of a mini-batch add up. "none": it is one micro-batch. "whole": they are reduced
             only after the last micro-batch. "sharded": after each.
-        freeze_pattern: as `freeze` takes it. What it freezes stays fp32.
         frozen_dtype: dtype of LoRA's base, reference and reward model.
         reference: a frozen copy of the policy; with LoRA the base is the reference and there is no copy.
         cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
@@ -105,6 +103,7 @@ def estimate_memory(
             row, if that is more. 0: the hf engine.
         engine_ranks: the number of ranks over which vLLM splits the model (tensor parallel).
         gathered_bytes: columns of the rows of all ranks, which each rank holds while it computes advantages.
+        of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
 
     Raises:
         InputError: there is no such config, or it is of another kind of model.
@@ -113,7 +112,7 @@ def estimate_memory(
     tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
 
     build = partial(meta_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
-    train = partial(build, lora_rank=lora_rank, lora_target_modules=lora_target_modules, freeze_pattern=freeze_pattern)
+    train = partial(build, lora_rank=lora_rank, **of_trained)
     actor = train(AutoModelForCausalLM, model, "--model")
     critic = train(AutoModelForTokenClassification, critic_model, "--critic-model") if critic_model else None
     scorer = build(AutoModelForSequenceClassification, reward_model, "--reward-model") if reward_model else None

@@ -30,11 +30,11 @@ class PackedRun(NamedTuple):
     count: int  # type: ignore[assignment]  # tuple has a method of this name
     length: int
     """tokens of each sequence; if `places` is given, of the longest"""
-    prompt_run: int | None
+    prompt_run: int | None = None
     """for responses to shared prompts, the number of the run that holds these prompts"""
-    places: torch.Tensor | None
+    places: torch.Tensor | None = None
     """(count, P + length), each prompt and response, padded at the end: indices into the prompts' run and then this"""
-    real: torch.Tensor | None
+    real: torch.Tensor | None = None
     """(tokens,), the indices of real tokens among the count * length with padding"""
     blocks: torch.Tensor | None = None
     """(count, length), numbers of the images whose tokens see each other, -1 for text; None if there are none"""
@@ -161,7 +161,7 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     inputs = inputs | tensors | {"sequence_group": group}
     if padding and "packed_runs" in inputs:
         runs = inputs["packed_runs"].runs
-        inputs["packed_runs"] = PackedRuns([*runs, PackedRun(padding, 1, padding, None, None, None)])
+        inputs["packed_runs"] = PackedRuns([*runs, PackedRun(padding, 1, padding)])
     elif padding:
         inputs["packed_sequences"] = _with_padding(inputs["packed_sequences"], padding)
     return inputs, (N + padding) // n
@@ -169,14 +169,11 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
 
 def _with_padding(packed: PackedSequences, padding: int) -> PackedSequences:
     """One more sequence, of `padding` tokens that attend to themselves."""
-    N, M, keys = int(packed.cu_seq_q[-1]), int(packed.cu_seq_k[-1]), packed.keys
-    return PackedSequences(
-        None if keys is None else torch.cat([keys, torch.arange(N, N + padding, device=keys.device)]),
-        F.pad(packed.cu_seq_q, (0, 1), value=N + padding),
-        F.pad(packed.cu_seq_k, (0, 1), value=M + padding),
-        max(packed.max_q, padding),
-        max(packed.max_k, padding),
-    )
+    N, keys = int(packed.cu_seq_q[-1]), packed.keys
+    if keys is not None:
+        keys = torch.cat([keys, torch.arange(N, N + padding, device=keys.device)])
+    cu_seq_q, cu_seq_k = (torch.cat([x, x[-1:] + padding]) for x in (packed.cu_seq_q, packed.cu_seq_k))
+    return PackedSequences(keys, cu_seq_q, cu_seq_k, max(packed.max_q, padding), max(packed.max_k, padding))
 
 
 def _response_inputs(
@@ -226,10 +223,9 @@ def _response_inputs(
     select = place[row * L + column]
     if not padding_free:
         [places], back = sequence_rows(order, lengths, prompt, one_size=True)
+        positions = rope[:, places]
         if len(rope) == 1:
             positions = rope[0, places[:, :1]] + torch.arange(places.shape[1])  # they count on in padding
-        else:
-            positions = rope[:, places]
         inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
         place, select = back[place], back[select]
     tower = batch.meta_info.get("run_tower", ())
@@ -263,12 +259,9 @@ def _to(device: torch.device, tree: Any) -> Any:
 
 def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """(B,): for each row that answers its prompt, the first such row of its group; for the others, the row itself."""
-    owner = list(range(len(group)))
     first_of: dict[int, int] = {}
-    for row, (number, answer) in enumerate(zip(group.tolist(), answers.tolist())):
-        if answer:
-            owner[row] = first_of.setdefault(number, row)
-    return torch.tensor(owner)
+    rows = enumerate(zip(group.tolist(), answers.tolist()))
+    return torch.tensor([first_of.setdefault(number, row) if answer else row for row, (number, answer) in rows])
 
 
 def _prompts_of_sequences(starts: list[list[int]], owner: list[int], shared: list[bool], column: int) -> list:

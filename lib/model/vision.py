@@ -156,11 +156,13 @@ def images_of(
             number[r] -= n
         first = torch.zeros(len(ids), dtype=torch.long)  # the first feature of each row
         first[needed] = counts[needed].cumsum(0) - counts[needed]
-        images.inputs[kind] = _joined(inputs, family.join) if inputs else _dummy(model, own)
         images.places[kind] = place[at]
         images.takes[kind] = (first[:, None] + number).flatten()[at]
         if inputs:
+            images.inputs[kind] = {name: torch.cat([row[name] for row in inputs], family.join) for name in inputs[0]}
             images.counts[kind] = counts[needed].tolist()
+        else:
+            images.inputs[kind] = _dummy(model, own)
         if images.blocks is not None:
             begins = is_place & ~F.pad(is_place, (1, 0))[:, :-1]
             images.blocks.flatten()[place[at]] = begins.cumsum(1).flatten()[at]
@@ -190,8 +192,7 @@ class _Kind(NamedTuple):
 def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
     kinds = {}
     for kind in ("image", "video"):
-        features = getattr(type(model.base_model), f"get_{kind}_features", None)
-        if features is not None:
+        if features := getattr(type(model.base_model), f"get_{kind}_features", None):
             names = tuple(n for n in _arguments(features) if n.startswith("pixel_") or n.endswith("_grid_thw"))
             kinds[kind] = _Kind(getattr(model.config, f"{kind}_token_id"), names)
     return kinds
@@ -221,10 +222,6 @@ def _without_first(
     cuts = {name: int(sizes[:drop].sum()) if name == values else drop for name in inputs}
     cut = {name: x.narrow(dim, cuts[name], x.shape[dim] - cuts[name]) for name, x in inputs.items()}
     return cut, int(of_each[:drop].sum())
-
-
-def _joined(rows: list[dict], dim: int) -> dict[str, torch.Tensor]:
-    return {name: torch.cat([row[name] for row in rows], dim) for name in rows[0]}
 
 
 def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
