@@ -35,13 +35,10 @@ OVER = "over"  # the key in the job's store that tells engine ranks that no trai
 
 
 class _Job(NamedTuple):
-    store: dist.Store
-    """with the keys of this start of the job"""
+    store: dist.Store  # with the keys of this start of the job
     rank: int
-    trainers: int
-    """ranks that train; not from the process group, which vLLM destroys"""
-    size: int
-    """all ranks"""
+    trainers: int  # ranks that train; not from the process group, which vLLM destroys
+    size: int  # all ranks
 
 
 _job: _Job | None = None

@@ -10,22 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from lib import InputError
 from lib.distributed.launch import World, collective_timeout, wait_for_all
@@ -113,7 +100,7 @@ def shard_model(
     if "tensor" in mesh.mesh_dim_names:
         # the layers' modules that the model's plan names; embedding and head stay whole
         plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in model.tp_plan.items() if "layers." in name}
-        parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+        dist.tensor.parallel.parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
         mesh = mesh["shard"]
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
@@ -131,7 +118,7 @@ def shard_model(
     fully_shard(model, **options)
     assert head is None or (head.weight is embedding.weight) == tied
     for name in getattr(model, "fsdp_forward_methods", ()):
-        register_fsdp_forward_method(model, name)
+        dist.fsdp.register_fsdp_forward_method(model, name)
     if any(p.is_meta for p in model.parameters()):
         device = "cpu" if cpu_offload else mesh.device_type
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)

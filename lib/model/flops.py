@@ -27,14 +27,10 @@ from lib.model.vision import patches_per_feature, vision_names
 class Flops(NamedTuple):
     """FLOPs of a model, forward and backward."""
 
-    token: float
-    """of a token, without head and attention"""
-    prediction: float
-    """of the output head, for one trained token"""
-    pair: float
-    """of attention, for one token and one that it sees"""
-    patch: float = 0.0
-    """of a vision model's tower and projector, for one patch of an image"""
+    token: float  # of a token, without head and attention
+    prediction: float  # of the output head, for one trained token
+    pair: float  # of attention, for one token and one that it sees
+    patch: float = 0.0  # of a vision model's tower and projector, for one patch of an image
     patch_size: int = 0
 
 
@@ -42,10 +38,8 @@ class StepFlops(NamedTuple):
     """FLOPs of a step over all ranks, without the rollout."""
 
     update: float
-    log_probs: float
-    """forward passes before the update: old log-probs, the reference's, the critic's values"""
-    recomputed: float
-    """what gradient checkpointing computes twice"""
+    log_probs: float  # forward passes before the update: old log-probs, the reference's, the critic's values
+    recomputed: float  # what gradient checkpointing computes twice
 
 
 def flops_of(model: PreTrainedModel) -> Flops:

@@ -150,8 +150,7 @@ class LoadOptions:
     attributes of these names are False, and one line says why"""
     share_prompts: bool = True
     gradient_checkpointing: bool = False
-    offload_activations: bool = False
-    """what autograd keeps of the forward waits in CPU memory for the backward pass"""
+    offload_activations: bool = False  # what autograd keeps of the forward waits in CPU memory for the backward pass
     trust_remote_code: bool = False
     on_meta: bool = False
     """read no weights yet: `shard_model` reads from the safetensors files only what its rank holds, so that no process

@@ -28,14 +28,11 @@ class PackedRun(NamedTuple):
 
     tokens: int
     count: int  # type: ignore[assignment]  # tuple has a method of this name
-    length: int
-    """tokens of each sequence; if `places` is given, of the longest"""
-    prompt_run: int | None = None
-    """for responses to shared prompts, the number of the run that holds these prompts"""
+    length: int  # tokens of each sequence; if `places` is given, of the longest
+    prompt_run: int | None = None  # for responses to shared prompts, the number of the run that holds these prompts
     places: torch.Tensor | None = None
     """(count, P + length), each prompt and response, padded at the end: indices into the prompts' run and then this"""
-    real: torch.Tensor | None = None
-    """(tokens,), the indices of real tokens among the count * length with padding"""
+    real: torch.Tensor | None = None  # (tokens,), the indices of real tokens among the count * length with padding
     blocks: torch.Tensor | None = None
     """(count, length), numbers of the images whose tokens see each other, -1 for text; None if there are none"""
 
@@ -53,10 +50,8 @@ class PackedSequences:
 
     keys: torch.Tensor | None
     """(M,), the tokens that sequences attend to, as indices into the packed row; None: each token once, in order"""
-    cu_seq_q: torch.Tensor
-    """(S + 1,) int32: where each sequence's queries begin, and N"""
-    cu_seq_k: torch.Tensor
-    """(S + 1,) int32: where each sequence's keys begin, and M"""
+    cu_seq_q: torch.Tensor  # (S + 1,) int32: where each sequence's queries begin, and N
+    cu_seq_k: torch.Tensor  # (S + 1,) int32: where each sequence's keys begin, and M
     max_q: int
     max_k: int
 
@@ -71,8 +66,7 @@ class SequenceRows(NamedTuple):
     places: list[torch.Tensor]
     """one tensor (count, length) for each set of rows of about equal length: the token's index in the packed row. A
     response to a shared prompt has that prompt before it. Padding repeats the row's last token"""
-    back: torch.Tensor
-    """(N,), for each token of the packed row: its index in these rows, concatenated"""
+    back: torch.Tensor  # (N,), for each token of the packed row: its index in these rows, concatenated
 
 
 LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # what decides where tokens stand

@@ -25,10 +25,8 @@ class ForwardConfig:
     """How rows go through a model."""
 
     micro_batch_tokens: int
-    sampling: Sampling
-    """the engine's: the loss takes the distribution that was sampled from"""
-    row_group: RowGroup | None
-    """ranks that run their rows together"""
+    sampling: Sampling  # the engine's: the loss takes the distribution that was sampled from
+    row_group: RowGroup | None  # ranks that run their rows together
     compute_dtype: torch.dtype
 
 
@@ -43,8 +41,7 @@ class LossScale:
 
     value: float = 2.0**16
     interval: int = 2000
-    updates: int = 0
-    """since it changed"""
+    updates: int = 0  # since it changed
 
     def update(self, finite: bool) -> None:
         self.updates += 1

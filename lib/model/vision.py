@@ -25,29 +25,23 @@ from lib import InputError
 
 
 class Family(NamedTuple):
-    tower: str
-    """path of the module that encodes images"""
+    tower: str  # path of the module that encodes images
     projector: tuple[str, ...]
     """paths of what makes its outputs as wide as the decoder's embeddings; perhaps within the tower"""
-    blocks: tuple[str, ...]
-    """classes of the tower's layers"""
-    join: int = 0
-    """the dimension along which images lie in the processor's tensors"""
-    bidirectional: bool = False
-    """the tokens of an image see each other in the decoder"""
+    blocks: tuple[str, ...]  # classes of the tower's layers
+    join: int = 0  # the dimension along which images lie in the processor's tensors
+    bidirectional: bool = False  # the tokens of an image see each other in the decoder
 
 
+PROJECTOR = ("model.multi_modal_projector",)
+QWEN3_MERGERS = ("model.visual.merger", "model.visual.deepstack_merger_list")
 FAMILIES = {  # by model_type
     "qwen2_5_vl": Family("model.visual", ("model.visual.merger",), ("Qwen2_5_VLVisionBlock",)),
-    "qwen3_vl": Family(
-        "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"), ("Qwen3VLVisionBlock",)
-    ),
-    "gemma3": Family(
-        "model.vision_tower", ("model.multi_modal_projector",), ("SiglipEncoderLayer",), bidirectional=True
-    ),
+    "qwen3_vl": Family("model.visual", QWEN3_MERGERS, ("Qwen3VLVisionBlock",)),
+    "gemma3": Family("model.vision_tower", PROJECTOR, ("SiglipEncoderLayer",), bidirectional=True),
     "smolvlm": Family("model.vision_model", ("model.connector",), ("SmolVLMEncoderLayer",), join=1),
     "idefics3": Family("model.vision_model", ("model.connector",), ("Idefics3EncoderLayer",), join=1),
-    "llava": Family("model.vision_tower", ("model.multi_modal_projector",), ("CLIPEncoderLayer", "SiglipEncoderLayer")),
+    "llava": Family("model.vision_tower", PROJECTOR, ("CLIPEncoderLayer", "SiglipEncoderLayer")),
 }
 
 
@@ -88,10 +82,8 @@ class Images:
 
     inputs: dict[str, dict[str, torch.Tensor]]
     """"image", "video": what get_image_features, get_video_features take; rows concatenated"""
-    places: dict[str, torch.Tensor]
-    """(n,), indices of the placeholders in the flattened layout of the decoder"""
-    takes: dict[str, torch.Tensor]
-    """(n,), which feature each of them gets"""
+    places: dict[str, torch.Tensor]  # (n,), indices of the placeholders in the flattened layout of the decoder
+    takes: dict[str, torch.Tensor]  # (n,), which feature each of them gets
     blocks: torch.Tensor | None
     """of the layout's shape: the number of a token's image, -1 for text; None where images are seen causally"""
     counts: dict[str, list[int]] = field(default_factory=dict)
@@ -185,8 +177,7 @@ class _Kind(NamedTuple):
     """Images, or videos, of a model."""
 
     token_id: int
-    inputs: tuple[str, ...]
-    """what get_image_features or get_video_features takes; a processor may give more"""
+    inputs: tuple[str, ...]  # what get_image_features or get_video_features takes; a processor may give more
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
