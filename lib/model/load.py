@@ -60,8 +60,7 @@ def split_gguf(path: str) -> tuple[str, dict[str, str]]:
 
 
 def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
-    """Raises InputError for a model whose attention heads cannot be split over `size` ranks, or that has layers other
-    than attention that mix tokens."""
+    """Raises InputError if `size` ranks cannot split the heads, or if not only attention mixes tokens."""
     if size == 1:
         return
     config = _packed_config(path, "--sequence-parallel-size", size, flag, trust_remote_code)
@@ -108,8 +107,8 @@ def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> ProcessorMixin | None:
-    """The processor of `path`, which makes tokens and tensors of images. None for a model that takes no images, or that
-    comes without a processor, as a .gguf file does: it then runs on text alone."""
+    """The processor of `path`, which makes tokens and tensors of images. None if the model takes no images or comes
+    without one, as a .gguf file does: it then runs on text alone."""
     if family_of(_config(path, flag, trust_remote_code)) is None:
         return None
     files = ("processor_config.json", "preprocessor_config.json")
@@ -307,8 +306,8 @@ def fsdp_layer_classes(model: PreTrainedModel) -> set[str]:
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles each layer for packed rows: once for any number of tokens and any layout, except the attention, which
-    has its own kernel. What is not packed, such as hf rollouts, runs as before."""
+    """Compiles each layer but its attention, for packed rows: once for any number of tokens and any layout. What is not
+    packed, such as hf rollouts, runs as before."""
     for layer in decoder_layers(model):
         compiled = torch.compile(layer.forward, dynamic=True, backend=COMPILER)
         layer.forward = partial(_compiled_if_packed, layer.forward, compiled)
@@ -337,8 +336,8 @@ def _prepare(
     """Puts the model in train mode, without which there is no gradient checkpointing, and binds `forward` as a method
     that FSDP treats as a forward. Raises InputError if a weight is missing."""
     if missing:
-        kind = type(model).__name__
-        raise InputError(f"{name}: not a {kind}: no {min(missing)} in it ({len(missing)} missing)")
+        what = f"no {min(missing)} in it ({len(missing)} missing)"
+        raise InputError(f"{name}: not a {type(model).__name__}: {what}")
     lay_out(model, name, how.attn_implementation, how.padding_free, how.share_prompts)
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -379,7 +378,7 @@ def add_lora(
     (arXiv 2106.09685). Call it before `shard_model`.
 
     B starts at 0, and A is the same on every rank. Both are at least fp32, even if W is bfloat16. A critic's value head
-    is trained as a whole, without adapters. Dropout is off, as everywhere.
+    is trained as a whole, without adapters.
 
     Args:
         target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a

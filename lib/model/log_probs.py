@@ -141,9 +141,8 @@ def _gradient(logits, dtype, inv_temperature, y, lse, entropy, least, grad_logp,
 
 
 def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
-    """fn(h W^T, *args); fn may overwrite the logits. On the devices of COMPILE it is compiled: into two loops over the
-    logits forward and one backward, which make no other tensor of that size than the gradient. What does not compile
-    runs as it is, from then on."""
+    """fn(h W^T, *args); fn may overwrite the logits. On the devices of COMPILE it is compiled, into two loops over the
+    logits forward and one backward. What does not compile runs as it is, from then on."""
     if h.device.type in COMPILE:
         # of a view torch.compile also looks at the whole, and compiles anew for other sizes of that
         whole = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]

@@ -93,14 +93,13 @@ def estimate_memory(
     Args:
         micro_batch_tokens: tokens of one forward and backward; the estimate takes all of them for response tokens.
         rows: responses that one rank samples at once.
-        accumulation: how gradients of a mini-batch add up. "none": it is one micro-batch. "whole": they are reduced
-            only after the last micro-batch. "sharded": after each.
+        accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last one;
+            "sharded": after each.
         frozen_dtype: dtype of LoRA's base, reference and reward model.
         reference: a frozen copy of the policy; with LoRA the base is the reference and there is no copy.
         cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
         offload_activations: activations of an update wait in the host's memory, except those of one layer.
-        engine_bytes: memory of a vLLM engine while it is awake. The estimate takes its weights and the KV cache of one
-            row, if that is more. 0: the hf engine.
+        engine_bytes: memory of a vLLM engine while it is awake; 0: the hf engine.
         engine_ranks: the number of ranks over which vLLM splits the model (tensor parallel).
         gathered_bytes: columns of the rows of all ranks, which each rank holds while it computes advantages.
         of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
@@ -379,8 +378,8 @@ class TowerCosts(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokens: int, gradient_checkpointing: bool = False) -> "TowerCosts":
-        """tokens: those of images. A linear layer keeps its input; a block besides keeps its own, both norms' and the
-        attention's outputs; the projector, what its linear layers make of it."""
+        """tokens: of images. A linear layer keeps its input, a block also its own, both norms' and the attention's
+        outputs; the projector keeps its linear layers' outputs."""
         family = family_of(model.config)
         if family is None:
             return cls(0, 0)
@@ -420,11 +419,10 @@ def fits(moments: Moments, device_bytes: int) -> bool:
 
 def memory_table(moments: Moments, device_bytes: int) -> str:
     """A table of GiB per part and moment, the sum of each moment, and whether the worst one fits the device."""
-    names = list(moments)
     parts = list(dict.fromkeys(part for sizes in moments.values() for part in sizes))
     sums = {name: sum(sizes.values()) for name, sizes in moments.items()}
-    rows = [(part, [moments[name].get(part) for name in names]) for part in parts] + [("sum", list(sums.values()))]
-    lines = ["GiB a GPU".ljust(18) + "".join(f"{name:>12}" for name in names)]
+    rows = [(part, [sizes.get(part) for sizes in moments.values()]) for part in parts] + [("sum", list(sums.values()))]
+    lines = ["GiB a GPU".ljust(18) + "".join(f"{name:>12}" for name in moments)]
     for part, sizes in rows:
         lines.append(part.ljust(18) + "".join(f"{'-' if n is None else f'{n / GIB:.2f}':>12}" for n in sizes))
     worst, _ = worst_moment(moments)

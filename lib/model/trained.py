@@ -32,12 +32,9 @@ class ForwardConfig:
 
 @dataclass
 class LossScale:
-    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are
-    multiplied by it and gradients divided. It halves at a gradient that is not finite, and doubles after `interval`
-    updates without one.
-
-    torch.amp.GradScaler looks at the gradients of its own rank; these are shards, and all ranks must agree.
-    """
+    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are multiplied by
+    it and gradients divided. It halves at a gradient that is not finite, and doubles after `interval` updates without
+    one. torch.amp.GradScaler looks at its own rank's gradients; these are shards, and all ranks must agree."""
 
     value: float = 2.0**16
     interval: int = 2000
