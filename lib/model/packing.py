@@ -69,13 +69,14 @@ class SequenceRows(NamedTuple):
     back: torch.Tensor  # (N,), for each token of the packed row: its index in these rows, concatenated
 
 
+Forward = Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # what decides where tokens stand
 
 
 def of_responses(
     model: PreTrainedModel,
     batch: DataProto,
-    forward: Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
+    forward: Forward,
     *,
     padding_free: bool = True,
     share_prompts: bool = True,
@@ -101,11 +102,7 @@ def of_responses(
 
 @torch.no_grad()
 def in_micro_batches(
-    model: PreTrainedModel,
-    batch: DataProto,
-    forward: Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
-    micro_batch_tokens: int,
-    **layout: Any,
+    model: PreTrainedModel, batch: DataProto, forward: Forward, micro_batch_tokens: int, **layout: Any
 ) -> list[torch.Tensor]:
     """`of_responses` of a whole batch without gradients. layout: its options. A collective."""
     packing = layout.get("padding_free", True) and model.padding_free
@@ -117,7 +114,7 @@ def in_micro_batches(
 
 
 def _of_group(
-    model: PreTrainedModel, batch: DataProto, forward: Callable, share_prompts: bool, row_group: RowGroup
+    model: PreTrainedModel, batch: DataProto, forward: Forward, share_prompts: bool, row_group: RowGroup
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """(results, target) for this rank's trained tokens. All rows of the group make one packed row.
 
