@@ -124,7 +124,8 @@ def estimate_memory(
             trained = trainable_parameters(network)
             shard = shard_numel(trained, ranks)
             frozen = shard_numel([p for p in network.parameters() if not p.requires_grad], ranks)
-            held |= {f"{name}weights": 4 * shard + of_frozen * frozen, f"{name}Adam": 8 * shard}
+            held[f"{name}weights"] = 4 * shard + of_frozen * frozen
+            held[f"{name}Adam"] = 8 * shard
             gradients[f"{name}gradients"] = 4 * shard
             if accumulation != "none":
                 accumulated[f"{name}gradients"] = 4 * shard_numel(trained, 1 if accumulation == "whole" else ranks)

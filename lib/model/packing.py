@@ -269,7 +269,8 @@ def _packed_runs(
     blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text.
     """
     runs: list[PackedRun] = []
-    run_of, begin = {}, {}  # for each sequence, the number of its run, and where it begins in that
+    run_of: dict[int, int] = {}  # for each sequence, the number of its run
+    begin: dict[int, int] = {}  # for each sequence, where it begins in its run
     for (P, _), group in itertools.groupby(order, key=lambda i: kinds[i]):
         members = list(group)
         sizes = [lengths[i] for i in members]
