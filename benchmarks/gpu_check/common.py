@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from lib.data_proto import DataProto
 from lib.distributed import World, init_distributed, make_mesh, shard_model
 from lib.model import response_log_probs
-from lib.model.attention import lay_out
-from lib.model.load import _prepare
+from lib.model.load import LoadOptions, _prepare
 from lib.model.log_probs import token_log_probs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -84,8 +83,8 @@ def random_model(
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed_sdpa")
     config.architectures = [type(model).__name__]
-    lay_out(model, config.model_type)
-    return _prepare(model, token_log_probs, gradient_checkpointing)
+    how = LoadOptions(gradient_checkpointing=gradient_checkpointing)
+    return _prepare(model, set(), config.model_type, token_log_probs, how)
 
 
 def sharded(model: PreTrainedModel) -> PreTrainedModel:

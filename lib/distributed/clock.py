@@ -49,6 +49,5 @@ def timed(stage: str) -> Iterator[None]:
 
 def step_timing() -> dict[str, float]:
     """timing_s/<stage> of the step so far, and timing_s/step, its whole time so far."""
-    return {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()} | {
-        "timing_s/step": time.perf_counter() - _started
-    }
+    stages = {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()}
+    return stages | {"timing_s/step": time.perf_counter() - _started}

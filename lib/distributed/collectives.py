@@ -49,20 +49,15 @@ def new_cpu_group() -> dist.ProcessGroup:
 
 
 def new_cpu_subgroup(ranks: int) -> dist.ProcessGroup:
-    """The group of this rank and its neighbours, `ranks` of them, over gloo."""
+    """The gloo group of this rank and its neighbours, `ranks` in all."""
     return dist.new_subgroups(ranks, timeout=collective_timeout(), backend="gloo")[0]
-
-
-def all_reduce_sum(values: list[float], device: torch.device) -> list[float]:
-    """Element-wise sum over ranks, in float64."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
 
 
 def global_counts(mask: torch.Tensor) -> tuple[float, float]:
     """(tokens, rows with a token) of a mask (B, T), over all ranks: what a loss is averaged over. A collective."""
-    tokens, rows = all_reduce_sum([int(mask.sum()), int(mask.any(1).sum())], mask.device)
+    counts = torch.tensor([int(mask.sum()), int(mask.any(1).sum())], dtype=torch.float64, device=mask.device)
+    dist.all_reduce(counts)
+    tokens, rows = counts.tolist()
     return tokens, rows
 
 

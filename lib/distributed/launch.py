@@ -35,13 +35,10 @@ OVER = "over"  # the key in the job's store that tells engine ranks that no trai
 
 
 class _Job(NamedTuple):
-    store: dist.Store
-    """with the keys of this start of the job"""
+    store: dist.Store  # with the keys of this start of the job
     rank: int
-    trainers: int
-    """ranks that train; not from the process group, which vLLM destroys"""
-    size: int
-    """all ranks"""
+    trainers: int  # ranks that train; not from the process group, which vLLM destroys
+    size: int  # all ranks
 
 
 _job: _Job | None = None
@@ -67,10 +64,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     stage_timeout: seconds that a stage may take (watchdog.py); 0: no watcher. rollout_engine: the flag's value;
     NCCL is not kept on loopback if it names servers, which may be elsewhere. docs/security.md says what listens where.
     engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
-    their GPU alone.
-
-    On a CPU a process computes with one thread unless OMP_NUM_THREADS says otherwise: two threads of a tiny model spend
-    their time waiting for each other.
+    their GPU alone. On a CPU a process computes with one thread unless OMP_NUM_THREADS is set.
 
     Raises:
         InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process.
@@ -80,13 +74,12 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
     env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if "RANK" not in env and "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
-        raise InputError(
-            "`accelerate launch --cpu --num_processes N` starts one process, not N: use `accelerate launch --multi_gpu "
-            "--num_processes N` (it works without a GPU) or `torchrun --nproc-per-node N`"
-        )
+        fix = "`accelerate launch --multi_gpu --num_processes N` (it works without a GPU)"
+        fix += " or `torchrun --nproc-per-node N`"
+        raise InputError(f"`accelerate launch --cpu --num_processes N` starts one process, not N: use {fix}")
     if "RANK" not in env:  # plain `python script.py`
-        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        env["MASTER_PORT"] = "0"
+        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     on_gpu = torch.cuda.is_available() and env.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     device = torch.device("cuda", int(env["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     trainers = int(env["WORLD_SIZE"]) - engine_ranks
@@ -129,25 +122,18 @@ def is_on_one_node() -> bool:
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The job's store, this rank and the number of ranks.
-
-    The store is the launcher's if it has one. Otherwise a single process has its own, and of several ranks rank 0 has
-    it: on loopback if all are on one node, on all interfaces only if they are on several nodes.
-    """
+    """The job's store, this rank and the number of ranks. The store is the launcher's if it has one, else rank 0's: on
+    loopback if all ranks are on one node, on all interfaces only if they are on several nodes."""
     env = os.environ
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    from_launcher = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if from_launcher:
         if rank == 0 and is_on_one_node():
-            print(
-                f"warning: the launcher's store listens on all network interfaces (port {env['MASTER_PORT']}); "
-                "launch/one_node.sh opens none to the network",
-                file=sys.stderr,
-                flush=True,
-            )
-        return next(dist.rendezvous("env://", timeout=timeout))
-    if size == 1:
+            what = f"the launcher's store listens on all network interfaces (port {env['MASTER_PORT']})"
+            print(f"warning: {what}; launch/one_node.sh opens none to the network", file=sys.stderr, flush=True)
+    elif size == 1:
         return dist.HashStore(), rank, size
-    if not is_on_one_node():
+    if from_launcher or not is_on_one_node():
         return next(dist.rendezvous("env://", timeout=timeout))
     address = "127.0.0.1", int(env["MASTER_PORT"])
     if rank == 0:
@@ -169,7 +155,7 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
     """A prefix for the keys of this start of the job in the store: all ranks agree on it, and no earlier start had it.
 
     torchrun's store outlives a restart: a rank that finds there the address of a rank that is gone waits for it forever
-    (pytorch issue 135712). The count of restarts would not do, because the launchers of several nodes count their own.
+    (pytorch issue 135712). The launchers of several nodes count restarts on their own, so the count would not do.
     """
     mine = uuid.uuid4().hex
     store.set(f"hello/{rank}", mine)
@@ -228,7 +214,8 @@ def _run(main: Callable[[T], None], args: T) -> None:
         if stop.code == 128 + signal.SIGTERM:  # of an engine rank
             raise
         _end_early(interrupted=False)
-        _end_with(f"{_exit_call('sys.exit', stop.code)} in {_place_of(stop)}", stop.code)
+        last = traceback.extract_tb(stop.__traceback__)[-1]
+        _end_with(f"{_exit_call('sys.exit', stop.code)} in {last.filename}:{last.lineno}", stop.code)
     except Exception as error:
         _end_early(interrupted=False)
         if isinstance(error, OSError) and error.errno in NO_ROOM:
@@ -279,11 +266,6 @@ def _exit_call(name: str, code: Any) -> str:
     return f"the run was ended by {name}({'' if code is None else repr(code)})"
 
 
-def _place_of(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename}:{last.lineno}"
-
-
 def _leave() -> None:
     """Training ranks leave before engine ranks, and rank 0 leaves last, because the store may be in it."""
     if _job is None:
@@ -299,7 +281,6 @@ def _leave() -> None:
 
 
 def collective_timeout() -> timedelta:
-    """The time that a collective may take, in any group."""
     return _timeout
 
 
@@ -359,6 +340,5 @@ def print_last(line: str, launcher: int | None) -> None:
         print(line, file=sys.stderr, flush=True)
         return
     its_end = f"for i in $(seq 600); do kill -0 {launcher} 2>/dev/null || break; sleep 0.1; done"
-    subprocess.Popen(
-        ["sh", "-c", f"{its_end}; echo {shlex.quote(line)} >&2"], stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    command = ["sh", "-c", f"{its_end}; echo {shlex.quote(line)} >&2"]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -53,22 +53,20 @@ def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None 
     if dist.is_initialized():
         ranks = [{} for _ in range(dist.get_world_size(group))]
         dist.all_gather_object(ranks, mine, group=group)
+    total: dict[str, Any] = {}
+    for metrics in ranks:
+        add_metrics(total, metrics)
     reduced = {}
-    for key in dict.fromkeys(key for metrics in ranks for key in metrics):
-        parts: list[Any] = [metrics[key] for metrics in ranks if key in metrics]
-        match parts[0]:
-            case Mean():
-                count = sum(part.count for part in parts)
+    for key, metric in total.items():
+        match metric:
+            case Mean(value, count):
                 if count > 0:
-                    reduced[key] = float(sum(part.total for part in parts) / count)
-            case Sum():
-                reduced[key] = float(sum(part.value for part in parts))
-            case Max():
-                if (largest := max(part.value for part in parts)) != -math.inf:
-                    reduced[key] = float(largest)
-            case Min():
-                if (smallest := min(part.value for part in parts)) != math.inf:
-                    reduced[key] = float(smallest)
+                    reduced[key] = float(value / count)
+            case Max(value) | Min(value):
+                if value != (-math.inf if isinstance(metric, Max) else math.inf):
+                    reduced[key] = float(value)
+            case Sum(value):
+                reduced[key] = float(value)
             case plain:
                 reduced[key] = float(plain)
     return reduced
@@ -76,10 +74,11 @@ def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None 
 
 def _read(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The metrics with numbers in place of tensors, in one transfer."""
+    flat: list[Any] = []
     for key, metric in metrics.items():
-        for number in _numbers(metric):
+        for number in metric if isinstance(metric, tuple) else (metric,):
             check_number(key, number)
-    flat: list[Any] = [number for metric in metrics.values() for number in _numbers(metric)]
+            flat.append(number)
     tensors = [number.double() for number in flat if isinstance(number, torch.Tensor)]
     read = iter(torch.stack(tensors).tolist() if tensors else ())
     numbers = iter(next(read) if isinstance(number, torch.Tensor) else number for number in flat)
@@ -97,12 +96,8 @@ def check_number(key: str, value: Any) -> None:
         raise InputError(f"metric {key!r} is {what}: log a number, such as its mean()")
 
 
-def _numbers(metric: Any) -> tuple:
-    return metric if isinstance(metric, tuple) else (metric,)
-
-
 def add_metrics(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
-    """Adds the metrics of one more micro-batch to those of this rank, in place."""
+    """Adds the metrics of one more micro-batch or rank to `total`, in place. A plain number stays the first one."""
     new: Any  # the same kind of metric as in `total`
     for key, new in more.items():
         match total.get(key):

@@ -10,22 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from lib import InputError
 from lib.distributed.launch import World, collective_timeout, wait_for_all
@@ -44,9 +31,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
     """The mesh, whose dimension "shard" splits parameters, gradients and optimizer state, by default over all ranks.
 
-    More replicas (HSDP): each is split over size / replicas consecutive ranks (a node, say). So weights are gathered
-    within a replica, and only gradients are added up between replicas. Raises InputError for unequal replicas.
-
+    replicas (HSDP): each is split over size / replicas consecutive ranks (a node, say). So weights are gathered within
+    a replica, and only gradients are added up between replicas. Raises InputError for unequal replicas.
     tensor_parallel: this many neighbouring ranks form the dimension "tensor", along which `shard_model` splits layers.
     It divides the number of ranks, and there is one replica.
     """
@@ -95,13 +81,6 @@ TENSOR_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def _split_layers(model: "PreTrainedModel", mesh: DeviceMesh) -> None:
-    """Splits the layers' modules that the model's tensor parallel plan names. Embedding and head stay whole."""
-    styles = {name: style for name, style in model.tp_plan.items() if "layers." in name}
-    plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in styles.items()}
-    parallelize_module(model, mesh, plan, src_data_rank=None)
-
-
 def shard_model(
     model: "PreTrainedModel", mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
 ) -> "PreTrainedModel":
@@ -119,13 +98,15 @@ def shard_model(
     wait_for_all()  # other ranks may still be loading it
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:
-        _split_layers(model, mesh["tensor"])
+        # the layers' modules that the model's plan names; embedding and head stay whole
+        plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in model.tp_plan.items() if "layers." in name}
+        dist.tensor.parallel.parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
         mesh = mesh["shard"]
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
-    master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
     options["mp_policy"] = MixedPrecisionPolicy()
     if any(p.dtype != compute_dtype for p in model.parameters()):
+        master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
     layer_classes = getattr(model, "fsdp_layer_classes", set(model._no_split_modules))
     for module in [m for m in model.modules() if type(m).__name__ in layer_classes]:
@@ -137,7 +118,7 @@ def shard_model(
     fully_shard(model, **options)
     assert head is None or (head.weight is embedding.weight) == tied
     for name in getattr(model, "fsdp_forward_methods", ()):
-        register_fsdp_forward_method(model, name)
+        dist.fsdp.register_fsdp_forward_method(model, name)
     if any(p.is_meta for p in model.parameters()):
         device = "cpu" if cpu_offload else mesh.device_type
         model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
@@ -190,10 +171,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, this rank's shard as a DTensor) of each weight, under its name before `add_lora` and with its LoRA
-    update added: W + alpha / rank x B A. The model does not change. A collective.
-
-    Rows of W and of B are split alike, so a rank merges its own rows with the whole A.
-    """
+    update added: W + alpha / rank x B A. Rows of W and B are split alike, and A is gathered. A collective."""
     device = compute_device(model)
     for module in fsdp_modules(model):
         module.reshard()
@@ -213,11 +191,8 @@ def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]
 
 def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, whole tensor) of the weights of `merged_shards`, one at a time, on every rank. A collective: every
-    rank must run through all of it.
-
-    dtype: a shard is cast before it is gathered, so that the network carries what arrives. Extra memory: twice the
-    largest parameter. Tied weights come once, under the name of the embedding.
-    """
+    rank must run through all of it. Extra memory: twice the largest parameter. Tied weights come once, under the name
+    of the embedding. dtype: a shard is cast before it is gathered."""
     for name, shard in merged_shards(model):
         yield name, full_tensor(shard if dtype is None else shard.to(dtype))
 

@@ -39,14 +39,12 @@ class LauncherLost(RuntimeError):
 
 
 def enter_stage(name: str, limited: bool = True) -> None:
-    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time. A stage that
-    is not `limited`, such as a download, may take as long as it likes."""
+    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time. One not `limited` may last."""
     global _stage
     _stage = (name, time.monotonic(), limited)
 
 
 def current_stage() -> str:
-    """The stage of this rank."""
     return _stage[0]
 
 
@@ -113,10 +111,9 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
                 silence = time.time() - told_at
                 states[r] = (where, stayed + silence, silence if silence > silent_s else 0)
         except dist.DistError as error:
-            lost = (
-                "the job's store, which is in rank 0 or in the first node's launcher, is gone; see why that one ended"
-            )
-            raise StoreLost(f"rank {rank} in {name} ({line}): {lost} ({str(error).splitlines()[0]})") from error
+            lost = "the job's store, which is in rank 0 or in the first node's launcher, is gone"
+            why = f"see why that one ended ({str(error).splitlines()[0]})"
+            raise StoreLost(f"rank {rank} in {name} ({line}): {lost}; {why}") from error
         if seconds >= limit_s:
             raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
         if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):

@@ -4,7 +4,9 @@ Two things keep the forward cheap, and both are exact. Padding never enters it (
 logits never exist (log_probs.py). memory.py estimates how much GPU memory a step needs; it is also a command.
 """
 
-from lib.model.attention import PACKED, SAMPLED_BY_HF, carries_state, layout
+# ruff: noqa: F401  these names are what the package offers
+
+from lib.model.attention import PACKED, SAMPLED_BY_HF, carries_state
 from lib.model.load import (
     add_lora,
     check_sequence_parallel,
@@ -29,37 +31,3 @@ from lib.model.log_probs import (
 )
 from lib.model.trained import Critic, ForwardConfig, Policy, Reference, TrainedModel, micro_batches
 from lib.model.values import batched_values, response_values, reward_model_scores
-
-__all__ = [
-    "NEVER",
-    "PACKED",
-    "SAMPLED_BY_HF",
-    "Critic",
-    "ForwardConfig",
-    "LinearLogProbs",
-    "Policy",
-    "Reference",
-    "TrainedModel",
-    "add_lora",
-    "batched_log_probs",
-    "batched_values",
-    "carries_state",
-    "check_rows",
-    "check_sampling",
-    "check_sequence_parallel",
-    "check_tensor_parallel",
-    "compile_layers",
-    "freeze",
-    "layout",
-    "least_kept",
-    "load_critic",
-    "load_model",
-    "load_processor",
-    "load_reward_model",
-    "load_tokenizer",
-    "micro_batches",
-    "response_log_probs",
-    "response_values",
-    "reward_model_scores",
-    "without_adapters",
-]

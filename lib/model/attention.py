@@ -19,15 +19,11 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from lib import InputError, is_first_on_node
 from lib.distributed import all_to_all
@@ -42,17 +38,7 @@ TELL_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # to
 
 @torch.compiler.disable  # its layouts change with each micro-batch
 def packed_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    packed_runs=None,
-    packed_sequences=None,
-    sequence_group=None,
-    group_cache=None,
-    scaling=None,
-    **kwargs,
+    module, query, key, value, attention_mask, packed_runs=None, packed_sequences=None, scaling=None, **kwargs
 ):
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
@@ -65,7 +51,8 @@ def packed_attention(
     N tokens. One all-to-all before the attention and one after it switch between the two (DeepSpeed-Ulysses, arXiv
     2309.14509).
     """
-    if group_cache is not None:
+    sequence_group, window = kwargs.pop("sequence_group", None), kwargs.get("sliding_window")
+    if (group_cache := kwargs.pop("group_cache", None)) is not None:
         return group_cache.attend(module, query, key, value, scaling), None
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise InputError(f"{type(module).__name__} has soft caps or sinks: set --attn-implementation eager")
@@ -76,7 +63,6 @@ def packed_attention(
     if sequence_group is not None:
         query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))
     query, key, value = (rearrange(x, "1 h n d -> n h d") for x in (query, key, value))
-    window = kwargs.get("sliding_window")
     if packed_sequences is None:
         output = _attend_by_runs(query, key, value, packed_runs.runs, window, scaling)
     else:
@@ -119,29 +105,19 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
 
 
 def _attend_by_sequences(query, key, value, packed, window: int | None, scaling: float | None) -> torch.Tensor:
-    """One FlashAttention call for all sequences. (N, H, D). If a sequence has fewer queries than keys, these are its
-    last."""
+    """One FlashAttention call for all sequences. (N, H, D). The queries are a sequence's last tokens."""
     if packed.keys is not None:
         key, value = key.index_select(0, packed.keys), value.index_select(0, packed.keys)
     grouped: dict[str, Any] = {"enable_gqa": True} if TELL_OF_GROUPS and query.shape[1] != key.shape[1] else {}
-    output: Any = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        packed.cu_seq_q,
-        packed.cu_seq_k,
-        packed.max_q,
-        packed.max_k,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )
+    q, k, v = (x.contiguous() for x in (query, key, value))
+    lengths = packed.cu_seq_q, packed.cu_seq_k, packed.max_q, packed.max_k
+    window_size = (-1 if window is None else window - 1, 0)
+    output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window_size, **grouped)
     return output
 
 
 def _all_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """From this rank's tokens (1, H, N / n, D) to this rank's heads (1, H / n, N, D). Heads of keys and values are
-    repeated where n does not divide their number."""
+    """From this rank's tokens (1, H, N / n, D) to its heads (1, H / n, N, D), repeated where n does not divide H."""
     n, H = group.size(), x.shape[1]
     x = repeat(x, "1 h t d -> (h copies) t d", copies=n // math.gcd(n, H))
     x = all_to_all(rearrange(x, "(n h) t d -> n h t d", n=n), group)
@@ -233,22 +209,16 @@ def other_layers(config: PreTrainedConfig) -> set[str]:
 
 def carries_state(model: PreTrainedModel) -> bool:
     """True if layers other than attention carry a state from token to token."""
-    return model._is_stateful or not other_layers(model.config).isdisjoint(
-        {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-    )
+    stateful = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+    return model._is_stateful or not other_layers(model.config).isdisjoint(stateful)
 
 
 def lay_out(
-    model: PreTrainedModel,
-    name: str,
-    attn_implementation: str = "packed_sdpa",
-    padding_free: bool = True,
-    share_prompts: bool = True,
+    model: PreTrainedModel, name: str, attn_implementation: str, padding_free: bool, share_prompts: bool
 ) -> None:
     """Decides how rows go through the model, and sets its attributes padding_free and share_prompts. If that is not
-    what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row.
-
-    The `forward` of the layer's parent hands them down, because not every parent passes its keywords on.
+    what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row from
+    their parent's `forward`, because not every parent passes its keywords on.
 
     Raises:
         InputError: the model's output at a token depends on later tokens, or on chance.

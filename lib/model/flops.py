@@ -27,14 +27,10 @@ from lib.model.vision import patches_per_feature, vision_names
 class Flops(NamedTuple):
     """FLOPs of a model, forward and backward."""
 
-    token: float
-    """of a token, without head and attention"""
-    prediction: float
-    """of the output head, for one trained token"""
-    pair: float
-    """of attention, for one token and one that it sees"""
-    patch: float = 0.0
-    """of a vision model's tower and projector, for one patch of an image"""
+    token: float  # of a token, without head and attention
+    prediction: float  # of the output head, for one trained token
+    pair: float  # of attention, for one token and one that it sees
+    patch: float = 0.0  # of a vision model's tower and projector, for one patch of an image
     patch_size: int = 0
 
 
@@ -42,10 +38,8 @@ class StepFlops(NamedTuple):
     """FLOPs of a step over all ranks, without the rollout."""
 
     update: float
-    log_probs: float
-    """forward passes before the update: old log-probs, the reference's, the critic's values"""
-    recomputed: float
-    """what gradient checkpointing computes twice"""
+    log_probs: float  # forward passes before the update: old log-probs, the reference's, the critic's values
+    recomputed: float  # what gradient checkpointing computes twice
 
 
 def flops_of(model: PreTrainedModel) -> Flops:
@@ -75,8 +69,8 @@ def flops_of(model: PreTrainedModel) -> Flops:
 
 
 def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> torch.Tensor:
-    """FLOPs (scalar) of forward and backward over this rank's rows of a micro-batch. With the column prompt_group of
-    `prepare_dynamic_batch`, a GPU is not waited for."""
+    """FLOPs (scalar) of forward and backward over this rank's rows of a micro-batch, without waiting for a GPU if it
+    has `prepare_dynamic_batch`'s column prompt_group."""
     attention, trained = micro.batch["attention_mask"].double(), micro.batch["response_mask"]
     prompt = attention[:, : -trained.shape[1]].sum(1)  # (b,)
     own = (attention.sum(1) - prompt - 1).clamp(min=0)  # (b,): tokens of the response, but the last
@@ -113,11 +107,9 @@ def estimate_flops(
         log_prob_passes: forward passes with the policy or its reference before the update.
         of_model: what `meta_model` takes by name, such as `lora_rank`.
     """
-    ids = torch.zeros(group_size, max_prompt_length + max_response_length, dtype=torch.long)
-    mask = torch.ones_like(ids)
-    group = DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, max_prompt_length:]}
-    )
+    mask = torch.ones(group_size, max_prompt_length + max_response_length, dtype=torch.long)
+    responses = mask[:, max_prompt_length:]
+    group = DataProto.from_dict({"input_ids": mask, "attention_mask": mask, "response_mask": responses})
 
     def of_step(flops: Flops) -> float:
         return prompts * update_flops(flops, group, share_prompts).item()

@@ -8,6 +8,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,7 @@ def split_gguf(path: str) -> tuple[str, dict[str, str]]:
 
 
 def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
-    """Raises InputError for a model whose attention heads cannot be split over `size` ranks, or that has layers other
-    than attention that mix tokens."""
+    """Raises InputError if `size` ranks cannot split the heads, or if not only attention mixes tokens."""
     if size == 1:
         return
     config = _packed_config(path, "--sequence-parallel-size", size, flag, trust_remote_code)
@@ -77,15 +77,12 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
     config = _packed_config(path, "--tensor-parallel-size", size, flag, trust_remote_code)
     plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
     others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
+    split, name = f"--tensor-parallel-size {size}", f"{flag} {path}"
     if others:
-        raise InputError(
-            f"--tensor-parallel-size {size}: {flag} {path} has {min(others)} layers in its plan: drop the flag"
-        )
+        raise InputError(f"{split}: {name} has {min(others)} layers in its plan: drop the flag")
     heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
     if any(n % size for n in heads):
-        raise InputError(
-            f"--tensor-parallel-size {size}: must divide the {min(heads)} key and value heads of {flag} {path}"
-        )
+        raise InputError(f"{split}: must divide the {min(heads)} key and value heads of {name}")
 
 
 def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -110,8 +107,8 @@ def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> ProcessorMixin | None:
-    """The processor of `path`, which makes tokens and tensors of images. None for a model that takes no images, or that
-    comes without a processor, as a .gguf file does: it then runs on text alone."""
+    """The processor of `path`, which makes tokens and tensors of images. None if the model takes no images or comes
+    without one, as a .gguf file does: it then runs on text alone."""
     if family_of(_config(path, flag, trust_remote_code)) is None:
         return None
     files = ("processor_config.json", "preprocessor_config.json")
@@ -133,133 +130,97 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
     if tokenizer.chat_template is None:
-        raise InputError(
-            f"{flag} {path}: its tokenizer has no chat template (a base model?): take an instruct model, or set the "
-            "tokenizer's chat_template and save it (docs/models.md)"
-        )
+        fix = "take an instruct model, or set the tokenizer's chat_template and save it (docs/models.md)"
+        raise InputError(f"{flag} {path}: its tokenizer has no chat template (a base model?): {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_model(
-    path: str,
-    *,
-    flag: str = "--model",
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "packed_sdpa",
-    padding_free: bool = True,
-    share_prompts: bool = True,
-    gradient_checkpointing: bool = False,
-    offload_activations: bool = False,
-    trust_remote_code: bool = False,
-    on_meta: bool = False,
-) -> PreTrainedModel:
-    """A causal LM from a Hugging Face id, a folder or a .gguf file, with weights in `dtype` and without dropout.
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the load functions take by name."""
 
-    `dtype` is explicit because transformers otherwise takes the checkpoint's, and AdamW on bf16 weights loses small
-    updates. The model gets the method `token_log_probs`, which FSDP treats as a forward; a vision model also gets
+    dtype: torch.dtype = torch.float32
+    """of the weights; explicit because transformers takes the checkpoint's, and AdamW on bf16 weights loses updates"""
+    attn_implementation: str = "packed_sdpa"
+    padding_free: bool = True
+    """it and share_prompts: how `response_log_probs` lays out its rows. Where the model does not allow it, its
+    attributes of these names are False, and one line says why"""
+    share_prompts: bool = True
+    gradient_checkpointing: bool = False
+    offload_activations: bool = False  # what autograd keeps of the forward waits in CPU memory for the backward pass
+    trust_remote_code: bool = False
+    on_meta: bool = False
+    """read no weights yet: `shard_model` reads from the safetensors files only what its rank holds, so that no process
+    holds the whole model. If transformers has to convert the weights, they are all read now instead"""
+
+
+def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTrainedModel:
+    """A causal LM from a Hugging Face id, a folder or a .gguf file, without dropout. options: those of `LoadOptions`.
+
+    The model gets the method `token_log_probs`, which FSDP treats as a forward; a vision model also gets
     `prompt_logits`.
-
-    padding_free, share_prompts: how `response_log_probs` lays out its rows. Where the model does not allow it, its
-    attributes of these names are False, and one line says why.
-    offload_activations: what autograd keeps of `token_log_probs` waits in CPU memory for the backward pass.
-    on_meta: read no weights yet. `shard_model` then reads from the safetensors files only what its rank holds, so that
-    no process ever holds the whole model. If transformers has to convert the weights, they are all read now instead.
     """
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    options["trust_remote_code"] = trust_remote_code
-    model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, {}, on_meta=on_meta, **options)
-    _refuse_missing(missing, model, path, flag)
-    lay_out(model, f"{flag} {path}", attn_implementation, padding_free, share_prompts)
-    if family_of(model.config) is None:
-        return _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
-    if not logits_are_a_plain_product(model):
-        raise InputError(f"{flag} {path}: vision models with capped or scaled logits are not supported")
-    model = _prepare(model, token_log_probs, gradient_checkpointing, offload_activations)
-    model.prompt_logits = types.MethodType(prompt_logits, model)
-    model.fsdp_forward_methods += ("prompt_logits",)
+    how = LoadOptions(**options)
+    model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, how)
+    model = _prepare(model, missing, f"{flag} {path}", token_log_probs, how)
+    if family_of(model.config) is not None:
+        if not logits_are_a_plain_product(model):
+            raise InputError(f"{flag} {path}: vision models with capped or scaled logits are not supported")
+        model.prompt_logits = types.MethodType(prompt_logits, model)
+        model.fsdp_forward_methods += ("prompt_logits",)
     return model
 
 
-def load_critic(
-    path: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "packed_sdpa",
-    padding_free: bool = True,
-    share_prompts: bool = True,
-    gradient_checkpointing: bool = False,
-    offload_activations: bool = False,
-    trust_remote_code: bool = False,
-    on_meta: bool = False,
-) -> PreTrainedModel:
+def load_critic(path: str, **options: Any) -> PreTrainedModel:
     """A token classifier with one output, the value. `path` is what `load_model` takes, or a critic or reward model.
 
     If `path` has no value head (a causal LM), the head starts at zero and so the first values are 0: a random head
-    would differ from rank to rank. The model gets the method `token_values`. Options: as in `load_model`. A vision
-    model, of which transformers has no token classifiers, is `value_class`.
+    would differ from rank to rank. The model gets the method `token_values`. A vision model, of which transformers has
+    no token classifiers, is `value_class`. options: those of `LoadOptions`.
 
     Raises:
         InputError: the architecture has no token classification, or the head has another number of outputs.
     """
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    options["trust_remote_code"] = trust_remote_code
+    flag, how = "--critic-model", LoadOptions(**options)
     # classifier_dropout must be set: transformers' default drops 10 % of the head's input
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
-    model, missing = _from_pretrained(
-        AutoModelForTokenClassification, path, "--critic-model", settings, on_meta=on_meta, **options
-    )
+    model, missing = _from_pretrained(AutoModelForTokenClassification, path, flag, how, **settings)
     head = value_head(model)
     new = {name for name in missing if model.get_submodule(name.rpartition(".")[0]) is head}
     for name in new:
-        zeros = torch.zeros(model.get_parameter(name).shape, dtype=dtype)  # also where the rest is on the meta device
+        zeros = torch.zeros(model.get_parameter(name).shape, dtype=how.dtype)  # also if the rest is on the meta device
         setattr(head, name.rpartition(".")[2], torch.nn.Parameter(zeros))
-    _refuse_missing(missing - new, model, path, "--critic-model")
-    lay_out(model, f"--critic-model {path}", attn_implementation, padding_free, share_prompts)
-    return _prepare(model, token_values, gradient_checkpointing, offload_activations)
+    return _prepare(model, missing - new, f"{flag} {path}", token_values, how)
 
 
-def load_reward_model(
-    path: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False, on_meta: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A sequence classifier with one output, frozen, and its own tokenizer. The model gets the method `token_values`.
-    on_meta: as in `load_model`.
+    options: those of `LoadOptions`.
 
     Raises:
         InputError: the model has no head (a causal LM), a head with more than one output, or no chat template.
     """
-    flag = "--reward-model"
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "packed_sdpa"}
-    options["trust_remote_code"] = trust_remote_code
-    model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, {}, on_meta=on_meta, **options)
-    _refuse_missing(missing, model, path, flag)
+    flag, how = "--reward-model", LoadOptions(**options)
+    model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, how)
+    model = _prepare(model, missing, f"{flag} {path}", token_values, how).requires_grad_(False).eval()
     if model.config.num_labels != 1:
         raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
-    lay_out(model, f"{flag} {path}")
-    model = _prepare(model, token_values).requires_grad_(False).eval()
-    return model, load_tokenizer(path, trust_remote_code=trust_remote_code, flag=flag)
+    return model, load_tokenizer(path, trust_remote_code=how.trust_remote_code, flag=flag)
 
 
 def _from_pretrained(
-    auto_class: Any,
-    path: str,
-    flag: str,
-    settings: dict[str, Any],
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    on_meta: bool,
+    auto_class: Any, path: str, flag: str, how: LoadOptions, **settings: Any
 ) -> tuple[PreTrainedModel, set[str]]:
     """(the model, with its config changed by `settings`; the names of the parameters that `path` did not hold)."""
     check_model_path(path, flag)
     enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends this stage
     folder, gguf = split_gguf(path)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=how.trust_remote_code, **gguf)
         auto_class = class_of(auto_class, config)
-        attn_implementation, _ = attention_and_packing(config, attn_implementation)
+        attn_implementation, _ = attention_and_packing(config, how.attn_implementation)
         parts = (config, config.get_text_config(), *([config.vision_config] if family_of(config) else []))
         for part in parts:  # sampling and training must compute the same log-probs
             for name, value in vars(part).items():
@@ -267,29 +228,23 @@ def _from_pretrained(
                     setattr(part, name, 0.0)
         for name, value in settings.items():
             setattr(config, name, value)
-        if on_meta and not gguf:
-            options = {"dtype": dtype, "attn_implementation": attn_implementation}
-            model, missing = _meta_model(auto_class, folder, config, trust_remote_code=trust_remote_code, **options)
+        options: dict[str, Any] = {"dtype": how.dtype, "attn_implementation": attn_implementation}
+        options["trust_remote_code"] = how.trust_remote_code
+        if how.on_meta and not gguf:
+            model, missing = _meta_model(auto_class, folder, config, **options)
             if model is not None:
                 return model, missing
             if is_first_on_node():
                 print(f"{flag} {path}: its weights have to be converted: every process reads all of them", flush=True)
-        model, info = auto_class.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, in one line
-            **gguf,
-        )
+        # mismatched sizes are refused below, in one line
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = auto_class.from_pretrained(folder, config=config, **options, **gguf)
     except (OSError, ValueError) as error:  # ValueError: the architecture is unknown, or not for this task
         raise InputError(f"{flag} {path}: cannot load it: {str(error).splitlines()[0]}") from error
     for name, theirs, ours in info["mismatched_keys"]:
         raise InputError(f"{flag} {path}: its {name} is of shape {tuple(theirs)}, the model needs {tuple(ours)}")
     for param in model.parameters():  # not buffers: rotary tables stay fp32
-        param.data = param.data.to(dtype)
+        param.data = param.data.to(how.dtype)
     if gguf:  # loading has dequantized the weights; vLLM and an export must not take them for quantized
         vars(model.config).pop("quantization_config", None)
         for name in ("hf_quantizer", "quantization_method"):
@@ -344,17 +299,15 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def fsdp_layer_classes(model: PreTrainedModel) -> set[str]:
-    """The classes whose modules are groups of their own. Of a vision model, transformers' own list has odd parts of
-    some towers."""
-    family = family_of(model.config)
-    if family is None:
+    """The classes whose modules are groups of their own. A vision model's _no_split_modules has odd parts of towers."""
+    if (family := family_of(model.config)) is None:
         return set(model._no_split_modules)
     return {type(layer).__name__ for layer in decoder_layers(model)}.union(family.blocks)
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles each layer for packed rows: once for any number of tokens and any layout, except the attention, which
-    has its own kernel. What is not packed, such as hf rollouts, runs as before."""
+    """Compiles each layer but its attention, for packed rows: once for any number of tokens and any layout. What is not
+    packed, such as hf rollouts, runs as before."""
     for layer in decoder_layers(model):
         compiled = torch.compile(layer.forward, dynamic=True, backend=COMPILER)
         layer.forward = partial(_compiled_if_packed, layer.forward, compiled)
@@ -369,29 +322,28 @@ def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:
     """Freezes in place all parameters whose whole name the regular expression matches; of a vision model also "tower",
     "projector", or "vision", which is both. Call it before `shard_model`."""
     parts = vision_names(model, pattern) if pattern in ("tower", "projector", "vision") else []
-    frozen = [
-        p.requires_grad_(False) for name, p in model.named_parameters() if name in parts or re.fullmatch(pattern, name)
-    ]
+    frozen = [p for name, p in model.named_parameters() if name in parts or re.fullmatch(pattern, name)]
+    for p in frozen:
+        p.requires_grad_(False)
     if not (frozen and any(p.requires_grad for p in model.parameters())):
         raise InputError(f"--freeze {pattern}: matches {'all' if frozen else 'none'} of the model's parameters")
     return model
 
 
-def _refuse_missing(names: set[str], model: PreTrainedModel, path: str, flag: str) -> None:
-    if names:
-        raise InputError(f"{flag} {path}: not a {type(model).__name__}: no {min(names)} in it ({len(names)} missing)")
-
-
 def _prepare(
-    model: PreTrainedModel, forward, gradient_checkpointing: bool = False, offload_activations: bool = False
+    model: PreTrainedModel, missing: set[str], name: str, forward: Callable, how: LoadOptions
 ) -> PreTrainedModel:
     """Puts the model in train mode, without which there is no gradient checkpointing, and binds `forward` as a method
-    that FSDP treats as a forward."""
-    if gradient_checkpointing:
+    that FSDP treats as a forward. Raises InputError if a weight is missing."""
+    if missing:
+        what = f"no {min(missing)} in it ({len(missing)} missing)"
+        raise InputError(f"{name}: not a {type(model).__name__}: {what}")
+    lay_out(model, name, how.attn_implementation, how.padding_free, how.share_prompts)
+    if how.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     model.fsdp_layer_classes = fsdp_layer_classes(model)
-    method = _keeping_activations_on_cpu(forward) if offload_activations else forward
+    method = _keeping_activations_on_cpu(forward) if how.offload_activations else forward
     setattr(model, forward.__name__, types.MethodType(method, model))
     model.fsdp_forward_methods = (forward.__name__,)
     return model
@@ -426,7 +378,7 @@ def add_lora(
     (arXiv 2106.09685). Call it before `shard_model`.
 
     B starts at 0, and A is the same on every rank. Both are at least fp32, even if W is bfloat16. A critic's value head
-    is trained as a whole, without adapters. Dropout is off, as everywhere.
+    is trained as a whole, without adapters.
 
     Args:
         target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a
@@ -456,10 +408,8 @@ def add_lora(
         for name, layer in model.named_modules():
             if isinstance(layer, LoraLayer):
                 if not isinstance(layer.get_base_layer(), torch.nn.Linear):
-                    raise InputError(
-                        f"--lora-target-modules {target_modules}: {name} is not a linear layer; name some that are, "
-                        "such as '.*[qkvo]_proj'"
-                    )
+                    fix = "name some that are, such as '.*[qkvo]_proj'"
+                    raise InputError(f"--lora-target-modules {target_modules}: {name} is not a linear layer; {fix}")
                 for adapter in (layer.lora_A, layer.lora_B):  # on the meta device peft takes torch's default dtype
                     adapter.to(layer.get_base_layer().weight.dtype).to_empty(device="cpu")
                 layer.reset_lora_parameters("default", init_lora_weights=True)

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
-from lib.data import prepare_dynamic_batch, restore_dynamic_batch
+from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, all_gather_lists
 from lib.model.attention import layout
-from lib.model.packing import of_responses
+from lib.model.packing import in_micro_batches, of_responses
 from lib.model.vision import with_images
 from lib.sampling import Sampling, Truncation
 
@@ -141,9 +141,8 @@ def _gradient(logits, dtype, inv_temperature, y, lse, entropy, least, grad_logp,
 
 
 def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
-    """fn(h W^T, *args); fn may overwrite the logits. On the devices of COMPILE it is compiled: into two loops over the
-    logits forward and one backward, which make no other tensor of that size than the gradient. What does not compile
-    runs as it is, from then on."""
+    """fn(h W^T, *args); fn may overwrite the logits. On the devices of COMPILE it is compiled, into two loops over the
+    logits forward and one backward. What does not compile runs as it is, from then on."""
     if h.device.type in COMPILE:
         # of a view torch.compile also looks at the whole, and compiles anew for other sizes of that
         whole = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
@@ -168,10 +167,9 @@ def _compiled(fn: Callable, device_type: str) -> Callable:
 def check_sampling(sampling: Sampling) -> None:
     """Raises InputError for a parameter of sampling that these log-probs do not account for."""
     if sampling.repetition_penalty != 1:
-        raise InputError(
-            f"--repetition-penalty {sampling.repetition_penalty:g}: it depends on the tokens before each token, which "
-            "the log-probs of the loss do not account for, so the ratio would be wrong: use it with --val-only"
-        )
+        why = "it depends on the tokens before each token, which the log-probs of the loss do not account for, so the"
+        why += " ratio would be wrong: use it with --val-only"
+        raise InputError(f"--repetition-penalty {sampling.repetition_penalty:g}: {why}")
 
 
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
@@ -221,58 +219,43 @@ def response_log_probs(
     batch: DataProto,
     temperature: float,
     *,
-    padding_free: bool = True,
-    share_prompts: bool = True,
     sum_pi_squared: bool = False,
     truncation: Truncation | None = None,
-    row_group: RowGroup | None = None,
+    **layout: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens, under the distribution that they were sampled from.
 
     Args:
-        batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
-        padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
+        batch, layout: as in `of_responses`.
         sum_pi_squared: also the sum over the vocabulary of the squared probabilities, without gradient, for the
             optimal token baseline (arXiv 2602.07078).
         truncation: that of sampling, as in `LinearLogProbs`. Do not cut the reference's distribution: its log-prob
             would be -inf at a token outside its set. KL(policy as sampled || whole reference) is finite and has the
             same gradient.
-        row_group: ranks that run their batches as one (packed_sdpa only). Forward and backward are then collectives. A
-            rank's batch may be empty, but not those of all ranks.
 
     Returns:
         (log_probs, entropy), then sum_pi_squared if asked for, then, with a truncation, a tensor that is 1 at tokens
         that it would not have kept. Each is (B, T), and zero where response_mask is.
     """
-
-    def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return model.token_log_probs(inputs, select, y, temperature, sum_pi_squared, truncation)
-
-    return of_responses(model, batch, forward, padding_free, share_prompts, row_group)
+    of_tokens = {"temperature": temperature, "sum_pi_squared": sum_pi_squared, "truncation": truncation}
+    return of_responses(model, batch, partial(model.token_log_probs, **of_tokens), **layout)
 
 
-@torch.no_grad()
 def batched_log_probs(
     model: PreTrainedModel,
     batch: DataProto,
     temperature: float,
     micro_batch_tokens: int,
     *,
-    padding_free: bool = True,
-    share_prompts: bool = True,
     sum_pi_squared: bool = False,
     truncation: Truncation | None = None,
-    row_group: RowGroup | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """(log_probs, entropy) or (log_probs, entropy, sum_pi_squared) as `response_log_probs` gives them. Runs a whole
+    **layout: Any,
+) -> list[torch.Tensor]:
+    """[log_probs, entropy] or [log_probs, entropy, sum_pi_squared] as `response_log_probs` gives them. Runs a whole
     batch in micro-batches, without gradients. A collective."""
-    share_prompts = share_prompts and padding_free and model.share_prompts
-    padding_free = padding_free and model.padding_free
-    options: dict[str, Any] = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
-    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
-    options |= {"sum_pi_squared": sum_pi_squared, "truncation": truncation}
-    parts = [response_log_probs(model, micro, temperature, **options)[: 2 + sum_pi_squared] for micro in micro_batches]
-    return tuple(restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts))
+    of_tokens = {"temperature": temperature, "sum_pi_squared": sum_pi_squared, "truncation": truncation}
+    forward = partial(model.token_log_probs, **of_tokens)
+    return in_micro_batches(model, batch, forward, micro_batch_tokens, **layout)[: 2 + sum_pi_squared]
 
 
 # The greatest mean |log-prob difference| over tokens, in nats: (when only a row's neighbours change, against the row

@@ -76,8 +76,6 @@ def estimate_memory(
     accumulation: Literal["none", "whole", "sharded"] = "whole",
     gradient_checkpointing: bool = False,
     lora_rank: int = 0,
-    lora_target_modules: str = "all-linear",
-    freeze_pattern: str = "",
     frozen_dtype: torch.dtype = torch.float32,
     reference: bool = False,
     critic_model: str = "",
@@ -88,23 +86,23 @@ def estimate_memory(
     engine_ranks: int = 1,
     gathered_bytes: int = 0,
     trust_remote_code: bool = False,
+    **of_trained: Any,
 ) -> Moments:
     """Bytes on each of `ranks` ranks in each moment of a step. Models: Hugging Face ids, folders or config.json files.
 
     Args:
         micro_batch_tokens: tokens of one forward and backward; the estimate takes all of them for response tokens.
         rows: responses that one rank samples at once.
-        accumulation: how gradients of a mini-batch add up. "none": it is one micro-batch. "whole": they are reduced
-            only after the last micro-batch. "sharded": after each.
-        freeze_pattern: as `freeze` takes it. What it freezes stays fp32.
+        accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last one;
+            "sharded": after each.
         frozen_dtype: dtype of LoRA's base, reference and reward model.
         reference: a frozen copy of the policy; with LoRA the base is the reference and there is no copy.
         cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
         offload_activations: activations of an update wait in the host's memory, except those of one layer.
-        engine_bytes: memory of a vLLM engine while it is awake. The estimate takes its weights and the KV cache of one
-            row, if that is more. 0: the hf engine.
+        engine_bytes: memory of a vLLM engine while it is awake; 0: the hf engine.
         engine_ranks: the number of ranks over which vLLM splits the model (tensor parallel).
         gathered_bytes: columns of the rows of all ranks, which each rank holds while it computes advantages.
+        of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
 
     Raises:
         InputError: there is no such config, or it is of another kind of model.
@@ -113,7 +111,7 @@ def estimate_memory(
     tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
 
     build = partial(meta_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
-    train = partial(build, lora_rank=lora_rank, lora_target_modules=lora_target_modules, freeze_pattern=freeze_pattern)
+    train = partial(build, lora_rank=lora_rank, **of_trained)
     actor = train(AutoModelForCausalLM, model, "--model")
     critic = train(AutoModelForTokenClassification, critic_model, "--critic-model") if critic_model else None
     scorer = build(AutoModelForSequenceClassification, reward_model, "--reward-model") if reward_model else None
@@ -124,10 +122,11 @@ def estimate_memory(
     for name, network in {"": actor, "critic ": critic}.items():
         if network is not None:
             trained = trainable_parameters(network)
+            shard = shard_numel(trained, ranks)
             frozen = shard_numel([p for p in network.parameters() if not p.requires_grad], ranks)
-            held[f"{name}weights"] = 4 * shard_numel(trained, ranks) + of_frozen * frozen
-            held[f"{name}Adam"] = 8 * shard_numel(trained, ranks)
-            gradients[f"{name}gradients"] = 4 * shard_numel(trained, ranks)
+            held[f"{name}weights"] = 4 * shard + of_frozen * frozen
+            held[f"{name}Adam"] = 8 * shard
+            gradients[f"{name}gradients"] = 4 * shard
             if accumulation != "none":
                 accumulated[f"{name}gradients"] = 4 * shard_numel(trained, 1 if accumulation == "whole" else ranks)
     for name, network in {"reference": actor if reference and not lora_rank else None, "reward model": scorer}.items():
@@ -143,19 +142,11 @@ def estimate_memory(
         moments["rollout"] = {"vLLM": max(engine_bytes, engine_needs), "weight sync": (4 + c) * largest}
     else:
         vocabulary = actor.config.get_text_config().vocab_size
-        moments["prefill"] = {  # that of validation, whose prompts all differ
-            "gathered weights": c * numel,
-            "KV cache": rows * max_prompt_length * kv,
-            "work": max(
-                forward_peak(actor, rows * max_prompt_length, with_head=False),
-                TowerCosts.of(actor, rows * max_prompt_length).work,
-            ),
-        }
-        moments["rollout"] = {
-            "gathered weights": c * numel,
-            "KV cache": rows * longest * kv,
-            "work": rows * vocabulary * (c + 12),  # logits; in fp32: logits / temperature, their CDF and log-softmax
-        }
+        prompts = rows * max_prompt_length  # tokens; in validation all prompts differ
+        work = max(forward_peak(actor, prompts, with_head=False), TowerCosts.of(actor, prompts).work)
+        moments["prefill"] = {"gathered weights": c * numel, "KV cache": prompts * kv, "work": work}
+        work = rows * vocabulary * (c + 12)  # logits; in fp32: logits / temperature, their CDF and log-softmax
+        moments["rollout"] = {"gathered weights": c * numel, "KV cache": rows * longest * kv, "work": work}
     for name, network in {"log-probs": actor, "reward model": scorer}.items():
         if network is not None:
             gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
@@ -233,14 +224,10 @@ class FSDPGroups(NamedTuple):
         layers = [list(layer.parameters()) for layer in model.modules() if type(layer).__name__ in classes]
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         own_embedding = 0 if head is not None and head.weight is embedding.weight else embedding.weight.numel()
-        return cls(
-            layer=max(sum(p.numel() for p in layer) for layer in layers),
-            trained_layer=max(sum(p.numel() for p in layer if p.requires_grad) for layer in layers),
-            root=sum(p.numel() for p in model.parameters()) - sum(p.numel() for layer in layers for p in layer)
-            - own_embedding,
-            embedding=own_embedding,
-            layers=len(decoder_layers(model)),
-        )  # fmt: skip
+        sizes = [sum(p.numel() for p in layer) for layer in layers]
+        trained = [sum(p.numel() for p in layer if p.requires_grad) for layer in layers]
+        root = sum(p.numel() for p in model.parameters()) - sum(sizes) - own_embedding
+        return cls(max(sizes), max(trained), root, own_embedding, len(decoder_layers(model)))
 
     def whole_in_forward(self, c: int, ranks: int) -> int:
         return c * (self.root + (1 if ranks == 1 else 3) * max(self.layer, self.embedding))
@@ -278,13 +265,9 @@ def meta_model(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if auto_class is not AutoModelForCausalLM:
             config.num_labels = 1
+        options = {"dtype": dtype, "attn_implementation": "attention_on_meta", "trust_remote_code": trust_remote_code}
         with torch.device("meta"):
-            model = class_of(auto_class, config).from_config(
-                config,
-                dtype=dtype,
-                attn_implementation="attention_on_meta",
-                trust_remote_code=trust_remote_code,
-            )
+            model = class_of(auto_class, config).from_config(config, **options)
     except (OSError, ValueError) as error:
         raise InputError(f"{flag} {path}: no model by its config: {str(error).splitlines()[0]}") from error
     if auto_class is AutoModelForCausalLM:
@@ -396,8 +379,8 @@ class TowerCosts(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokens: int, gradient_checkpointing: bool = False) -> "TowerCosts":
-        """tokens: those of images. A linear layer keeps its input; a block besides keeps its own, both norms' and the
-        attention's outputs; the projector, what its linear layers make of it."""
+        """tokens: of images. A linear layer keeps its input, a block also its own, both norms' and the attention's
+        outputs; the projector keeps its linear layers' outputs."""
         family = family_of(model.config)
         if family is None:
             return cls(0, 0)
@@ -437,19 +420,17 @@ def fits(moments: Moments, device_bytes: int) -> bool:
 
 def memory_table(moments: Moments, device_bytes: int) -> str:
     """A table of GiB per part and moment, the sum of each moment, and whether the worst one fits the device."""
-    names = list(moments)
     parts = list(dict.fromkeys(part for sizes in moments.values() for part in sizes))
     sums = {name: sum(sizes.values()) for name, sizes in moments.items()}
-    rows = [(part, [moments[name].get(part) for name in names]) for part in parts] + [("sum", list(sums.values()))]
-    lines = ["GiB a GPU".ljust(18) + "".join(f"{name:>12}" for name in names)]
+    rows = [(part, [sizes.get(part) for sizes in moments.values()]) for part in parts] + [("sum", list(sums.values()))]
+    lines = ["GiB a GPU".ljust(18) + "".join(f"{name:>12}" for name in moments)]
     for part, sizes in rows:
         lines.append(part.ljust(18) + "".join(f"{'-' if n is None else f'{n / GIB:.2f}':>12}" for n in sizes))
     worst, _ = worst_moment(moments)
     biggest = max(moments[worst], key=moments[worst].get)
-    lines.append(
-        f"{'fits' if fits(moments, device_bytes) else 'DOES NOT FIT'}: {sums[worst] / GIB:.1f} GiB ({worst}) of "
-        f"{device_bytes / GIB:.0f}, of which {HEADROOM:.0%} are left free; its largest part: {biggest}"
-    )
+    verdict = "fits" if fits(moments, device_bytes) else "DOES NOT FIT"
+    room = f"{device_bytes / GIB:.0f}, of which {HEADROOM:.0%} are left free"
+    lines.append(f"{verdict}: {sums[worst] / GIB:.1f} GiB ({worst}) of {room}; its largest part: {biggest}")
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel
 
-from lib.data import prompt_groups
+from lib.data import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.vision import text_positions
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, TakeOwn, all_to_all
@@ -28,14 +28,11 @@ class PackedRun(NamedTuple):
 
     tokens: int
     count: int  # type: ignore[assignment]  # tuple has a method of this name
-    length: int
-    """tokens of each sequence; if `places` is given, of the longest"""
-    prompt_run: int | None
-    """for responses to shared prompts, the number of the run that holds these prompts"""
-    places: torch.Tensor | None
+    length: int  # tokens of each sequence; if `places` is given, of the longest
+    prompt_run: int | None = None  # for responses to shared prompts, the number of the run that holds these prompts
+    places: torch.Tensor | None = None
     """(count, P + length), each prompt and response, padded at the end: indices into the prompts' run and then this"""
-    real: torch.Tensor | None
-    """(tokens,), the indices of real tokens among the count * length with padding"""
+    real: torch.Tensor | None = None  # (tokens,), the indices of real tokens among the count * length with padding
     blocks: torch.Tensor | None = None
     """(count, length), numbers of the images whose tokens see each other, -1 for text; None if there are none"""
 
@@ -53,10 +50,8 @@ class PackedSequences:
 
     keys: torch.Tensor | None
     """(M,), the tokens that sequences attend to, as indices into the packed row; None: each token once, in order"""
-    cu_seq_q: torch.Tensor
-    """(S + 1,) int32: where each sequence's queries begin, and N"""
-    cu_seq_k: torch.Tensor
-    """(S + 1,) int32: where each sequence's keys begin, and M"""
+    cu_seq_q: torch.Tensor  # (S + 1,) int32: where each sequence's queries begin, and N
+    cu_seq_k: torch.Tensor  # (S + 1,) int32: where each sequence's keys begin, and M
     max_q: int
     max_k: int
 
@@ -71,33 +66,55 @@ class SequenceRows(NamedTuple):
     places: list[torch.Tensor]
     """one tensor (count, length) for each set of rows of about equal length: the token's index in the packed row. A
     response to a shared prompt has that prompt before it. Padding repeats the row's last token"""
-    back: torch.Tensor
-    """(N,), for each token of the packed row: its index in these rows, concatenated"""
+    back: torch.Tensor  # (N,), for each token of the packed row: its index in these rows, concatenated
 
 
+Forward = Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # what decides where tokens stand
 
 
 def of_responses(
     model: PreTrainedModel,
     batch: DataProto,
-    forward: Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]],
-    padding_free: bool,
-    share_prompts: bool,
-    row_group: RowGroup | None,
+    forward: Forward,
+    *,
+    padding_free: bool = True,
+    share_prompts: bool = True,
+    row_group: RowGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T)."""
+    """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), which
+    are zero where response_mask is.
+
+    Args:
+        batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
+        padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
+        row_group: ranks that run their batches as one (packed_sdpa only). Forward and backward are then collectives. A
+            rank's batch may be empty, but not those of all ranks.
+    """
     responses = batch.batch["responses"]
     if row_group is None:
         inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
         results = forward(inputs, select, responses.flatten()[target])
     else:
         results, target = _of_group(model, batch, forward, share_prompts, row_group)
-    return tuple(_to_rows(x, target, responses) for x in results)
+    return tuple(x.new_zeros(responses.numel()).index_copy(0, target, x).view_as(responses) for x in results)
+
+
+@torch.no_grad()
+def in_micro_batches(
+    model: PreTrainedModel, batch: DataProto, forward: Forward, micro_batch_tokens: int, **layout: Any
+) -> list[torch.Tensor]:
+    """`of_responses` of a whole batch without gradients. layout: its options. A collective."""
+    packing = layout.get("padding_free", True) and model.padding_free
+    sharing = layout.get("share_prompts", True) and packing and model.share_prompts
+    layout |= {"padding_free": packing, "share_prompts": sharing}
+    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **layout)
+    parts = [of_responses(model, micro, forward, **layout) for micro in micro_batches]
+    return [restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts)]
 
 
 def _of_group(
-    model: PreTrainedModel, batch: DataProto, forward: Callable, share_prompts: bool, row_group: RowGroup
+    model: PreTrainedModel, batch: DataProto, forward: Forward, share_prompts: bool, row_group: RowGroup
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """(results, target) for this rank's trained tokens. All rows of the group make one packed row.
 
@@ -135,7 +152,7 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     inputs = inputs | tensors | {"sequence_group": group}
     if padding and "packed_runs" in inputs:
         runs = inputs["packed_runs"].runs
-        inputs["packed_runs"] = PackedRuns([*runs, PackedRun(padding, 1, padding, None, None, None)])
+        inputs["packed_runs"] = PackedRuns([*runs, PackedRun(padding, 1, padding)])
     elif padding:
         inputs["packed_sequences"] = _with_padding(inputs["packed_sequences"], padding)
     return inputs, (N + padding) // n
@@ -143,14 +160,11 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
 
 def _with_padding(packed: PackedSequences, padding: int) -> PackedSequences:
     """One more sequence, of `padding` tokens that attend to themselves."""
-    N, M, keys = int(packed.cu_seq_q[-1]), int(packed.cu_seq_k[-1]), packed.keys
-    return PackedSequences(
-        None if keys is None else torch.cat([keys, torch.arange(N, N + padding, device=keys.device)]),
-        F.pad(packed.cu_seq_q, (0, 1), value=N + padding),
-        F.pad(packed.cu_seq_k, (0, 1), value=M + padding),
-        max(packed.max_q, padding),
-        max(packed.max_k, padding),
-    )
+    N, keys = int(packed.cu_seq_q[-1]), packed.keys
+    if keys is not None:
+        keys = torch.cat([keys, torch.arange(N, N + padding, device=keys.device)])
+    cu_seq_q, cu_seq_k = (torch.cat([x, x[-1:] + padding]) for x in (packed.cu_seq_q, packed.cu_seq_k))
+    return PackedSequences(keys, cu_seq_q, cu_seq_k, max(packed.max_q, padding), max(packed.max_k, padding))
 
 
 def _response_inputs(
@@ -200,17 +214,15 @@ def _response_inputs(
     select = place[row * L + column]
     if not padding_free:
         [places], back = sequence_rows(order, lengths, prompt, one_size=True)
+        positions = rope[:, places]
         if len(rope) == 1:
             positions = rope[0, places[:, :1]] + torch.arange(places.shape[1])  # they count on in padding
-        else:
-            positions = rope[:, places]
         inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
         place, select = back[place], back[select]
     tower = batch.meta_info.get("run_tower", ())
     # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
-    images = images_of(
-        model, media, ids, trained, attention & bool(len(target)), place, inputs["input_ids"].shape, tower
-    )
+    seen, shape = attention & bool(len(target)), inputs["input_ids"].shape
+    images = images_of(model, media, ids, trained, seen, place, shape, tower)
     if images is not None:
         inputs["images"] = images
     if not padding_free:
@@ -238,17 +250,12 @@ def _to(device: torch.device, tree: Any) -> Any:
 
 def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
     """(B,): for each row that answers its prompt, the first such row of its group; for the others, the row itself."""
-    owner = list(range(len(group)))
     first_of: dict[int, int] = {}
-    for row, (number, answer) in enumerate(zip(group.tolist(), answers.tolist())):
-        if answer:
-            owner[row] = first_of.setdefault(number, row)
-    return torch.tensor(owner)
+    rows = enumerate(zip(group.tolist(), answers.tolist()))
+    return torch.tensor([first_of.setdefault(number, row) if answer else row for row, (number, answer) in rows])
 
 
-def _prompts_of_sequences(
-    starts: list[list[int]], owner: list[int], shared: list[bool], column: int
-) -> list[int | None]:
+def _prompts_of_sequences(starts: list[list[int]], owner: list[int], shared: list[bool], column: int) -> list:
     """For each sequence, the number of the shared prompt that it answers, or None. starts: [row, column] of each
     sequence's first token. column: where responses begin."""
     prompt_of = {row: i for i, (row, start) in enumerate(starts) if start < column}
@@ -256,11 +263,7 @@ def _prompts_of_sequences(
 
 
 def _packed_runs(
-    order: list[int],
-    kinds: list[tuple[int, int]],
-    lengths: list[int],
-    prompt: list[int | None],
-    blocks: torch.Tensor | None = None,
+    order: list[int], kinds: list[tuple], lengths: list[int], prompt: list[int | None], blocks: torch.Tensor | None
 ) -> list[PackedRun]:
     """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length).
     blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text.
@@ -299,11 +302,6 @@ def _packed_sequences(order: list[int], lengths: list[int], prompt: list[int | N
         places = torch.cat([torch.arange(begin[j], begin[j] + lengths[j]) for seen in keys for j in seen])
     cu_seq_q, cu_seq_k = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32) for n in (sizes, totals))
     return PackedSequences(places, cu_seq_q, cu_seq_k, max(sizes), max(totals))
-
-
-def _to_rows(x: torch.Tensor, target: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """(B, T), the shape of `like`: the values x (n,) at the trained tokens, zero elsewhere."""
-    return x.new_zeros(like.numel()).index_copy(0, target, x).view_as(like)
 
 
 def sequence_rows(

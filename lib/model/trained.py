@@ -3,23 +3,15 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import (
-    Mean,
-    Metric,
-    RowGroup,
-    Sum,
-    World,
-    clip_grad_norm,
-    set_gradient_sync,
-    timed,
-    trainable_parameters,
-)
+from lib.distributed import Mean, Metric, RowGroup, Sum, World, timed
+from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
 from lib.model.attention import layout
 from lib.model.flops import flops_of, update_flops
 from lib.model.load import without_adapters
@@ -33,26 +25,20 @@ class ForwardConfig:
     """How rows go through a model."""
 
     micro_batch_tokens: int
-    sampling: Sampling
-    """the engine's: the loss takes the distribution that was sampled from"""
-    row_group: RowGroup | None
-    """ranks that run their rows together"""
+    sampling: Sampling  # the engine's: the loss takes the distribution that was sampled from
+    row_group: RowGroup | None  # ranks that run their rows together
     compute_dtype: torch.dtype
 
 
 @dataclass
 class LossScale:
-    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are
-    multiplied by it and gradients divided. It halves at a gradient that is not finite, and doubles after `interval`
-    updates without one.
-
-    torch.amp.GradScaler looks at the gradients of its own rank; these are shards, and all ranks must agree.
-    """
+    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are multiplied by
+    it and gradients divided. It halves at a gradient that is not finite, and doubles after `interval` updates without
+    one. torch.amp.GradScaler looks at its own rank's gradients; these are shards, and all ranks must agree."""
 
     value: float = 2.0**16
     interval: int = 2000
-    updates: int = 0
-    """since it changed"""
+    updates: int = 0  # since it changed
 
     def update(self, finite: bool) -> None:
         self.updates += 1
@@ -130,8 +116,7 @@ class RowIsolationCheck:
 
     @timed("log_probs")
     def check_rows(self, batch: DataProto) -> None:
-        """At the first call, measures on a micro-batch that a row's log-probs depend on that row alone. Raises
-        InputError if they do not."""
+        """Measures it at the first call. Raises InputError if they do."""
         f = self.forward
         if not self.checked:
             check_rows(self.module, batch, f.sampling.temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
@@ -150,16 +135,10 @@ class Policy(RowIsolationCheck, TrainedModel):
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
         """old_log_probs, entropys and, if `names` has it, sum_pi_squared, each (B, T), without gradients. A
         collective."""
-        f = self.forward
-        outputs = batched_log_probs(
-            self.module,
-            batch,
-            f.sampling.temperature,
-            f.micro_batch_tokens,
-            truncation=f.sampling.truncation,
-            sum_pi_squared="sum_pi_squared" in names,
-            row_group=f.row_group,
-        )
+        f, temperature = self.forward, self.forward.sampling.temperature
+        options: dict[str, Any] = {"truncation": f.sampling.truncation, "sum_pi_squared": "sum_pi_squared" in names}
+        options["row_group"] = f.row_group
+        outputs = batched_log_probs(self.module, batch, temperature, f.micro_batch_tokens, **options)
         return dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs))
 
 
@@ -191,12 +170,10 @@ class Reference(RowIsolationCheck):
             return batched_log_probs(self.module, batch, temperature, f.micro_batch_tokens, row_group=f.row_group)[0]
 
 
-def micro_batches(
-    mini_batch: DataProto, *trained: TrainedModel
-) -> Iterator[tuple[DataProto, list[int] | torch.Tensor]]:
+def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[tuple[DataProto, list[int] | torch.Tensor]]:
     """(micro-batch, the numbers of its rows in the mini-batch), equally many on every rank. The gradients of the
     micro-batches add up, and are reduced over ranks after the last one (with reduce_each_micro_batch, after each)."""
-    first, modules = trained[0], [model.module for model in trained]
+    first, modules = models[0], [model.module for model in models]
     f = first.forward
     micros, rows = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
     for i, (micro, own) in enumerate(zip(micros, rows, strict=True)):

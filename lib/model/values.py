@@ -1,5 +1,6 @@
 """Values of a critic and scores of a reward model. Both are classifiers with one output per token."""
 
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -8,10 +9,9 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.data import SpecialTokenEscaper, prepare_dynamic_batch, restore_dynamic_batch
+from lib.data import SpecialTokenEscaper
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup
-from lib.model.packing import of_responses
+from lib.model.packing import in_micro_batches, of_responses
 from lib.model.vision import family_of, with_images
 
 
@@ -32,42 +32,21 @@ def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> t
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def response_values(
-    model: PreTrainedModel,
-    batch: DataProto,
-    *,
-    padding_free: bool = True,
-    share_prompts: bool = True,
-    row_group: RowGroup | None = None,
-) -> torch.Tensor:
-    """The critic's values (B, T), zero where response_mask is; batch and options as in `response_log_probs`.
+def response_values(model: PreTrainedModel, batch: DataProto, **layout: Any) -> torch.Tensor:
+    """The critic's values (B, T), zero where response_mask is; batch and layout as in `of_responses`.
 
     V_t is read at the position that predicts token t of the response: it is the value of the state before that token.
     """
-
-    def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
-        return (model.token_values(inputs, select),)
-
-    return of_responses(model, batch, forward, padding_free, share_prompts, row_group)[0]
+    return of_responses(model, batch, partial(_values, model), **layout)[0]
 
 
-@torch.no_grad()
-def batched_values(
-    model: PreTrainedModel,
-    batch: DataProto,
-    micro_batch_tokens: int,
-    *,
-    padding_free: bool = True,
-    share_prompts: bool = True,
-    row_group: RowGroup | None = None,
-) -> torch.Tensor:
+def batched_values(model: PreTrainedModel, batch: DataProto, micro_batch_tokens: int, **layout: Any) -> torch.Tensor:
     """`response_values` of a whole batch without gradients, in micro-batches. A collective."""
-    share_prompts = share_prompts and padding_free and model.share_prompts
-    padding_free = padding_free and model.padding_free
-    options: dict[str, Any] = {"padding_free": padding_free, "share_prompts": share_prompts, "row_group": row_group}
-    micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **options)
-    parts = [response_values(model, micro, **options) for micro in micro_batches]
-    return restore_dynamic_batch(torch.cat(parts), rows)
+    return in_micro_batches(model, batch, partial(_values, model), micro_batch_tokens, **layout)[0]
+
+
+def _values(model: PreTrainedModel, inputs: dict, select: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+    return (model.token_values(inputs, select),)
 
 
 def reward_model_scores(

@@ -25,38 +25,30 @@ from lib import InputError
 
 
 class Family(NamedTuple):
-    tower: str
-    """path of the module that encodes images"""
+    tower: str  # path of the module that encodes images
     projector: tuple[str, ...]
     """paths of what makes its outputs as wide as the decoder's embeddings; perhaps within the tower"""
-    blocks: tuple[str, ...]
-    """classes of the tower's layers"""
-    join: int = 0
-    """the dimension along which images lie in the processor's tensors"""
-    bidirectional: bool = False
-    """the tokens of an image see each other in the decoder"""
+    blocks: tuple[str, ...]  # classes of the tower's layers
+    join: int = 0  # the dimension along which images lie in the processor's tensors
+    bidirectional: bool = False  # the tokens of an image see each other in the decoder
 
 
+PROJECTOR = ("model.multi_modal_projector",)
+QWEN3_MERGERS = ("model.visual.merger", "model.visual.deepstack_merger_list")
 FAMILIES = {  # by model_type
     "qwen2_5_vl": Family("model.visual", ("model.visual.merger",), ("Qwen2_5_VLVisionBlock",)),
-    "qwen3_vl": Family(
-        "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"), ("Qwen3VLVisionBlock",)
-    ),
-    "gemma3": Family(
-        "model.vision_tower", ("model.multi_modal_projector",), ("SiglipEncoderLayer",), bidirectional=True
-    ),
+    "qwen3_vl": Family("model.visual", QWEN3_MERGERS, ("Qwen3VLVisionBlock",)),
+    "gemma3": Family("model.vision_tower", PROJECTOR, ("SiglipEncoderLayer",), bidirectional=True),
     "smolvlm": Family("model.vision_model", ("model.connector",), ("SmolVLMEncoderLayer",), join=1),
     "idefics3": Family("model.vision_model", ("model.connector",), ("Idefics3EncoderLayer",), join=1),
-    "llava": Family("model.vision_tower", ("model.multi_modal_projector",), ("CLIPEncoderLayer", "SiglipEncoderLayer")),
+    "llava": Family("model.vision_tower", PROJECTOR, ("CLIPEncoderLayer", "SiglipEncoderLayer")),
 }
 
 
 def family_of(config: PreTrainedConfig) -> Family | None:
     """None for a text model and for an unknown vision model, which supports no images."""
-    if config.model_type == "llava" and config.vision_config.model_type not in (
-        "clip_vision_model",
-        "siglip_vision_model",
-    ):
+    towers = ("clip_vision_model", "siglip_vision_model")
+    if config.model_type == "llava" and config.vision_config.model_type not in towers:
         return None  # Pixtral: images of any size, whose rows end in tokens of their own
     return FAMILIES.get(config.model_type)
 
@@ -67,11 +59,9 @@ def vision_names(model: PreTrainedModel, part: str) -> list[str]:
     if family is None:
         return []
 
-    def within(name: str, *paths: str) -> bool:
-        return name.startswith(tuple(f"{path}." for path in paths))
-
-    projector = [name for name, _ in model.named_parameters() if within(name, *family.projector)]
-    tower = [name for name, _ in model.named_parameters() if within(name, family.tower) and name not in projector]
+    names = [name for name, _ in model.named_parameters()]
+    projector = [name for name in names if name.startswith(tuple(f"{path}." for path in family.projector))]
+    tower = [name for name in names if name.startswith(f"{family.tower}.") and name not in projector]
     return {"tower": tower, "projector": projector, "vision": tower + projector}[part]
 
 
@@ -92,10 +82,8 @@ class Images:
 
     inputs: dict[str, dict[str, torch.Tensor]]
     """"image", "video": what get_image_features, get_video_features take; rows concatenated"""
-    places: dict[str, torch.Tensor]
-    """(n,), indices of the placeholders in the flattened layout of the decoder"""
-    takes: dict[str, torch.Tensor]
-    """(n,), which feature each of them gets"""
+    places: dict[str, torch.Tensor]  # (n,), indices of the placeholders in the flattened layout of the decoder
+    takes: dict[str, torch.Tensor]  # (n,), which feature each of them gets
     blocks: torch.Tensor | None
     """of the layout's shape: the number of a token's image, -1 for text; None where images are seen causally"""
     counts: dict[str, list[int]] = field(default_factory=dict)
@@ -148,9 +136,8 @@ def images_of(
         without = any(own.inputs[0] in row and n == 0 for row, n in zip(rows, counts.tolist()))
         if without or not all(inputs):
             has, lacks = (f"{kind}s", "placeholders") if without else ("placeholders", f"{kind}s")
-            raise InputError(
-                f"a prompt has {has} and no {lacks}: {model.config.model_type}'s placeholder is token {own.token_id}"
-            )
+            token = f"{model.config.model_type}'s placeholder is token {own.token_id}"
+            raise InputError(f"a prompt has {has} and no {lacks}: {token}")
         if not inputs and kind not in run_tower:
             continue
         # a row whose later turn has an image of its own needs not that of the prompt that it shares
@@ -161,11 +148,13 @@ def images_of(
             number[r] -= n
         first = torch.zeros(len(ids), dtype=torch.long)  # the first feature of each row
         first[needed] = counts[needed].cumsum(0) - counts[needed]
-        images.inputs[kind] = _joined(inputs, family.join) if inputs else _dummy(model, own)
         images.places[kind] = place[at]
         images.takes[kind] = (first[:, None] + number).flatten()[at]
         if inputs:
+            images.inputs[kind] = {name: torch.cat([row[name] for row in inputs], family.join) for name in inputs[0]}
             images.counts[kind] = counts[needed].tolist()
+        else:
+            images.inputs[kind] = _dummy(model, own)
         if images.blocks is not None:
             begins = is_place & ~F.pad(is_place, (1, 0))[:, :-1]
             images.blocks.flatten()[place[at]] = begins.cumsum(1).flatten()[at]
@@ -188,15 +177,13 @@ class _Kind(NamedTuple):
     """Images, or videos, of a model."""
 
     token_id: int
-    inputs: tuple[str, ...]
-    """what get_image_features or get_video_features takes; a processor may give more"""
+    inputs: tuple[str, ...]  # what get_image_features or get_video_features takes; a processor may give more
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
     kinds = {}
     for kind in ("image", "video"):
-        features = getattr(type(model.base_model), f"get_{kind}_features", None)
-        if features is not None:
+        if features := getattr(type(model.base_model), f"get_{kind}_features", None):
             names = tuple(n for n in _arguments(features) if n.startswith("pixel_") or n.endswith("_grid_thw"))
             kinds[kind] = _Kind(getattr(model.config, f"{kind}_token_id"), names)
     return kinds
@@ -226,10 +213,6 @@ def _without_first(
     cuts = {name: int(sizes[:drop].sum()) if name == values else drop for name in inputs}
     cut = {name: x.narrow(dim, cuts[name], x.shape[dim] - cuts[name]) for name, x in inputs.items()}
     return cut, int(of_each[:drop].sum())
-
-
-def _joined(rows: list[dict], dim: int) -> dict[str, torch.Tensor]:
-    return {name: torch.cat([row[name] for row in rows], dim) for name in rows[0]}
 
 
 def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
@@ -263,9 +246,7 @@ def with_images(model: PreTrainedModel, inputs: dict) -> dict:
         own = {name: x.to(flat.dtype) if x.is_floating_point() else x for name, x in own.items()}
         out = getattr(model.base_model, f"get_{kind}_features")(**own, return_dict=True)
         parts = out.pooler_output
-        if any(
-            x.dim() == 5 for x in own.values()
-        ):  # since transformers 5.23 Idefics3 gives those of all images at once
+        if any(x.dim() == 5 for x in own.values()):  # Idefics3, which from transformers 5.23 on joins all images
             parts = torch.cat(list(parts)).unflatten(0, (len(out.last_hidden_state), -1))
         _check_counts(parts, images.counts.get(kind), kind)
         features, *levels = (torch.cat(list(x)) for x in (parts, *getattr(out, "deepstack_features", ())))
@@ -291,10 +272,9 @@ def _check_counts(parts: Sequence[torch.Tensor], counts: list[int] | None, kind:
     """parts: the features of each image. The images of a row have as many as the row has placeholders."""
     ends = set(accumulate(len(part) for part in parts))
     if counts and (max(ends) != sum(counts) or not ends.issuperset(accumulate(counts))):
-        raise InputError(
-            f"the {kind}s of {len(counts)} prompts have {max(ends)} features, their prompts {sum(counts)} placeholder "
-            "tokens: the processor is not this model's, or a prompt was cut"
-        )
+        have = f"have {max(ends)} features, their prompts {sum(counts)} placeholder tokens"
+        why = "the processor is not this model's, or a prompt was cut"
+        raise InputError(f"the {kind}s of {len(counts)} prompts {have}: {why}")
 
 
 def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
