@@ -12,6 +12,7 @@ rollout_log_probs belong to the distribution that was sampled from (temperature,
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -44,14 +45,21 @@ class Generated:
     weight_versions: list[int] = field(default_factory=list)  # one per token, if the engine records them
 
 
+@dataclass(eq=False)
+class Response:
+    """A response in flight (server_engine.py)."""
+
+    seed: int
+    row: Generated  # what has been sampled of it before the last sync of weights
+    future: Future  # gives the whole Generated
+
+
 class ImageProbe(NamedTuple):
     """A prompt with an image, and a text of random tokens after it."""
 
-    raw_ids: list[int]
-    """with one placeholder for the image"""
+    raw_ids: list[int]  # with one placeholder for the image
     media: Media
-    text: int
-    """tokens after the image"""
+    text: int  # tokens after the image
 
 
 class RolloutEngine(Protocol):
@@ -60,27 +68,18 @@ class RolloutEngine(Protocol):
     make_engine constructs it as Class(model, tokenizer, **settings); see there for the settings.
     """
 
-    in_process: bool = False
-    """whether it is a SteppedEngine, on which multi-turn episodes run in this process"""
-    asynchronous: bool = False
-    """whether it also samples between start and collect, while ranks train (server_engine.py)"""
-    shares_weights: bool = False
-    """whether it samples with the trainer's own tensors, which no copy rounds or merges"""
-    takes_weights: bool = True
-    """False: it does not sample from the policy, and gets no weights"""
+    in_process: bool = False  # whether it is a SteppedEngine, on which multi-turn episodes run in this process
+    asynchronous: bool = False  # whether it also samples between start and collect, while ranks train
+    shares_weights: bool = False  # whether it samples with the trainer's own tensors, which no copy rounds or merges
+    takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
 
-    version: int | None = None
-    """version of the weights that it holds; None before the first load_weights"""
-    checksum: int | None = None
-    """weight_checksum of the weights that load_weights gave it"""
-    dtype: torch.dtype | None = None
-    """of its weights; None: the trainer's"""
-    verified: Mapping[str, float] = MappingProxyType({})
-    """the metrics of its last sync; sync_weights keeps them here"""
+    version: int | None = None  # of the weights that it holds; None before the first load_weights
+    checksum: int | None = None  # weight_checksum of the weights that load_weights gave it
+    dtype: torch.dtype | None = None  # of its weights; None: the trainer's
+    verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync, set by sync_weights
     pad_token_id: int
-    image_probe: ImageProbe | None = None
-    """what sync_weights also probes a vision model with"""
+    image_probe: ImageProbe | None = None  # what sync_weights also probes a vision model with
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
@@ -99,11 +98,9 @@ class RolloutEngine(Protocol):
         """Frees the engine's memory for the update. load_weights wakes it."""
         return
 
-    def wake(self) -> None:
-        return
+    def wake(self) -> None: ...
 
-    def close(self) -> None:
-        return
+    def close(self) -> None: ...
 
     def metrics(self) -> dict[str, Metric]:
         """Of the step, besides those of its responses."""
@@ -114,10 +111,8 @@ class SteppedEngine(RolloutEngine, Protocol):
     """An engine in this process, which lib/agent steps. Single requests are made inside `with engine.session():`."""
 
     in_process: bool = True
-    long_steps: bool
-    """whether one step() runs its requests to their end"""
-    shared: bool
-    """whether other ranks hold a part of this engine, and so must step together with this one"""
+    long_steps: bool  # whether one step() runs its requests to their end
+    shared: bool  # whether other ranks hold a part of this engine, and so must step together with this one
 
     def session(self) -> AbstractContextManager[None]: ...
 
@@ -241,6 +236,14 @@ def add_responses(
         tensors["multi_modal_hash"] = prompts.batch["multi_modal_hash"]
     objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
+
+
+def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
+    """Adds weight_versions (B, T): each token's, -1 where none was sampled. rows: those of each response."""
+    versions = torch.full_like(batch.batch["responses"], -1)
+    for row, own in zip(versions, rows):
+        row[: len(own)] = torch.tensor(own)
+    batch.batch["weight_versions"] = versions
 
 
 def truncated_rows(batch: DataProto) -> torch.Tensor:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,8 +26,10 @@ from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute
 from lib.rollout.engine import (
     REPORT_S,
     Generated,
+    Response,
     RolloutEngine,
     add_responses,
+    add_weight_versions,
     check_expanded,
     report_states,
     stop_token_ids,
@@ -66,17 +68,6 @@ class Pictures(NamedTuple):
     ids: list[int]
     """the prompt, expanded"""
     parts: list[dict]
-
-
-@dataclass(eq=False)
-class Response:
-    """A response on its way."""
-
-    seed: int
-    row: Generated
-    """what has been sampled of it before the last sync of weights"""
-    future: Future
-    """gives the whole Generated"""
 
 
 class ServerEngine(RolloutEngine):
@@ -448,11 +439,3 @@ class ServerEngine(RolloutEngine):
 
     def _whole(self, settings: dict) -> dict:
         return {**NEUTRAL, "stop_token_ids": self.stop_ids, **settings}
-
-
-def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
-    """Adds weight_versions (B, T): each token's, -1 where none was sampled. rows: those of each response."""
-    versions = torch.full_like(batch.batch["responses"], -1)
-    for row, own in zip(versions, rows):
-        row[: len(own)] = torch.tensor(own)
-    batch.batch["weight_versions"] = versions

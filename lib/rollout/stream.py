@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,15 +20,18 @@ from lib.distributed import Metric, World, timed
 from lib.model import Policy
 from lib.rollout.async_rollouts import AsyncRollouts, Order, staleness_metrics
 from lib.rollout.engine import RolloutEngine, SteppedEngine, request_seeds
-from lib.rollout.hf_engine import HFEngine
-from lib.rollout.managed_servers import ManagedServers, order_servers
 from lib.rollout.replay import NoRecorder
-from lib.rollout.server_engine import ServerEngine
-from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
 from lib.rollout.weight_sync import image_probe, sync_weights
 from lib.sampling import Sampling
 
-ENGINES: dict[str, type] = {"hf": HFEngine, "vllm": VLLMEngine}
+if TYPE_CHECKING:
+    from lib.rollout.managed_servers import ManagedServers
+
+ENGINES: dict[str, str] = {
+    "hf": "lib.rollout.hf_engine:HFEngine",
+    "vllm": "lib.rollout.vllm_engine:VLLMEngine",
+    "://": "lib.rollout.server_engine:ServerEngine",  # for any URL
+}
 
 
 def make_engine(
@@ -43,7 +47,7 @@ def make_engine(
     processor: ProcessorMixin | None = None,
     max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
-    own: ManagedServers | None = None,
+    own: "ManagedServers | None" = None,
 ) -> RolloutEngine:
     """The engine called `name` (engine_class; several URLs have commas between).
 
@@ -59,12 +63,13 @@ def make_engine(
     started = {"gpu_memory": gpu_memory, "ranks": ranks, "processor": processor, "max_images": max_images}
     started["more"] = vllm_kwargs or {}
     if own is not None:
+        from lib.rollout.managed_servers import order_servers
+
         order_servers(own, model, tokenizer, **settings, **started)
         name = ",".join(own.urls())
     make = engine_class(name)
-    engine: RolloutEngine
-    if make is ServerEngine:
-        engine = ServerEngine(name, model, tokenizer, **settings, images=probe is not None, own=own)
+    if "://" in name:
+        engine = make(name, model, tokenizer, **settings, images=probe is not None, own=own)
     else:
         engine = make(model, tokenizer, **settings, **started)
     engine.image_probe = probe
@@ -72,11 +77,12 @@ def make_engine(
 
 
 def engine_class(name: str) -> Any:
-    """The class of --rollout-engine: one of ENGINES, that of servers for URLs, or a class in path/to/file.py:Class.
+    """The class of --rollout-engine: one of ENGINES, or a class in path/to/file.py:Class.
 
     Raises InputError if there is none, or if a class of the user lacks a method."""
-    if name in ENGINES or "://" in name:
-        return ENGINES.get(name, ServerEngine)
+    kind = "://" if "://" in name else name
+    if kind in ENGINES:
+        return resolve_name(ENGINES[kind])
     engine: Any = load_object("--rollout-engine", name)
     if RolloutEngine not in getattr(engine, "__mro__", ()):
         raise InputError(f"--rollout-engine {name}: must be a class that inherits lib.rollout.RolloutEngine")
@@ -104,9 +110,10 @@ def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None)
         try:
             from vllm import EngineArgs
         except ImportError as error:
-            raise InputError(
-                f"--rollout-engine vllm: vLLM cannot be imported ({error}); use --rollout-engine hf"
-            ) from error
+            why = f"vLLM cannot be imported ({error})"
+            raise InputError(f"--rollout-engine vllm: {why}; use --rollout-engine hf") from error
+        from lib.rollout.vllm_engine import check_vllm_kwargs
+
         check_vllm_kwargs(vllm_kwargs or {}, [field.name for field in fields(EngineArgs)])
 
 
@@ -144,7 +151,7 @@ class Rollouts:
         if async_level and not recorder.replays:
             assert engine.asynchronous
             self._async = AsyncRollouts(
-                cast(ServerEngine, engine),
+                engine,
                 sampler,
                 lambda number: self._batch_of(number, 0)[1:],
                 sampling,
