@@ -24,7 +24,7 @@ from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
 
-BY_FLAG = {
+BY_FLAG = {  # settings of vLLM: the flag that sets each
     "model": "--model",
     "tokenizer": "--model",
     "dtype": "--compute-dtype",
@@ -34,21 +34,9 @@ BY_FLAG = {
     "seed": "--seed",
     "limit_mm_per_prompt": "--max-images",
 }
-"""settings of vLLM: the flag that sets each"""
-FIXED = {
-    "load_format",
-    "generation_config",
-    "override_generation_config",
-    "logprobs_mode",
-    "weight_transfer_config",
-    "worker_extension_cls",
-    "distributed_executor_backend",
-    "enable_sleep_mode",
-    "data_parallel_size",
-    "pipeline_parallel_size",
-    "quantization",
-    "enable_lora",
-}
+FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
+FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
+FIXED += ["pipeline_parallel_size", "quantization", "enable_lora"]
 
 
 def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
@@ -61,21 +49,6 @@ def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
             raise InputError(f"--vllm-kwargs {name}: set it by {BY_FLAG[name]}")
         if name in FIXED:
             raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
-
-
-def check_model(model: PreTrainedModel, ranks: int, processor: ProcessorMixin | None, on_gpu: bool) -> None:
-    """Raises InputError if the model cannot be split over this many ranks of vLLM, or if vLLM would compute its prompts
-    with images otherwise than training."""
-    heads = model.config.get_text_config().num_attention_heads
-    if heads % ranks:
-        raise InputError(
-            f"--rollout-tensor-parallel-size {ranks}: the model's {heads} attention heads must be a multiple of it"
-        )
-    if processor is not None and family_of(model.config).bidirectional and not on_gpu:
-        raise InputError(
-            "--rollout-engine vllm: the tokens of an image see each other in this model, in vLLM on a CPU only those "
-            "before: take hf"
-        )
 
 
 def save_files(
@@ -92,10 +65,27 @@ def save_files(
 
 
 def engine_settings(
-    max_length: int, dtype: torch.dtype, ranks: int, gpu_memory: float, on_gpu: bool, max_images: int
+    model: PreTrainedModel,
+    *,
+    max_length: int,
+    dtype: torch.dtype,
+    gpu_memory: float,
+    ranks: int = 1,
+    processor: ProcessorMixin | None = None,
+    max_images: int = 0,
 ) -> dict[str, Any]:
-    """What every vLLM engine of a run is started with, by the names of EngineArgs, from a folder without weights.
-    max_images: of a prompt; 0 for a text model."""
+    """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
+
+    Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
+    otherwise than training."""
+    on_gpu = compute_device(model).type == "cuda"
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % ranks:
+        why = f"the model's {heads} attention heads must be a multiple of it"
+        raise InputError(f"--rollout-tensor-parallel-size {ranks}: {why}")
+    if processor is not None and family_of(model.config).bidirectional and not on_gpu:
+        why = "the tokens of an image see each other in this model, in vLLM on a CPU only those before"
+        raise InputError(f"--rollout-engine vllm: {why}: take hf")
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": str(dtype).removeprefix("torch."),
@@ -124,15 +114,10 @@ class VLLMEngine(SteppedEngine):
 
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
     the same requests in the same order on all of them. So generate, step and the end of a session are collectives of
-    these ranks.
+    these ranks. vLLM encodes an image once for all prompts that have it.
 
-    processor: of a vision model, whose prompts have at most max_images images. vLLM encodes an image once for all
-    prompts that have it.
-
-    more: further settings of vLLM, which check_vllm_kwargs has seen.
-
-    Raises:
-        InputError: the model's attention heads cannot be split over the ranks, or vLLM refuses a setting.
+    more: further settings of vLLM, which check_vllm_kwargs has seen. start: of engine_settings. Raises InputError as
+    engine_settings, or if vLLM refuses a setting.
     """
 
     takes_images = True
@@ -146,36 +131,25 @@ class VLLMEngine(SteppedEngine):
         folder: Path,
         max_length: int,
         dtype: torch.dtype,
-        gpu_memory: float,
         ranks: int = 1,
         processor: ProcessorMixin | None = None,
-        max_images: int = 0,
         more: Mapping[str, Any] | None = None,
+        **start: Any,
     ):
         on_gpu = compute_device(model).type == "cuda"
-        check_model(model, ranks, processor, on_gpu)
+        start |= {"max_length": max_length, "dtype": dtype, "ranks": ranks, "processor": processor}
+        settings = engine_settings(model, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if not on_gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            _prepare_for_cpu()
         import vllm
 
         from lib.rollout import vllm_weights  # noqa: F401  the import registers the backend
 
-        if not on_gpu:  # uncompiled: this saves a C++ compilation of many seconds at the first generate
-            import vllm.v1.sample.sampler as sampler
-
-            counter = sampler.batched_count_greater_than
-            sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
-            # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s
-            # import, makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
-            if llvm := sys.modules.get("llvmlite.binding.ffi"):
-                llvm.lib._fntab["__dict__"] = {}
         if is_first_on_node():  # nodes may not share the disk
             save_files(folder, model, tokenizer, processor)
         dist.barrier()
-        settings = engine_settings(max_length, dtype, ranks, gpu_memory, on_gpu, max_images)
         settings |= {"enable_sleep_mode": on_gpu, "weight_transfer_config": {"backend": "direct"}}
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
@@ -219,7 +193,7 @@ class VLLMEngine(SteppedEngine):
         return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
 
     def sleep(self) -> None:
-        """On a GPU, frees weights and KV cache. The next generate needs a load_weights first."""
+        """On a GPU, frees weights and KV cache."""
         if self.can_sleep:
             self.llm.sleep(level=2)
             self.version = self.checksum = None
@@ -312,6 +286,19 @@ class VLLMEngine(SteppedEngine):
         self._check_weights()
         with torch.random.fork_rng():  # vLLM advances torch's global generator
             return self.llm.generate(prompts, params, use_tqdm=False)
+
+
+def _prepare_for_cpu() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    import vllm.v1.sample.sampler as sampler
+
+    counter = sampler.batched_count_greater_than  # uncompiled: saves a C++ compilation of many seconds
+    sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
+    # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s import,
+    # makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
+    if llvm := sys.modules.get("llvmlite.binding.ffi"):
+        llvm.lib._fntab["__dict__"] = {}
 
 
 @contextmanager
