@@ -114,9 +114,8 @@ class AsyncRollouts:
             parts.append(group.rows.select().union(DataProto.from_dict(non_tensors=columns)))
         if not parts:  # on all ranks, which have equally many
             return {"last_started": self.last_started}
-        rows = DataProto.concat(parts).all_gather()
-        by_number = np.arange(len(rows)).reshape(dist.get_world_size(), len(parts), -1).swapaxes(0, 1).ravel()
-        return {"last_started": self.last_started, "in_flight": rows[by_number]}
+        rows = DataProto.concat(parts)
+        return {"last_started": self.last_started, "in_flight": gather_groups(rows, self.group_size)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The groups continue at the next `take`, when the engine has weights."""
@@ -126,8 +125,7 @@ class AsyncRollouts:
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
-        groups = np.arange(len(saved)).reshape(-1, self.group_size)[dist.get_rank() :: dist.get_world_size()]
-        for own in groups:
+        for own in own_groups(saved, self.group_size):
             rows = saved[own]
             columns = {name: rows.non_tensor_batch[name] for name in STATE}
             rows = rows.select(non_tensor_batch_keys=[key for key in rows.non_tensor_batch if key not in STATE])
@@ -135,6 +133,18 @@ class AsyncRollouts:
             if since < version - self.level:  # --async-level was higher
                 partial, since = None, version
             self._start(rows, list(columns["seed"]), partial, since)
+
+
+def gather_groups(batch: DataProto, group_size: int) -> DataProto:
+    """The groups of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
+    size = dist.get_world_size()
+    by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
+    return batch.all_gather()[by_number]
+
+
+def own_groups(whole: DataProto, group_size: int) -> np.ndarray:
+    """(groups, group_size): this rank's groups, as indices of the rows that gather_groups returns."""
+    return np.arange(len(whole)).reshape(-1, group_size)[dist.get_rank() :: dist.get_world_size()]
 
 
 def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int | torch.Tensor) -> dict[str, Metric]:
