@@ -65,8 +65,7 @@ ROUND_S = 1.0  # how long ranks wait for responses before they tell each other h
 class Pictures(NamedTuple):
     """A prompt's images, as a server takes them."""
 
-    ids: list[int]
-    """the prompt, expanded"""
+    ids: list[int]  # the prompt, expanded
     parts: list[dict]
 
 
@@ -87,8 +86,7 @@ class ServerEngine(RolloutEngine):
     and collect. If one of the job's `own` servers ends, others take its requests, or it takes them itself when it is
     back and has weights: they are sampled again from the tokens of the last sync, with the same seeds.
 
-    Raises:
-        InputError: a server cannot be reached, was started differently, or refuses a request or the weights.
+    Raises InputError if a server cannot be reached, was started differently, or refuses a request or the weights.
     """
 
     takes_images = asynchronous = True
@@ -130,27 +128,20 @@ class ServerEngine(RolloutEngine):
         served = self.servers.ask(url, "GET", "/v1/models")["data"][0]
         self.served_model, self.max_length = served["id"], served["max_model_len"]
         if self.max_length < max_length:
-            raise InputError(
-                f"--rollout-engine {url}: the server's max_model_len is {self.max_length}, prompt and response "
-                f"need {max_length}: start it with --max-model-len {max_length}"
-            )
+            why = f"the server's max_model_len is {self.max_length}, prompt and response need {max_length}"
+            raise InputError(f"--rollout-engine {url}: {why}: start it with --max-model-len {max_length}")
         self.servers.ask(url, "POST", "/resume")  # an earlier run may have ended while the server was paused
-        only_choice = self.servers.begin(
-            self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=[0])
-        ).result()
-        if only_choice["logprobs"]["token_logprobs"][0] < -1e-3:
-            raise InputError(
-                f"--rollout-engine {url}: the server's log-probs are not those of the distribution that it "
-                "samples from: start it with --logprobs-mode processed_logprobs"
-            )
+        certain = self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=[0])
+        if self.servers.begin(certain).result()["logprobs"]["token_logprobs"][0] < -1e-3:
+            why = "the server's log-probs are not those of the distribution that it samples from"
+            raise InputError(f"--rollout-engine {url}: {why}: start it with --logprobs-mode processed_logprobs")
 
     def _check_takes_images(self, url: str) -> None:
         try:
             self.servers.begin(self._complete_pictures(url, [0], Pictures([0], []), max_tokens=1)).result()
         except InputError as error:
-            raise InputError(
-                f"--rollout-engine {url}: images go by {GENERATE}: start the server with --enable-scale-out; {error}"
-            ) from error
+            advice = f"images go by {GENERATE}: start the server with --enable-scale-out"
+            raise InputError(f"--rollout-engine {url}: {advice}; {error}") from error
 
     def _takes_batches(self, url: str) -> bool:
         try:
@@ -193,8 +184,7 @@ class ServerEngine(RolloutEngine):
         failure = None
         if dist.get_rank() == 0:
             try:
-                for reply in self.servers.order("/pause", params={"mode": "abort"}):
-                    reply.result()
+                self.servers.order_all("/pause", params={"mode": "abort"})
             except InputError as error:
                 failure = str(error)
         failure = broadcast(failure)
@@ -229,14 +219,11 @@ class ServerEngine(RolloutEngine):
     # ---- responses
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
-    def start(
-        self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial: list[Generated] | None = None
-    ) -> list[Response]:
-        """The first half of generate; collect is the second. Weights may be synced between the two. partial: what there
-        already is of each response."""
+    def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial=None) -> list[Response]:
+        """The first half of generate; collect is the second. Weights may be synced between the two. partial: of each
+        response a Generated with the tokens that there are already, or None."""
         self.check_weights()
         raw_ids, responses = prompts.non_tensor_batch["raw_prompt_ids"], []
         places = self.turns_and_pictures(raw_ids, media_of(prompts))
@@ -254,10 +241,8 @@ class ServerEngine(RolloutEngine):
         add_weight_versions(batch, [row.weight_versions for row in rows])
         return batch
 
-    def turns_and_pictures(
-        self, prompts: Iterable[Iterable[int]], media: Sequence[Media | None]
-    ) -> list[tuple[int, Pictures | None]]:
-        """The turn of each prompt, and its pictures, which are encoded once for equal prompts."""
+    def turns_and_pictures(self, prompts: Iterable, media: Sequence) -> list[tuple[int, Pictures | None]]:
+        """The turn of each prompt (token ids), and its pictures, which are encoded once for equal prompts."""
         keys = [(tuple(map(int, ids)), own.hash if own else 0) for ids, own in zip(prompts, media)]
         with_images = {key: own for key, own in zip(keys, media) if own}
         with ThreadPoolExecutor() as pool:  # of as many threads as there is to encode
@@ -330,15 +315,10 @@ class ServerEngine(RolloutEngine):
             raise WeightSyncError("the vLLM servers have no weights of this run: call sync_weights before generate")
 
     async def sample(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        seed: int,
-        turn: int,
-        row: Generated | None = None,
-        pictures: Pictures | None = None,
+        self, prompt_ids: list[int], sampling: Sampling, seed: int, turn: int, row=None, pictures=None
     ) -> Generated:
-        """One response, from server number `turn`. row: what there is of it, and where its tokens go.
+        """One response, from server number `turn`. row: a Generated with what there is of it, and where its tokens go.
+        pictures: of the prompt.
 
         If a sync of weights stops the request, another one goes on from the tokens sampled so far. Its seed is made
         from theirs and their number.
@@ -364,13 +344,10 @@ class ServerEngine(RolloutEngine):
                 self._posted.discard(request)
             if request.cancelled():
                 continue
-            try:
-                found = request.result()
-            except ServerLost:
-                if self.own is None:
-                    raise
+            if self.own is not None and isinstance(request.exception(), ServerLost):
                 self._lose(url)
                 continue
+            found = request.result()
             self._check_length(url, found, settings["max_tokens"], length + n)
             row.token_ids += found.token_ids
             row.log_probs += found.log_probs
@@ -398,14 +375,11 @@ class ServerEngine(RolloutEngine):
     def _check_length(self, url: str, found: Generated, asked: int, before: int) -> None:
         asked = min(asked, self.max_length - before)
         if found.finish_reason == "length" and len(found.token_ids) < asked:
-            raise InputError(
-                f"--rollout-engine {url}: the server ended a response after {len(found.token_ids)} of {asked} "
-                "tokens: start it with --generation-config vllm and without --override-generation-config"
-            )
+            why = f"the server ended a response after {len(found.token_ids)} of {asked} tokens"
+            advice = "start it with --generation-config vllm and without --override-generation-config"
+            raise InputError(f"--rollout-engine {url}: {why}: {advice}")
 
-    async def _request(
-        self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None = None
-    ) -> Generated:
+    async def _request(self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None) -> Generated:
         """What there is of the response when it ends, or when a pause ends it."""
         if pictures is not None:
             choice = await self._complete_pictures(url, prompt_ids, pictures, **settings)
@@ -417,17 +391,18 @@ class ServerEngine(RolloutEngine):
         return Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
 
     async def _complete(self, url: str, prompt_ids: list[int], **settings) -> dict:
-        settings = self._whole(settings) | {"skip_special_tokens": False, "return_token_ids": True}
-        body = {"model": self.served_model, "prompt": prompt_ids, **settings}
+        body = {"model": self.served_model, "prompt": prompt_ids, **self._whole(settings)}
+        body |= {"skip_special_tokens": False, "return_token_ids": True}
         return (await self.servers.request(url, "POST", "/v1/completions", json=body))["choices"][0]
 
     async def _complete_pictures(self, url: str, prompt_ids: list[int], pictures: Pictures, **settings) -> dict:
         """What _complete returns. /v1/completions would ignore the images without a word."""
         sampling = self._whole(settings) | {"detokenize": "stop" in settings}
         body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": sampling}
+        body["return_token_ids"] = True
         for attempt in range(1, PICTURE_ATTEMPTS + 1):
             try:
-                reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
+                reply = await self.servers.request(url, "POST", GENERATE, json=body)
                 break
             except InputError as error:
                 if isinstance(error, ServerLost) or attempt == PICTURE_ATTEMPTS:

@@ -71,6 +71,11 @@ class Servers:
         limit = aiohttp.ClientTimeout(ANSWER_S)
         return [self.begin(self.request(url, "POST", path, timeout=limit, **kwargs)) for url in self.urls]
 
+    def order_all(self, path: str, **kwargs) -> None:
+        """Posts the same to all servers, and waits for all."""
+        for reply in self.order(path, **kwargs):
+            reply.result()
+
     def on_workers(self, url: str, method: str, **kwargs) -> Future:
         """Calls a method of the server's workers, on a connection of its own: if the method fails, the server silently
         closes the connection."""
@@ -92,26 +97,19 @@ class Servers:
                     await self._refused(url, path, response.status, await response.read())
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerLost(
-                f"--rollout-engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
-                "it, or see its log for why it ended"
-            ) from error
+            what = f"no vLLM server answers there ({type(error).__name__}: {error})"
+            raise ServerLost(f"--rollout-engine {url}: {what}; start it, or see its log for why it ended") from error
 
     async def _refused(self, url: str, path: str, status: int, body: bytes) -> NoReturn:
         if status in DEAD and path != "/health":
             await self.request(url, "GET", "/health")
+        what = f"{path} failed with {status}: {' '.join(body.decode(errors='replace').split())[:500]}"
         if status == 404 and not path.startswith("/v1"):
-            raise InputError(
-                f"--rollout-engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment"
-            )
+            what = f"the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its environment"
         if status == 401:
-            raise InputError(
-                f"--rollout-engine {url}: the server wants a key: start the run with VLLM_API_KEY in its environment"
-            )
-        what = " ".join(body.decode(errors="replace").split())[:500]
-        kind = ServerLost if path == "/health" else InputError
-        raise kind(f"--rollout-engine {url}: {path} failed with {status}: {what}")
+            what = "the server wants a key: start the run with VLLM_API_KEY in its environment"
+        kind = ServerLost if path == "/health" and status not in (401, 404) else InputError
+        raise kind(f"--rollout-engine {url}: {what}")
 
     # ---- requests in batches
 

@@ -36,9 +36,8 @@ def sync_weights(
     fixed probe text find weights that arrived but are not used (a stale tied head); for a vision model those of a text
     after an image, too (features that an engine kept from old weights, another image processor).
 
-    Raises:
-        InputError: a weight of the trainer is not finite, or a log-prob that it computes from them.
-        WeightSyncError: a check failed. The mean |log-prob difference| on the probe may be at most `tolerance`.
+    Raises InputError if a weight of the trainer, or a log-prob, is not finite; WeightSyncError if a check failed. The
+    mean |log-prob difference| on the probe may be at most `tolerance`.
     """
     if engine.version == version:
         return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
@@ -51,10 +50,8 @@ def sync_weights(
     engine.load_weights(model, version)
     expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype)
     if (engine.version, engine.checksum) != (version, expected):
-        raise WeightSyncError(
-            f"weight sync to version {version} failed: the engine holds version {engine.version} with checksum "
-            f"{engine.checksum}, the trainer has {expected}"
-        )
+        held = f"the engine holds version {engine.version} with checksum {engine.checksum}"
+        raise WeightSyncError(f"weight sync to version {version} failed: {held}, the trainer has {expected}")
     differences = {"on the probe": _text_difference(engine, model)}
     if engine.image_probe is not None:
         differences["on the probe with an image"] = _image_difference(engine, model, engine.image_probe)
@@ -62,10 +59,9 @@ def sync_weights(
         if not finite:
             raise InputError(f"the policy's log-probs are not finite {since}")
         if not difference <= tolerance:
-            raise WeightSyncError(
-                f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats {where} "
-                f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
-            )
+            what = f"engine and trainer differ by {difference:.3g} nats {where} (allowed: {tolerance:g})"
+            why = "the engine got the weights and does not compute with them"
+            raise WeightSyncError(f"weight sync to version {version} failed: {what}; {why}")
     engine.verified = {"rollout/canary_logp_diff": max(difference for difference, _ in differences.values())}
     return engine.verified
 
@@ -80,10 +76,8 @@ def _text_difference(engine: RolloutEngine, model: PreTrainedModel) -> tuple[flo
 def _image_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe) -> tuple[float, bool]:
     media, device = probe.media, compute_device(model)
     tensors = {"input_ids": torch.tensor([media.ids]), "position_ids": media.positions[None]}
-    row = DataProto.from_dict(
-        tensors=tensors | {"multi_modal_hash": torch.tensor([media.hash])},
-        non_tensors={"multi_modal_inputs": [media.inputs]},
-    )
+    tensors["multi_modal_hash"] = torch.tensor([media.hash])
+    row = DataProto.from_dict(tensors=tensors, non_tensors={"multi_modal_inputs": [media.inputs]})
     return _difference(engine.probe_log_probs(probe.raw_ids, media), model, row.to(device), probe.text)
 
 
