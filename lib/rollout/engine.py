@@ -96,7 +96,6 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Frees the engine's memory for the update. load_weights wakes it."""
-        return
 
     def wake(self) -> None: ...
 
@@ -116,11 +115,8 @@ class SteppedEngine(RolloutEngine, Protocol):
 
     def session(self) -> AbstractContextManager[None]: ...
 
-    def submit(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, media: Media | None = None
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids, sampling: Sampling, seed: int, media: Media | None = None) -> None:
         """prompt_ids: with one placeholder for each image of `media`. Raises ValueError when the prompt is too long."""
-        ...
 
     def step(self) -> dict[str, Generated]:
         """Returns the requests that ended, by request_id."""
@@ -141,7 +137,7 @@ def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
     mixed = splitmix64(torch.tensor(rows) + (step << 24) + (low << 48))
     if high:
         mixed = splitmix64(mixed + high)
-    return [int(s) for s in mixed & 0x7FFFFFFF]
+    return (mixed & 0x7FFFFFFF).tolist()
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -179,10 +175,8 @@ def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None
     """
     if expected != list(got):
         advice = "start the server with this run's --model" if "://" in engine else "see --vllm-kwargs"
-        raise InputError(
-            f"--rollout-engine {engine}: of a prompt with images the engine made {len(got)} tokens, training "
-            f"{len(expected)}, or other ones: the engine's image processor is another; {advice}"
-        )
+        made = f"of a prompt with images the engine made {len(got)} tokens, training {len(expected)}, or other ones"
+        raise InputError(f"--rollout-engine {engine}: {made}: the engine's image processor is another; {advice}")
 
 
 def add_responses(
@@ -194,8 +188,8 @@ def add_responses(
 ) -> DataProto:
     """The prompts with their responses: what every engine returns. A collective.
 
-    P and T are the longest prompt and response over all ranks, not the prompts' padding or the limits: so later stages
-    cost what the tokens cost. Prompts are left-padded, responses right-padded.
+    P and T are the longest prompt and response over all ranks, not the prompts' padding or the limits. Prompts are
+    left-padded, responses right-padded.
 
     A row's finish_reason may also be one of lib/agent's. Rows with "abort" or "error" have no trained token. masks:
     which tokens were sampled, if not all. position_ids, (n,) or with mrope (4, n) each: those of responses that do not
@@ -223,10 +217,11 @@ def add_responses(
     for position, own in zip(positions, position_ids or []):
         own = torch.as_tensor(own)
         position[..., : own.shape[-1]] = own
+    responses = responses.to(device)
     tensors = {
         "prompts": ids,
-        "responses": responses.to(device),
-        "input_ids": torch.cat([ids, responses.to(device)], 1),  # (B, L)
+        "responses": responses,
+        "input_ids": torch.cat([ids, responses], 1),  # (B, L)
         "attention_mask": torch.cat([mask, attended], 1),
         "position_ids": torch.cat([before, positions], -1),
         "response_mask": response_mask.to(device),
@@ -268,9 +263,8 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
         left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["responses"].shape[1]
         pads = {"P": (left, 0), "L": (left, right), "T": (0, right)}
         batch = batch.select()
-        for name, values in [*batch.batch.items()]:
-            column = COLUMNS.get(name)
-            if column is not None and column.width in pads:
-                batch.batch[name] = F.pad(values, pads[column.width], value=column.fill)
+        for name in COLUMNS.keys() & batch.batch.keys():
+            if COLUMNS[name].width in pads:
+                batch.batch[name] = F.pad(batch.batch[name], pads[COLUMNS[name].width], value=COLUMNS[name].fill)
         fitted.append(batch)
     return fitted

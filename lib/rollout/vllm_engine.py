@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
@@ -51,9 +51,7 @@ def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
             raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
 
 
-def save_files(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None
-) -> None:
+def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: ProcessorMixin | None) -> None:
     """The folder from which a vLLM engine starts: all but weights."""
     config = copy.deepcopy(model.config)
     # vLLM asks the language part, transformers the whole. A head that is not tied there has weights that no sync gives
@@ -188,8 +186,7 @@ class VLLMEngine(SteppedEngine):
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
-        if media:
-            check_expanded("vllm", media.ids, out.prompt_token_ids)
+        _check_images(out, media)
         return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
 
     def sleep(self) -> None:
@@ -218,9 +215,7 @@ class VLLMEngine(SteppedEngine):
                 while not self._step(leaving=True)[1]:  # other ranks of this engine may still have requests
                     pass
 
-    def submit(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, media: Media | None = None
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids, sampling: Sampling, seed: int, media: Media | None = None) -> None:
         """Raises ValueError when the prompt is too long for the engine."""
         length = len(media.ids if media else prompt_ids)
         if length >= self.max_length:
@@ -271,8 +266,7 @@ class VLLMEngine(SteppedEngine):
         params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
         outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        own_outputs = outputs[before : before + len(prompts)]
-        rows = [_checked(out, own) for out, own in zip(own_outputs, media)]
+        rows = [_checked(out, own) for out, own in zip(outputs[before:], media)]
         return add_responses(prompts, rows, self.pad_token_id)
 
     def _params(self, max_tokens: int, **settings):
@@ -318,9 +312,13 @@ def _prompt(ids, media: Media | None) -> dict:
     return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": media.data} if media else {})
 
 
-def _checked(output, media: Media | None) -> Generated:
+def _check_images(output, media: Media | None) -> None:
     if media:
         check_expanded("vllm", media.ids, output.prompt_token_ids)
+
+
+def _checked(output, media: Media | None) -> Generated:
+    _check_images(output, media)
     return generated(output)
 
 
@@ -346,16 +344,9 @@ def generated(output) -> Generated:
 
 def vllm_settings(sampling: Sampling, seed: int) -> dict:
     """The settings of a request, by the names of SamplingParams and of a server's API."""
-    settings: dict[str, Any] = {
-        "max_tokens": sampling.max_response_length,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logprobs": 0,
-        "seed": seed,
-    }
+    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    settings: dict[str, Any] = {name: getattr(sampling, name) for name in same}
+    settings |= {"max_tokens": sampling.max_response_length, "logprobs": 0, "seed": seed}
     if sampling.stop:
         settings |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
     return settings

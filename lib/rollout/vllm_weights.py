@@ -47,17 +47,12 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
 
 
 @dataclass
-class DirectInitInfo(WeightTransferInitInfo):
-    pass
-
-
-@dataclass
 class DirectUpdateInfo(WeightTransferUpdateInfo):
     weights: Any = None  # yields (checkpoint name, tensor), and can be iterated again
 
 
 class DirectEngine(WeightTransferEngine):
-    init_info_cls = DirectInitInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = DirectUpdateInfo
 
     def init_transfer_engine(self, init_info):
