@@ -97,8 +97,6 @@ class RolloutEngine(Protocol):
     def sleep(self) -> None:
         """Frees the engine's memory for the update. load_weights wakes it."""
 
-    def wake(self) -> None: ...
-
     def close(self) -> None: ...
 
     def metrics(self) -> dict[str, Metric]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -86,24 +85,17 @@ class ServerEngine(RolloutEngine):
     and collect. If one of the job's `own` servers ends, others take its requests, or it takes them itself when it is
     back and has weights: they are sampled again from the tokens of the last sync, with the same seeds.
 
-    Raises InputError if a server cannot be reached, was started differently, or refuses a request or the weights.
+    For the parameters see make_engine; processor: of a vision model. Raises InputError if a server cannot be reached,
+    was started differently, or refuses a request or the weights.
     """
 
     takes_images = asynchronous = True
 
     def __init__(
-        self,
-        urls: str,
-        model,
-        tokenizer,
-        *,
-        folder: Path,
-        max_length: int,
-        dtype: torch.dtype,
-        images: bool = False,
-        own: ManagedServers | None = None,
+        self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype, processor=None, own=None, **_
     ):
-        self.servers, self.own = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY")), own
+        self.own: ManagedServers | None = own
+        self.servers = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY"))
         self._starts = own.starts() if own else []
         self._lost: set[str] = set()
         self._resampled = 0
@@ -119,7 +111,7 @@ class ServerEngine(RolloutEngine):
         self._given: tuple[PreTrainedModel, int]
         for url in self.servers.urls:
             self._check_server(url, max_length)
-            if images:
+            if processor is not None:
                 self._check_takes_images(url)
         self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
         self.weights = ServerWeights(self.servers, folder.resolve(), dtype, here=own is not None and is_on_one_node())
@@ -138,7 +130,7 @@ class ServerEngine(RolloutEngine):
 
     def _check_takes_images(self, url: str) -> None:
         try:
-            self.servers.begin(self._complete_pictures(url, [0], Pictures([0], []), max_tokens=1)).result()
+            self.servers.begin(self._complete(url, [0], Pictures([0], []), max_tokens=1)).result()
         except InputError as error:
             advice = f"images go by {GENERATE}: start the server with --enable-scale-out"
             raise InputError(f"--rollout-engine {url}: {advice}; {error}") from error
@@ -206,8 +198,7 @@ class ServerEngine(RolloutEngine):
         rank, size, urls = dist.get_rank(), dist.get_world_size(), self.servers.urls
         found = []
         for url in urls[rank::size] or [urls[rank % len(urls)]]:
-            ask = partial(self._complete_pictures, pictures=pictures) if pictures else self._complete
-            choice = self.servers.begin(ask(url, ids, max_tokens=1, prompt_logprobs=0)).result()
+            choice = self.servers.begin(self._complete(url, ids, pictures, max_tokens=1, prompt_logprobs=0)).result()
             tokens = pictures.ids if pictures else ids
             found.append([lp[str(token)]["logprob"] for token, lp in zip(tokens[1:], choice["prompt_logprobs"][1:])])
         return torch.tensor(found)
@@ -381,16 +372,15 @@ class ServerEngine(RolloutEngine):
 
     async def _request(self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None) -> Generated:
         """What there is of the response when it ends, or when a pause ends it."""
-        if pictures is not None:
-            choice = await self._complete_pictures(url, prompt_ids, pictures, **settings)
-        elif self.batches:
+        if self.batches and pictures is None:
             return await self.servers.generate(url, prompt_ids, self._whole(settings))
-        else:
-            choice = await self._complete(url, prompt_ids, **settings)
+        choice = await self._complete(url, prompt_ids, pictures, **settings)
         log_probs = choice["logprobs"]["token_logprobs"] if choice["token_ids"] else []
         return Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
 
-    async def _complete(self, url: str, prompt_ids: list[int], **settings) -> dict:
+    async def _complete(self, url: str, prompt_ids: list[int], pictures: Pictures | None = None, **settings) -> dict:
+        if pictures is not None:
+            return await self._complete_pictures(url, prompt_ids, pictures, **settings)
         body = {"model": self.served_model, "prompt": prompt_ids, **self._whole(settings)}
         body |= {"skip_special_tokens": False, "return_token_ids": True}
         return (await self.servers.request(url, "POST", "/v1/completions", json=body))["choices"][0]

@@ -59,19 +59,18 @@ def make_engine(
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
-    settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
-    started = {"gpu_memory": gpu_memory, "ranks": ranks, "processor": processor, "max_images": max_images}
-    started["more"] = vllm_kwargs or {}
+    settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype, "gpu_memory": gpu_memory}
+    settings |= {"ranks": ranks, "processor": processor, "max_images": max_images, "more": vllm_kwargs or {}}
     if own is not None:
         from lib.rollout.managed_servers import order_servers
 
-        order_servers(own, model, tokenizer, **settings, **started)
+        order_servers(own, model, tokenizer, **settings)
         name = ",".join(own.urls())
     make = engine_class(name)
     if "://" in name:
-        engine = make(name, model, tokenizer, **settings, images=probe is not None, own=own)
+        engine = make(name, model, tokenizer, **settings, own=own)
     else:
-        engine = make(model, tokenizer, **settings, **started)
+        engine = make(model, tokenizer, **settings)
     engine.image_probe = probe
     return engine
 

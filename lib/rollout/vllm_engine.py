@@ -63,14 +63,7 @@ def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: Proce
 
 
 def engine_settings(
-    model: PreTrainedModel,
-    *,
-    max_length: int,
-    dtype: torch.dtype,
-    gpu_memory: float,
-    ranks: int = 1,
-    processor: ProcessorMixin | None = None,
-    max_images: int = 0,
+    model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, processor=None, max_images=0
 ) -> dict[str, Any]:
     """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
 
@@ -122,21 +115,10 @@ class VLLMEngine(SteppedEngine):
     long_steps = False  # a step is one token; requests come and go at each step
 
     def __init__(
-        self,
-        model,
-        tokenizer,
-        *,
-        folder: Path,
-        max_length: int,
-        dtype: torch.dtype,
-        ranks: int = 1,
-        processor: ProcessorMixin | None = None,
-        more: Mapping[str, Any] | None = None,
-        **start: Any,
+        self, model, tokenizer, *, folder: Path, dtype: torch.dtype, ranks=1, processor=None, more=None, **start: Any
     ):
         on_gpu = compute_device(model).type == "cuda"
-        start |= {"max_length": max_length, "dtype": dtype, "ranks": ranks, "processor": processor}
-        settings = engine_settings(model, **start)
+        settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if not on_gpu:
@@ -161,7 +143,7 @@ class VLLMEngine(SteppedEngine):
             raise InputError(f"--vllm-kwargs {json.dumps(dict(more))}: vLLM refuses them: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
         self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
-        self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), max_length
+        self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), start["max_length"]
         self.shared = ranks > 1
         self._ranks = new_cpu_subgroup(ranks) if self.shared else None
         self._place = dist.get_rank() % ranks
@@ -182,7 +164,8 @@ class VLLMEngine(SteppedEngine):
             raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
         self.llm.llm_engine.reset_encoder_cache()  # features of images, by the old weights
         self.version, self.checksum = version, stream.checksum
-        self.wake()
+        if self.can_sleep:
+            self.llm.wake_up(["kv_cache"])
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
@@ -194,10 +177,6 @@ class VLLMEngine(SteppedEngine):
         if self.can_sleep:
             self.llm.sleep(level=2)
             self.version = self.checksum = None
-
-    def wake(self) -> None:
-        if self.can_sleep:
-            self.llm.wake_up(["kv_cache"])
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
