@@ -158,11 +158,9 @@ class HFEngine(SteppedEngine):
             inputs = cache.inputs if grouped else {"attention_mask": mask}
             inputs = inputs | {self._cache_keyword: cache}
             logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
-        responses, of_sampled = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), t of the longest
-        return [
-            Generated(row[:n], lps[:n], "stop" if stop else "length")
-            for row, lps, n, stop in zip(responses.tolist(), of_sampled.tolist(), lengths.tolist(), stopped.tolist())
-        ]
+        columns = (torch.stack(tokens, 1), torch.stack(log_probs, 1), lengths, stopped)  # (R, t), t of the longest
+        rows = zip(*(column.tolist() for column in columns))
+        return [Generated(row[:n], lps[:n], "stop" if stop else "length") for row, lps, n, stop in rows]
 
     def _stop_strings(self, stop: tuple[str, ...], tokens: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """(len(rows),) bool: the rows whose last token completes a stop string. tokens: (R,) at each t."""
@@ -198,8 +196,7 @@ class HFEngine(SteppedEngine):
 
 def cache_keyword(model: PreTrainedModel) -> str:
     """The keyword by which the model takes a cache. Raises InputError if this engine would sample from another policy
-    than training computes: the model has its own kind of cache, or its layers carry a state through padding, or
-    compute differently with a cache."""
+    than training computes: the model has its own kind of cache, or its layers carry a state through padding."""
     text, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
     names = [name for name in ("past_key_values", "cache_params") if name in takes]
     if not names or (carries_state(model) and text.model_type not in SAMPLED_BY_HF):
@@ -258,9 +255,8 @@ class GroupCache(Cache):
             groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy(0, self.slot, q)
             groups = rearrange(groups, "(n rows) k g d -> n k (rows g) d", n=self.prompts)
             of_prompt = _attend(groups, layer.prompt_keys[:, :, -seen:], layer.prompt_values[:, :, -seen:], hidden)
-            prompt_out, prompt_lse = (
-                rearrange(x, "n k (rows g) d -> (n rows) k g d", rows=self.largest)[self.slot] for x in of_prompt
-            )
+            by_row = (rearrange(x, "n k (rows g) d -> (n rows) k g d", rows=self.largest) for x in of_prompt)
+            prompt_out, prompt_lse = (x[self.slot] for x in by_row)
             out = torch.lerp(out, prompt_out, (prompt_lse - lse).sigmoid())
         return rearrange(out, "r k g d -> r 1 (k g) d").to(query.dtype)
 

@@ -1,11 +1,11 @@
 """vLLM servers on the job's last ranks (--rollout-gpus): the engine ranks, which run them, and what others see of them.
 
 They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
-URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" ends server i if it is in
-that start or an earlier one, and "started i" is the number of the one that it is in; OVER ends all.
+URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" = n stops server i if the
+number of its start, "started i", is <= n; OVER ends all.
 
-Every request to a server needs the run's key (vllm_batches.py). It never passes through the store of a job on one node,
-which any local user can read: rank 0 writes it to the file `key`, for the owner alone. A store of several nodes has it.
+Every request to a server needs the run's key (vllm_batches.py). Any local user can read the store of a job on one node,
+so rank 0 writes the key to the file `key` instead, for the owner alone. A store of several nodes has it.
 
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
 only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
@@ -316,8 +316,7 @@ class Server:
             time.sleep(LOOK_S)
 
     def why_it_ended(self, was_healthy: bool) -> str:
-        """Also names the first error at the log's end, which caused those that follow, or else its last line. What a
-        signal or a hang ended has not said why."""
+        """Also names the first error at the log's end, which caused those that follow, or else its last line."""
         code = self.process.poll()
         if self._silent:
             return self._silent

@@ -1,19 +1,16 @@
 """Recording and replaying the inputs of a step: --record writes them, --replay reads them without an engine or scorers.
 
-All else of a step is computed from it, the same bits each time: prompts, balance over ranks, log-probs, advantages, the
-update. So a replay computes it anew, and sees what its own flags change. The files are those of DataProto.save_to_disk:
+A replay computes everything else of a step anew, to the same bits, and sees what its own flags change. The files are
+those of DataProto.save_to_disk:
 
     DIR/config.json                            the flags of the run that recorded
     DIR/step_000003/rank_0_of_2/               step 3, as rank 0 of 2 saw it
         sync_0.safetensors                     the metrics of the weight sync
-        rollout_0.safetensors                  what was sampled, as the engine returned it; _1, ... where a step samples
-                                               several times (dapo.py, and the greedy responses of remax.py)
+        rollout_0.safetensors                  what the engine returned; _1, ... if a step samples several times
         scores_0.safetensors                   what the scorers answered, for each of these
         reward_model_0.safetensors             the scores of a reward model
         batch.safetensors                      the whole batch just before the update, which no replay reads
-        manifest.json                          step and rank, the size and hash of each file (lib/manifest.py)
-
-The manifest is written last: a step without it was cut off, and counts as not recorded.
+        manifest.json                          size and hash of each file. Written last: a step without it was cut off
 """
 
 import shutil
@@ -36,8 +33,7 @@ LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-3  # rounding can raise a log-prob 
 
 
 class NoRecorder:
-    """Without --record and --replay: everything is computed. The other two do the same between `end` and the next
-    `begin`, during validation."""
+    """Computes everything. Recorder and Replayer do the same between `end` and the next `begin`, during validation."""
 
     replays = False  # whether steps get what was recorded
     replaying = False  # whether the present step does: not between steps
@@ -53,8 +49,7 @@ class NoRecorder:
         return self.record("rollout", produce)
 
     def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
-        """The same for values that are plain data and come one by one: (i, a list of lengths[i] values), in any order
-        of i."""
+        """The same for plain data that comes one by one: (i, a list of lengths[i] values), in any order of i."""
         return items
 
     def end(self, batch: DataProto) -> None:
@@ -62,9 +57,10 @@ class NoRecorder:
 
 
 class _RecordOnDisk(NoRecorder):
+    at: Path | None = None  # the folder of this rank's step; None between steps
+
     def __init__(self, folder: Path, world: World):
         self.folder, self.world = folder, world
-        self.at: Path | None = None  # the folder of this rank's step; None between steps
 
     def begin(self, step: int) -> None:
         rank = f"rank_{self.world.rank}_of_{self.world.size}"

@@ -156,8 +156,7 @@ class ServerWeights:
         shutil.rmtree(folder)
 
     def _reset_prefix_caches(self) -> None:
-        """Also for requests that are still being aborted."""
-        which = {"reset_running_requests": "true"}
+        which = {"reset_running_requests": "true"}  # those that are still being aborted, too
         for url in self.servers.urls:
             if not self.servers.ask(url, "POST", "/reset_prefix_cache", params=which)["success"]:
                 raise WeightSyncError(f"the vLLM server {url} kept its prefix cache")

@@ -41,23 +41,21 @@ class Batch:
 
 
 class Servers:
-    """The servers at `urls`. Errors name the server, and are InputErrors: the user started it, or gave its URL. key:
-    what each request shows to the server."""
+    """The servers at `urls`. Errors are InputErrors and name the server. key: what each request shows to it."""
 
     def __init__(self, urls: list[str], key: str | None = None):
-        self._headers = {"Authorization": f"Bearer {key}"} if key else None
         self.urls = [url.rstrip("/") for url in urls]
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="servers", daemon=True).start()
-        self._client = self.begin(self._connect()).result()
+        self._client = self.begin(self._connect(key)).result()
         self._name, self._numbers = uuid4().hex, count()
         self._waiting: dict[str, Batch] = {}
         self._posts: set[asyncio.Task] = set()
 
-    async def _connect(self) -> aiohttp.ClientSession:
+    async def _connect(self, key: str | None) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)  # below vLLM's 5 s
-        timeout = aiohttp.ClientTimeout(total=None)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers)
 
     def begin(self, coroutine: Coroutine) -> Future:
         """Runs it on the loop."""

@@ -55,8 +55,7 @@ class DirectEngine(WeightTransferEngine):
     init_info_cls = WeightTransferInitInfo
     update_info_cls = DirectUpdateInfo
 
-    def init_transfer_engine(self, init_info):
-        pass
+    def init_transfer_engine(self, init_info): ...
 
     def start_weight_update(self):
         if self.device.type == "cpu":
@@ -70,8 +69,7 @@ class DirectEngine(WeightTransferEngine):
         finalize_layerwise_reload(self.model, self.model_config)
         pack_linear_layers(self.model)
 
-    def shutdown(self):
-        pass
+    def shutdown(self): ...
 
 
 @dataclass
