@@ -28,11 +28,8 @@ ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 
 class HFEngine(SteppedEngine):
-    """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
-
-    Each distinct prompt is prefilled once, and its images are encoded once. The rows of its group share its keys and
-    values (LONG_PROMPT, can_group). Finished rows leave the batch.
-    """
+    """Samples with the trainer's own model: no second copy of the weights and nothing to sync. Each distinct prompt is
+    prefilled once, and its group shares its keys and values (LONG_PROMPT, can_group). Finished rows leave the batch."""
 
     takes_images = shares_weights = True
     long_steps = True  # a step runs its requests to their end
@@ -90,7 +87,6 @@ class HFEngine(SteppedEngine):
         return dict(zip(ids, self._sample(prompt_ids, media, samplings[0], seeds, limits)))
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
         with self.session():
             limits = [sampling.max_response_length] * len(seeds)
             raw_ids = prompts.non_tensor_batch["raw_prompt_ids"]

@@ -275,8 +275,7 @@ class Server:
             if self._answers("/health", POLL_S * 10):
                 threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
                 return True
-            _check_over(store)
-            time.sleep(POLL_S)
+            _wait_unless_over(store)
         return False
 
     def _take_port(self) -> None:
@@ -337,10 +336,8 @@ class Server:
 
 
 def _serving(store: dist.Store, stage: str) -> None:
-    """A moment in which all is well. Raises JobOver."""
     enter_stage(stage, limited=False)  # anew, so that no rank is told to wait for this one
-    _check_over(store)
-    time.sleep(POLL_S)
+    _wait_unless_over(store)
 
 
 def _told(store: dist.Store, key: str, default: Any = None) -> Any:
@@ -348,9 +345,10 @@ def _told(store: dist.Store, key: str, default: Any = None) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else default
 
 
-def _check_over(store: dist.Store) -> None:
+def _wait_unless_over(store: dist.Store) -> None:
     if store.check([OVER]):
         raise JobOver
+    time.sleep(POLL_S)
 
 
 def _last_words(message: str, store: dist.Store) -> None:
@@ -359,8 +357,7 @@ def _last_words(message: str, store: dist.Store) -> None:
     until = time.monotonic() + LAST_WORDS_S
     with suppress(dist.DistError):
         while time.monotonic() < until:
-            _check_over(store)
-            time.sleep(POLL_S)
+            _wait_unless_over(store)
         if not is_first_on_node():
             print(f"error: {message}", file=sys.stderr, flush=True)
 
@@ -369,12 +366,11 @@ def _write_files(order: Mapping[str, Any], store: dist.Store) -> None:
     folder = Path(order["folder"])
     for name, pieces in order["files"].items():
         file, content = folder / name, b"".join(store.get(piece) for piece in pieces)
-        if file.is_file() and file.read_bytes() == content:
-            continue
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it, too
-        private(new).write_bytes(content)
-        new.replace(file)
+        if not (file.is_file() and file.read_bytes() == content):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it, too
+            private(new).write_bytes(content)
+            new.replace(file)
 
 
 def _environment(world: World, tensor_parallel_size: int, key: str) -> dict[str, str]:

@@ -72,9 +72,8 @@ class ServerEngine(RolloutEngine):
     """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
     If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
-    workers of all servers, bucket by bucket. Otherwise the first rank writes them to a file in `folder`, and the
-    servers read it; servers on other machines need a shared disk. The folder that a server was started with stays as it
-    is.
+    workers of all servers. Otherwise it writes them to a file in `folder`, and the servers read it; servers on other
+    machines need a shared disk.
 
     Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same.
 
@@ -99,9 +98,8 @@ class ServerEngine(RolloutEngine):
         self._starts = own.starts() if own else []
         self._lost: set[str] = set()
         self._resampled = 0
-        self.dtype, self.pad_token_id = dtype, tokenizer.pad_token_id
-        self._device = compute_device(model)
-        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.dtype, self._device = dtype, compute_device(model)
+        self.pad_token_id, self.stop_ids = tokenizer.pad_token_id, stop_token_ids(model, tokenizer)
         self._turns = count(dist.get_rank())
         self._posted: set[asyncio.Task] = set()
         self._running: dict[Future, Callable[[], str]] = {}

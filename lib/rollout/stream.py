@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lib import InputError
 from lib.args import Sizes
 from lib.cli.user_code import load_object
-from lib.data import ROW, PromptLoader, balance_groups, exchange_groups
+from lib.data import ROW, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
@@ -26,6 +27,7 @@ from lib.sampling import Sampling
 
 if TYPE_CHECKING:
     from lib.rollout.managed_servers import ManagedServers
+    from lib.rollout.server_engine import ServerEngine
 
 ENGINES: dict[str, str] = {
     "hf": "lib.rollout.hf_engine:HFEngine",
@@ -123,7 +125,7 @@ class Rollouts:
 
     engine: RolloutEngine
     sampler: Any
-    loader: PromptLoader | None
+    loader: Any  # a PromptLoader, or None with --val-only
     sampling: Sampling
     world: World
     sizes: Sizes
@@ -142,7 +144,7 @@ class Rollouts:
         if self.async_level and not self.recorder.replays:
             assert self.engine.asynchronous
             self._async = AsyncRollouts(
-                self.engine,
+                cast("ServerEngine", self.engine),
                 self.sampler,
                 lambda number: self._batch_of(number, 0)[1:],
                 self.sampling,
@@ -227,8 +229,7 @@ class Rollouts:
             scored = batch.batch["response_mask"].any(1).tolist()
             total = batch.batch["token_level_scores"].sum(1, keepdim=True)
             scores = batch.batch.get("reward_components", total).tolist()
-            rows = zip(batch.non_tensor_batch[ROW], scores, scored)
-            known = [(row, score) for row, score, is_known in rows if is_known]
+            known = list(compress(zip(batch.non_tensor_batch[ROW], scores), scored))
             self.loader.record_scores(*zip(*known, strict=True) if known else ((), ()))
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:

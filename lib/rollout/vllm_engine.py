@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import compute_device, new_cpu_subgroup
+from lib.distributed import all_gather_lists, compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
@@ -91,17 +91,16 @@ def engine_settings(
         settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
     if on_gpu:
         return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": 256}
+    settings["max_num_seqs"] = 512  # a step of a tiny model costs the scheduler's time, not that of its rows
     # seeded requests and chunked prefill crash on a CPU
-    settings |= {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
-    # instead of 256: a step of a tiny model costs the scheduler's time, not that of its rows
-    return settings | {"max_num_seqs": 512}
+    return settings | {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
 
 
 class VLLMEngine(SteppedEngine):
     """A vLLM engine inside this process, on CPU or GPU. It takes weights in memory.
 
-    The engine starts with dummy weights, from a folder that holds only config and tokenizer. All weights come from the
-    trainer, so a generate before the first load_weights is refused.
+    It starts with dummy weights, from a folder that holds only config and tokenizer. A generate before the first
+    load_weights is refused.
 
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
     the same requests in the same order on all of them. So generate, step and the end of a session are collectives of
@@ -231,14 +230,9 @@ class VLLMEngine(SteppedEngine):
 
     def _exchange(self, mine) -> list:
         """Gathers `mine` from the ranks of this engine, in their order."""
-        if not self.shared:
-            return [mine]
-        everyones = [None] * dist.get_world_size(self._ranks)
-        dist.all_gather_object(everyones, mine, group=self._ranks)
-        return everyones
+        return all_gather_lists([mine], self._ranks) if self.shared else [mine]
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
         media = media_of(prompts)
         mine = [_prompt(ids, own) for ids, own in zip(prompts.non_tensor_batch["raw_prompt_ids"], media)]
         everyones = self._exchange((mine, seeds))
