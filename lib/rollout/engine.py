@@ -1,12 +1,11 @@
 """The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
 
 `hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
-`http://host:port` is a vLLM server (server_engine.py). What all have is RolloutEngine, which your own engine inherits
-(--rollout-engine path/to/file.py:Class). The rest of lib/ asks an engine what it can do, and not which one it is.
+`http://host:port` is a vLLM server (server_engine.py). Your own engine, --rollout-engine path/to/file.py:Class,
+inherits RolloutEngine. The rest of lib/ asks an engine what it can do, and not which one it is.
 
-Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. A prompt
-with images has one placeholder for each there; vLLM expands it, and `check_expanded` compares. Each response has its
-own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
+Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and responses are not decoded
+on their way to the loss. Each response has its own seed, so it depends on neither its batch nor its rank.
 rollout_log_probs belong to the distribution that was sampled from (temperature, top-p, top-k and min-p applied).
 """
 

@@ -155,8 +155,8 @@ class HFEngine(SteppedEngine):
             inputs = inputs | {self._cache_keyword: cache}
             logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
         columns = (torch.stack(tokens, 1), torch.stack(log_probs, 1), lengths, stopped)  # (R, t), t of the longest
-        rows = zip(*(column.tolist() for column in columns))
-        return [Generated(row[:n], lps[:n], "stop" if stop else "length") for row, lps, n, stop in rows]
+        found = zip(*(column.tolist() for column in columns))
+        return [Generated(ids[:n], lps[:n], "stop" if stop else "length") for ids, lps, n, stop in found]
 
     def _stop_strings(self, stop: tuple[str, ...], tokens: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """(len(rows),) bool: the rows whose last token completes a stop string. tokens: (R,) at each t."""
@@ -274,22 +274,19 @@ class GroupLayer(DynamicLayer):
         if not self.attended:
             raise InputError(f"--rollout-engine hf: the model's attention takes no keyword arguments: {NOT_GROUPED}")
         self.attended = False
-        t = self.get_seq_length()
+        t, new = self.get_seq_length(), (key_states, value_states)
         if t % ROOM == 0:
-            self._key_buffer = _with_room(self.keys, key_states)
-            self._value_buffer = _with_room(self.values, value_states)
+            self._buffers = [_with_room(filled, own) for filled, own in zip((self.keys, self.values), new)]
             self.is_initialized = True
-        self._key_buffer[:, :, t : t + 1], self._value_buffer[:, :, t : t + 1] = key_states, value_states
-        self._fill(t + 1)
+        for buffer, own in zip(self._buffers, new):
+            buffer[:, :, t : t + 1] = own
+        self.keys, self.values = (buffer[:, :, : t + 1] for buffer in self._buffers)
         return self.keys, self.values
 
     def reorder_cache(self, indices: torch.Tensor) -> None:
         if t := self.get_seq_length():
-            self._key_buffer, self._value_buffer = self._key_buffer[indices], self._value_buffer[indices]
-            self._fill(t)
-
-    def _fill(self, t: int) -> None:
-        self.keys, self.values = self._key_buffer[:, :, :t], self._value_buffer[:, :, :t]
+            self._buffers = [buffer[indices] for buffer in self._buffers]
+            self.keys, self.values = (buffer[:, :, :t] for buffer in self._buffers)
 
 
 def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:

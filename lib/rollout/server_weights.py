@@ -91,22 +91,20 @@ class ServerWeights:
         urls = self.servers.urls
         sizes = [self.servers.ask(url, "GET", "/get_world_size")["world_size"] for url in urls]
         host, size, limit = _address_towards(urls), 1 + sum(sizes), timedelta(seconds=SYNC_TIMEOUT_S)
+        info = {"host": host, "port": 0, "file": "", "device": device.type, "size": size, "timeout_s": SYNC_TIMEOUT_S}
         store: Any
         if self.here:
             self._meeting = TemporaryDirectory(prefix="plainrl_")
-            file, port = str(Path(self._meeting.name, "store")), 0
-            store = dist.FileStore(file, size)
+            info["file"] = str(Path(self._meeting.name, "store"))
+            store = dist.FileStore(info["file"], size)
             store.set_timeout(limit)
         else:
             store = listening_store(host, 0, limit)
-            file, port = "", store.port
-        info = {"host": host, "port": port, "file": file, "device": device.type, "size": size}
-        info["timeout_s"] = SYNC_TIMEOUT_S
+            info["port"] = store.port
         replies = []
         for url, first_rank in zip(urls, accumulate([1, *sizes])):
             order = {"init_info": info | {"first_rank": first_rank}}
-            request = self.servers.request(url, "POST", "/init_weight_transfer_engine", json=order)
-            replies.append(self.servers.begin(request))
+            replies.append(self.servers.post(url, "/init_weight_transfer_engine", json=order))
         joined: Future = Future()
 
         def join() -> None:
@@ -174,15 +172,13 @@ class ServerWeights:
 
 def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
     """Successive tensors, in buckets of at most BUCKET_BYTES; a larger tensor is alone in its bucket."""
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
+    bucket: dict[str, torch.Tensor] = {}
     for name, tensor in stream:
-        if names and sum(own.nbytes for own in [*tensors, tensor]) > BUCKET_BYTES:
-            yield names, tensors
-            names, tensors = [], []
-        names.append(name)
-        tensors.append(tensor)
-    yield names, tensors
+        if bucket and sum(own.nbytes for own in bucket.values()) + tensor.nbytes > BUCKET_BYTES:
+            yield [*bucket], [*bucket.values()]
+            bucket = {}
+        bucket[name] = tensor
+    yield [*bucket], [*bucket.values()]
 
 
 def _address_towards(urls: list[str]) -> str:

@@ -64,10 +64,12 @@ class Servers:
     def ask(self, url: str, method: str, path: str, limit_s: float = ANSWER_S, **kwargs) -> dict:
         return self.begin(self.request(url, method, path, timeout=aiohttp.ClientTimeout(limit_s), **kwargs)).result()
 
+    def post(self, url: str, path: str, **kwargs) -> Future:
+        return self.begin(self.request(url, "POST", path, **kwargs))
+
     def order(self, path: str, **kwargs) -> list[Future]:
         """Posts the same to all servers, and waits for none."""
-        limit = aiohttp.ClientTimeout(ANSWER_S)
-        return [self.begin(self.request(url, "POST", path, timeout=limit, **kwargs)) for url in self.urls]
+        return [self.post(url, path, timeout=aiohttp.ClientTimeout(ANSWER_S), **kwargs) for url in self.urls]
 
     def order_all(self, path: str, **kwargs) -> None:
         """Posts the same to all servers, and waits for all."""
@@ -78,7 +80,7 @@ class Servers:
         """Calls a method of the server's workers, on a connection of its own: if the method fails, the server silently
         closes the connection."""
         order = {"method": method, "kwargs": kwargs}
-        return self.begin(self.request(url, "POST", "/collective_rpc", json=order, headers={"Connection": "close"}))
+        return self.post(url, "/collective_rpc", json=order, headers={"Connection": "close"})
 
     async def request(self, url: str, method: str, path: str, **kwargs) -> dict:
         """Raises ServerLost, and InputError for what the server refuses."""
@@ -119,9 +121,8 @@ class Servers:
         try:
             found = await answer
         except asyncio.CancelledError:
-            batch = self._next_batch(url)
-            if batch.begin.pop(name, None) is None:
-                batch.abort.append(name)
+            if self._next_batch(url).begin.pop(name, None) is None:
+                self._next_batch(url).abort.append(name)
             raise
         if "error" in found:
             await self.request(url, "GET", "/health")

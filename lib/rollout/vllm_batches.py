@@ -1,6 +1,5 @@
-"""Requests in batches: a route for vLLM's API server, whose own routes take a millisecond of CPU for each request.
-
-    python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --middleware lib.rollout.vllm_batches.Batches ...
+"""Requests in batches: a route for vLLM's API server (--middleware lib.rollout.vllm_batches.Batches), whose own routes
+take a millisecond of CPU for each request.
 
 POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [ids of earlier ones]}; settings by the
 names of SamplingParams. As soon as a request ends there is a line of JSON: [its id, the fields of Generated], or [its
