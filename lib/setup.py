@@ -27,13 +27,11 @@ from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import Scorer, check_keywords
 from lib.reward.scores import RewardModel, Rewards
 from lib.rollout import (
-    ManagedServers,
     Rollouts,
     check_capabilities,
     check_engine_import,
     engine_class,
     make_engine,
-    serve,
 )
 from lib.run import Run, Validation
 from lib.sandbox import accept as accept_sandbox
@@ -50,6 +48,8 @@ def join(args: ScriptArgs) -> World:
     engine_ranks = 0 if args.run.dry_run else rollout.rollout_gpus
     world = init_distributed(args.run.stage_timeout, rollout.rollout_engine, engine_ranks)
     if world.rank >= world.size:
+        from lib.rollout.managed_servers import serve
+
         serve(world, rollout.rollout_tensor_parallel_size)
     return world
 
@@ -365,6 +365,8 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
     own = None
     if rollout.rollout_gpus and not run.recorder.replays:
+        from lib.rollout.managed_servers import ManagedServers
+
         servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
         own = ManagedServers(servers, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
     engine = make_engine(

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,8 +28,10 @@ from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
 from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses
-from lib.rollout.engine import REPORT_S, report_states
-from lib.rollout.server_engine import Pictures, Response, ServerEngine, add_weight_versions
+from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states
+
+if TYPE_CHECKING:
+    from lib.rollout.server_engine import Pictures, ServerEngine
 
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
 LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes
@@ -201,7 +203,7 @@ class ServerEpisodes:
     When new weights come, a turn that is being sampled keeps its tokens and goes on with them, as a single turn does.
     """
 
-    def __init__(self, engine: ServerEngine, settings: MultiTurn):
+    def __init__(self, engine: "ServerEngine", settings: MultiTurn):
         self.engine, self.settings = engine, settings
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
@@ -219,7 +221,7 @@ class ServerEpisodes:
         return [self._start(request, sampling, *place) for request, place in zip(requests, places)]
 
     def _start(
-        self, request: AsyncRolloutRequest, sampling: Sampling, server: int, pictures: Pictures | None
+        self, request: AsyncRolloutRequest, sampling: Sampling, server: int, pictures: "Pictures | None"
     ) -> EpisodeResponse:
         parts = list(pictures.parts) if pictures else []  # the PNGs so far
 
@@ -257,7 +259,7 @@ class ServerEpisodes:
 def make_episodes(engine: RolloutEngine, settings: MultiTurn) -> Episodes | ServerEpisodes:
     if engine.in_process:
         return Episodes(cast(SteppedEngine, engine), settings)
-    return ServerEpisodes(cast(ServerEngine, engine), settings)
+    return ServerEpisodes(cast("ServerEngine", engine), settings)
 
 
 # ---- from prompts to requests, and from these to a batch -----------------------------------------

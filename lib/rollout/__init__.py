@@ -1,6 +1,7 @@
-"""Rollout engines behind one small interface (engine.py), and a weight sync that checks itself (weight_sync.py)."""
+"""Rollout engines behind one small interface (engine.py), and a weight sync that checks itself (weight_sync.py).
 
-from lib.rollout.async_rollouts import AsyncRollouts, staleness_metrics
+A run imports only the engine that it uses: see ENGINES in stream.py."""
+
 from lib.rollout.engine import (
     Generated,
     RolloutEngine,
@@ -9,22 +10,18 @@ from lib.rollout.engine import (
     concat_rows,
     fit_columns,
     request_seeds,
-    stop_token_ids,
     truncated_rows,
     turn_seed,
 )
 from lib.rollout.hf_engine import HFEngine
-from lib.rollout.managed_servers import ManagedServers, serve
 from lib.rollout.replay import NoRecorder, Recorder, Replayer, check_recorded, forget_after
 from lib.rollout.stream import Rollouts, check_capabilities, check_engine_import, engine_class, make_engine
 from lib.rollout.weight_sync import WeightSyncError, sync_weights, weight_checksum
 from lib.sampling import Sampling
 
 __all__ = [
-    "AsyncRollouts",
     "Generated",
     "HFEngine",
-    "ManagedServers",
     "NoRecorder",
     "Recorder",
     "Replayer",
@@ -43,9 +40,6 @@ __all__ = [
     "forget_after",
     "make_engine",
     "request_seeds",
-    "serve",
-    "staleness_metrics",
-    "stop_token_ids",
     "sync_weights",
     "truncated_rows",
     "turn_seed",

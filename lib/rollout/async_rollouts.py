@@ -1,8 +1,8 @@
 """Groups of responses that servers sample while ranks train."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric
-from lib.rollout.engine import Generated
-from lib.rollout.server_engine import Response, ServerEngine
+from lib.rollout.engine import Generated, Response
 from lib.sampling import Sampling
+
+if TYPE_CHECKING:
+    from lib.rollout.server_engine import ServerEngine
 
 Order = Literal["prompts", "finished"]
 STATE = ("seed", "partial", "version")  # columns of a saved group that are not its prompt's
@@ -22,16 +24,15 @@ STATE = ("seed", "partial", "version")  # columns of a saved group that are not 
 class Group:
     """The responses to one prompt, in flight."""
 
-    rows: DataProto
-    """the prompt, once for each response"""
+    rows: DataProto  # the prompt, once for each response
     responses: list[Response]
-    version: int
-    """of the weights from which its oldest tokens may be"""
+    version: int  # of the weights from which its oldest tokens may be
 
     def complete(self) -> bool:
         return all(response.future.done() for response in self.responses)
 
 
+@dataclass
 class AsyncRollouts:
     """Queue of this rank's in-flight groups, taken batch by batch. No token is more than `level` versions older
     than the weights when it is given, if each version takes one batch (of order "prompts": or more).
@@ -41,30 +42,19 @@ class AsyncRollouts:
     slow groups may take one more version; groups that would then be too old are waited for.
 
     A response continues across weight syncs and checkpoints.
-
-    begin: returns (prompts repeated group_size times, seeds) for batch 1, 2, ...
-    sampler: has start and collect, like the engine.
     """
 
-    def __init__(
-        self,
-        engine: ServerEngine,
-        sampler: Any,
-        begin: Callable[[int], tuple[DataProto, list[int]]],
-        sampling: Sampling,
-        *,
-        level: int,
-        order: Order,
-        groups: int,
-        group_size: int,
-        last_started: int,
-    ):
-        self.engine, self.sampler, self.begin, self.sampling = engine, sampler, begin, sampling
-        self.level, self.order, self.groups, self.group_size = level, order, groups, group_size
-        self.last_started = last_started
-        """number of the last batch that was started"""
-        self.in_flight: list[Group] = []
-        self._saved: DataProto | None = None
+    engine: "ServerEngine"
+    sampler: Any  # has start and collect, like the engine
+    begin: Callable[[int], tuple[DataProto, list[int]]]  # (prompts repeated group_size times, seeds) of batch 1, 2, ...
+    sampling: Sampling
+    level: int
+    order: Order
+    groups: int  # of a batch
+    group_size: int
+    last_started: int  # number of the last batch that was started
+    in_flight: list[Group] = field(default_factory=list)
+    _saved: DataProto | None = None
 
     def take(self, last: int | None = None) -> tuple[DataProto, list[Response]]:
         """(prompts repeated group_size times, their responses) of the next batch. last: the last batch of the run.
@@ -76,8 +66,7 @@ class AsyncRollouts:
         batches = self.level + (self.order == "prompts")
         while len(self.in_flight) < batches * self.groups and self.last_started != last:
             self.last_started += 1
-            rows, seeds = self.begin(self.last_started)
-            self._start(rows, seeds, None, version)
+            self._start(*self.begin(self.last_started), None, version)
         self.engine.wait_until(lambda: self._next(version) is not None)
         taken = self._next(version) or []
         self.in_flight = [group for group in self.in_flight if group not in taken]
@@ -125,9 +114,8 @@ class AsyncRollouts:
             parts.append(group.rows.select().union(DataProto.from_dict(non_tensors=columns)))
         if not parts:  # on all ranks, which have equally many
             return {"last_started": self.last_started}
-        rows = DataProto.concat(parts).all_gather()
-        by_number = np.arange(len(rows)).reshape(dist.get_world_size(), len(parts), -1).swapaxes(0, 1).ravel()
-        return {"last_started": self.last_started, "in_flight": rows[by_number]}
+        rows = DataProto.concat(parts)
+        return {"last_started": self.last_started, "in_flight": gather_groups(rows, self.group_size)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The groups continue at the next `take`, when the engine has weights."""
@@ -137,8 +125,7 @@ class AsyncRollouts:
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
-        groups = np.arange(len(saved)).reshape(-1, self.group_size)[dist.get_rank() :: dist.get_world_size()]
-        for own in groups:
+        for own in own_groups(saved, self.group_size):
             rows = saved[own]
             columns = {name: rows.non_tensor_batch[name] for name in STATE}
             rows = rows.select(non_tensor_batch_keys=[key for key in rows.non_tensor_batch if key not in STATE])
@@ -146,6 +133,18 @@ class AsyncRollouts:
             if since < version - self.level:  # --async-level was higher
                 partial, since = None, version
             self._start(rows, list(columns["seed"]), partial, since)
+
+
+def gather_groups(batch: DataProto, group_size: int) -> DataProto:
+    """The groups of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
+    size = dist.get_world_size()
+    by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
+    return batch.all_gather()[by_number]
+
+
+def own_groups(whole: DataProto, group_size: int) -> np.ndarray:
+    """(groups, group_size): this rank's groups, as indices of the rows that gather_groups returns."""
+    return np.arange(len(whole)).reshape(-1, group_size)[dist.get_rank() :: dist.get_world_size()]
 
 
 def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int | torch.Tensor) -> dict[str, Metric]:

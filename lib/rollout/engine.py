@@ -1,17 +1,17 @@
 """The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
 
 `hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
-`http://host:port` is a vLLM server (server_engine.py). What all have is RolloutEngine, which your own engine inherits
-(--rollout-engine path/to/file.py:Class). The rest of lib/ asks an engine what it can do, and not which one it is.
+`http://host:port` is a vLLM server (server_engine.py). Your own engine, --rollout-engine path/to/file.py:Class,
+inherits RolloutEngine. The rest of lib/ asks an engine what it can do, and not which one it is.
 
-Tokens in, tokens out: prompts are `raw_prompt_ids`, and responses are never decoded on their way to the loss. A prompt
-with images has one placeholder for each there; vLLM expands it, and `check_expanded` compares. Each response has its
-own seed. So a sample depends on neither its batch nor its rank, and a run can be repeated.
+Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and responses are not decoded
+on their way to the loss. Each response has its own seed, so it depends on neither its batch nor its rank.
 rollout_log_probs belong to the distribution that was sampled from (temperature, top-p, top-k and min-p applied).
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -44,14 +44,21 @@ class Generated:
     weight_versions: list[int] = field(default_factory=list)  # one per token, if the engine records them
 
 
+@dataclass(eq=False)
+class Response:
+    """A response in flight (server_engine.py)."""
+
+    seed: int
+    row: Generated  # what has been sampled of it before the last sync of weights
+    future: Future  # gives the whole Generated
+
+
 class ImageProbe(NamedTuple):
     """A prompt with an image, and a text of random tokens after it."""
 
-    raw_ids: list[int]
-    """with one placeholder for the image"""
+    raw_ids: list[int]  # with one placeholder for the image
     media: Media
-    text: int
-    """tokens after the image"""
+    text: int  # tokens after the image
 
 
 class RolloutEngine(Protocol):
@@ -60,27 +67,18 @@ class RolloutEngine(Protocol):
     make_engine constructs it as Class(model, tokenizer, **settings); see there for the settings.
     """
 
-    in_process: bool = False
-    """whether it is a SteppedEngine, on which multi-turn episodes run in this process"""
-    asynchronous: bool = False
-    """whether it also samples between start and collect, while ranks train (server_engine.py)"""
-    shares_weights: bool = False
-    """whether it samples with the trainer's own tensors, which no copy rounds or merges"""
-    takes_weights: bool = True
-    """False: it does not sample from the policy, and gets no weights"""
+    in_process: bool = False  # whether it is a SteppedEngine, on which multi-turn episodes run in this process
+    asynchronous: bool = False  # whether it also samples between start and collect, while ranks train
+    shares_weights: bool = False  # whether it samples with the trainer's own tensors, which no copy rounds or merges
+    takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
 
-    version: int | None = None
-    """version of the weights that it holds; None before the first load_weights"""
-    checksum: int | None = None
-    """weight_checksum of the weights that load_weights gave it"""
-    dtype: torch.dtype | None = None
-    """of its weights; None: the trainer's"""
-    verified: Mapping[str, float] = MappingProxyType({})
-    """the metrics of its last sync; sync_weights keeps them here"""
+    version: int | None = None  # of the weights that it holds; None before the first load_weights
+    checksum: int | None = None  # weight_checksum of the weights that load_weights gave it
+    dtype: torch.dtype | None = None  # of its weights; None: the trainer's
+    verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync, set by sync_weights
     pad_token_id: int
-    image_probe: ImageProbe | None = None
-    """what sync_weights also probes a vision model with"""
+    image_probe: ImageProbe | None = None  # what sync_weights also probes a vision model with
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         """One response per row of `prompts`; row i is sampled with seeds[i]."""
@@ -97,13 +95,8 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Frees the engine's memory for the update. load_weights wakes it."""
-        return
 
-    def wake(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
+    def close(self) -> None: ...
 
     def metrics(self) -> dict[str, Metric]:
         """Of the step, besides those of its responses."""
@@ -114,18 +107,13 @@ class SteppedEngine(RolloutEngine, Protocol):
     """An engine in this process, which lib/agent steps. Single requests are made inside `with engine.session():`."""
 
     in_process: bool = True
-    long_steps: bool
-    """whether one step() runs its requests to their end"""
-    shared: bool
-    """whether other ranks hold a part of this engine, and so must step together with this one"""
+    long_steps: bool  # whether one step() runs its requests to their end
+    shared: bool  # whether other ranks hold a part of this engine, and so must step together with this one
 
     def session(self) -> AbstractContextManager[None]: ...
 
-    def submit(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, media: Media | None = None
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids, sampling: Sampling, seed: int, media: Media | None = None) -> None:
         """prompt_ids: with one placeholder for each image of `media`. Raises ValueError when the prompt is too long."""
-        ...
 
     def step(self) -> dict[str, Generated]:
         """Returns the requests that ended, by request_id."""
@@ -146,7 +134,7 @@ def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
     mixed = splitmix64(torch.tensor(rows) + (step << 24) + (low << 48))
     if high:
         mixed = splitmix64(mixed + high)
-    return [int(s) for s in mixed & 0x7FFFFFFF]
+    return (mixed & 0x7FFFFFFF).tolist()
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -184,10 +172,8 @@ def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None
     """
     if expected != list(got):
         advice = "start the server with this run's --model" if "://" in engine else "see --vllm-kwargs"
-        raise InputError(
-            f"--rollout-engine {engine}: of a prompt with images the engine made {len(got)} tokens, training "
-            f"{len(expected)}, or other ones: the engine's image processor is another; {advice}"
-        )
+        made = f"of a prompt with images the engine made {len(got)} tokens, training {len(expected)}, or other ones"
+        raise InputError(f"--rollout-engine {engine}: {made}: the engine's image processor is another; {advice}")
 
 
 def add_responses(
@@ -199,8 +185,8 @@ def add_responses(
 ) -> DataProto:
     """The prompts with their responses: what every engine returns. A collective.
 
-    P and T are the longest prompt and response over all ranks, not the prompts' padding or the limits: so later stages
-    cost what the tokens cost. Prompts are left-padded, responses right-padded.
+    P and T are the longest prompt and response over all ranks, not the prompts' padding or the limits. Prompts are
+    left-padded, responses right-padded.
 
     A row's finish_reason may also be one of lib/agent's. Rows with "abort" or "error" have no trained token. masks:
     which tokens were sampled, if not all. position_ids, (n,) or with mrope (4, n) each: those of responses that do not
@@ -228,10 +214,11 @@ def add_responses(
     for position, own in zip(positions, position_ids or []):
         own = torch.as_tensor(own)
         position[..., : own.shape[-1]] = own
+    responses = responses.to(device)
     tensors = {
         "prompts": ids,
-        "responses": responses.to(device),
-        "input_ids": torch.cat([ids, responses.to(device)], 1),  # (B, L)
+        "responses": responses,
+        "input_ids": torch.cat([ids, responses], 1),  # (B, L)
         "attention_mask": torch.cat([mask, attended], 1),
         "position_ids": torch.cat([before, positions], -1),
         "response_mask": response_mask.to(device),
@@ -241,6 +228,14 @@ def add_responses(
         tensors["multi_modal_hash"] = prompts.batch["multi_modal_hash"]
     objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
+
+
+def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
+    """Adds weight_versions (B, T): each token's, -1 where none was sampled. rows: those of each response."""
+    versions = torch.full_like(batch.batch["responses"], -1)
+    for row, own in zip(versions, rows):
+        row[: len(own)] = torch.tensor(own)
+    batch.batch["weight_versions"] = versions
 
 
 def truncated_rows(batch: DataProto) -> torch.Tensor:
@@ -265,9 +260,8 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
         left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["responses"].shape[1]
         pads = {"P": (left, 0), "L": (left, right), "T": (0, right)}
         batch = batch.select()
-        for name, values in [*batch.batch.items()]:
-            column = COLUMNS.get(name)
-            if column is not None and column.width in pads:
-                batch.batch[name] = F.pad(values, pads[column.width], value=column.fill)
+        for name in COLUMNS.keys() & batch.batch.keys():
+            if COLUMNS[name].width in pads:
+                batch.batch[name] = F.pad(batch.batch[name], pads[COLUMNS[name].width], value=COLUMNS[name].fill)
         fitted.append(batch)
     return fitted

@@ -28,11 +28,8 @@ ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 
 class HFEngine(SteppedEngine):
-    """Samples with the trainer's own model: no second copy of the weights and nothing to sync.
-
-    Each distinct prompt is prefilled once, and its images are encoded once. The rows of its group share its keys and
-    values (LONG_PROMPT, can_group). Finished rows leave the batch.
-    """
+    """Samples with the trainer's own model: no second copy of the weights and nothing to sync. Each distinct prompt is
+    prefilled once, and its group shares its keys and values (LONG_PROMPT, can_group). Finished rows leave the batch."""
 
     takes_images = shares_weights = True
     long_steps = True  # a step runs its requests to their end
@@ -58,8 +55,7 @@ class HFEngine(SteppedEngine):
                 logits = self._logits_with_images(row, torch.ones_like(row), [media], places)[0]
             else:
                 logits = self.model(input_ids=row).logits[0]
-        log_p = logits.float().log_softmax(-1)
-        return log_p[:-1].gather(-1, row[0, 1:, None])[:, 0].cpu()
+        return logits.float().log_softmax(-1)[:-1].gather(-1, row[0, 1:, None])[:, 0].cpu()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -73,9 +69,7 @@ class HFEngine(SteppedEngine):
             self.model.train(was_training)
             self._waiting.clear()
 
-    def submit(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, media: Media | None = None
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids, sampling: Sampling, seed: int, media: Media | None = None) -> None:
         self._waiting[request_id] = (prompt_ids, sampling, seed, media)
 
     def abort(self, request_id: str) -> None:
@@ -93,7 +87,6 @@ class HFEngine(SteppedEngine):
         return dict(zip(ids, self._sample(prompt_ids, media, samplings[0], seeds, limits)))
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
         with self.session():
             limits = [sampling.max_response_length] * len(seeds)
             raw_ids = prompts.non_tensor_batch["raw_prompt_ids"]
@@ -123,20 +116,17 @@ class HFEngine(SteppedEngine):
             logits, positions = self._logits_with_images(ids, mask, list(distinct.values()), last, cache)
         else:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-            logits = self.model(
-                input_ids=ids,
-                attention_mask=mask if first.any() else None,
-                position_ids=positions,
-                logits_to_keep=1,
-                **{self._cache_keyword: cache},
-            ).logits[:, -1]
+            inputs = {"attention_mask": mask if first.any() else None, self._cache_keyword: cache}
+            logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=1, **inputs).logits[:, -1]
         grouped = width >= LONG_PROMPT and can_group(self.model, cache)
         if grouped:
             cache = GroupCache(cache, mask == 0, prompt_of_row)
         else:
             cache.reorder_cache(prompt_of_row)
         position = positions.amax(1, keepdim=True)
-        seen = seen_tokens(ids, mask, logits.shape[-1])[prompt_of_row] if sampling.repetition_penalty != 1 else None
+        seen = None
+        if sampling.repetition_penalty != 1:  # (R, V): the tokens that each row has
+            seen = torch.zeros_like(logits, dtype=torch.long).scatter_add_(1, ids, mask)[prompt_of_row] > 0
         logits, mask, position = logits[prompt_of_row], mask[prompt_of_row], position[prompt_of_row]
 
         tokens, log_probs = [], []  # (R,) at each t
@@ -164,11 +154,9 @@ class HFEngine(SteppedEngine):
             inputs = cache.inputs if grouped else {"attention_mask": mask}
             inputs = inputs | {self._cache_keyword: cache}
             logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
-        responses, of_sampled = torch.stack(tokens, 1), torch.stack(log_probs, 1)  # (R, t), t of the longest
-        return [
-            Generated(row[:n], lps[:n], "stop" if stop else "length")
-            for row, lps, n, stop in zip(responses.tolist(), of_sampled.tolist(), lengths.tolist(), stopped.tolist())
-        ]
+        columns = (torch.stack(tokens, 1), torch.stack(log_probs, 1), lengths, stopped)  # (R, t), t of the longest
+        found = zip(*(column.tolist() for column in columns))
+        return [Generated(ids[:n], lps[:n], "stop" if stop else "length") for ids, lps, n, stop in found]
 
     def _stop_strings(self, stop: tuple[str, ...], tokens: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """(len(rows),) bool: the rows whose last token completes a stop string. tokens: (R,) at each t."""
@@ -185,15 +173,15 @@ class HFEngine(SteppedEngine):
         """(logits (m, V) after `select`, which indexes the n x P tokens; the tokens' positions (n, P), with mrope the
         largest of the three). ids, mask (n, P), left-padded; fills the cache."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        if any(own is not None and own.positions.ndim == 2 for own in media):
+        shown = [(i, own) for i, own in enumerate(media) if own is not None]
+        if any(own.positions.ndim == 2 for _, own in shown):
             positions = positions.repeat(3, 1, 1)  # (3, n, P)
-            for i, own in enumerate(media):
-                if own is not None:
-                    positions[:, i, -len(own.ids) :] = own.positions[1:]
+            for i, own in shown:
+                positions[:, i, -len(own.ids) :] = own.positions[1:]
         sampled = torch.zeros(ids.shape, dtype=torch.bool)  # (n, P)
-        for row, own in zip(sampled, media):
-            if own is not None and own.sampled is not None:
-                row[-len(own.ids) :] = torch.tensor(own.sampled)
+        for i, own in shown:
+            if own.sampled is not None:
+                sampled[i, -len(own.ids) :] = torch.tensor(own.sampled)
         images = images_of_prompts(self.model, ids, [own.inputs if own else {} for own in media], sampled)
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "images": images}
         if cache is not None:
@@ -204,8 +192,7 @@ class HFEngine(SteppedEngine):
 
 def cache_keyword(model: PreTrainedModel) -> str:
     """The keyword by which the model takes a cache. Raises InputError if this engine would sample from another policy
-    than training computes: the model has its own kind of cache, or its layers carry a state through padding, or
-    compute differently with a cache."""
+    than training computes: the model has its own kind of cache, or its layers carry a state through padding."""
     text, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
     names = [name for name in ("past_key_values", "cache_params") if name in takes]
     if not names or (carries_state(model) and text.model_type not in SAMPLED_BY_HF):
@@ -252,9 +239,8 @@ class GroupCache(Cache):
         layer = self.layers[module.layer_idx]
         layer.attended = True
         if key.data_ptr() != layer.keys.data_ptr() or value.data_ptr() != layer.values.data_ptr():
-            raise InputError(
-                f"--rollout-engine hf: {type(module).__name__} attends to other keys than it caches: {NOT_GROUPED}"
-            )
+            why = f"{type(module).__name__} attends to other keys than it caches"
+            raise InputError(f"--rollout-engine hf: {why}: {NOT_GROUPED}")
         _, H_kv, t, _ = key.shape
         q = rearrange(query.float(), "r (k g) 1 d -> r k g d", k=H_kv)
         q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -265,9 +251,8 @@ class GroupCache(Cache):
             groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy(0, self.slot, q)
             groups = rearrange(groups, "(n rows) k g d -> n k (rows g) d", n=self.prompts)
             of_prompt = _attend(groups, layer.prompt_keys[:, :, -seen:], layer.prompt_values[:, :, -seen:], hidden)
-            prompt_out, prompt_lse = (
-                rearrange(x, "n k (rows g) d -> (n rows) k g d", rows=self.largest)[self.slot] for x in of_prompt
-            )
+            by_row = (rearrange(x, "n k (rows g) d -> (n rows) k g d", rows=self.largest) for x in of_prompt)
+            prompt_out, prompt_lse = (x[self.slot] for x in by_row)
             out = torch.lerp(out, prompt_out, (prompt_lse - lse).sigmoid())
         return rearrange(out, "r k g d -> r 1 (k g) d").to(query.dtype)
 
@@ -289,24 +274,19 @@ class GroupLayer(DynamicLayer):
         if not self.attended:
             raise InputError(f"--rollout-engine hf: the model's attention takes no keyword arguments: {NOT_GROUPED}")
         self.attended = False
-        t = self.get_seq_length()
+        t, new = self.get_seq_length(), (key_states, value_states)
         if t % ROOM == 0:
-            self._key_buffer, self._value_buffer = (
-                _with_room(self.keys, key_states),
-                _with_room(self.values, value_states),
-            )
+            self._buffers = [_with_room(filled, own) for filled, own in zip((self.keys, self.values), new)]
             self.is_initialized = True
-        self._key_buffer[:, :, t : t + 1], self._value_buffer[:, :, t : t + 1] = key_states, value_states
-        self._fill(t + 1)
+        for buffer, own in zip(self._buffers, new):
+            buffer[:, :, t : t + 1] = own
+        self.keys, self.values = (buffer[:, :, : t + 1] for buffer in self._buffers)
         return self.keys, self.values
 
     def reorder_cache(self, indices: torch.Tensor) -> None:
         if t := self.get_seq_length():
-            self._key_buffer, self._value_buffer = self._key_buffer[indices], self._value_buffer[indices]
-            self._fill(t)
-
-    def _fill(self, t: int) -> None:
-        self.keys, self.values = self._key_buffer[:, :, :t], self._value_buffer[:, :, :t]
+            self._buffers = [buffer[indices] for buffer in self._buffers]
+            self.keys, self.values = (buffer[:, :, :t] for buffer in self._buffers)
 
 
 def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
@@ -317,12 +297,9 @@ def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
 def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
     """Whether GroupCache can replace `cache`: packed_attention, and every layer is full or sliding-window attention."""
     config = model.config.get_text_config()
-    plain = config.model_type not in (
-        "diffllama",
-        "hrm_text",
-        "jetmoe",
-    )  # their attention does not take cached keys as they are
-    plain &= all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    if config.model_type in ("diffllama", "hrm_text", "jetmoe"):  # their attention changes cached keys
+        return False
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
     special = ("attention_chunk_size", "num_kv_shared_layers", "attn_logit_softcapping", "kv_lora_rank")
     unknown = any(getattr(config, name, None) for name in special)
     return plain and not unknown and model.config._attn_implementation in PACKED
@@ -337,23 +314,14 @@ def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:
     return scores.sub_(lse).exp_() @ v.float(), lse
 
 
-def seen_tokens(ids: torch.Tensor, mask: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """(n, V) bool: the tokens of each prompt. ids, mask (n, P)."""
-    return torch.zeros(len(ids), vocabulary, dtype=torch.long, device=ids.device).scatter_add_(1, ids, mask) > 0
-
-
 def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
     """Logits (B, V) with the repetition penalty of CTRL (arXiv 1909.05858) on the tokens seen (B, V)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def sample_tokens(
-    logits: torch.Tensor, sampling: Sampling, seeds: torch.Tensor, t: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse-CDF sampling of one token per row. logits (B, V), seeds (B,); returns (token, log_prob), both (B,).
-
-    The noise of a row depends only on its seed and on the position t.
-    """
+def sample_tokens(logits, sampling: Sampling, seeds: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse-CDF sampling of one token per row. logits (B, V), seeds (B,); returns (token, log_prob), both (B,). The
+    noise of a row depends only on its seed and on the position t."""
     logits = logits.float()
     if sampling.temperature == 0:
         token = logits.argmax(-1)

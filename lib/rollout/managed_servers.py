@@ -1,11 +1,11 @@
 """vLLM servers on the job's last ranks (--rollout-gpus): the engine ranks, which run them, and what others see of them.
 
 They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
-URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" ends server i if it is in
-that start or an earlier one, and "started i" is the number of the one that it is in; OVER ends all.
+URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" = n stops server i if the
+number of its start, "started i", is <= n; OVER ends all.
 
-Every request to a server needs the run's key (vllm_batches.py). It never passes through the store of a job on one node,
-which any local user can read: rank 0 writes it to the file `key`, for the owner alone. A store of several nodes has it.
+Every request to a server needs the run's key (vllm_batches.py). Any local user can read the store of a job on one node,
+so rank 0 writes the key to the file `key` instead, for the owner alone. A store of several nodes has it.
 
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
 only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
@@ -31,7 +31,6 @@ import httpx
 import torch
 import torch.distributed as dist
 import yaml
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError, how_it_ended, is_first_on_node
 from lib.cli.secrets import private
@@ -42,14 +41,13 @@ from lib.distributed import (
     World,
     address_towards,
     broadcast,
-    compute_device,
     current_stage,
     enter_stage,
     is_on_one_node,
     job_store,
 )
 from lib.rollout.servers import ANSWER_S, HEALTH_S
-from lib.rollout.vllm_engine import check_model, engine_settings, save_files
+from lib.rollout.vllm_engine import engine_settings, save_files
 
 PROGRAM = ["-m", "vllm.entrypoints.openai.api_server"]  # for the Python of the engine rank
 ROOT = Path(__file__).parent.parent.parent
@@ -98,40 +96,34 @@ class ManagedServers:
         private(folder / "key").write_text(self.key)
         files = [file for file in sorted((folder / "model").rglob("*")) if file.is_file()]
         files += [] if is_on_one_node() else [folder / "key"]
-        pieces = {}
+        pieces: dict[str, list[str]] = {}
         for number, file in enumerate(files):
-            content = file.read_bytes()
-            parts = range(0, len(content), PIECE)
-            for part in parts:
-                piece: Any = content[part : part + PIECE]  # torch's stubs know str only
-                self._store.set(f"file {number} {part}", piece)
-            pieces[str(file.relative_to(folder))] = [f"file {number} {part}" for part in parts]
+            content: Any = file.read_bytes()  # torch's stubs know str only
+            keys = pieces[str(file.relative_to(folder))] = []
+            for part in range(0, len(content), PIECE):
+                keys.append(f"file {number} {part}")
+                self._store.set(keys[-1], content[part : part + PIECE])
         order = {"folder": str(folder), "files": pieces, "settings": dict(settings), "start_s": self.start_s}
         self._store.set("order", json.dumps(order | {"program": PROGRAM}))
 
     def states(self) -> list[tuple[str, int]]:
         """(URL, starts) of each server, in the same order always. starts: how often it has come to be healthy; it has
         lost its weights when the number rises. Waits until all are healthy. Raises InputError if one does not start."""
-        stage = current_stage()
-        if None in (states := self._states()):
+        stage, states = current_stage(), self._states()
+        if None in states:
             enter_stage(f"{stage}: start of vLLM servers")
-            self._say_who_is_awaited()
+            if dist.get_rank() == 0:
+                logs = [str(self._folder / f"server_{i}.log") for i, state in enumerate(states) if state is None]
+                what = f"waiting for {len(logs)} of {self.number} vLLM server(s) to start; logs: {' '.join(logs)}"
+                print(what, file=sys.stderr, flush=True)
             while None in (states := self._states()):
-                self._check_failed()
-                time.sleep(POLL_S)
+                self._wait()
             enter_stage(stage)
         return states
 
     def _states(self) -> list[tuple[str, int] | None]:
         """None for a server that is not healthy."""
         return [_told(self._store, f"server {i}") for i in range(self.number)]
-
-    def _say_who_is_awaited(self) -> None:
-        if dist.get_rank() == 0:
-            missing = [i for i, state in enumerate(self._states()) if state is None]
-            logs = " ".join(str(self._folder / f"server_{i}.log") for i in missing)
-            told = f"waiting for {len(missing)} of {self.number} vLLM server(s) to start; logs: {logs}"
-            print(told, file=sys.stderr, flush=True)
 
     def urls(self) -> list[str]:
         return [url for url, _ in self.states()]
@@ -146,44 +138,35 @@ class ManagedServers:
             for i, number in enumerate(starts):
                 self._store.set(f"bad start {i}", str(number))
             while any(_told(self._store, f"started {i}", 0) <= number for i, number in enumerate(starts)):
-                self._check_failed()
-                time.sleep(POLL_S)
+                self._wait()
         dist.barrier()
 
-    def _check_failed(self) -> None:
+    def _wait(self) -> None:
+        """A moment. Raises InputError if a server has failed."""
         for i in range(self.number):
             if self._store.check([f"failed {i}"]):
                 raise InputError(self._store.get(f"failed {i}").decode())
+        time.sleep(POLL_S)
 
 
 def order_servers(
-    own: ManagedServers,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    folder: Path,
-    max_length: int,
-    dtype: torch.dtype,
-    gpu_memory: float,
-    ranks: int,
-    processor: ProcessorMixin | None,
-    max_images: int,
-    more: Mapping[str, Any],
+    own: ManagedServers, model, tokenizer, *, folder: Path, processor=None, more: Mapping[str, Any], **start: Any
 ) -> None:
     """Orders servers that are started as VLLMEngine starts its engine, and take weights by broadcast. Raises InputError
     if vLLM cannot serve the model so."""
-    on_gpu = compute_device(model).type == "cuda"
-    check_model(model, ranks, processor, on_gpu)
+    settings = engine_settings(model, processor=processor, **start)
     if dist.get_rank() == 0:
         save_files(folder / "model", model, tokenizer, processor)
-    settings = engine_settings(max_length, dtype, ranks, gpu_memory, on_gpu, max_images)
-    settings["worker_extension_cls"] = "lib.rollout.vllm_weights.WorkerExtension"
-    settings["weight_transfer_config"] = {"backend": "broadcast"}
+    settings |= {
+        "worker_extension_cls": "lib.rollout.vllm_weights.WorkerExtension",
+        "weight_transfer_config": {"backend": "broadcast"},
+        "middleware": "lib.rollout.vllm_batches.Batches",
+        "disable_log_stats": True,  # as in process; they are a fifth of the API server's work
+        "uvicorn_log_level": "warning",
+    }
     if processor is not None:
         settings["enable_scale_out"] = True  # for the route that takes images
-    settings["middleware"] = "lib.rollout.vllm_batches.Batches"
-    settings["disable_log_stats"] = True  # as in process; they are a fifth of the API server's work
-    own.order(folder, settings | {"uvicorn_log_level": "warning"} | dict(more))
+    own.order(folder, settings | dict(more))
 
 
 # ---- engine ranks --------------------------------------------------------------------------------
@@ -204,10 +187,8 @@ def serve(world: World, tensor_parallel_size: int) -> NoReturn:
         try:
             _write_files(order, store)
         except OSError as error:
-            raise InputError(
-                f"--rollout-gpus: {order['folder']} cannot be written on {socket.gethostname()}: {error.strerror}; "
-                "give an --output-dir that all nodes have"
-            ) from error
+            what = f"{order['folder']} cannot be written on {socket.gethostname()}: {error.strerror}"
+            raise InputError(f"--rollout-gpus: {what}; give an --output-dir that all nodes have") from error
         key = (Path(order["folder"]) / "key").read_text()
         server = Server(number, order, _environment(world, tensor_parallel_size, key), _own_address())
         try:
@@ -239,15 +220,13 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
                 print(f"{server} is started again, as weights did not reach it; its log: {server.log}", file=sys.stderr)
                 server.stop()
                 continue
-            if time.monotonic() - since > STEADY_S:
-                failures = 0
+            failures = 0 if time.monotonic() - since > STEADY_S else failures
         what = f"{server} {server.why_it_ended(healthy)}"
         server.stop()
         failures += 1
-        if not starts:
-            raise InputError(f"{what}; its log: {server.log}")
-        if failures > RESTARTS:
-            raise InputError(f"{what}; it was started {RESTARTS} times in a row before; its log: {server.log}")
+        if not starts or failures > RESTARTS:
+            before = f"; it was started {RESTARTS} times in a row before" if starts else ""
+            raise InputError(f"{what}{before}; its log: {server.log}")
         again = f"it is started again ({failures} of {RESTARTS}) and gets the weights anew"
         print(f"{what}; {again}; its log: {server.log}", file=sys.stderr, flush=True)
 
@@ -268,7 +247,7 @@ class Server:
         self.config = folder / f"server_{number}.yaml"
         self.command = [sys.executable, *order["program"], "--config", str(self.config)]
         self._headers = {"Authorization": f"Bearer {env['VLLM_API_KEY']}"}
-        self._guard, self._silent = -1, ""
+        self._guard = -1
 
     def __str__(self) -> str:
         return f"vLLM server {self.number} ({self.url})"
@@ -296,16 +275,16 @@ class Server:
             if self._answers("/health", POLL_S * 10):
                 threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
                 return True
-            _check_over(store)
-            time.sleep(POLL_S)
+            _wait_unless_over(store)
         return False
 
     def _take_port(self) -> None:
         before = self.url
         while self.url == before:
-            with socket.create_server((self.host, 0), family=_family(self.host)) as free:
+            host, family = (f"[{self.host}]", socket.AF_INET6) if ":" in self.host else (self.host, socket.AF_INET)
+            with socket.create_server((self.host, 0), family=family) as free:
                 port = free.getsockname()[1]
-            self.url = f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
+            self.url = f"http://{host}:{port}"
         settings = self.settings | {"port": port}
         self.config.write_text(yaml.safe_dump({name.replace("_", "-"): value for name, value in settings.items()}))
 
@@ -336,8 +315,7 @@ class Server:
             time.sleep(LOOK_S)
 
     def why_it_ended(self, was_healthy: bool) -> str:
-        """Also names the first error at the log's end, which caused those that follow, or else its last line. What a
-        signal or a hang ended has not said why."""
+        """Also names the first error at the log's end, which caused those that follow, or else its last line."""
         code = self.process.poll()
         if self._silent:
             return self._silent
@@ -352,18 +330,14 @@ class Server:
         return f"{ended}: {next(errors, (lines or ['no word'])[-1])}"
 
     def _answers(self, path: str, timeout_s: float) -> bool:
-        try:
-            url = self.url + path
-            return httpx.get(url, headers=self._headers, timeout=timeout_s, trust_env=False).is_success
-        except httpx.TransportError:
-            return False
+        with suppress(httpx.TransportError):
+            return httpx.get(self.url + path, headers=self._headers, timeout=timeout_s, trust_env=False).is_success
+        return False
 
 
 def _serving(store: dist.Store, stage: str) -> None:
-    """A moment in which all is well. Raises JobOver."""
     enter_stage(stage, limited=False)  # anew, so that no rank is told to wait for this one
-    _check_over(store)
-    time.sleep(POLL_S)
+    _wait_unless_over(store)
 
 
 def _told(store: dist.Store, key: str, default: Any = None) -> Any:
@@ -371,9 +345,10 @@ def _told(store: dist.Store, key: str, default: Any = None) -> Any:
     return json.loads(store.get(key)) if store.check([key]) else default
 
 
-def _check_over(store: dist.Store) -> None:
+def _wait_unless_over(store: dist.Store) -> None:
     if store.check([OVER]):
         raise JobOver
+    time.sleep(POLL_S)
 
 
 def _last_words(message: str, store: dist.Store) -> None:
@@ -382,8 +357,7 @@ def _last_words(message: str, store: dist.Store) -> None:
     until = time.monotonic() + LAST_WORDS_S
     with suppress(dist.DistError):
         while time.monotonic() < until:
-            _check_over(store)
-            time.sleep(POLL_S)
+            _wait_unless_over(store)
         if not is_first_on_node():
             print(f"error: {message}", file=sys.stderr, flush=True)
 
@@ -392,12 +366,11 @@ def _write_files(order: Mapping[str, Any], store: dist.Store) -> None:
     folder = Path(order["folder"])
     for name, pieces in order["files"].items():
         file, content = folder / name, b"".join(store.get(piece) for piece in pieces)
-        if file.is_file() and file.read_bytes() == content:
-            continue
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it, too
-        private(new).write_bytes(content)
-        new.replace(file)
+        if not (file.is_file() and file.read_bytes() == content):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it, too
+            private(new).write_bytes(content)
+            new.replace(file)
 
 
 def _environment(world: World, tensor_parallel_size: int, key: str) -> dict[str, str]:
@@ -423,12 +396,7 @@ def _own_address() -> str:
     host = os.environ["MASTER_ADDR"]
     address = address_towards(host, int(os.environ["MASTER_PORT"]))
     if ip_address(address).is_loopback:
-        raise InputError(
-            f"--rollout-gpus: {host}, rank 0's address, is loopback on {socket.gethostname()}: other nodes would not "
-            "reach a server there; set PET_LOCAL_ADDR for torchrun on the first node (launch/torchrun_nodes.sh)"
-        )
+        where = f"{host}, rank 0's address, is loopback on {socket.gethostname()}: other nodes would not reach a server"
+        way_out = "set PET_LOCAL_ADDR for torchrun on the first node (launch/torchrun_nodes.sh)"
+        raise InputError(f"--rollout-gpus: {where} there; {way_out}")
     return address
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,19 +1,16 @@
 """Recording and replaying the inputs of a step: --record writes them, --replay reads them without an engine or scorers.
 
-All else of a step is computed from it, the same bits each time: prompts, balance over ranks, log-probs, advantages, the
-update. So a replay computes it anew, and sees what its own flags change. The files are those of DataProto.save_to_disk:
+A replay computes everything else of a step anew, to the same bits, and sees what its own flags change. The files are
+those of DataProto.save_to_disk:
 
     DIR/config.json                            the flags of the run that recorded
     DIR/step_000003/rank_0_of_2/               step 3, as rank 0 of 2 saw it
         sync_0.safetensors                     the metrics of the weight sync
-        rollout_0.safetensors                  what was sampled, as the engine returned it; _1, ... where a step samples
-                                               several times (dapo.py, and the greedy responses of remax.py)
+        rollout_0.safetensors                  what the engine returned; _1, ... if a step samples several times
         scores_0.safetensors                   what the scorers answered, for each of these
         reward_model_0.safetensors             the scores of a reward model
         batch.safetensors                      the whole batch just before the update, which no replay reads
-        manifest.json                          step and rank, the size and hash of each file (lib/manifest.py)
-
-The manifest is written last: a step without it was cut off, and counts as not recorded.
+        manifest.json                          size and hash of each file. Written last: a step without it was cut off
 """
 
 import shutil
@@ -36,16 +33,10 @@ LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-3  # rounding can raise a log-prob 
 
 
 class NoRecorder:
-    """Without --record and --replay: everything is computed. The other two do the same between `end` and the next
-    `begin`, during validation."""
+    """Computes everything. Recorder and Replayer do the same between `end` and the next `begin`, during validation."""
 
-    replays = False
-    """whether steps get what was recorded"""
-
-    @property
-    def replaying(self) -> bool:
-        """Whether the present step is replayed."""
-        return False
+    replays = False  # whether steps get what was recorded
+    replaying = False  # whether the present step does: not between steps
 
     def begin(self, step: int) -> None: ...
 
@@ -58,8 +49,7 @@ class NoRecorder:
         return self.record("rollout", produce)
 
     def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
-        """The same for values that are plain data and come one by one: (i, a list of lengths[i] values), in any order
-        of i."""
+        """The same for plain data that comes one by one: (i, a list of lengths[i] values), in any order of i."""
         return items
 
     def end(self, batch: DataProto) -> None:
@@ -67,16 +57,15 @@ class NoRecorder:
 
 
 class _RecordOnDisk(NoRecorder):
+    at: Path | None = None  # the folder of this rank's step; None between steps
+
     def __init__(self, folder: Path, world: World):
         self.folder, self.world = folder, world
-        self.step = 0
-        self.at: Path | None = None
-        """the folder of this rank's step; None between steps"""
-        self.taken: Counter[str] = Counter()
 
     def begin(self, step: int) -> None:
         rank = f"rank_{self.world.rank}_of_{self.world.size}"
-        self.step, self.at, self.taken = step, _step_folder(self.folder, step) / rank, Counter()
+        self.step, self.at = step, _step_folder(self.folder, step) / rank
+        self.taken: Counter[str] = Counter()
 
     def next_file(self, name: str) -> Path:
         self.taken[name] += 1
@@ -125,31 +114,26 @@ class Replayer(_RecordOnDisk):
 
     replays = True
 
-    @property
-    def replaying(self) -> bool:
-        return self.at is not None
-
     def begin(self, step: int) -> None:
         """Raises InputError if the step's files are not as they were recorded."""
         super().begin(step)
+        self.replaying = True
         if why := why_incomplete(self.at, of=_place(self.at)) or why_altered(self.at, but=[BATCH]):
-            raise self._damaged(why)
+            raise _damaged(self.folder, step, why)
 
     def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
         if not self.replaying:
             return produce()
         file = self.next_file(name)
         if not file.exists():
-            raise InputError(
-                f"--replay {self.folder}: step {self.step} asks for {name} number {self.taken[name]}, and "
-                f"{self.taken[name] - 1} were recorded: {self._advice}"
-            )
+            number = self.taken[name]
+            raise self._other_flags(f"step {self.step} asks for {name} number {number}, and {number - 1} were recorded")
         taken = DataProto.load_from_disk(file).to(self.world.device)
         for key, column in taken.batch.items() if taken.batch is not None else ():
             low, high = (LOWEST_LOG_PROB, HIGHEST_LOG_PROB) if key == "rollout_log_probs" else (-torch.inf, torch.inf)
             wrong = column.isnan() | column.isinf() | (column < low) | (column > high)
             if wrong.any():
-                raise self._damaged(f"{file.name} has {column[wrong][0].item()} among its {key}")
+                raise _damaged(self.folder, self.step, f"{file.name} has {column[wrong][0].item()} among its {key}")
         return taken
 
     def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
@@ -157,35 +141,28 @@ class Replayer(_RecordOnDisk):
         batch = super().rollout(prompts, produce)
         asked = _group_sizes if any_order else _asked
         if asked(prompts) != asked(batch):
-            raise InputError(
-                f"--replay {self.folder}: the prompts of step {self.step} are not those recorded: {self._advice}"
-            )
+            raise self._other_flags(f"the prompts of step {self.step} are not those recorded")
         return batch
 
     def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
         """Raises InputError if other numbers of values were recorded."""
         taken = self.record(name, lambda: DataProto(meta_info={"items": items})).meta_info["items"]
         if self.replaying and sorted((i, len(values)) for i, values in taken) != list(enumerate(lengths)):
-            raise self._damaged(f"its {name} are not of its rollouts")
+            raise _damaged(self.folder, self.step, f"its {name} are not of its rollouts")
         return taken
 
     def end(self, batch: DataProto) -> None:
         """Raises InputError if the recorded step sampled more: the next one would get other prompts."""
         recorded, used = len(list(self.at.glob("rollout_*"))), self.taken["rollout"]
         if used < recorded:
-            raise InputError(
-                f"--replay {self.folder}: step {self.step} took {used} of its {recorded} rollouts: {self._advice}"
-            )
-        self.at = None
+            raise self._other_flags(f"step {self.step} took {used} of its {recorded} rollouts")
+        self.at, self.replaying = None, False
 
-    def _damaged(self, why: str) -> InputError:
-        return _damaged(self.folder, self.step, why)
-
-    @property
-    def _advice(self) -> str:
-        return (
-            "what decides which prompts a step samples must be as recorded (script, model's tokenizer, data files, "
-            f"--seed, --prompts-per-step, --group-size); --config {self.folder}/config.json reads all flags"
+    def _other_flags(self, why: str) -> InputError:
+        return InputError(
+            f"--replay {self.folder}: {why}: what decides which prompts a step samples must be as recorded (script, "
+            "model's tokenizer, data files, --seed, --prompts-per-step, --group-size); "
+            f"--config {self.folder}/config.json reads all flags"
         )
 
 
@@ -221,19 +198,16 @@ def check_recorded(folder: Path, steps: range, ranks: int) -> None:
             way_out = f"--total-steps {step - 1} ends before it" if step > steps.start else "start at one that was"
             raise InputError(f"--replay {folder}: step {step} was not recorded: {way_out}")
         if ranks not in on:
-            raise InputError(
-                f"--replay {folder}: step {step} was recorded on {on[0]} rank(s), this run has {ranks}: start it on "
-                f"{on[0]}"
-            )
+            there = f"was recorded on {on[0]} rank(s), this run has {ranks}"
+            raise InputError(f"--replay {folder}: step {step} {there}: start it on {on[0]}")
         for of_rank in sorted(of_step.glob(f"rank_*_of_{ranks}")):
             if why := why_incomplete(of_rank, of=_place(of_rank)):
                 raise _damaged(folder, step, f"{of_rank.name}: {why}")
 
 
 def _damaged(folder: Path, step: int, why: str) -> InputError:
-    return InputError(
-        f"--replay {folder}: step {step} is not as it was recorded ({why}): restore its files, or record it anew"
-    )
+    what = f"step {step} is not as it was recorded ({why})"
+    return InputError(f"--replay {folder}: {what}: restore its files, or record it anew")
 
 
 def _step_folder(folder: Path, step: int) -> Path:
@@ -247,6 +221,5 @@ def _place(of_rank: Path) -> str:
 
 def _complete_on(path: Path) -> list[int]:
     """The numbers of ranks, usually one, of which each has ended the step."""
-    sizes = {int(rank.name.rpartition("_")[2]) for rank in path.glob("rank_*_of_*")}
-    ended = {size: len(list(path.glob(f"rank_*_of_{size}/{MANIFEST}"))) for size in sizes}
+    ended = Counter(int(file.parent.name.rpartition("_")[2]) for file in path.glob(f"rank_*_of_*/{MANIFEST}"))
     return [size for size, written in sorted(ended.items()) if written == size]

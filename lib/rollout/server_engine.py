@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -26,8 +25,10 @@ from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute
 from lib.rollout.engine import (
     REPORT_S,
     Generated,
+    Response,
     RolloutEngine,
     add_responses,
+    add_weight_versions,
     check_expanded,
     report_states,
     stop_token_ids,
@@ -63,29 +64,16 @@ ROUND_S = 1.0  # how long ranks wait for responses before they tell each other h
 class Pictures(NamedTuple):
     """A prompt's images, as a server takes them."""
 
-    ids: list[int]
-    """the prompt, expanded"""
+    ids: list[int]  # the prompt, expanded
     parts: list[dict]
-
-
-@dataclass(eq=False)
-class Response:
-    """A response on its way."""
-
-    seed: int
-    row: Generated
-    """what has been sampled of it before the last sync of weights"""
-    future: Future
-    """gives the whole Generated"""
 
 
 class ServerEngine(RolloutEngine):
     """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
     If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
-    workers of all servers, bucket by bucket. Otherwise the first rank writes them to a file in `folder`, and the
-    servers read it; servers on other machines need a shared disk. The folder that a server was started with stays as it
-    is.
+    workers of all servers. Otherwise it writes them to a file in `folder`, and the servers read it; servers on other
+    machines need a shared disk.
 
     Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same.
 
@@ -96,31 +84,22 @@ class ServerEngine(RolloutEngine):
     and collect. If one of the job's `own` servers ends, others take its requests, or it takes them itself when it is
     back and has weights: they are sampled again from the tokens of the last sync, with the same seeds.
 
-    Raises:
-        InputError: a server cannot be reached, was started differently, or refuses a request or the weights.
+    For the parameters see make_engine; processor: of a vision model. Raises InputError if a server cannot be reached,
+    was started differently, or refuses a request or the weights.
     """
 
     takes_images = asynchronous = True
 
     def __init__(
-        self,
-        urls: str,
-        model,
-        tokenizer,
-        *,
-        folder: Path,
-        max_length: int,
-        dtype: torch.dtype,
-        images: bool = False,
-        own: ManagedServers | None = None,
+        self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype, processor=None, own=None, **_
     ):
-        self.servers, self.own = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY")), own
+        self.own: ManagedServers | None = own
+        self.servers = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY"))
         self._starts = own.starts() if own else []
         self._lost: set[str] = set()
         self._resampled = 0
-        self.dtype, self.pad_token_id = dtype, tokenizer.pad_token_id
-        self._device = compute_device(model)
-        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.dtype, self._device = dtype, compute_device(model)
+        self.pad_token_id, self.stop_ids = tokenizer.pad_token_id, stop_token_ids(model, tokenizer)
         self._turns = count(dist.get_rank())
         self._posted: set[asyncio.Task] = set()
         self._running: dict[Future, Callable[[], str]] = {}
@@ -130,7 +109,7 @@ class ServerEngine(RolloutEngine):
         self._given: tuple[PreTrainedModel, int]
         for url in self.servers.urls:
             self._check_server(url, max_length)
-            if images:
+            if processor is not None:
                 self._check_takes_images(url)
         self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
         self.weights = ServerWeights(self.servers, folder.resolve(), dtype, here=own is not None and is_on_one_node())
@@ -139,27 +118,20 @@ class ServerEngine(RolloutEngine):
         served = self.servers.ask(url, "GET", "/v1/models")["data"][0]
         self.served_model, self.max_length = served["id"], served["max_model_len"]
         if self.max_length < max_length:
-            raise InputError(
-                f"--rollout-engine {url}: the server's max_model_len is {self.max_length}, prompt and response "
-                f"need {max_length}: start it with --max-model-len {max_length}"
-            )
+            why = f"the server's max_model_len is {self.max_length}, prompt and response need {max_length}"
+            raise InputError(f"--rollout-engine {url}: {why}: start it with --max-model-len {max_length}")
         self.servers.ask(url, "POST", "/resume")  # an earlier run may have ended while the server was paused
-        only_choice = self.servers.begin(
-            self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=[0])
-        ).result()
-        if only_choice["logprobs"]["token_logprobs"][0] < -1e-3:
-            raise InputError(
-                f"--rollout-engine {url}: the server's log-probs are not those of the distribution that it "
-                "samples from: start it with --logprobs-mode processed_logprobs"
-            )
+        certain = self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=[0])
+        if self.servers.begin(certain).result()["logprobs"]["token_logprobs"][0] < -1e-3:
+            why = "the server's log-probs are not those of the distribution that it samples from"
+            raise InputError(f"--rollout-engine {url}: {why}: start it with --logprobs-mode processed_logprobs")
 
     def _check_takes_images(self, url: str) -> None:
         try:
-            self.servers.begin(self._complete_pictures(url, [0], Pictures([0], []), max_tokens=1)).result()
+            self.servers.begin(self._complete(url, [0], Pictures([0], []), max_tokens=1)).result()
         except InputError as error:
-            raise InputError(
-                f"--rollout-engine {url}: images go by {GENERATE}: start the server with --enable-scale-out; {error}"
-            ) from error
+            advice = f"images go by {GENERATE}: start the server with --enable-scale-out"
+            raise InputError(f"--rollout-engine {url}: {advice}; {error}") from error
 
     def _takes_batches(self, url: str) -> bool:
         try:
@@ -202,8 +174,7 @@ class ServerEngine(RolloutEngine):
         failure = None
         if dist.get_rank() == 0:
             try:
-                for reply in self.servers.order("/pause", params={"mode": "abort"}):
-                    reply.result()
+                self.servers.order_all("/pause", params={"mode": "abort"})
             except InputError as error:
                 failure = str(error)
         failure = broadcast(failure)
@@ -225,8 +196,7 @@ class ServerEngine(RolloutEngine):
         rank, size, urls = dist.get_rank(), dist.get_world_size(), self.servers.urls
         found = []
         for url in urls[rank::size] or [urls[rank % len(urls)]]:
-            ask = partial(self._complete_pictures, pictures=pictures) if pictures else self._complete
-            choice = self.servers.begin(ask(url, ids, max_tokens=1, prompt_logprobs=0)).result()
+            choice = self.servers.begin(self._complete(url, ids, pictures, max_tokens=1, prompt_logprobs=0)).result()
             tokens = pictures.ids if pictures else ids
             found.append([lp[str(token)]["logprob"] for token, lp in zip(tokens[1:], choice["prompt_logprobs"][1:])])
         return torch.tensor(found)
@@ -238,14 +208,11 @@ class ServerEngine(RolloutEngine):
     # ---- responses
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
-    def start(
-        self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial: list[Generated] | None = None
-    ) -> list[Response]:
-        """The first half of generate; collect is the second. Weights may be synced between the two. partial: what there
-        already is of each response."""
+    def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial=None) -> list[Response]:
+        """The first half of generate; collect is the second. Weights may be synced between the two. partial: of each
+        response a Generated with the tokens that there are already, or None."""
         self.check_weights()
         raw_ids, responses = prompts.non_tensor_batch["raw_prompt_ids"], []
         places = self.turns_and_pictures(raw_ids, media_of(prompts))
@@ -263,10 +230,8 @@ class ServerEngine(RolloutEngine):
         add_weight_versions(batch, [row.weight_versions for row in rows])
         return batch
 
-    def turns_and_pictures(
-        self, prompts: Iterable[Iterable[int]], media: Sequence[Media | None]
-    ) -> list[tuple[int, Pictures | None]]:
-        """The turn of each prompt, and its pictures, which are encoded once for equal prompts."""
+    def turns_and_pictures(self, prompts: Iterable, media: Sequence) -> list[tuple[int, Pictures | None]]:
+        """The turn of each prompt (token ids), and its pictures, which are encoded once for equal prompts."""
         keys = [(tuple(map(int, ids)), own.hash if own else 0) for ids, own in zip(prompts, media)]
         with_images = {key: own for key, own in zip(keys, media) if own}
         with ThreadPoolExecutor() as pool:  # of as many threads as there is to encode
@@ -339,15 +304,10 @@ class ServerEngine(RolloutEngine):
             raise WeightSyncError("the vLLM servers have no weights of this run: call sync_weights before generate")
 
     async def sample(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        seed: int,
-        turn: int,
-        row: Generated | None = None,
-        pictures: Pictures | None = None,
+        self, prompt_ids: list[int], sampling: Sampling, seed: int, turn: int, row=None, pictures=None
     ) -> Generated:
-        """One response, from server number `turn`. row: what there is of it, and where its tokens go.
+        """One response, from server number `turn`. row: a Generated with what there is of it, and where its tokens go.
+        pictures: of the prompt.
 
         If a sync of weights stops the request, another one goes on from the tokens sampled so far. Its seed is made
         from theirs and their number.
@@ -373,13 +333,10 @@ class ServerEngine(RolloutEngine):
                 self._posted.discard(request)
             if request.cancelled():
                 continue
-            try:
-                found = request.result()
-            except ServerLost:
-                if self.own is None:
-                    raise
+            if self.own is not None and isinstance(request.exception(), ServerLost):
                 self._lose(url)
                 continue
+            found = request.result()
             self._check_length(url, found, settings["max_tokens"], length + n)
             row.token_ids += found.token_ids
             row.log_probs += found.log_probs
@@ -407,36 +364,33 @@ class ServerEngine(RolloutEngine):
     def _check_length(self, url: str, found: Generated, asked: int, before: int) -> None:
         asked = min(asked, self.max_length - before)
         if found.finish_reason == "length" and len(found.token_ids) < asked:
-            raise InputError(
-                f"--rollout-engine {url}: the server ended a response after {len(found.token_ids)} of {asked} "
-                "tokens: start it with --generation-config vllm and without --override-generation-config"
-            )
+            why = f"the server ended a response after {len(found.token_ids)} of {asked} tokens"
+            advice = "start it with --generation-config vllm and without --override-generation-config"
+            raise InputError(f"--rollout-engine {url}: {why}: {advice}")
 
-    async def _request(
-        self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None = None
-    ) -> Generated:
+    async def _request(self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None) -> Generated:
         """What there is of the response when it ends, or when a pause ends it."""
-        if pictures is not None:
-            choice = await self._complete_pictures(url, prompt_ids, pictures, **settings)
-        elif self.batches:
+        if self.batches and pictures is None:
             return await self.servers.generate(url, prompt_ids, self._whole(settings))
-        else:
-            choice = await self._complete(url, prompt_ids, **settings)
+        choice = await self._complete(url, prompt_ids, pictures, **settings)
         log_probs = choice["logprobs"]["token_logprobs"] if choice["token_ids"] else []
         return Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
 
-    async def _complete(self, url: str, prompt_ids: list[int], **settings) -> dict:
-        settings = self._whole(settings) | {"skip_special_tokens": False, "return_token_ids": True}
-        body = {"model": self.served_model, "prompt": prompt_ids, **settings}
+    async def _complete(self, url: str, prompt_ids: list[int], pictures: Pictures | None = None, **settings) -> dict:
+        if pictures is not None:
+            return await self._complete_pictures(url, prompt_ids, pictures, **settings)
+        body = {"model": self.served_model, "prompt": prompt_ids, **self._whole(settings)}
+        body |= {"skip_special_tokens": False, "return_token_ids": True}
         return (await self.servers.request(url, "POST", "/v1/completions", json=body))["choices"][0]
 
     async def _complete_pictures(self, url: str, prompt_ids: list[int], pictures: Pictures, **settings) -> dict:
         """What _complete returns. /v1/completions would ignore the images without a word."""
         sampling = self._whole(settings) | {"detokenize": "stop" in settings}
         body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": sampling}
+        body["return_token_ids"] = True
         for attempt in range(1, PICTURE_ATTEMPTS + 1):
             try:
-                reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
+                reply = await self.servers.request(url, "POST", GENERATE, json=body)
                 break
             except InputError as error:
                 if isinstance(error, ServerLost) or attempt == PICTURE_ATTEMPTS:
@@ -448,11 +402,3 @@ class ServerEngine(RolloutEngine):
 
     def _whole(self, settings: dict) -> dict:
         return {**NEUTRAL, "stop_token_ids": self.stop_ids, **settings}
-
-
-def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
-    """Adds weight_versions (B, T): each token's, -1 where none was sampled. rows: those of each response."""
-    versions = torch.full_like(batch.batch["responses"], -1)
-    for row, own in zip(versions, rows):
-        row[: len(own)] = torch.tensor(own)
-    batch.batch["weight_versions"] = versions

@@ -52,8 +52,7 @@ class ServerWeights:
     def give(self, stream: CheckedStream, version: int) -> str | None:
         """Gives all servers the weights. Returns, on all ranks, why that failed; a server may then hold some old and
         some new ones. Every rank reads the stream to its end, as its tensors are gathered from all of them."""
-        failure = None
-        weights = iter(stream)
+        failure, weights = None, iter(stream)
         try:
             if dist.get_rank() == 0:
                 if self.way == "broadcast":
@@ -61,8 +60,7 @@ class ServerWeights:
                 else:
                     self._write_and_reload(weights, self.folder / f"version_{version}")
                 self._reset_prefix_caches()  # they hold keys and values of the old weights
-                for reply in self.servers.order("/resume"):
-                    reply.result()
+                self.servers.order_all("/resume")
         except InputError as error:
             failure = str(error)
         for _ in weights:
@@ -92,29 +90,26 @@ class ServerWeights:
         """The process group of the trainer's first rank (its rank 0) and all workers, server after server."""
         urls = self.servers.urls
         sizes = [self.servers.ask(url, "GET", "/get_world_size")["world_size"] for url in urls]
-        host = _address_towards(urls)
-        info: dict[str, Any] = {"host": host, "port": 0, "file": "", "device": device.type}
-        info |= {"size": 1 + sum(sizes), "timeout_s": SYNC_TIMEOUT_S}
-        store: dist.Store
+        host, size, limit = _address_towards(urls), 1 + sum(sizes), timedelta(seconds=SYNC_TIMEOUT_S)
+        info = {"host": host, "port": 0, "file": "", "device": device.type, "size": size, "timeout_s": SYNC_TIMEOUT_S}
+        store: Any
         if self.here:
             self._meeting = TemporaryDirectory(prefix="plainrl_")
             info["file"] = str(Path(self._meeting.name, "store"))
-            store = dist.FileStore(info["file"], info["size"])
-            store.set_timeout(timedelta(seconds=SYNC_TIMEOUT_S))
+            store = dist.FileStore(info["file"], size)
+            store.set_timeout(limit)
         else:
-            store = listening_store(host, 0, timedelta(seconds=SYNC_TIMEOUT_S))
+            store = listening_store(host, 0, limit)
             info["port"] = store.port
         replies = []
         for url, first_rank in zip(urls, accumulate([1, *sizes])):
-            own = {"init_info": info | {"first_rank": first_rank}}
-            replies.append(
-                self.servers.begin(self.servers.request(url, "POST", "/init_weight_transfer_engine", json=own))
-            )
+            order = {"init_info": info | {"first_rank": first_rank}}
+            replies.append(self.servers.post(url, "/init_weight_transfer_engine", json=order))
         joined: Future = Future()
 
         def join() -> None:
             try:
-                joined.set_result(join_group(store, 0, info["size"], device, SYNC_TIMEOUT_S, host))
+                joined.set_result(join_group(store, 0, size, device, SYNC_TIMEOUT_S, host))
             except RuntimeError as error:
                 joined.set_exception(error)
 
@@ -146,10 +141,8 @@ class ServerWeights:
             time.sleep(0.001)
 
     def _broken_off(self, why) -> InputError:
-        reason = str(why).partition("\n")[0]
-        return InputError(
-            f"--rollout-engine {','.join(self.servers.urls)}: the broadcast of weights broke off ({reason})"
-        )
+        urls, reason = ",".join(self.servers.urls), str(why).partition("\n")[0]
+        return InputError(f"--rollout-engine {urls}: the broadcast of weights broke off ({reason})")
 
     def _write_and_reload(self, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
         """folder: a new one at each sync, since a network disk may show the old file of a known path."""
@@ -161,8 +154,7 @@ class ServerWeights:
         shutil.rmtree(folder)
 
     def _reset_prefix_caches(self) -> None:
-        """Also for requests that are still being aborted."""
-        which = {"reset_running_requests": "true"}
+        which = {"reset_running_requests": "true"}  # those that are still being aborted, too
         for url in self.servers.urls:
             if not self.servers.ask(url, "POST", "/reset_prefix_cache", params=which)["success"]:
                 raise WeightSyncError(f"the vLLM server {url} kept its prefix cache")
@@ -170,9 +162,8 @@ class ServerWeights:
     def leave(self) -> None:
         """Ends the group; the next `give` makes a new one."""
         if self._group is not None:
-            wait(
-                self.servers.order("/shutdown_weight_transfer_engine"), SYNC_TIMEOUT_S
-            )  # a server that ended needs none
+            ending = self.servers.order("/shutdown_weight_transfer_engine")
+            wait(ending, SYNC_TIMEOUT_S)  # without their results: a server that ended needs none
             self._group.shutdown()
             self._group = None
             if self.here:
@@ -181,22 +172,17 @@ class ServerWeights:
 
 def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
     """Successive tensors, in buckets of at most BUCKET_BYTES; a larger tensor is alone in its bucket."""
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
-    size = 0
+    bucket: dict[str, torch.Tensor] = {}
     for name, tensor in stream:
-        if names and size + tensor.nbytes > BUCKET_BYTES:
-            yield names, tensors
-            names, tensors, size = [], [], 0
-        names.append(name)
-        tensors.append(tensor)
-        size += tensor.nbytes
-    yield names, tensors
+        if bucket and sum(own.nbytes for own in bucket.values()) + tensor.nbytes > BUCKET_BYTES:
+            yield [*bucket], [*bucket.values()]
+            bucket = {}
+        bucket[name] = tensor
+    yield [*bucket], [*bucket.values()]
 
 
 def _address_towards(urls: list[str]) -> str:
     """This machine's address on the network that leads to the servers; loopback if all of them are on this machine."""
-    addresses = []
-    for url in map(urlsplit, urls):
-        addresses.append(address_towards(url.hostname, url.port or {"http": 80, "https": 443}[url.scheme]))
+    ports = {"http": 80, "https": 443}
+    addresses = [address_towards(url.hostname, url.port or ports[url.scheme]) for url in map(urlsplit, urls)]
     return next((address for address in addresses if not ip_address(address).is_loopback), addresses[0])

@@ -41,23 +41,21 @@ class Batch:
 
 
 class Servers:
-    """The servers at `urls`. Errors name the server, and are InputErrors: the user started it, or gave its URL. key:
-    what each request shows to the server."""
+    """The servers at `urls`. Errors are InputErrors and name the server. key: what each request shows to it."""
 
     def __init__(self, urls: list[str], key: str | None = None):
-        self._headers = {"Authorization": f"Bearer {key}"} if key else None
         self.urls = [url.rstrip("/") for url in urls]
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="servers", daemon=True).start()
-        self._client = self.begin(self._connect()).result()
+        self._client = self.begin(self._connect(key)).result()
         self._name, self._numbers = uuid4().hex, count()
         self._waiting: dict[str, Batch] = {}
         self._posts: set[asyncio.Task] = set()
 
-    async def _connect(self) -> aiohttp.ClientSession:
+    async def _connect(self, key: str | None) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)  # below vLLM's 5 s
-        timeout = aiohttp.ClientTimeout(total=None)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers)
 
     def begin(self, coroutine: Coroutine) -> Future:
         """Runs it on the loop."""
@@ -66,16 +64,23 @@ class Servers:
     def ask(self, url: str, method: str, path: str, limit_s: float = ANSWER_S, **kwargs) -> dict:
         return self.begin(self.request(url, method, path, timeout=aiohttp.ClientTimeout(limit_s), **kwargs)).result()
 
+    def post(self, url: str, path: str, **kwargs) -> Future:
+        return self.begin(self.request(url, "POST", path, **kwargs))
+
     def order(self, path: str, **kwargs) -> list[Future]:
         """Posts the same to all servers, and waits for none."""
-        limit = aiohttp.ClientTimeout(ANSWER_S)
-        return [self.begin(self.request(url, "POST", path, timeout=limit, **kwargs)) for url in self.urls]
+        return [self.post(url, path, timeout=aiohttp.ClientTimeout(ANSWER_S), **kwargs) for url in self.urls]
+
+    def order_all(self, path: str, **kwargs) -> None:
+        """Posts the same to all servers, and waits for all."""
+        for reply in self.order(path, **kwargs):
+            reply.result()
 
     def on_workers(self, url: str, method: str, **kwargs) -> Future:
         """Calls a method of the server's workers, on a connection of its own: if the method fails, the server silently
         closes the connection."""
         order = {"method": method, "kwargs": kwargs}
-        return self.begin(self.request(url, "POST", "/collective_rpc", json=order, headers={"Connection": "close"}))
+        return self.post(url, "/collective_rpc", json=order, headers={"Connection": "close"})
 
     async def request(self, url: str, method: str, path: str, **kwargs) -> dict:
         """Raises ServerLost, and InputError for what the server refuses."""
@@ -92,26 +97,19 @@ class Servers:
                     await self._refused(url, path, response.status, await response.read())
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerLost(
-                f"--rollout-engine {url}: no vLLM server answers there ({type(error).__name__}: {error}); start "
-                "it, or see its log for why it ended"
-            ) from error
+            what = f"no vLLM server answers there ({type(error).__name__}: {error})"
+            raise ServerLost(f"--rollout-engine {url}: {what}; start it, or see its log for why it ended") from error
 
     async def _refused(self, url: str, path: str, status: int, body: bytes) -> NoReturn:
         if status in DEAD and path != "/health":
             await self.request(url, "GET", "/health")
+        what = f"{path} failed with {status}: {' '.join(body.decode(errors='replace').split())[:500]}"
         if status == 404 and not path.startswith("/v1"):
-            raise InputError(
-                f"--rollout-engine {url}: the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its "
-                "environment"
-            )
+            what = f"the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its environment"
         if status == 401:
-            raise InputError(
-                f"--rollout-engine {url}: the server wants a key: start the run with VLLM_API_KEY in its environment"
-            )
-        what = " ".join(body.decode(errors="replace").split())[:500]
-        kind = ServerLost if path == "/health" else InputError
-        raise kind(f"--rollout-engine {url}: {path} failed with {status}: {what}")
+            what = "the server wants a key: start the run with VLLM_API_KEY in its environment"
+        kind = ServerLost if path == "/health" and status not in (401, 404) else InputError
+        raise kind(f"--rollout-engine {url}: {what}")
 
     # ---- requests in batches
 
@@ -123,9 +121,8 @@ class Servers:
         try:
             found = await answer
         except asyncio.CancelledError:
-            batch = self._next_batch(url)
-            if batch.begin.pop(name, None) is None:
-                batch.abort.append(name)
+            if self._next_batch(url).begin.pop(name, None) is None:
+                self._next_batch(url).abort.append(name)
             raise
         if "error" in found:
             await self.request(url, "GET", "/health")

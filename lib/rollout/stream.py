@@ -1,10 +1,12 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import compress
 from pathlib import Path
-from typing import Any, cast
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,21 +15,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lib import InputError
 from lib.args import Sizes
 from lib.cli.user_code import load_object
-from lib.data import ROW, PromptLoader, balance_groups, exchange_groups
+from lib.data import ROW, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
-from lib.rollout.async_rollouts import AsyncRollouts, Order, staleness_metrics
+from lib.rollout.async_rollouts import AsyncRollouts, Order, gather_groups, own_groups, staleness_metrics
 from lib.rollout.engine import RolloutEngine, SteppedEngine, request_seeds
-from lib.rollout.hf_engine import HFEngine
-from lib.rollout.managed_servers import ManagedServers, order_servers
 from lib.rollout.replay import NoRecorder
-from lib.rollout.server_engine import ServerEngine
-from lib.rollout.vllm_engine import VLLMEngine, check_vllm_kwargs
 from lib.rollout.weight_sync import image_probe, sync_weights
 from lib.sampling import Sampling
 
-ENGINES: dict[str, type] = {"hf": HFEngine, "vllm": VLLMEngine}
+if TYPE_CHECKING:
+    from lib.rollout.managed_servers import ManagedServers
+    from lib.rollout.server_engine import ServerEngine
+
+ENGINES: dict[str, str] = {
+    "hf": "lib.rollout.hf_engine:HFEngine",
+    "vllm": "lib.rollout.vllm_engine:VLLMEngine",
+    "://": "lib.rollout.server_engine:ServerEngine",  # for any URL
+}
 
 
 def make_engine(
@@ -43,7 +49,7 @@ def make_engine(
     processor: ProcessorMixin | None = None,
     max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
-    own: ManagedServers | None = None,
+    own: "ManagedServers | None" = None,
 ) -> RolloutEngine:
     """The engine called `name` (engine_class; several URLs have commas between).
 
@@ -55,28 +61,29 @@ def make_engine(
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
-    settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype}
-    started = {"gpu_memory": gpu_memory, "ranks": ranks, "processor": processor, "max_images": max_images}
-    started["more"] = vllm_kwargs or {}
+    settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype, "gpu_memory": gpu_memory}
+    settings |= {"ranks": ranks, "processor": processor, "max_images": max_images, "more": vllm_kwargs or {}}
     if own is not None:
-        order_servers(own, model, tokenizer, **settings, **started)
+        from lib.rollout.managed_servers import order_servers
+
+        order_servers(own, model, tokenizer, **settings)
         name = ",".join(own.urls())
     make = engine_class(name)
-    engine: RolloutEngine
-    if make is ServerEngine:
-        engine = ServerEngine(name, model, tokenizer, **settings, images=probe is not None, own=own)
+    if "://" in name:
+        engine = make(name, model, tokenizer, **settings, own=own)
     else:
-        engine = make(model, tokenizer, **settings, **started)
+        engine = make(model, tokenizer, **settings)
     engine.image_probe = probe
     return engine
 
 
 def engine_class(name: str) -> Any:
-    """The class of --rollout-engine: one of ENGINES, that of servers for URLs, or a class in path/to/file.py:Class.
+    """The class of --rollout-engine: one of ENGINES, or a class in path/to/file.py:Class.
 
     Raises InputError if there is none, or if a class of the user lacks a method."""
-    if name in ENGINES or "://" in name:
-        return ENGINES.get(name, ServerEngine)
+    kind = "://" if "://" in name else name
+    if kind in ENGINES:
+        return resolve_name(ENGINES[kind])
     engine: Any = load_object("--rollout-engine", name)
     if RolloutEngine not in getattr(engine, "__mro__", ()):
         raise InputError(f"--rollout-engine {name}: must be a class that inherits lib.rollout.RolloutEngine")
@@ -104,59 +111,52 @@ def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None)
         try:
             from vllm import EngineArgs
         except ImportError as error:
-            raise InputError(
-                f"--rollout-engine vllm: vLLM cannot be imported ({error}); use --rollout-engine hf"
-            ) from error
-        check_vllm_kwargs(vllm_kwargs or {}, [field.name for field in fields(EngineArgs)])
+            why = f"vLLM cannot be imported ({error})"
+            raise InputError(f"--rollout-engine vllm: {why}; use --rollout-engine hf") from error
+        from lib.rollout.vllm_engine import check_vllm_kwargs
+
+        check_vllm_kwargs(vllm_kwargs or {}, [setting.name for setting in fields(EngineArgs)])
 
 
+@dataclass(eq=False)
 class Rollouts:
     """Samples with `sampler`, which is the engine or lib/agent's episodes. Seeds and uids count prompts over all ranks:
-    a run samples the same on any number of ranks.
+    a run samples the same on any number of ranks."""
 
-    steps: those still to come. sync_tolerance: in nats, see sync_weights.
-    """
+    engine: RolloutEngine
+    sampler: Any
+    loader: Any  # a PromptLoader, or None with --val-only
+    sampling: Sampling
+    world: World
+    sizes: Sizes
+    seed: int
+    steps: range  # still to come
+    async_level: int
+    async_order: Order
+    sync_tolerance: float  # nats, see sync_weights
+    recorder: NoRecorder
+    prompts: DataProto = field(default_factory=DataProto)  # of the last batch, this rank's
+    _prompts: Iterator | None = None
+    _async: AsyncRollouts | None = None
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        sampler: Any,
-        loader: PromptLoader | None,
-        sampling: Sampling,
-        *,
-        world: World,
-        sizes: Sizes,
-        seed: int,
-        steps: range,
-        async_level: int,
-        async_order: Order,
-        sync_tolerance: float,
-        recorder: NoRecorder,
-    ):
-        self.engine, self.sampler, self.loader, self.sampling = engine, sampler, loader, sampling
-        self.world, self.sizes, self.seed, self.async_level = world, sizes, seed, async_level
-        self.sync_tolerance, self.steps, self.recorder = sync_tolerance, steps, recorder
-        self.prompts = DataProto()
-        """of the last batch, this rank's"""
-        self._prompts: Iterator | None = None
-        self._steps = iter(steps)
-        self._async: AsyncRollouts | None = None
-        if async_level and not recorder.replays:
-            assert engine.asynchronous
+    def __post_init__(self):
+        self._steps = iter(self.steps)
+        if self.async_level and not self.recorder.replays:
+            assert self.engine.asynchronous
             self._async = AsyncRollouts(
-                cast(ServerEngine, engine),
-                sampler,
+                cast("ServerEngine", self.engine),
+                self.sampler,
                 lambda number: self._batch_of(number, 0)[1:],
-                sampling,
-                level=async_level,
-                order=async_order,
-                groups=sizes.local_prompts,
-                group_size=sizes.group_size,
-                last_started=steps.start - 1,
+                self.sampling,
+                level=self.async_level,
+                order=self.async_order,
+                groups=self.sizes.local_prompts,
+                group_size=self.sizes.group_size,
+                last_started=self.steps.start - 1,
             )
         # the prompts of such a step are known from the record alone
-        any_order = async_order == "finished" or (loader is not None and loader.needs_scores)
-        self._replays_any_order = bool(async_level) and recorder.replays and any_order
+        any_order = self.async_order == "finished" or (self.loader is not None and self.loader.needs_scores)
+        self._replays_any_order = bool(self.async_level) and self.recorder.replays and any_order
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
@@ -196,9 +196,7 @@ class Rollouts:
             return batch
         return self._sampled(rows, self.sampling, seeds)
 
-    def generate(
-        self, prompts: DataProto, sampling: Sampling, step: int, numbers: list[int] | None = None
-    ) -> DataProto:
+    def generate(self, prompts: DataProto, sampling: Sampling, step: int, numbers=None) -> DataProto:
         """One response to each prompt. step: -1 for validation. numbers: the prompts' numbers, counted over all ranks;
         None: those of a training step."""
         return self._sampled(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
@@ -212,25 +210,18 @@ class Rollouts:
     def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
         """(batch, *others, metrics), after ranks have exchanged groups so that all have about as much to compute.
         others: batches with one row per group, or group_size rows."""
-        plan, metrics = balance_groups(
-            batch,
-            actor.module,
-            self.sizes.group_size,
-            self.sizes.num_mini_batches,
-            share_prompts=actor.module.share_prompts,
-        )
+        model, sizes = actor.module, self.sizes
+        shared = model.share_prompts
+        plan, metrics = balance_groups(batch, model, sizes.group_size, sizes.num_mini_batches, share_prompts=shared)
         return *(exchange_groups(part, plan) for part in (batch, *others)), metrics
 
     def all_gather(self, batch: DataProto) -> DataProto:
         """The rows of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
-        size, group_size = self.world.size, self.sizes.group_size
-        by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
-        return batch.all_gather()[by_number]
+        return gather_groups(batch, self.sizes.group_size)
 
     def own_rows(self, whole: DataProto) -> DataProto:
         """This rank's groups, out of the rows of all ranks."""
-        groups = np.arange(len(whole)).reshape(-1, self.sizes.group_size)
-        return whole[groups[self.world.rank :: self.world.size].ravel()]
+        return whole[own_groups(whole, self.sizes.group_size).ravel()]
 
     def record_scores(self, batch: DataProto) -> None:
         """Records how responses to the loader's prompts scored, for --prompt-sampling. A collective."""
@@ -238,8 +229,7 @@ class Rollouts:
             scored = batch.batch["response_mask"].any(1).tolist()
             total = batch.batch["token_level_scores"].sum(1, keepdim=True)
             scores = batch.batch.get("reward_components", total).tolist()
-            rows = zip(batch.non_tensor_batch[ROW], scores, scored)
-            known = [(row, score) for row, score, is_known in rows if is_known]
+            known = list(compress(zip(batch.non_tensor_batch[ROW], scores), scored))
             self.loader.record_scores(*zip(*known, strict=True) if known else ((), ()))
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
@@ -271,10 +261,8 @@ class Rollouts:
         if self._async is not None:
             self._async.load_state_dict(state)
         elif "in_flight" in state and not self.recorder.replays:
-            raise InputError(
-                f"resume: the checkpoint has {len(state['in_flight'])} in-flight responses, which would be lost "
-                "without --async-level: set it as before"
-            )
+            what = f"the checkpoint has {len(state['in_flight'])} in-flight responses"
+            raise InputError(f"resume: {what}, which would be lost without --async-level: set it as before")
 
     def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         return self.recorder.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
@@ -283,9 +271,8 @@ class Rollouts:
         """(prompts, the prompts repeated group_size times, seeds). first: the number of the batch's first prompt."""
         self._prompts = self._prompts or iter(self.loader)
         prompts = DataProto.from_single_dict(next(self._prompts)).to(self.world.device)
-        numbers = self._numbers(first)
+        numbers, group_size = self._numbers(first), self.sizes.group_size
         prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
-        group_size = self.sizes.group_size
         rows = [n * group_size + sample for n in numbers for sample in range(group_size)]
         return prompts, prompts.repeat(group_size, interleave=True), request_seeds(self.seed, step, rows)
 

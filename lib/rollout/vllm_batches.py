@@ -1,6 +1,5 @@
-"""Requests in batches: a route for vLLM's API server, whose own routes take a millisecond of CPU for each request.
-
-    python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --middleware lib.rollout.vllm_batches.Batches ...
+"""Requests in batches: a route for vLLM's API server (--middleware lib.rollout.vllm_batches.Batches), whose own routes
+take a millisecond of CPU for each request.
 
 POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [ids of earlier ones]}; settings by the
 names of SamplingParams. As soon as a request ends there is a line of JSON: [its id, the fields of Generated], or [its
@@ -32,22 +31,18 @@ class Batches:
         self.app, self.key = app, os.environ.get("VLLM_API_KEY")
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] == "lifespan" or self._may(scope):
-            await self._answer(scope, receive, send)
-        else:
-            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+        answer = self.app
+        if scope["type"] != "lifespan" and not self._may(scope):
+            answer = JSONResponse({"error": "Unauthorized"}, 401)
+        elif scope["type"] == "http" and scope["path"] == PATH:
+            order, engine = await Request(scope, receive).json(), scope["app"].state.engine_client
+            await engine.abort(order["abort"])
+            answer = StreamingResponse(_answers(engine, order["begin"]))
+        await answer(scope, receive, send)
 
     def _may(self, scope) -> bool:
         given = Headers(scope=scope).get("Authorization", "")
         return not self.key or secrets.compare_digest(given.encode(), f"Bearer {self.key}".encode())
-
-    async def _answer(self, scope, receive, send):
-        if scope["type"] != "http" or scope["path"] != PATH:
-            await self.app(scope, receive, send)
-            return
-        order, engine = await Request(scope, receive).json(), scope["app"].state.engine_client
-        await engine.abort(order["abort"])
-        await StreamingResponse(_answers(engine, order["begin"]))(scope, receive, send)
 
 
 async def _answers(engine: Any, requests: list[dict]) -> AsyncIterator[bytes]:

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, ProcessorMixin
 
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import compute_device, new_cpu_subgroup
+from lib.distributed import all_gather_lists, compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
 
-BY_FLAG = {
+BY_FLAG = {  # settings of vLLM: the flag that sets each
     "model": "--model",
     "tokenizer": "--model",
     "dtype": "--compute-dtype",
@@ -34,21 +34,9 @@ BY_FLAG = {
     "seed": "--seed",
     "limit_mm_per_prompt": "--max-images",
 }
-"""settings of vLLM: the flag that sets each"""
-FIXED = {
-    "load_format",
-    "generation_config",
-    "override_generation_config",
-    "logprobs_mode",
-    "weight_transfer_config",
-    "worker_extension_cls",
-    "distributed_executor_backend",
-    "enable_sleep_mode",
-    "data_parallel_size",
-    "pipeline_parallel_size",
-    "quantization",
-    "enable_lora",
-}
+FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
+FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
+FIXED += ["pipeline_parallel_size", "quantization", "enable_lora"]
 
 
 def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
@@ -63,24 +51,7 @@ def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
             raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
 
 
-def check_model(model: PreTrainedModel, ranks: int, processor: ProcessorMixin | None, on_gpu: bool) -> None:
-    """Raises InputError if the model cannot be split over this many ranks of vLLM, or if vLLM would compute its prompts
-    with images otherwise than training."""
-    heads = model.config.get_text_config().num_attention_heads
-    if heads % ranks:
-        raise InputError(
-            f"--rollout-tensor-parallel-size {ranks}: the model's {heads} attention heads must be a multiple of it"
-        )
-    if processor is not None and family_of(model.config).bidirectional and not on_gpu:
-        raise InputError(
-            "--rollout-engine vllm: the tokens of an image see each other in this model, in vLLM on a CPU only those "
-            "before: take hf"
-        )
-
-
-def save_files(
-    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None
-) -> None:
+def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: ProcessorMixin | None) -> None:
     """The folder from which a vLLM engine starts: all but weights."""
     config = copy.deepcopy(model.config)
     # vLLM asks the language part, transformers the whole. A head that is not tied there has weights that no sync gives
@@ -92,10 +63,20 @@ def save_files(
 
 
 def engine_settings(
-    max_length: int, dtype: torch.dtype, ranks: int, gpu_memory: float, on_gpu: bool, max_images: int
+    model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, processor=None, max_images=0
 ) -> dict[str, Any]:
-    """What every vLLM engine of a run is started with, by the names of EngineArgs, from a folder without weights.
-    max_images: of a prompt; 0 for a text model."""
+    """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
+
+    Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
+    otherwise than training."""
+    on_gpu = compute_device(model).type == "cuda"
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % ranks:
+        why = f"the model's {heads} attention heads must be a multiple of it"
+        raise InputError(f"--rollout-tensor-parallel-size {ranks}: {why}")
+    if processor is not None and family_of(model.config).bidirectional and not on_gpu:
+        why = "the tokens of an image see each other in this model, in vLLM on a CPU only those before"
+        raise InputError(f"--rollout-engine vllm: {why}: take hf")
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": str(dtype).removeprefix("torch."),
@@ -110,72 +91,44 @@ def engine_settings(
         settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
     if on_gpu:
         return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": 256}
+    settings["max_num_seqs"] = 512  # a step of a tiny model costs the scheduler's time, not that of its rows
     # seeded requests and chunked prefill crash on a CPU
-    settings |= {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
-    # instead of 256: a step of a tiny model costs the scheduler's time, not that of its rows
-    return settings | {"max_num_seqs": 512}
+    return settings | {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
 
 
 class VLLMEngine(SteppedEngine):
     """A vLLM engine inside this process, on CPU or GPU. It takes weights in memory.
 
-    The engine starts with dummy weights, from a folder that holds only config and tokenizer. All weights come from the
-    trainer, so a generate before the first load_weights is refused.
+    It starts with dummy weights, from a folder that holds only config and tokenizer. A generate before the first
+    load_weights is refused.
 
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
     the same requests in the same order on all of them. So generate, step and the end of a session are collectives of
-    these ranks.
+    these ranks. vLLM encodes an image once for all prompts that have it.
 
-    processor: of a vision model, whose prompts have at most max_images images. vLLM encodes an image once for all
-    prompts that have it.
-
-    more: further settings of vLLM, which check_vllm_kwargs has seen.
-
-    Raises:
-        InputError: the model's attention heads cannot be split over the ranks, or vLLM refuses a setting.
+    more: further settings of vLLM, which check_vllm_kwargs has seen. start: of engine_settings. Raises InputError as
+    engine_settings, or if vLLM refuses a setting.
     """
 
     takes_images = True
     long_steps = False  # a step is one token; requests come and go at each step
 
     def __init__(
-        self,
-        model,
-        tokenizer,
-        *,
-        folder: Path,
-        max_length: int,
-        dtype: torch.dtype,
-        gpu_memory: float,
-        ranks: int = 1,
-        processor: ProcessorMixin | None = None,
-        max_images: int = 0,
-        more: Mapping[str, Any] | None = None,
+        self, model, tokenizer, *, folder: Path, dtype: torch.dtype, ranks=1, processor=None, more=None, **start: Any
     ):
         on_gpu = compute_device(model).type == "cuda"
-        check_model(model, ranks, processor, on_gpu)
+        settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if not on_gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            _prepare_for_cpu()
         import vllm
 
         from lib.rollout import vllm_weights  # noqa: F401  the import registers the backend
 
-        if not on_gpu:  # uncompiled: this saves a C++ compilation of many seconds at the first generate
-            import vllm.v1.sample.sampler as sampler
-
-            counter = sampler.batched_count_greater_than
-            sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
-            # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s
-            # import, makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
-            if llvm := sys.modules.get("llvmlite.binding.ffi"):
-                llvm.lib._fntab["__dict__"] = {}
         if is_first_on_node():  # nodes may not share the disk
             save_files(folder, model, tokenizer, processor)
         dist.barrier()
-        settings = engine_settings(max_length, dtype, ranks, gpu_memory, on_gpu, max_images)
         settings |= {"enable_sleep_mode": on_gpu, "weight_transfer_config": {"backend": "direct"}}
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
@@ -189,7 +142,7 @@ class VLLMEngine(SteppedEngine):
             raise InputError(f"--vllm-kwargs {json.dumps(dict(more))}: vLLM refuses them: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
         self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
-        self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), max_length
+        self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), start["max_length"]
         self.shared = ranks > 1
         self._ranks = new_cpu_subgroup(ranks) if self.shared else None
         self._place = dist.get_rank() % ranks
@@ -210,23 +163,19 @@ class VLLMEngine(SteppedEngine):
             raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
         self.llm.llm_engine.reset_encoder_cache()  # features of images, by the old weights
         self.version, self.checksum = version, stream.checksum
-        self.wake()
+        if self.can_sleep:
+            self.llm.wake_up(["kv_cache"])
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
-        if media:
-            check_expanded("vllm", media.ids, out.prompt_token_ids)
+        _check_images(out, media)
         return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
 
     def sleep(self) -> None:
-        """On a GPU, frees weights and KV cache. The next generate needs a load_weights first."""
+        """On a GPU, frees weights and KV cache."""
         if self.can_sleep:
             self.llm.sleep(level=2)
             self.version = self.checksum = None
-
-    def wake(self) -> None:
-        if self.can_sleep:
-            self.llm.wake_up(["kv_cache"])
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -244,9 +193,7 @@ class VLLMEngine(SteppedEngine):
                 while not self._step(leaving=True)[1]:  # other ranks of this engine may still have requests
                     pass
 
-    def submit(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, media: Media | None = None
-    ) -> None:
+    def submit(self, request_id: str, prompt_ids, sampling: Sampling, seed: int, media: Media | None = None) -> None:
         """Raises ValueError when the prompt is too long for the engine."""
         length = len(media.ids if media else prompt_ids)
         if length >= self.max_length:
@@ -283,22 +230,16 @@ class VLLMEngine(SteppedEngine):
 
     def _exchange(self, mine) -> list:
         """Gathers `mine` from the ranks of this engine, in their order."""
-        if not self.shared:
-            return [mine]
-        everyones = [None] * dist.get_world_size(self._ranks)
-        dist.all_gather_object(everyones, mine, group=self._ranks)
-        return everyones
+        return all_gather_lists([mine], self._ranks) if self.shared else [mine]
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
         media = media_of(prompts)
         mine = [_prompt(ids, own) for ids, own in zip(prompts.non_tensor_batch["raw_prompt_ids"], media)]
         everyones = self._exchange((mine, seeds))
         params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
         outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        own_outputs = outputs[before : before + len(prompts)]
-        rows = [_checked(out, own) for out, own in zip(own_outputs, media)]
+        rows = [_checked(out, own) for out, own in zip(outputs[before:], media)]
         return add_responses(prompts, rows, self.pad_token_id)
 
     def _params(self, max_tokens: int, **settings):
@@ -312,6 +253,19 @@ class VLLMEngine(SteppedEngine):
         self._check_weights()
         with torch.random.fork_rng():  # vLLM advances torch's global generator
             return self.llm.generate(prompts, params, use_tqdm=False)
+
+
+def _prepare_for_cpu() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    import vllm.v1.sample.sampler as sampler
+
+    counter = sampler.batched_count_greater_than  # uncompiled: saves a C++ compilation of many seconds
+    sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
+    # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s import,
+    # makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
+    if llvm := sys.modules.get("llvmlite.binding.ffi"):
+        llvm.lib._fntab["__dict__"] = {}
 
 
 @contextmanager
@@ -331,9 +285,13 @@ def _prompt(ids, media: Media | None) -> dict:
     return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": media.data} if media else {})
 
 
-def _checked(output, media: Media | None) -> Generated:
+def _check_images(output, media: Media | None) -> None:
     if media:
         check_expanded("vllm", media.ids, output.prompt_token_ids)
+
+
+def _checked(output, media: Media | None) -> Generated:
+    _check_images(output, media)
     return generated(output)
 
 
@@ -359,16 +317,9 @@ def generated(output) -> Generated:
 
 def vllm_settings(sampling: Sampling, seed: int) -> dict:
     """The settings of a request, by the names of SamplingParams and of a server's API."""
-    settings: dict[str, Any] = {
-        "max_tokens": sampling.max_response_length,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logprobs": 0,
-        "seed": seed,
-    }
+    same = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    settings: dict[str, Any] = {name: getattr(sampling, name) for name in same}
+    settings |= {"max_tokens": sampling.max_response_length, "logprobs": 0, "seed": seed}
     if sampling.stop:
         settings |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
     return settings

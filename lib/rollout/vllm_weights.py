@@ -2,10 +2,7 @@
 
 "direct": engine and trainer are one process, and the engine takes the trainer's tensors by reference. "broadcast": the
 workers of a server join a process group with the trainer's first rank and receive buckets of tensors. Both also work on
-a CPU; vLLM's own backends need CUDA.
-    python -m vllm.entrypoints.openai.api_server --host 127.0.0.1 \\
-        --worker-extension-cls lib.rollout.vllm_weights.WorkerExtension \\
-        --weight-transfer-config '{"backend": "broadcast"}' ...
+a CPU; vLLM's own backends need CUDA. docs/scaling.md has the server's flags.
 On a CPU two of vLLM's caches silently survive a reload: the packed copy of a tied output head, and the packed experts
 of a mixture of experts. Both are rebuilt here.
 """
@@ -47,21 +44,15 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
 
 
 @dataclass
-class DirectInitInfo(WeightTransferInitInfo):
-    pass
-
-
-@dataclass
 class DirectUpdateInfo(WeightTransferUpdateInfo):
     weights: Any = None  # yields (checkpoint name, tensor), and can be iterated again
 
 
 class DirectEngine(WeightTransferEngine):
-    init_info_cls = DirectInitInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = DirectUpdateInfo
 
-    def init_transfer_engine(self, init_info):
-        pass
+    def init_transfer_engine(self, init_info): ...
 
     def start_weight_update(self):
         if self.device.type == "cpu":
@@ -75,8 +66,7 @@ class DirectEngine(WeightTransferEngine):
         finalize_layerwise_reload(self.model, self.model_config)
         pack_linear_layers(self.model)
 
-    def shutdown(self):
-        pass
+    def shutdown(self): ...
 
 
 @dataclass

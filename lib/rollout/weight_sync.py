@@ -25,9 +25,7 @@ class WeightSyncError(RuntimeError):
     """The rollout engine does not hold the trainer's weights."""
 
 
-def sync_weights(
-    engine: RolloutEngine, model: PreTrainedModel, version: int, *, tolerance: float
-) -> Mapping[str, float]:
+def sync_weights(engine: RolloutEngine, model, version: int, *, tolerance: float) -> Mapping[str, float]:
     """Gives the engine the trainer's weights as `version`, unless it already has it, and checks them. A collective.
 
     An engine with takes_weights = False only gets the version.
@@ -36,9 +34,8 @@ def sync_weights(
     fixed probe text find weights that arrived but are not used (a stale tied head); for a vision model those of a text
     after an image, too (features that an engine kept from old weights, another image processor).
 
-    Raises:
-        InputError: a weight of the trainer is not finite, or a log-prob that it computes from them.
-        WeightSyncError: a check failed. The mean |log-prob difference| on the probe may be at most `tolerance`.
+    Raises InputError if a weight of the trainer, or a log-prob, is not finite; WeightSyncError if a check failed. The
+    mean |log-prob difference| on the probe may be at most `tolerance`.
     """
     if engine.version == version:
         return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
@@ -51,52 +48,40 @@ def sync_weights(
     engine.load_weights(model, version)
     expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype)
     if (engine.version, engine.checksum) != (version, expected):
-        raise WeightSyncError(
-            f"weight sync to version {version} failed: the engine holds version {engine.version} with checksum "
-            f"{engine.checksum}, the trainer has {expected}"
-        )
-    differences = {"on the probe": _text_difference(engine, model)}
+        held = f"the engine holds version {engine.version} with checksum {engine.checksum}"
+        raise WeightSyncError(f"weight sync to version {version} failed: {held}, the trainer has {expected}")
+    differences = {"on the probe": _probe_difference(engine, model, None)}
     if engine.image_probe is not None:
-        differences["on the probe with an image"] = _image_difference(engine, model, engine.image_probe)
+        differences["on the probe with an image"] = _probe_difference(engine, model, engine.image_probe)
     for where, (difference, finite) in differences.items():
         if not finite:
             raise InputError(f"the policy's log-probs are not finite {since}")
         if not difference <= tolerance:
-            raise WeightSyncError(
-                f"weight sync to version {version} failed: engine and trainer differ by {difference:.3g} nats {where} "
-                f"(allowed: {tolerance:g}); the engine got the weights and does not compute with them"
-            )
+            what = f"engine and trainer differ by {difference:.3g} nats {where} (allowed: {tolerance:g})"
+            why = "the engine got the weights and does not compute with them"
+            raise WeightSyncError(f"weight sync to version {version} failed: {what}; {why}")
     engine.verified = {"rollout/canary_logp_diff": max(difference for difference, _ in differences.values())}
     return engine.verified
 
 
-def _text_difference(engine: RolloutEngine, model: PreTrainedModel) -> tuple[float, bool]:
-    ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
-    row = torch.tensor([ids], device=compute_device(model))
-    tensors = {"input_ids": row, "position_ids": torch.arange(len(ids), device=row.device)[None]}
-    return _difference(engine.probe_log_probs(ids), model, DataProto.from_dict(tensors=tensors), len(ids) - 1)
-
-
-def _image_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe) -> tuple[float, bool]:
-    media, device = probe.media, compute_device(model)
-    tensors = {"input_ids": torch.tensor([media.ids]), "position_ids": media.positions[None]}
-    row = DataProto.from_dict(
-        tensors=tensors | {"multi_modal_hash": torch.tensor([media.hash])},
-        non_tensors={"multi_modal_inputs": [media.inputs]},
-    )
-    return _difference(engine.probe_log_probs(probe.raw_ids, media), model, row.to(device), probe.text)
-
-
 @torch.no_grad()
-def _difference(of_engine: torch.Tensor, model: PreTrainedModel, row: DataProto, n: int) -> tuple[float, bool]:
-    """(the mean |log-prob difference| over the last n tokens of a row, from the server that differs most; whether the
-    trainer's log-probs are finite).
-
-    of_engine: (..., tokens), what probe_log_probs gives."""
-    ids = row.batch["input_ids"]
-    row.batch["attention_mask"], row.batch["responses"] = torch.ones_like(ids), ids[:, -n:]
-    row.batch["response_mask"] = torch.ones_like(ids[:, -n:])
-    own = response_log_probs(model, row, 1.0)[0][0].float().cpu()
+def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> tuple[float, bool]:
+    """(the mean |log-prob difference| over the text of the probe, from the server that differs most; whether the
+    trainer's log-probs are finite). probe: None for a text of random tokens."""
+    if probe is None:
+        ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
+        tensors = {"input_ids": torch.tensor([ids]), "position_ids": torch.arange(len(ids))[None]}
+        of_engine, n, objects = engine.probe_log_probs(ids), len(ids) - 1, {}
+    else:
+        media = probe.media
+        tensors = {"input_ids": torch.tensor([media.ids]), "position_ids": media.positions[None]}
+        tensors["multi_modal_hash"] = torch.tensor([media.hash])
+        of_engine, n = engine.probe_log_probs(probe.raw_ids, media), probe.text
+        objects = {"multi_modal_inputs": [media.inputs]}
+    answer = tensors["input_ids"][:, -n:]
+    tensors |= {"attention_mask": torch.ones_like(tensors["input_ids"]), "responses": answer}
+    row = DataProto.from_dict(tensors=tensors | {"response_mask": torch.ones_like(answer)}, non_tensors=objects)
+    own = response_log_probs(model, row.to(compute_device(model)), 1.0)[0][0].float().cpu()
     return float((of_engine[..., -n:] - own).abs().mean(-1).max()), bool(own.isfinite().all())
 
 
@@ -144,9 +129,7 @@ def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
             pieces = math.prod(size for size, placement in sizes if not placement.is_replicate())
             shard = shard.to_local()
         total += pieces * _tensor_checksum(name, shard.to(dtype))
-    parts: list[int] = [0] * ranks
-    dist.all_gather_object(parts, total)
-    return sum(parts) // ranks % (1 << 64)
+    return sum(all_gather_lists([total])) // ranks % (1 << 64)
 
 
 def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:

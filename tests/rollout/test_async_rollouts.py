@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.data_proto import DataProto
-from lib.rollout import AsyncRollouts, Generated, Sampling, staleness_metrics
-from lib.rollout.server_engine import Response
+from lib.rollout import Generated, Sampling
+from lib.rollout.async_rollouts import AsyncRollouts, staleness_metrics
+from lib.rollout.engine import Response
 
 GROUP = 2
 

@@ -21,7 +21,8 @@ import grpo
 from lib import InputError
 from lib.cli.flags import parse_flags
 from lib.distributed import World, init_distributed
-from lib.rollout import ManagedServers, managed_servers, serve
+from lib.rollout import managed_servers
+from lib.rollout.managed_servers import ManagedServers, serve
 from tests.common import (
     ONE_NODE,
     ROOT,
@@ -291,7 +292,8 @@ PROBE = """
 import os, pathlib, signal, sys
 import httpx
 from lib.distributed import init_distributed, run
-from lib.rollout import ManagedServers, managed_servers, serve
+from lib.rollout import managed_servers
+from lib.rollout.managed_servers import ManagedServers, serve
 def main(folder):
     managed_servers.PROGRAM = [str(folder / "stand_in.py")]
     world = init_distributed(60, engine_ranks=1)

@@ -38,9 +38,9 @@ from lib.rollout import (
     hf_engine,
     make_engine,
     request_seeds,
-    stop_token_ids,
     sync_weights,
 )
+from lib.rollout.engine import stop_token_ids
 from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
 from lib.rollout.server_engine import NEUTRAL
 from lib.rollout.vllm_engine import VLLMEngine

@@ -878,7 +878,7 @@ def test_images_need_a_route_that_a_server_may_not_have(engine_and_model, server
     url, (_, model) = server[0], engine_and_model
     settings = {"folder": tmp_path, "max_length": MAX_LENGTH, "dtype": torch.float32}
     with pytest.raises(InputError, match="start the server with --enable-scale-out"):
-        ServerEngine(url, model, load_tokenizer(TOY_MODEL), **settings, images=True)
+        ServerEngine(url, model, load_tokenizer(TOY_MODEL), **settings, processor=object())
 
 
 def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
