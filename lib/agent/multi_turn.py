@@ -14,10 +14,10 @@ import copy
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 import torch
@@ -28,8 +28,10 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction, load_interaction
+from lib.agent.metrics import FinishReason
 from lib.agent.parsers import get_tool_parser
 from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
+from lib.args import MultiTurnArgs
 from lib.data import SpecialTokenEscaper
 from lib.data.vision import Encoded, Media, Vision, media_hash
 from lib.sandbox import LARGEST_SCORE
@@ -47,48 +49,23 @@ class RequestState(Enum):
     FAILED = "failed"
 
 
-class FinishReason(Enum):
-    """What ended an episode. With the last two no token is trained on."""
-
-    STOP = "stop"  # a turn called no tool, or the interaction was over
-    LENGTH = "length"  # the row is full, or max_turn_tokens cut a turn that nobody answers
-    TOOL_CALL = "tool_call"  # the last allowed turn called a tool, which was not run
-    MAX_TURNS = "max_turns"  # the interaction would have gone on after the last allowed turn
-    ABORTED = "abort"  # episode_timeout, or the engine gave up
-    ERROR = "error"  # an exception
-
-
 @dataclass(frozen=True)
 class MultiTurn:
     """What an episode may do. Tools answer a turn that calls them. The interaction, if any, answers other turns.
 
-    Raises InputError for impossible limits and for a chat template that cannot show a tool's output.
+    Raises InputError for a chat template that cannot show a tool's output.
     """
 
     tokenizer: PreTrainedTokenizerBase
     tools: dict[str, BaseTool] = field(default_factory=dict)
     parse: Callable[[str], list[ToolCall]] = lambda text: []  # what get_tool_parser returns
     interaction: Callable[[], BaseInteraction] | None = None  # makes that of an episode
-    max_turns: int = 8  # turns of the policy
-    max_tool_calls: int = 4  # per turn; further calls are answered with an error. Calls run one after the other
-    max_turn_tokens: int | None = None  # None: what is left of the row
-    max_tool_output: int = 2000  # characters of an answer, of the interaction as well
-    truncate: Literal["left", "middle", "right"] = "middle"  # where a longer output is cut
-    tool_timeout: float = 30.0  # seconds, for every call of a tool or an interaction
-    episode_timeout: float | None = None  # seconds; an episode that takes longer is not trained on
-    reward_coef: float = 1.0  # weight of the rewards of tools and interaction, added to the scorer's
+    limits: MultiTurnArgs = field(default_factory=MultiTurnArgs)  # its tools, parser and interaction are not read
     chat_template_kwargs: dict = field(default_factory=dict)  # those of the data set
     max_prompt_length: int | None = None  # that of the data set, which may cut longer prompts; None: it cuts none
     vision: Vision | None = None  # that of the data set; None for a text model
 
     def __post_init__(self):
-        for name in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tool_output", "tool_timeout"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise InputError(f"--multi-turn.{name} {value}: must be above 0")
-        if not abs(self.reward_coef) <= 1e4:
-            raise InputError(f"--multi-turn.reward-coef {self.reward_coef}: must be at least -10000 and at most 10000")
-        if self.truncate not in ("left", "middle", "right"):
-            raise InputError(f"--multi-turn.truncate {self.truncate}: choose left, middle or right")
         if self.image_tools and not (self.vision and self.vision.takes_later_images):
             takes = "takes none after its prompt" if self.vision else "takes none"
             raise InputError(f"--multi-turn.tools {self.image_tools[0]}: returns images; this --model {takes}")
@@ -126,7 +103,7 @@ class MultiTurn:
 
     def answer(self, text: str) -> str:
         """The text of a tool's error or of the interaction, for the model."""
-        return readable(text, self.max_tool_output, self.truncate)
+        return readable(text, self.limits.max_tool_output, self.limits.truncate)
 
     def escaped(self, text: str) -> str:
         """The text of a tool or user, changed so that none of it becomes a special token and ends its message."""
@@ -148,36 +125,19 @@ class MultiTurn:
 
 
 def load_multi_turn(
-    settings: dict,
+    args: MultiTurnArgs,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: dict,
     max_prompt_length: int,
     vision: Vision | None = None,
-) -> MultiTurn | None:
-    """Makes MultiTurn from the --multi-turn settings; None if there are none. "tools": specs for load_tools; "parser":
-    a name for get_tool_parser, or auto; "interaction": a spec for load_interaction. All other keys are fields of
-    MultiTurn.
-
-    Raises InputError: an unknown key, or what these functions raise.
-    """
-    if not settings:
-        return None
-    ours = {"tokenizer", "parse", "chat_template_kwargs", "max_prompt_length", "vision"}
-    known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
-    if unknown := settings.keys() - known:
-        raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+) -> MultiTurn:
+    """Raises InputError: what load_tools, get_tool_parser and load_interaction raise."""
     # where episodes have a thread, a data set's truncation would cut their text
     tokenizer, vision = copy.deepcopy((tokenizer, vision))
-    limits = {name: value for name, value in settings.items() if name not in ("tools", "parser", "interaction")}
-    tools, interaction = load_tools(tuple(settings.get("tools", ()))), settings.get("interaction")
-    if not (tools or interaction):
-        raise InputError("--multi-turn without tools and without an interaction: name one, or drop the flag")
-    if tools:
-        limits["parse"] = get_tool_parser(settings.get("parser", "auto"), tokenizer, tools)
-    if interaction:
-        limits["interaction"] = load_interaction(interaction)
-    limits |= {"chat_template_kwargs": chat_template_kwargs, "max_prompt_length": max_prompt_length, "vision": vision}
-    return MultiTurn(tokenizer, tools, **limits)
+    tools = load_tools(args.tools)
+    parse = get_tool_parser(args.parser, tokenizer, tools) if tools else lambda text: []
+    interaction = load_interaction(args.interaction) if args.interaction else None
+    return MultiTurn(tokenizer, tools, parse, interaction, args, chat_template_kwargs, max_prompt_length, vision)
 
 
 @dataclass
@@ -190,7 +150,6 @@ class AsyncRolloutRequest:
     prompt_ids: list[int]
     raw_context: list[int]  # as `context`, with one placeholder for each image: what an engine is given
     positions: torch.Tensor  # (n,), or with mrope (4, n): those of `context`
-    tool_schemas: list[dict]
     tools_kwargs: dict
     interaction_kwargs: dict
     seed: int

@@ -23,13 +23,13 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lib import InputError
+from lib.args import MultiTurnArgs
 from lib.cli.secrets import redact
 from lib.sandbox import LARGEST_SCORE
 
 LARGEST_METRIC = 1e30
 MOST_SHOWN = 4000  # characters of an error
 SHOWN: set[tuple] = set()  # kinds of errors that were shown: their types and places
-ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")
 
 # ---- what a tool is ------------------------------------------------------------------------------
 
@@ -286,22 +286,16 @@ async def _checked_arguments(tool: BaseTool, arguments: dict, timeout_s: float) 
 async def run_tool_call(
     tools: dict[str, BaseTool],
     call: ToolCall,
-    instance_ids: dict[str, str],
-    timeout_s: float,
-    max_output_chars: int,
-    truncate: str = "middle",
+    instance_id: str,
+    limits: MultiTurnArgs,
     tools_kwargs: dict | None = None,
 ) -> ToolResult:
-    """Runs a call and returns the answer for the model. Whatever the model or the tool does, it does not raise.
-
-    instance_ids: by the tool's name; tools_kwargs: the row's. truncate: where an output of more than max_output_chars
-    is cut: left, middle or right. The mark in place of the cut text is not counted.
-    """
+    """Runs a call and returns the answer for the model. Whatever the model or the tool does, it does not raise."""
 
     async def execute():
         kwargs = ((tools_kwargs or {}).get(call.name) or {}).get("execute_kwargs") or {}
         tool = tools[call.name]
-        value = await _call(tool.execute, instance_ids[call.name], dict(call.arguments), **kwargs)
+        value = await _call(tool.execute, instance_id, dict(call.arguments), **kwargs)
         return _checked(value, tool.returns_images)
 
     value = None
@@ -309,10 +303,10 @@ async def run_tool_call(
         kind, message = "malformed", f"the tool call is malformed: {call.error}"
     elif call.name not in tools:
         kind, message = "unknown_tool", f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
-    elif problem := await _checked_arguments(tools[call.name], call.arguments, timeout_s):
+    elif problem := await _checked_arguments(tools[call.name], call.arguments, limits.tool_timeout):
         kind, message = "wrong_arguments", f"wrong arguments for {call.name}: {problem}"
     else:
-        value, kind, message = await attempt(execute, timeout_s=timeout_s)
+        value, kind, message = await attempt(execute, timeout_s=limits.tool_timeout)
     result = ToolResult(f"Error: {message}", error_kind=kind) if kind else value
-    result.text = readable(result.text, max_output_chars, truncate)
+    result.text = readable(result.text, limits.max_tool_output, limits.truncate)
     return result

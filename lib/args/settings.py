@@ -10,38 +10,15 @@ from lib.cli.flags import Names, OnReplay, non_default
 
 FILES, AS_RECORDED = Names.FILES, OnReplay.AS_RECORDED
 AdvEstimator = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "maxrl",
-    "grpo_passk",
-    "grpo_leave_one_out",
-    "grpo_batch_std",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "gdpo",
-    "optimal_token_baseline",
+    "grpo", "dr_grpo", "rloo", "opo", "gpg", "maxrl", "grpo_passk", "grpo_leave_one_out", "grpo_batch_std",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline",
     "tir_optimal_token_baseline",
-]
+]  # fmt: skip
 """names in lib/core_algos/advantages.py"""
 PolicyLoss = Literal[
-    "vanilla",
-    "gspo",
-    "cispo",
-    "geo_mean",
-    "sapo",
-    "gpg",
-    "reinforce",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "two_sided",
-    "decoupled",
-    "clip_cov",
-    "kl_cov",
-]
+    "vanilla", "gspo", "cispo", "geo_mean", "sapo", "gpg", "reinforce", "dppo_tv", "dppo_kl", "dro", "two_sided",
+    "decoupled", "clip_cov", "kl_cov",
+]  # fmt: skip
 """names in lib/core_algos/policy_losses.py"""
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"]
@@ -150,17 +127,15 @@ class TokenMaskArgs:
 
     def settings(self, loss: str) -> dict[str, dict]:
         """{mask: its keyword arguments}, as compute_token_masks takes them, for this policy loss."""
-        of_names = {"top_entropy": "fraction", "m2po": "threshold", "off_policy_sequence": "delta"}
-        masks = {
-            name: {keyword: value} for name, keyword in of_names.items() if (value := getattr(self, name)) is not None
-        }
-        covs: dict[str, dict] = {
+        masks: dict[str, dict] = {
+            "top_entropy": {"fraction": self.top_entropy},
+            "m2po": {"threshold": self.m2po},
+            "off_policy_sequence": {"delta": self.off_policy_sequence},
             "clip_cov": {"ratio": self.clip_cov_ratio, "cov": self.clip_cov_bounds},
             "kl_cov": {"ratio": self.kl_cov_ratio},
         }
-        if loss in covs:
-            masks[loss] = {keyword: value for keyword, value in covs[loss].items() if value is not None}
-        return masks
+        given = {mask: {name: v for name, v in kwargs.items() if v is not None} for mask, kwargs in masks.items()}
+        return {mask: kwargs for mask, kwargs in given.items() if mask == loss or (kwargs and not mask.endswith("_cov"))}
 
 
 @dataclass
