@@ -135,7 +135,9 @@ class TokenMaskArgs:
             "kl_cov": {"ratio": self.kl_cov_ratio},
         }
         given = {mask: {name: v for name, v in kwargs.items() if v is not None} for mask, kwargs in masks.items()}
-        return {mask: kwargs for mask, kwargs in given.items() if mask == loss or (kwargs and not mask.endswith("_cov"))}
+        return {
+            mask: kwargs for mask, kwargs in given.items() if mask == loss or (kwargs and not mask.endswith("_cov"))
+        }
 
 
 @dataclass

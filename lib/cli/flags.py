@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, get_type_h
 import tyro
 import yaml
 from annotated_types import Ge, Gt, Interval, Le, Lt
+from tyro.conf import OmitArgPrefixes, configure
 
 from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.process import end_at_ctrl_c, guard_output
@@ -50,6 +51,9 @@ WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 @dataclass
 class Group:
     """Flags without a prefix. `check` raises InputError for values that make no sense."""
+
+    def __init_subclass__(cls):
+        configure(OmitArgPrefixes)(cls)
 
     def check(self) -> None:
         pass
