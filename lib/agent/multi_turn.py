@@ -334,9 +334,8 @@ def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_i
     # the content is the longest beginning without which the turn has the same calls
     start = bisect_left(range(1, len(turn)), True, key=lambda i: parse(turn[i:]) != calls)
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-    tool_calls = [
-        {"id": call_id(first_id + i), "type": "function", "function": function} for i, function in enumerate(functions)
-    ]
+    numbered = enumerate(functions, first_id)
+    tool_calls = [{"id": call_id(i), "type": "function", "function": function} for i, function in numbered]
     return {"role": "assistant", "content": turn[:start].rstrip(), "tool_calls": tool_calls}
 
 
@@ -346,10 +345,8 @@ def content_of(text: str, images: list[Image]) -> str | list[dict]:
 
 
 def _in_parts(message: dict) -> dict:
-    content = message.get("content")
-    return (
-        message | {"content": [{"type": "text", "text": content}]} if content and isinstance(content, str) else message
-    )
+    text = message.get("content")
+    return message | {"content": [{"type": "text", "text": text}]} if text and isinstance(text, str) else message
 
 
 def call_id(number: int) -> str:
@@ -358,11 +355,9 @@ def call_id(number: int) -> str:
 
 def check_template(settings: MultiTurn) -> None:
     """Raises InputError unless the template shows the answers to a turn, and its text can be encoded piece by piece."""
-    name, end = getattr(settings.tokenizer, "name_or_path", ""), None
+    name, end = f"tokenizer {getattr(settings.tokenizer, 'name_or_path', '')}", None
     question = {"role": "user", "content": "6*7?"}
-    pairs: list[tuple[dict, dict]] = [
-        ({"role": "assistant", "content": "6*7=42"}, {"role": "user", "content": "4 or 2?"})
-    ]
+    pairs: list[tuple[dict, dict]] = [({"role": "assistant", "content": "6*7=42"}, question | {"content": "4 or 2?"})]
     for tool in list(settings.tools)[:1]:
         call = {"id": call_id(0), "type": "function", "function": {"name": tool, "arguments": {}}}
         answer = {"role": "tool", "name": tool, "tool_call_id": call_id(0), "content": "4 or 2?"}
@@ -372,17 +367,15 @@ def check_template(settings: MultiTurn) -> None:
         try:
             before, after = settings.render([question]), settings.render([question, turn, answer])
         except REFUSALS as error:
-            raise InputError(
-                f"tokenizer {name}: its chat template takes no {answer['role']} message: {error}"
-            ) from error
+            raise InputError(f"{name}: its chat template takes no {answer['role']} message: {error}") from error
         if answer["content"] not in after:
-            raise InputError(f"tokenizer {name}: its chat template leaves out a {answer['role']} message after a turn")
+            raise InputError(f"{name}: its chat template leaves out a {answer['role']} message after a turn")
         text = turn["content"] if end is None else after[len(before) :].partition(end)[0]
         rest = glue(settings, before, text, after)
         if rest is None:  # the template rewrites history: every turn is a segment, which is encoded as a whole
             return
         if settings.encode(before) + settings.encode(text) + settings.encode(rest) != settings.encode(after):
-            raise InputError(f"tokenizer {name}: a conversation encoded turn by turn has other tokens than the whole")
+            raise InputError(f"{name}: a conversation encoded turn by turn has other tokens than the whole")
         end = settings.tokenizer.decode(settings.encode(rest)[:1])
 
 

@@ -97,9 +97,8 @@ class FunctionTool(BaseTool):
         try:
             self.schema = get_json_schema(function)
         except (DocstringParsingException, TypeHintParsingException, NameError, ValueError) as error:
-            raise InputError(
-                f"tool {name}: give every parameter a type and a line under Args: in its docstring ({error})"
-            ) from error
+            advice = "give every parameter a type and a line under Args: in its docstring"
+            raise InputError(f"tool {name}: {advice} ({error})") from error
         self.schema["function"].pop("return", None)  # the model must not see that there is a reward
 
     def get_openai_tool_schema(self) -> dict:
@@ -206,9 +205,8 @@ def _checked(value, returns_images: bool) -> ToolResult:
         if not all(isinstance(image, Image.Image) for image in images):
             raise TypeError("the tool returned images that are not PIL images")
     if not isinstance(text, str | numbers.Number):
-        raise TypeError(
-            f"the tool returned a {type(text).__name__}; return a text, a number or (text, reward, metrics)"
-        )
+        kind = type(text).__name__
+        raise TypeError(f"the tool returned a {kind}; return a text, a number or (text, reward, metrics)")
     if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_SCORE:  # type: ignore[operator]
         raise ValueError(f"the tool returned the reward {reward!r}; use numbers up to {LARGEST_SCORE:g}")
     check_metrics(metrics, "the tool")
@@ -217,10 +215,8 @@ def _checked(value, returns_images: bool) -> ToolResult:
 
 def check_metrics(metrics: Any, whose: str) -> None:
     """Raises TypeError unless they can be added up and logged."""
-    if not isinstance(metrics, dict) or not all(
-        isinstance(number, numbers.Real) and abs(number) <= LARGEST_METRIC  # type: ignore[operator]
-        for number in metrics.values()
-    ):
+    values = metrics.values() if isinstance(metrics, dict) else [None]
+    if not all(isinstance(value, numbers.Real) and abs(value) <= LARGEST_METRIC for value in values):  # type: ignore[operator]
         raise TypeError(f"{whose}'s metrics are not a dict of finite numbers")
 
 

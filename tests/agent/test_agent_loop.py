@@ -618,9 +618,9 @@ def digits(text: str) -> list[ToolCall]:
     return [ToolCall("add", {"a": len(text), "b": 1})] if set("0123") & set(text) else []
 
 
-def random_play(engine, delay=0.0, template=TEMPLATE, n=12, T=300, **kwargs):
-    limits = MultiTurnArgs(max_turn_tokens=20, max_turns=5, **kwargs)
-    how = MultiTurn(tokenizer(template), {"add": Add(delay)}, digits, limits=limits)
+def random_play(engine, delay=0.0, template=TEMPLATE, interaction=None, n=12, T=300, **limits):
+    limits = MultiTurnArgs(max_turn_tokens=20, max_turns=5, **limits)
+    how = MultiTurn(tokenizer(template), {"add": Add(delay)}, digits, interaction, limits)
     prompts = prompts_of(how, n)
     return how, make_episodes(engine, how).generate(prompts, Sampling(T), request_seeds(1, 1, list(range(n))))
 
