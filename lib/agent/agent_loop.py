@@ -37,8 +37,6 @@ INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kw
 MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs")
 OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version")
 
-# ---- from prompts to requests, and from these to a batch -----------------------------------------
-
 
 class Episodes:
     """Samples episodes, with the interface by which an engine samples single turns."""
@@ -112,9 +110,6 @@ class Episodes:
         columns["agent_metrics"] = [dict(request.metrics) for request in requests]
         batch.non_tensor_batch |= DataProto.from_dict(non_tensors=columns).non_tensor_batch
         return batch
-
-
-# ---- all episodes of a batch, on an engine in this process ---------------------------------------
 
 
 class EngineRequests:
@@ -244,9 +239,6 @@ async def _report(requests: list[AsyncRolloutRequest]) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
         report_states(time.monotonic() - start, [request.state.value for request in requests])
-
-
-# ---- on servers ----------------------------------------------------------------------------------
 
 
 class EngineFailed(Exception):

@@ -36,8 +36,6 @@ GUARD = """exec 3<&0; exec "$@" < <(cat <&3; exec >&-; sleep $0; kill -KILL -$$)
 GRACE_S = 2
 SCHEMA_ERRORS = (TypeError, ValueError, KeyError, NotImplementedError, RecursionError, jsonschema.SchemaError)
 
-# ---- loading -------------------------------------------------------------------------------------
-
 
 def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     """The tools of --multi-turn.tools, by name. A spec is one of
@@ -102,8 +100,6 @@ def _line(error: BaseException) -> str:
     """What happened, in one line that is not too long."""
     return say(error).splitlines()[0][:300]
 
-
-# ---- built in: calculator, python, search, MCP ---------------------------------------------------
 
 OPERATORS: dict[type[ast.AST], Callable] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}

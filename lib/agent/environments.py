@@ -75,9 +75,6 @@ def given(kwargs: dict) -> dict:
     return {key: value for key, value in kwargs.items() if value is not None}
 
 
-# ---- OpenEnv -------------------------------------------------------------------------------------
-
-
 class Refused(Exception):
     """The environment does not take what it was sent."""
 
@@ -231,9 +228,6 @@ async def _get(url: str) -> bytes:
     return answer
 
 
-# ---- gymnasium -----------------------------------------------------------------------------------
-
-
 class Gym(SeededEnvironment):
     """An object with gymnasium's reset(seed=, options=), step(action) and close(), whose observations are texts.
 
@@ -283,9 +277,6 @@ def load_gym(spec: str) -> Callable[[], Gym]:
     except gymnasium.error.Error as error:
         raise InputError(f"--multi-turn.interaction {spec}: {error}") from error
     return partial(Gym, partial(gymnasium.make, name))
-
-
-# ---- verifiers -----------------------------------------------------------------------------------
 
 
 class Verifiers(BaseInteraction):

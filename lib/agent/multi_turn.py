@@ -248,9 +248,6 @@ class AsyncRolloutRequest:
         self.rewarded.append(len(self.token_ids) - 1)
 
 
-# ---- messages to tokens --------------------------------------------------------------------------
-
-
 def glue(settings: MultiTurn, before: str, turn: str, after: str) -> str | None:
     """If `after` is `before`, then the turn, then more text: that text, which begins with the turn's end token."""
     if not after.startswith(before):

@@ -31,8 +31,6 @@ LARGEST_METRIC = 1e30
 MOST_SHOWN = 4000  # characters of an error
 SHOWN: set[tuple] = set()  # kinds of errors that were shown: their types and places
 
-# ---- what a tool is ------------------------------------------------------------------------------
-
 
 @dataclass
 class ToolCall:
@@ -106,9 +104,6 @@ class FunctionTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs):
         return await _call(self.function, **{**parameters, **kwargs})
-
-
-# ---- calling: failures are caught, time is limited -----------------------------------------------
 
 
 def say(error: BaseException) -> str:

@@ -24,9 +24,6 @@ CLIP_COV = ("token_masks.clip_cov_ratio", "token_masks.clip_cov_bounds")
 WEIGHTS = ("rollout_correction.action", "rollout_correction.bounds", "rollout_correction.batch_normalize")
 SUM_NORM = "seq-mean-token-sum-norm"
 
-# ---- which flags depend on others ------------------------------------------------------------------
-
-
 # Not here: flags of what a run shows, saves and validates, whose switch is off on purpose. --loss-kwargs and
 # --adv-kwargs are checked against the parameters of the loss and the estimator (lib/core_algos/settings.py).
 CONDITIONS = (
@@ -63,9 +60,6 @@ CONDITIONS = (
     ReadIf(("kl_estimator", "kl_placement"), lambda a: a.kl_coef, "without --kl-coef"),
     ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "without --kl-target"),
 )
-
-
-# ---- combinations of flags -------------------------------------------------------------------------
 
 
 def check_common_flags(args: ScriptArgs) -> None:
@@ -188,9 +182,6 @@ def _check_parallel(args: ScriptArgs) -> None:
     wrong = [name for name, is_given in without_tensor_parallel.items() if is_given]
     if wrong and (size := args.shard.tensor_parallel_size) > 1:
         raise InputError(f"--tensor-parallel-size {size} does not work with {wrong[0]}")
-
-
-# ---- models and data that flags name ---------------------------------------------------------------
 
 
 def check_model_path(path: str, flag: str = "--model") -> None:

@@ -378,9 +378,6 @@ class RunArgs(Group):
             raise InputError(f"--profile-steps {late[0]}: the run has {self.total_steps} steps (--total-steps)")
 
 
-# ---- checks of one value ---------------------------------------------------------------------------
-
-
 def check_engine(name: str, ranks: int) -> None:
     """Raises InputError if there is no such engine or it cannot run here."""
     if ranks > 1 and name != "vllm":

@@ -16,10 +16,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, astuple, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, astuple, dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 import yaml
@@ -33,11 +33,7 @@ from lib.cli.secrets import secret_in
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    class CheckedArgs(DataclassInstance, Protocol):
-        def check(self) -> None: ...
-
-
-T = TypeVar("T", bound="CheckedArgs")
+T = TypeVar("T", bound="DataclassInstance")
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
 OF_ONE_START |= {"history", "start", "effective", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
@@ -91,9 +87,6 @@ class ReadIf(NamedTuple):
     """why the flag has no effect, for the message: with ..., without ..."""
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
 def read_flags(args_class: type[T], conditions: Sequence[ReadIf] = ()) -> T:
     """The Args of the command line. Checks every range, runs every group's `check`, then the `check` of Args itself.
 
@@ -125,9 +118,7 @@ def threads_of_environment() -> int:
     """OMP_NUM_THREADS, or 1. Raises InputError if it is no number of threads."""
     text = os.environ.get("OMP_NUM_THREADS", "1")
     if not re.fullmatch("[1-9][0-9]{0,2}", text):  # torch crashes where the system has no more threads
-        raise InputError(
-            f"OMP_NUM_THREADS={text[:20]}: give the number of threads of a process, such as 1, or unset it"
-        )
+        raise InputError(f"OMP_NUM_THREADS={text[:20]}: give a process's number of threads, such as 1, or unset it")
     return int(text)
 
 
@@ -223,9 +214,8 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--
         if name in values:
             raise InputError(f"{where}: {key.value} is there twice")
         if isinstance(inner, yaml.MappingNode) and flag in flags:
-            raise InputError(
-                f"{where}: {key.value} takes no mapping; if it takes JSON, write that as one text in quotes"
-            )
+            advice = "if it takes JSON, write that as one text in quotes"
+            raise InputError(f"{where}: {key.value} takes no mapping; {advice}")
         if flag in flags:
             values[name] = _values(inner, file, flags, flag)
         elif isinstance(inner, yaml.MappingNode) and any(other.startswith(f"{flag}.") for other in flags):
@@ -254,16 +244,9 @@ def _value(node: yaml.Node, where: str, default: Any) -> Any:
     return texts if isinstance(node, yaml.SequenceNode) else texts[0]
 
 
-# ---- walking over flags --------------------------------------------------------------------------
-
-
 def as_flag(name: str) -> str:
     """The flag of a field of Args."""
     return f"--{name.replace('_', '-')}"
-
-
-def groups_of(args: DataclassInstance) -> list[Group]:
-    return [value for field in fields(args) if isinstance(value := getattr(args, field.name), Group)]
 
 
 def walk(args: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, Any, tuple]]:
@@ -299,42 +282,27 @@ def marked(args: DataclassInstance, mark: Enum) -> set[str]:
 def changed_flags(args: DataclassInstance) -> dict[str, list]:
     """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
     The name of a setting has dots."""
-    required = {field.name: getattr(args, field.name) for field in fields(args) if _has_no_default(field)}
+    own = fields(args)
+    required = {f.name: getattr(args, f.name) for f in own if f.default is MISSING and f.default_factory is MISSING}
     defaults = {name: value for name, value, _ in walk(type(args)(**required)) if name not in required}
-    return {
-        name: [value, defaults[name]] if name in defaults else [value]
-        for name, value, _ in walk(args)
-        if name not in defaults or value != defaults[name]
-    }
-
-
-def _has_no_default(field: Field) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
+    changed = {name: value for name, value, _ in walk(args) if name not in defaults or value != defaults[name]}
+    return {name: [value, defaults[name]] if name in defaults else [value] for name, value in changed.items()}
 
 
 def non_default(settings: DataclassInstance) -> dict[str, Any]:
     """The settings that are not None, as keyword arguments."""
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    nested = {
-        name: non_default(value) if is_dataclass(value) and not isinstance(value, type) else value
-        for name, value in values.items()
-    }
-    return {name: value for name, value in nested.items() if value is not None and value != {}}
+    return asdict(settings, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None and v != {}})
 
 
-# ---- checks --------------------------------------------------------------------------------------
-
-
-def _check(args: CheckedArgs) -> None:
+def _check(args: Any) -> None:
     for name, value, marks in walk(args):
         if found := secret_in(value, as_flag(name)):  # the message does not repeat the value
-            raise InputError(
-                f"{found}; flags stand in config.json and logs: put it in the environment and name the variable "
-                "(docs/security.md)"
-            )
+            advice = "put it in the environment and name the variable (docs/security.md)"
+            raise InputError(f"{found}; flags stand in config.json and logs: {advice}")
         check_range(name, value, marks)
-    for group in groups_of(args):
-        group.check()
+    for value in vars(args).values():
+        if isinstance(value, Group):
+            value.check()
     args.check()
 
 
@@ -365,15 +333,16 @@ def check_range(name: str, value: Any, marks: tuple) -> None:
 
 def parse_json(name: str, text: str) -> dict:
     """The JSON object in `text`, the value of the field `name`. Raises InputError, also for NaN and infinity."""
+    flag = as_flag(name)
     try:
         settings = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError as error:
-        raise InputError(f"{as_flag(name)}: nested too deeply") from error
+        raise InputError(f"{flag}: nested too deeply") from error
     except ValueError as error:
-        raise InputError(f"{as_flag(name)} {text}: not JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise InputError(f'{as_flag(name)} {text}: give a JSON object, such as {{"name": 1}}')
-    return settings
+        raise InputError(f"{flag} {text}: not JSON ({error})") from error
+    if isinstance(settings, dict):
+        return settings
+    raise InputError(f'{flag} {text}: give a JSON object, such as {{"name": 1}}')
 
 
 def _finite(text: str) -> float:
