@@ -122,7 +122,7 @@ class Episode:
         name = f"{request.request_id}-{request.num_turns}"
         media = [request.media] if request.media else []
         sampled = await self.generate(name, [*request.raw_context], sampling, seed, *media)
-        request.append(sampled.token_ids, sampled.log_probs, sampled.weight_versions)
+        request.append(sampled.token_ids, sampled)
         request.num_turns += 1
         decode = partial(settings.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         at_string = sampling.stop and any(string in decode(sampled.token_ids) for string in sampling.stop)

@@ -34,6 +34,7 @@ from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
 from lib.args import MultiTurnArgs
 from lib.data import SpecialTokenEscaper
 from lib.data.vision import Encoded, Media, Vision, media_hash
+from lib.rollout import Generated
 from lib.sandbox import LARGEST_SCORE
 
 LONG_TEXT = 10_000  # characters that take milliseconds to encode
@@ -203,14 +204,18 @@ class AsyncRolloutRequest:
     def segments(self) -> list[tuple[int, int]]:
         return list(zip(self.starts, [*self.starts[1:], len(self.token_ids)]))
 
-    def append(
-        self, token_ids: list[int], log_probs: list[float] | None = None, weight_versions: list[int] | None = None
-    ) -> None:
-        """Appends tokens that the policy sampled or, without log_probs, text that it was given."""
-        highest = F.pad(self.positions, (1, 0), value=-1).amax(-1, keepdim=True)
-        following = highest + torch.arange(1, len(token_ids) + 1)
-        self.raw_context += token_ids
-        self._append(token_ids, following, log_probs, weight_versions)
+    def append(self, ids: list[int], sampled: Generated | None = None, positions: torch.Tensor | None = None) -> None:
+        """Appends tokens that the policy sampled or text that it was given. positions: None, without images."""
+        if positions is None:
+            highest = F.pad(self.positions, (1, 0), value=-1).amax(-1, keepdim=True)
+            positions = highest + torch.arange(1, len(ids) + 1)
+            self.raw_context += ids
+        self.positions = torch.cat([self.positions, positions], -1)
+        self.new_positions.append(positions)
+        self.token_ids += ids
+        self.response_mask += [int(sampled is not None)] * len(ids)
+        self.log_probs += [0.0] * len(ids) if sampled is None else sampled.log_probs
+        self.weight_versions += (sampled.weight_versions if sampled else None) or [-1] * len(ids)
 
     def append_images(self, encoded: Encoded, data: dict, vision: Vision) -> None:
         """Appends text with images that the policy was given. data: all images of the context, these among them."""
@@ -219,27 +224,13 @@ class AsyncRolloutRequest:
         self.hash = media_hash(self.inputs)
         self.raw_context += encoded.raw_ids
         positions = vision.positions(self.context + encoded.ids, self.inputs)
-        self._append(encoded.ids, positions[..., self.positions.shape[-1] :])
+        self.append(encoded.ids, positions=positions[..., self.positions.shape[-1] :])
 
     def begin_segment(self) -> None:
         """What is appended next has nothing before it."""
         self.starts.append(len(self.token_ids))
         self.raw_context, self.inputs = [], {}
         self.positions = self.positions[..., :0]
-
-    def _append(
-        self,
-        token_ids: list[int],
-        positions: torch.Tensor,
-        log_probs: list[float] | None = None,
-        weight_versions: list[int] | None = None,
-    ) -> None:
-        self.positions = torch.cat([self.positions, positions], -1)
-        self.new_positions.append(positions)
-        self.token_ids += token_ids
-        self.response_mask += [int(log_probs is not None)] * len(token_ids)
-        self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
-        self.weight_versions += weight_versions or [-1] * len(token_ids)
 
     def reward(self, value: float) -> None:
         if not abs(value) <= LARGEST_SCORE:

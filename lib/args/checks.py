@@ -29,20 +29,13 @@ SUM_NORM = "seq-mean-token-sum-norm"
 CONDITIONS = (
     ReadIf(("lora_alpha", "lora_target_modules"), lambda a: a.model.lora_rank, "without --lora-rank"),
     ReadIf(("freeze",), lambda a: not a.model.lora_rank, "with --lora-rank, which trains the adapters only"),
-    ReadIf(
-        ("truncation",),
-        lambda a: not a.data.filter_overlong_prompts or a.data.dataset_class,
-        "where --filter-overlong-prompts drops longer prompts",
-    ),
+    ReadIf(("truncation",), lambda a: a.data.may_truncate, "where --filter-overlong-prompts drops longer prompts"),
     ReadIf(("prompt_skip_after",), lambda a: a.data.prompt_sampling == "skip", "without --prompt-sampling skip"),
     ReadIf(("prompt_share",), lambda a: a.data.prompt_sampling != "uniform", "with --prompt-sampling uniform"),
     ReadIf(("shuffle",), lambda a: a.data.prompt_sampling != "variance", "with --prompt-sampling variance"),
     ReadIf(("gpu_memory_utilization",), lambda a: a.rollout.starts_vllm, "where this job starts no vLLM"),
-    ReadIf(
-        ("reward_weights",), lambda a: a.adv_estimator != "gdpo", "with --adv-estimator gdpo (--adv-kwargs has its)"
-    ),
+    ReadIf(("reward_weights", "reward_model_coef"), lambda a: a.adv_estimator != "gdpo", "with --adv-estimator gdpo"),
     ReadIf(("reward_model_coef",), lambda a: a.reward.reward_model, "without --reward-model"),
-    ReadIf(("reward_model_coef",), lambda a: a.adv_estimator != "gdpo", "with --adv-estimator gdpo"),
     ReadIf(("reward_timeout", "reward_memory"), lambda a: a.reward.reward_workers, "with --reward-workers 0"),
     ReadIf(("singleton",), lambda a: a.adv_estimator != "maxrl", "with --adv-estimator maxrl: it is always 0"),
     ReadIf(("singleton",), lambda a: a.adv_estimator != "reinforce_plus_plus", "with reinforce_plus_plus: no groups"),

@@ -129,6 +129,10 @@ class DataArgs(Group):
     prompt_share: Annotated[float, Interval(gt=0, le=1), ROWS] = 0.1
     """share of left out prompts that come nevertheless; with variance, of the draws that are uniform"""
 
+    @property
+    def may_truncate(self) -> bool:
+        return not self.filter_overlong_prompts or bool(self.dataset_class)
+
     def check(self) -> None:
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
         if self.min_pixels > self.max_pixels:
