@@ -81,10 +81,7 @@ class Episodes:
     def _as_batch(
         self, prompts: DataProto, requests: list[AsyncRolloutRequest], errors: list[BaseException | None]
     ) -> DataProto:
-        """The prompts with their episodes. errors: the exception that each raised, or None. A collective.
-
-        Raises InputError if all episodes failed.
-        """
+        """The prompts with their episodes. errors: what each raised. Raises InputError if all failed. A collective."""
         if all(error is not None for error in errors):
             raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with{story(errors[0])}")
         for request, error in zip(requests, errors):
@@ -113,9 +110,9 @@ class Episodes:
 
 
 class EngineRequests:
-    """The requests of all episodes to one engine. The engine's steps run in the event loop, between those of the tools:
-    a thread would cost vLLM 0.5 ms a step and an OpenMP thread pool of its own. But a long step runs in a thread, so
-    that the tools' timeouts go on. Requests that come meanwhile wait in `todo`."""
+    """The requests of all episodes to one engine. Its steps run in the event loop, because a thread would cost vLLM
+    0.5 ms a step and an OpenMP thread pool of its own. But a long step runs in a thread, so that the tools' timeouts go
+    on. Requests that come meanwhile wait in `todo`."""
 
     def __init__(self, engine: SteppedEngine):
         self.engine = engine

@@ -23,14 +23,10 @@ class FinishReason(Enum):
 def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     """This rank's metrics of a batch of episodes, for `reduce_metrics`; none for a batch of single turns.
 
-    - agent/turns_mean, tool_calls_mean, segments_mean: mean number per episode
-    - timing_s/tool_call: mean seconds of a call
-    - agent/tool_errors/<kind>: calls answered with an error, and failures of create, calc_reward and release; kinds are
-      ERROR_KINDS and too_many
-    - agent/finish/<reason>: the fraction of episodes that ended so
-    - agent/failed, agent/aborted: episodes that are not trained on
-    - agent/tool/<key>, agent/interaction/<key>: metrics that tools and interactions report, as a mean over the episodes
-      that have them. A tool's add up over its calls; an interaction's are those of the last turn
+    Means are per episode, but timing_s/tool_call is per call. agent/tool_errors/<kind> counts calls answered with an
+    error, and failures of create, calc_reward and release. agent/failed and agent/aborted are episodes that are not
+    trained on. agent/tool/<key> and agent/interaction/<key> are metrics that tools and interactions report, as a mean
+    over the episodes that have them: a tool's add up over its calls, an interaction's are those of the last turn.
     """
     rows, B = batch.non_tensor_batch, len(batch)
     if "agent_metrics" not in rows:

@@ -173,10 +173,7 @@ async def _outcome(function: Callable, args: tuple, kwargs: dict) -> tuple[Any, 
 
 async def attempt(function: Callable, /, *args, timeout_s: float, **kwargs) -> tuple[Any, str | None, str]:
     """(value, None, "") of `await function(*args, **kwargs)`, or (None, "exception" | "timeout", what happened).
-
-    Whatever the function does, this does not raise. For a tool's create, calc_reward and release, and an interaction's
-    methods.
-    """
+    Whatever the function does, this does not raise."""
     task = asyncio.ensure_future(_outcome(function, args, kwargs))
     try:
         await asyncio.wait({task}, timeout=timeout_s)  # wait_for would wait for a task that ignores its cancellation
@@ -216,11 +213,8 @@ def check_metrics(metrics: Any, whose: str) -> None:
 
 
 def readable(text: str, max_chars: int, truncate: str) -> str:
-    """At most max_chars of the text, with a mark where something was cut, and *** for keys and passwords of the
-    environment. Lone surrogates become U+FFFD.
-
-    truncate: where the text is cut (left, middle, right), as in lib/data/dataset.py.
-    """
+    """At most max_chars of the text, with a mark where it was cut (left, middle, right), and *** for keys and passwords
+    of the environment. Lone surrogates become U+FFFD."""
     text = redact(text)
     if (excess := len(text) - max_chars) > 0:
         head = {"left": 0, "middle": max_chars - max_chars // 2, "right": max_chars}[truncate]

@@ -65,9 +65,11 @@ def check_common_flags(args: ScriptArgs) -> None:
     _set_val_files(args)
     _check_sampling(args)
     _check_groups(args)
-    _check_replay(args)
     _check_kl(args)
     _check_parallel(args)
+    if args.validation.val_only and (args.run.record or args.run.replay):
+        flag = "--record" if args.run.record else "--replay"
+        raise InputError(f"{flag} is about training steps, and --val-only has none: drop one")
     if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction):
         raise InputError("--reward without a scorer: name one, or a --reward-model")
 
@@ -145,12 +147,6 @@ def _check_groups(args: ScriptArgs) -> None:
         raise InputError("--adv-kwargs.reward-weights 0: this reward trains nothing: drop it from --reward-keys")
 
 
-def _check_replay(args: ScriptArgs) -> None:
-    if args.validation.val_only and (args.run.record or args.run.replay):
-        flag = "--record" if args.run.record else "--replay"
-        raise InputError(f"{flag} is about training steps, and --val-only has none: drop one")
-
-
 def _check_kl(args: ScriptArgs) -> None:
     if args.kl_target is not None and not (args.kl_coef and args.kl_placement == "reward"):
         raise InputError("--kl-target steers the KL in the reward: it needs --kl-placement reward and a --kl-coef")
@@ -197,10 +193,11 @@ def check_model_path(path: str, flag: str = "--model") -> None:
 def check_source(source: str) -> None:
     """Raises InputError unless `source` is a file, a folder, or could be the id of a data set on the hub."""
     path = Path(source).expanduser()
-    if not path.exists() and (path.suffix in (".parquet", ".json", ".jsonl") or not HUB_ID.fullmatch(source)):
+    if path.exists():
+        return
+    if path.suffix in (".parquet", ".json", ".jsonl") or not HUB_ID.fullmatch(source):
         raise InputError(f"{path}: no such file; check the path, or write it with one of the scripts in data/")
-    if not path.exists():
-        check_hub(source)
+    check_hub(source)
 
 
 @cache

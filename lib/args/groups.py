@@ -35,8 +35,8 @@ class ModelArgs(Group):
     """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU;
     float16 has a loss scale, and is closer to the engine's log-probs where the model's values fit it"""
     attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
-    """packed_sdpa (lib/model/attention.py) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and
-    bfloat16; flash_attention_2 needs its package; with any other, rows are padded. auto: packed_sdpa (docs/gpu.md)"""
+    """packed_sdpa (auto) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and bfloat16;
+    flash_attention_2 needs its package; with any other, rows are padded (docs/gpu.md)"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the layers, for packed rows: the first steps take a minute longer"""
     padding_free: Annotated[bool, MAY_CHANGE] = True
@@ -48,8 +48,8 @@ class ModelArgs(Group):
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     lora_rank: Annotated[int, Ge(0)] = 0
-    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. vLLM
-    samples from W + dW; in bfloat16 this rounds small updates away, so --rollout-correction then has a default"""
+    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. With vLLM
+    in bfloat16, which rounds W + dW, --rollout-correction has a default"""
     lora_alpha: Annotated[float, Gt(0)] = 32.0
     """LoRA scale: the update of the adapters is multiplied by lora_alpha / lora_rank"""
     lora_target_modules: str = "all-linear"
@@ -163,8 +163,8 @@ class RolloutArgs(Group):
     """steps by which rollouts may be off-policy, on servers (--rollout-gpus or http://...); their weights are then
     up to this many steps old. Above 0, --rollout-correction has a default"""
     async_order: Literal["prompts", "finished"] = "prompts"
-    """with --async-level: a step trains on the groups that began first, or (from level 2 on) on those that are finished
-    first, which waits less and prefers short responses"""
+    """a step trains on the groups that began first, or (from --async-level 2 on) that are finished first: it waits
+    less and prefers short responses"""
     max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 16
     """maximum number of response tokens; with --multi-turn, of a whole episode"""
     temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
@@ -360,7 +360,13 @@ class RunArgs(Group):
     """traces show the memory in use; on a GPU each also has a snapshot with every allocation's stack"""
 
     def check(self) -> None:
-        check_run_name(self.run_name)
+        if "/" in self.run_name or self.run_name in (".", ".."):
+            why = "must be one folder's name; --output-dir says where that folder lies"
+            raise InputError(f"--run-name {self.run_name!r}: {why}")
+        if not self.run_name.isprintable():  # nor is half a surrogate pair, which Python makes of invalid UTF-8
+            raise InputError(f"--run-name {self.run_name!r}: must be printable UTF-8 on one line")
+        if (size := len(self.run_name.encode())) > LONGEST_RUN_NAME:
+            raise InputError(f"--run-name {self.run_name[:40]}...: {size} bytes, at most {LONGEST_RUN_NAME} are taken")
         if not self.dry_run:
             check_output_dir(self.output_dir)
         if self.record and self.replay:
@@ -398,16 +404,6 @@ def check_scorers(name: str, specs: tuple[str, ...]) -> None:
     for spec in specs:
         if spec != "data_source":
             load_object(as_flag(name), spec)
-
-
-def check_run_name(name: str) -> None:
-    """Raises InputError for a name that is not that of one folder, or that a tracker refuses."""
-    if "/" in name or name in (".", ".."):
-        raise InputError(f"--run-name {name!r}: must be one folder's name; --output-dir says where that folder lies")
-    if not name.isprintable():  # nor is half a surrogate pair, which Python makes of invalid UTF-8
-        raise InputError(f"--run-name {name!r}: must be printable UTF-8 on one line")
-    if len(name.encode()) > LONGEST_RUN_NAME:
-        raise InputError(f"--run-name {name[:40]}...: {len(name.encode())} bytes, at most {LONGEST_RUN_NAME} are taken")
 
 
 def check_output_dir(folder: str, flag: str = "--output-dir") -> None:
