@@ -96,6 +96,10 @@ def _tools_of(spec: str) -> list[BaseTool]:
     return [found()]
 
 
+def as_schema(name: str, description: str, parameters: dict) -> dict:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
 def _line(error: BaseException) -> str:
     """What happened, in one line that is not too long."""
     return say(error).splitlines()[0][:300]
@@ -193,8 +197,7 @@ class Zoom(BaseTool):
         sides = {"x0": f"left side, {x}", "y0": f"upper side, {y}", "x1": f"right side, {x}", "y1": f"lower side, {y}"}
         properties = {name: {"type": "number", "description": side} for name, side in sides.items()}
         parameters = {"type": "object", "properties": properties, "required": list(sides)}
-        description = "Look closer at a rectangle of the first image."
-        return {"type": "function", "function": {"name": "zoom", "description": description, "parameters": parameters}}
+        return as_schema("zoom", "Look closer at a rectangle of the first image.", parameters)
 
     async def create(self, instance_id: str, images: list[Image], **kwargs) -> None:  # type: ignore[override]
         if not images:
@@ -303,11 +306,7 @@ class MCPTool(BaseTool):
 
     def __init__(self, server: MCPServer, tool):
         self.server, self.name = server, tool.name
-        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        self.schema = {"type": "function", "function": function}
-
-    def get_openai_tool_schema(self) -> dict:
-        return self.schema
+        self.schema = as_schema(tool.name, tool.description or "", tool.input_schema)
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs):
         if not self.server.loop.is_running():

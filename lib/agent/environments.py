@@ -120,8 +120,6 @@ class OpenEnv(SeededEnvironment):
 
     async def stop(self) -> None:
         """Waits until the server has freed the place."""
-        if not self.session:
-            return
         try:
             if self.socket and self.message and not self.message.done():
                 await self.socket.send_json({"type": "close"})
@@ -129,7 +127,8 @@ class OpenEnv(SeededEnvironment):
         finally:
             if self.message:
                 self.message.cancel()
-            await self.session.close()
+            if self.session:
+                await self.session.close()
 
     async def _ask(self, kind: str, data: dict) -> dict:
         """{"observation", "reward", "done"}. Raises Refused and ConnectionError."""

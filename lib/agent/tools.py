@@ -68,8 +68,12 @@ class BaseTool:
     returns_images = False
     own_schema = True  # False: somebody else wrote the schema, and to check arguments by it may take any time
 
+    schema: dict | None = None
+
     def get_openai_tool_schema(self) -> dict:
-        raise NotImplementedError
+        if self.schema is None:
+            raise NotImplementedError
+        return self.schema
 
     async def create(self, instance_id: str, **kwargs) -> None:
         pass
@@ -98,9 +102,6 @@ class FunctionTool(BaseTool):
             advice = "give every parameter a type and a line under Args: in its docstring"
             raise InputError(f"tool {name}: {advice} ({error})") from error
         self.schema["function"].pop("return", None)  # the model must not see that there is a reward
-
-    def get_openai_tool_schema(self) -> dict:
-        return self.schema
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs):
         return await _call(self.function, **{**parameters, **kwargs})

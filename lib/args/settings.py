@@ -66,8 +66,7 @@ class MultiTurnArgs:
 class RejectArgs:
     """A token (token_...) or row (seq_...) that fails a criterion is left out of the loss. k1: bounds on r. k2, k3:
     upper limits of (log r)^2 / 2 and r - 1 - log r. seq_sum: r of the row, and sums of k2, k3. seq_mean: the geometric
-    mean of r, and means of k2, k3. seq_max: every token of the row must pass.
-    """
+    mean of r, and means of k2, k3. seq_max: every token of the row must pass."""
 
     token_k1: Bounds = None
     token_k2: float | None = None
@@ -114,8 +113,7 @@ class TokenMaskArgs:
     top_entropy: Annotated[float | None, Interval(gt=0, le=1)] = None
     """keep only this share of tokens, those with the highest entropy, such as 0.2 (2506.01939)"""
     m2po: Annotated[float | None, Gt(0)] = None
-    """drop tokens of largest log(pi_old / pi_rollout)^2 until the mean of the rest is below this, such as 0.04
-    (2510.01161)"""
+    """drop tokens of largest log(pi_old / pi_rollout)^2 until the rest's mean is below this, like 0.04 (2510.01161)"""
     off_policy_sequence: Annotated[float | None, Ge(0)] = None
     """drop tokens with A < 0 in rows whose mean of log(pi_rollout / pi_old) is above this (2512.02556)"""
     clip_cov_ratio: Annotated[float | None, Interval(gt=0, le=1)] = None

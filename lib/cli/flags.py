@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, asdict, astuple, dataclass, fields, is_dataclass
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 
@@ -56,22 +57,20 @@ class Group:
 
 
 class OnResume(Enum):
-    """What a resume does with a flag whose value differs from the checkpoint's. A flag without a mark changes results,
-    so a new value needs --resume-override."""
+    """What a resume does with a new value. Without a mark a flag changes results, and needs --resume-override."""
 
     MAY_CHANGE = "results stay the same but for the rounding of sums"
     NOT_COMPARED = "it is about this start"
 
 
 class OnReplay(Enum):
-    """What a replay does with a flag whose value differs from the recording's. Without a mark it takes the new one."""
+    """What a replay does with a new value. Without a mark it takes it."""
 
     AS_RECORDED = "it decides what a recording holds"
 
 
 class Names(Enum):
-    """What a flag's value names. A resume compares the contents of FILES, and with other ROWS it starts the data stream
-    anew."""
+    """What a flag's value names. A resume compares the contents of FILES; other ROWS start the data stream anew."""
 
     FILES = "files that results depend on"
     ROWS = "the training rows or their order"
@@ -88,11 +87,8 @@ class ReadIf(NamedTuple):
 
 
 def read_flags(args_class: type[T], conditions: Sequence[ReadIf] = ()) -> T:
-    """The Args of the command line. Checks every range, runs every group's `check`, then the `check` of Args itself.
-
-    A mistake is printed and ends the process with exit code 2.
-    Python's garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on.
-    """
+    """The Args of the command line, checked. A mistake is printed and ends the process with exit code 2. Python's
+    garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on."""
     guard_output()
     end_at_ctrl_c()
     said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
@@ -143,10 +139,10 @@ def _algorithm_last(help_text: str) -> str:
 def _words(args_class: type[DataclassInstance], given: list[str]) -> list[str]:
     """The flags of --config, then those that were typed, because the last one counts."""
     configs = []
-    for i, word in enumerate(given):
+    for word, following in pairwise([*given, ""]):
         name, equals, value = word.partition("=")
         if name == "--config":
-            configs += _of_config(args_class, value if equals else "".join(given[i + 1 : i + 2]))
+            configs += _of_config(args_class, value if equals else following)
     return configs + given
 
 
@@ -209,17 +205,15 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--
         where = f"{file} line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise InputError(f"{where}: a key that is no name")
-        name = key.value.replace("-", "_")
-        flag = f"{prefix}{key.value}".replace("_", "-")
+        name, flag = key.value.replace("-", "_"), f"{prefix}{key.value}".replace("_", "-")
+        is_mapping = isinstance(inner, yaml.MappingNode)
         if name in values:
             raise InputError(f"{where}: {key.value} is there twice")
-        if isinstance(inner, yaml.MappingNode) and flag in flags:
+        if is_mapping and flag in flags:
             advice = "if it takes JSON, write that as one text in quotes"
             raise InputError(f"{where}: {key.value} takes no mapping; {advice}")
-        if flag in flags:
-            values[name] = _values(inner, file, flags, flag)
-        elif isinstance(inner, yaml.MappingNode) and any(other.startswith(f"{flag}.") for other in flags):
-            values[name] = _values(inner, file, flags, f"{flag}.")
+        if flag in flags or (is_mapping and any(other.startswith(f"{flag}.") for other in flags)):
+            values[name] = _values(inner, file, flags, flag if flag in flags else f"{flag}.")
         else:
             near = difflib.get_close_matches(flag, flags, 1)
             hint = f"; is it {near[0][2:].replace('-', '_')}?" if near else "; --help has the names"
@@ -307,8 +301,7 @@ def _check(args: Any) -> None:
 
 
 def _check_read(args: DataclassInstance, typed: set[str], conditions: Sequence[ReadIf]) -> None:
-    """Raises InputError for a flag that was typed, or that a config sets to another value than its default, and that
-    nothing reads."""
+    """Raises InputError for a flag that nothing reads, if it was typed or a config changes its default."""
     is_given = changed_flags(args).keys() | {name for name, *_ in walk(args) if as_flag(name) in typed}
     for flags, holds, otherwise in conditions:
         unread = [name for name in flags if name in is_given]
