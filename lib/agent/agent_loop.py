@@ -249,20 +249,15 @@ class EpisodeResponse(Response):
 
 
 class ServerEpisodes(Episodes):
-    """Episodes on vLLM servers. They run in the thread of the engine's requests, on its event loop, and so also while
-    this thread trains. All rollouts share that loop, because a client that a tool keeps belongs to one loop.
-
-    When new weights come, a turn that is being sampled keeps its tokens and goes on with them, as a single turn does.
-    """
+    """Episodes on vLLM servers. They run in the thread and event loop of the engine's requests, also while this thread
+    trains. When new weights come, a turn that is being sampled keeps its tokens, as a single turn does."""
 
     engine: ServerEngine
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
-    def start(
-        self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial: list[Generated] | None = None
-    ) -> list[EpisodeResponse]:
+    def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial=None) -> list[EpisodeResponse]:
         """The first half of generate; collect is the second. Weights may be synced between the two. partial: not used.
         An episode restarts, because the state of its tools is lost."""
         self.engine.check_weights()

@@ -32,8 +32,7 @@ class ModelArgs(Group):
     model: Annotated[str, FILES, ROWS] = str(ROOT / "data/toy/model")
     """Hugging Face id, folder or .gguf file of the policy to start from"""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU;
-    float16 has a loss scale, and is closer to the engine's log-probs where the model's values fit it"""
+    """dtype of forward and backward; weights and optimizer are fp32; auto: bfloat16 on a GPU, float32 on a CPU"""
     attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
     """packed_sdpa (auto) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and bfloat16;
     flash_attention_2 needs its package; with any other, rows are padded (docs/gpu.md)"""
@@ -72,17 +71,17 @@ class ShardArgs(Group):
     dp_replicate_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
     """copies of the model (HSDP), each split over its share of the ranks; 1: one copy, split over all ranks"""
     sequence_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """this many neighbouring ranks compute their rows together, each a share of the tokens (Ulysses), for long rows;
-    must divide the number of attention heads; needs --padding-free and packed_sdpa"""
+    """split each row's tokens over this many neighbouring ranks (Ulysses), for long rows; must divide the number of
+    attention heads; needs --padding-free and packed_sdpa"""
     tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """this many neighbouring ranks compute their rows together, each with a share of every layer's weights, split by
-    transformers' plan for the model; must divide the number of key and value heads; needs a vLLM engine or server"""
+    """split every layer's weights over this many neighbouring ranks, by transformers' plan for the model; must divide
+    the number of key and value heads; needs a vLLM engine or server"""
     reduce_each_micro_batch: Annotated[bool, MAY_CHANGE] = False
     """reduce gradients over ranks after each micro-batch, not once an update: they then take 1 / ranks of the memory
     (4 bytes x parameters), for more communication"""
     cpu_offload: Annotated[tuple[Offloaded, ...], MAY_CHANGE] = ()
-    """models whose weights, gradients and optimizer state stay in CPU memory; activations: the update's saved
-    activations, best with --gradient-checkpointing, which saves only one tensor a layer; slower"""
+    """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update saves, best
+    with --gradient-checkpointing; slower"""
 
     def parallel_sizes(self) -> dict[str, int]:
         """{flag: how many ranks compute the same rows together}."""
@@ -147,21 +146,19 @@ class RolloutArgs(Group):
     """How responses are sampled."""
 
     rollout_engine: Annotated[str, FILES] = "hf"
-    """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
-    server that already runs (several: separate them by commas); path/to/file.py:Class is your own engine"""
+    """hf: the trainer's own model; vllm: a vLLM engine in each process; http://host:port: a vLLM server that already
+    runs (several: separate them by commas); path/to/file.py:Class: your own engine"""
     rollout_gpus: Annotated[int, Ge(0), MAY_CHANGE] = 0
-    """this many of the launcher's processes, the last, do not train: each runs a vLLM server for the others on its GPU
-    (or CPU)"""
+    """the last so many of the launcher's processes run vLLM servers for the others, and do not train"""
     rollout_tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
     """split a vLLM engine, or with --rollout-gpus a server, over this many ranks, for models larger than a GPU"""
     gpu_memory_utilization: Annotated[float | None, Interval(gt=0, lt=1), MAY_CHANGE] = None
     """share of a GPU's memory for vLLM (on a CPU its KV cache has 1 GiB); empty: 0.4, with --rollout-gpus 0.9"""
     vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
-    """JSON of further EngineArgs of the vLLM engine, such as {"kv_cache_dtype": "fp8"} or a "speculative_config"; a
-    server gets its own on its command line"""
+    """JSON of more EngineArgs of the vLLM engine, such as {"kv_cache_dtype": "fp8"} or {"speculative_config": ...}"""
     async_level: Annotated[int, Ge(0)] = 0
-    """steps by which rollouts may be off-policy, on servers (--rollout-gpus or http://...); their weights are then
-    up to this many steps old. Above 0, --rollout-correction has a default"""
+    """on servers (--rollout-gpus or http://...): how many steps old the weights of a rollout may be; above 0,
+    --rollout-correction has a default"""
     async_order: Literal["prompts", "finished"] = "prompts"
     """a step trains on the groups that began first, or (from --async-level 2 on) that are finished first: it waits
     less and prefers short responses"""
@@ -325,18 +322,16 @@ class RunArgs(Group):
     total_epochs: Annotated[int | None, Ge(1), MAY_CHANGE] = None
     """number of passes over the training prompts; overrides total_steps, rounded up; empty: total_steps"""
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
-    """print the sizes of a step, its FLOPs and the memory that each of this many GPUs needs (--rollout-gpus of them do
-    not train), and stop before a model loads"""
+    """print a step's sizes and FLOPs, and the memory that each of this many GPUs needs; stop before a model loads"""
     memory_check: Annotated[bool, NOT_COMPARED] = True
     """on a GPU, estimate the memory at the start and reject flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"
     """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder:
-    one of run_name takes that run back to it, one of another run starts run_name from it"""
+    run_name goes back to it, or starts from it if it is another run's"""
     resume_override: Annotated[tuple[str, ...], NOT_COMPARED] = ()
     """flags that change results (or `script`) and may differ from the checkpoint; recorded in config.json"""
     record: Annotated[str, NOT_COMPARED] = ""
-    """folder, seen by all nodes, that keeps what each step samples and its scores for --replay, and its whole batch for
-    a debugger (docs/replay.md)"""
+    """folder, seen by all nodes, that keeps each step's batch for --replay and a debugger (docs/replay.md)"""
     replay: str = ""
     """folder of a --record: train on what was sampled and scored there, without engine and scorers, on as many ranks"""
     stage_timeout: Annotated[float, Ge(0), MAY_CHANGE] = 1800.0

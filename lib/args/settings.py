@@ -32,8 +32,8 @@ class MultiTurnArgs:
     tools: Annotated[tuple[str, ...], AS_RECORDED, FILES] = ()
     """tools of the episodes: calculator, python, zoom, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
     interaction: Annotated[str, FILES] = ""
-    """what answers a turn without a tool call: reasoning_gym, openenv:http://host:port, gym:path/to/file.py:Class,
-    verifiers:NAME or path/to/file.py:Class; empty: the episode ends"""
+    """what answers other turns: reasoning_gym, openenv:http://host:port, gym:path/to/file.py:Class, verifiers:NAME or
+    path/to/file.py:Class; empty: the episode ends"""
     parser: str = "auto"
     """how tool calls are parsed: auto (by the chat template), hermes, llama3_json, qwen3_coder, or one of vLLM's"""
     max_turns: Annotated[int, Gt(0)] = 8
