@@ -32,7 +32,8 @@ class ModelArgs(Group):
     model: Annotated[str, FILES, ROWS] = str(ROOT / "data/toy/model")
     """Hugging Face id, folder or .gguf file of the policy to start from"""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """dtype of forward and backward; weights and optimizer are fp32; auto: bfloat16 on a GPU, float32 on a CPU"""
+    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU;
+    float16 has a loss scale, and is closer to the engine's log-probs where the model's values fit it"""
     attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
     """packed_sdpa (auto) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and bfloat16;
     flash_attention_2 needs its package; with any other, rows are padded (docs/gpu.md)"""
