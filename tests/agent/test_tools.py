@@ -699,7 +699,7 @@ def test_what_an_mcp_server_writes_in_a_schema_is_text(hostile_server):
 
 @pytest.mark.parametrize(
     ("schema", "words"),
-    [("wrong", "SchemaError"), ("long", "of every prompt, and at most")],
+    [("wrong", "SchemaError"), ("long", "of every prompt, so the limit")],
 )
 def test_a_schema_that_cannot_be_used_is_one_line(hostile_server, schema, words):
     with pytest.raises(InputError, match=words) as caught:
@@ -805,7 +805,7 @@ def test_tools_that_cannot_be_loaded(tool_file, specs, words):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"), [("{file}:Other", "no subclass"), ("gym", "give an existing file"), ("{file}:X", "'X'")]
+    ("spec", "words"), [("{file}:Other", "not a subclass"), ("gym", "give an existing file"), ("{file}:X", "'X'")]
 )
 def test_interactions_that_cannot_be_loaded(tool_file, spec, words):
     with pytest.raises(InputError, match=words):
