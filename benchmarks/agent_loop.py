@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from benchmarks.curves import ROOT, provenance
-from lib.agent import BaseTool, MultiTurn, ToolCall, generate_multi_turn
+from lib.agent import BaseTool, MultiTurn, ToolCall, make_episodes
+from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import init_distributed, make_mesh, shard_model
 from lib.model import load_model, load_tokenizer
@@ -59,9 +60,7 @@ def play(engine, tokenizer, sleeps: np.ndarray, rows: list[int], barrier: asynci
         tokenizer,
         {"slow": Slow(barrier)},
         lambda text: [ToolCall("slow", {})],
-        max_turns=TURNS,
-        max_turn_tokens=TURN_TOKENS,
-        tool_timeout=600,
+        limits=MultiTurnArgs(max_turns=TURNS, max_turn_tokens=TURN_TOKENS, tool_timeout=600),
     )
     messages = [[{"role": "user", "content": f"{row}+{row}"}] for row in rows]
     ids = [settings.encode(settings.render(own)) for own in messages]
@@ -75,9 +74,8 @@ def play(engine, tokenizer, sleeps: np.ndarray, rows: list[int], barrier: asynci
     kwargs = [{"slow": {"execute_kwargs": {"sleeps": sleeps[row].tolist()}}} for row in rows]
     columns = {"raw_prompt": messages, "raw_prompt_ids": ids, "tools_kwargs": kwargs}
     start = time.perf_counter()
-    batch = generate_multi_turn(
-        engine, DataProto.from_dict(tensors, columns), Sampling(320), request_seeds(1, 1, rows), settings
-    )
+    prompts, seeds = DataProto.from_dict(tensors, columns), request_seeds(1, 1, rows)
+    batch = make_episodes(engine, settings).generate(prompts, Sampling(320), seeds)
     return time.perf_counter() - start, batch
 
 

@@ -3,10 +3,10 @@
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +14,6 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 
 from lib import InputError, core_algos
 from lib import model as models
-from lib.agent import MultiTurn, load_multi_turn, make_episodes
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, ScriptArgs, ShardArgs, Sizes
 from lib.cli.flags import non_default, parse_json
 from lib.columns import COLUMNS
@@ -36,6 +35,9 @@ from lib.rollout import (
 from lib.run import Run, Validation
 from lib.sandbox import accept as accept_sandbox
 from lib.seeds import set_seed
+
+if TYPE_CHECKING:
+    from lib.agent.multi_turn import MultiTurn
 
 # ---- before a model loads ------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class Inputs:
 
     tokenizer: PreTrainedTokenizerBase
     vision: Vision | None  # None: a text model
-    multi_turn: MultiTurn | None
+    multi_turn: "MultiTurn | None"
     train_data: PromptDataset | None
     val_data: PromptDataset | None
     scorers: list[Scorer]
@@ -193,8 +195,9 @@ def load_inputs(args: ScriptArgs) -> Inputs:
         check_capabilities(engine, vision is not None, args.multi_turn.enabled)
     template, multi_turn = parse_json("chat_template_kwargs", data.chat_template_kwargs), None
     if args.multi_turn.enabled:
-        multi_turn = load_multi_turn(asdict(args.multi_turn), tokenizer, template, data.max_prompt_length, vision)
-    if multi_turn is not None:
+        from lib.agent import load_multi_turn  # 0.1 s, which other runs do not need
+
+        multi_turn = load_multi_turn(args.multi_turn, tokenizer, template, data.max_prompt_length, vision)
         template = template | {"tools": multi_turn.schemas or None}
     load = partial(
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
@@ -383,7 +386,11 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
         own=own,
     )
-    sampler = engine if inputs.multi_turn is None else make_episodes(engine, inputs.multi_turn)
+    sampler = engine
+    if inputs.multi_turn is not None:
+        from lib.agent import make_episodes
+
+        sampler = make_episodes(engine, inputs.multi_turn)
     loader = None
     if inputs.train_data is not None:
         loader = make_loader(

@@ -1,25 +1,24 @@
-"""Multi-turn episodes: the model's turns, the tools that it calls, simulated users."""
+"""Multi-turn episodes: the model's turns, the tools that it calls, simulated users.
 
-from lib.agent.agent_loop import Episodes, ServerEpisodes, agent_metrics, generate_multi_turn, make_episodes
-from lib.agent.builtin_tools import load_tools
-from lib.agent.interactions import BaseInteraction
-from lib.agent.multi_turn import MultiTurn, load_multi_turn
-from lib.agent.parsers import get_tool_parser
-from lib.agent.tools import BaseTool, FunctionTool, ToolCall, ToolResponse
+A run without --multi-turn needs agent_metrics only. The other names are imported when they are first used.
+"""
 
-__all__ = [
-    "BaseInteraction",
-    "BaseTool",
-    "Episodes",
-    "FunctionTool",
-    "MultiTurn",
-    "ServerEpisodes",
-    "ToolCall",
-    "ToolResponse",
-    "agent_metrics",
-    "generate_multi_turn",
-    "get_tool_parser",
-    "load_multi_turn",
-    "load_tools",
-    "make_episodes",
-]
+from importlib import import_module
+
+from lib.agent.metrics import agent_metrics as agent_metrics
+
+NAMES = {
+    "agent_loop": ("make_episodes"),
+    "builtin_tools": ("load_tools",),
+    "interactions": ("BaseInteraction",),
+    "multi_turn": ("MultiTurn", "load_multi_turn"),
+    "parsers": ("get_tool_parser",),
+    "tools": ("BaseTool", "FunctionTool", "ToolCall", "ToolResponse"),
+}
+
+
+def __getattr__(name: str):
+    for module, names in NAMES.items():
+        if name in names:
+            return getattr(import_module(f"lib.agent.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

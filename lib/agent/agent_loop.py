@@ -12,21 +12,20 @@ import copy
 import itertools
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lib import InputError
 from lib.agent.episode import Episode
-from lib.agent.multi_turn import AsyncRolloutRequest, FinishReason, MultiTurn
-from lib.agent.tools import ERROR_KINDS, show_once, story
+from lib.agent.metrics import FinishReason
+from lib.agent.multi_turn import AsyncRolloutRequest, MultiTurn
+from lib.agent.tools import show_once, story
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import Mean, Metric, Sum
 from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states
 
@@ -40,13 +39,82 @@ INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kw
 MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs")
 OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version")
 
-# ---- all episodes of a batch, on an engine in this process ---------------------------------------
+
+class Episodes:
+    """Samples episodes, with the interface by which an engine samples single turns."""
+
+    def __init__(self, engine: RolloutEngine, settings: MultiTurn):
+        self.engine, self.settings = engine, settings
+
+    def _make_requests(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> list[AsyncRolloutRequest]:
+        """Raises InputError if the prompts were made without the tools."""
+        rows, requests, media = prompts.non_tensor_batch, [], media_of(prompts)
+        for i, seed in enumerate(seeds):
+            row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
+            attended = prompts.batch["attention_mask"][i].bool()
+            own, raw_ids = media[i], list(row["raw_prompt_ids"])
+            images: dict[str, Any] = {}
+            if own:
+                images = {"data": own.data, "inputs": own.inputs, "row_inputs": own.inputs, "hash": own.hash}
+            requests.append(
+                AsyncRolloutRequest(
+                    request_id=f"episode-{next(NUMBERS)}",
+                    messages=row["raw_prompt"],
+                    rendered=self.settings.render(row["raw_prompt"]),
+                    prompt_ids=own.ids if own else raw_ids,
+                    raw_context=[*raw_ids],
+                    positions=prompts.batch["position_ids"][i][..., attended].cpu(),
+                    tools_kwargs=row.get("tools_kwargs") or {},
+                    interaction_kwargs=row.get("interaction_kwargs") or {},
+                    seed=seed,
+                    weight_version=self.engine.version,
+                    max_response_length=sampling.max_response_length,
+                    **images,
+                )
+            )
+        ids, longest = self.settings.encode(requests[0].rendered), self.settings.max_prompt_length
+        if ids != requests[0].raw_context and len(ids) <= (longest or len(ids)):  # a longer prompt was cut
+            raise InputError(
+                "multi-turn: raw_prompt_ids differ from the chat template's output for raw_prompt and the tools; give "
+                "the data set the same tools and chat_template_kwargs"
+            )
+        return requests
+
+    def _as_batch(
+        self, prompts: DataProto, requests: list[AsyncRolloutRequest], errors: list[BaseException | None]
+    ) -> DataProto:
+        """The prompts with their episodes. errors: what each raised. Raises InputError if all failed. A collective."""
+        if all(error is not None for error in errors):
+            raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with{story(errors[0])}")
+        for request, error in zip(requests, errors):
+            if error is not None:
+                request.finish_reason = FinishReason.ERROR
+                show_once("an episode", error)
+        batch = add_responses(
+            prompts,
+            [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests],
+            self.engine.pad_token_id,
+            [request.response_mask for request in requests],
+            [request.position_ids for request in requests],
+        )
+        if MEDIA_COLUMNS[1] in prompts.non_tensor_batch:
+            grown = [[request.data for request in requests], [request.row_inputs for request in requests]]
+            batch.non_tensor_batch |= DataProto.from_dict(non_tensors=dict(zip(MEDIA_COLUMNS, grown))).non_tensor_batch
+        given = torch.zeros_like(batch.batch["rollout_log_probs"])  # (B, T)
+        for i, request in enumerate(requests):
+            for at, reward in zip(request.rewarded, request.turn_rewards):
+                given[i, at] += reward
+        batch.batch["turn_rewards"] = given * batch.batch["response_mask"].any(1, keepdim=True)
+        columns = {name: [getattr(request, name) for request in requests] for name in OUTPUT_COLUMNS}
+        columns["agent_metrics"] = [dict(request.metrics) for request in requests]
+        batch.non_tensor_batch |= DataProto.from_dict(non_tensors=columns).non_tensor_batch
+        return batch
 
 
 class EngineRequests:
-    """The requests of all episodes to one engine. The engine's steps run in the event loop, between those of the tools:
-    a thread would cost vLLM 0.5 ms a step and an OpenMP thread pool of its own. But a long step runs in a thread, so
-    that the tools' timeouts go on. Requests that come meanwhile wait in `todo`."""
+    """The requests of all episodes to one engine. Its steps run in the event loop, because a thread would cost vLLM
+    0.5 ms a step and an OpenMP thread pool of its own. But a long step runs in a thread, so that the tools' timeouts go
+    on. Requests that come meanwhile wait in `todo`."""
 
     def __init__(self, engine: SteppedEngine):
         self.engine = engine
@@ -121,37 +189,42 @@ class EngineRequests:
             self.running.remove(request_id)
 
 
-class Episodes:
-    """Samples episodes, with the interface by which an engine samples single turns."""
+class LocalEpisodes(Episodes):
+    """Episodes on an engine in this process."""
 
-    def __init__(self, engine: SteppedEngine, settings: MultiTurn):
-        self.engine, self.settings = engine, settings
+    engine: SteppedEngine
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One episode per row of `prompts`: see generate_multi_turn."""
-        return generate_multi_turn(self.engine, prompts, sampling, seeds, self.settings)
+        """One episode per row of `prompts`, as engine.generate does for single turns; row i is sampled with seeds[i].
 
+        A row's raw_prompt_ids must be what the template makes of raw_prompt and settings.schemas. The row may have
+        tools_kwargs and interaction_kwargs. sampling.max_response_length limits the whole episode.
 
-def generate_multi_turn(
-    engine: SteppedEngine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
-) -> DataProto:
-    """One episode per row of `prompts`, as engine.generate does for single turns; row i is sampled with seeds[i].
+        Besides what a single turn gives, a row gets finish_reason (a FinishReason's value), messages, num_turns,
+        segments (their starts and ends in the response), weight_version, agent_metrics and turn_rewards (B, T). A
+        reward of a tool call or of an interaction's answer stands on the last token of the turn that was answered. The
+        tools' calc_reward and the interaction's score stand on the last token of all.
 
-    A row's raw_prompt_ids must be what the template makes of raw_prompt and settings.schemas. The row may have
-    tools_kwargs and interaction_kwargs. sampling.max_response_length limits the whole episode.
+        Raises InputError: the prompts were made without the tools, or all episodes failed.
+        """
+        requests = self._make_requests(prompts, sampling, seeds)
+        with self.engine.session():
+            errors = _runner(os.getpid()).run(self._run(requests, sampling))
+        return self._as_batch(prompts, requests, errors)
 
-    Besides what a single turn gives, a row gets finish_reason (a FinishReason's value), messages, num_turns, segments
-    (their starts and ends in the response), weight_version, agent_metrics and turn_rewards (B, T). A reward of a tool
-    call or of an interaction's answer stands on the last token of the turn that was answered. The tools' calc_reward
-    and the interaction's score stand on the last token of all.
-
-    Raises:
-        InputError: the prompts were made without the tools, or all episodes failed.
-    """
-    requests = _make_requests(engine, prompts, sampling, seeds, settings)
-    with engine.session():
-        errors = _runner(os.getpid()).run(_run_episodes(engine, requests, sampling, settings))
-    return _as_batch(engine, prompts, requests, errors)
+    async def _run(self, requests: list[AsyncRolloutRequest], sampling: Sampling) -> list[BaseException | None]:
+        """Runs all episodes. Returns for each the exception that it raised, or None."""
+        shared = EngineRequests(self.engine)
+        episodes = [Episode(request, shared.generate, sampling, self.settings) for request in requests]
+        tasks = [asyncio.create_task(episode.run()) for episode in episodes]
+        report = asyncio.create_task(_report(requests))
+        try:
+            await shared.serve(tasks)
+        finally:
+            for task in (report, *tasks):
+                task.cancel()
+            errors = await asyncio.gather(*tasks, report, return_exceptions=True)
+        return errors[:-1]
 
 
 @cache
@@ -160,30 +233,11 @@ def _runner(pid: int) -> asyncio.Runner:
     return asyncio.Runner()
 
 
-async def _run_episodes(
-    engine: SteppedEngine, requests: list[AsyncRolloutRequest], sampling: Sampling, settings: MultiTurn
-) -> list[BaseException | None]:
-    """Runs all episodes. Returns for each the exception that it raised, or None."""
-    shared = EngineRequests(engine)
-    tasks = [asyncio.create_task(Episode(request, shared.generate, sampling, settings).run()) for request in requests]
-    report = asyncio.create_task(_report(requests))
-    try:
-        await shared.serve(tasks)
-    finally:
-        for task in (report, *tasks):
-            task.cancel()
-        errors = await asyncio.gather(*tasks, report, return_exceptions=True)
-    return errors[:-1]
-
-
 async def _report(requests: list[AsyncRolloutRequest]) -> None:
     start = time.monotonic()
     while True:
         await asyncio.sleep(REPORT_S)
         report_states(time.monotonic() - start, [request.state.value for request in requests])
-
-
-# ---- on servers ----------------------------------------------------------------------------------
 
 
 class EngineFailed(Exception):
@@ -196,26 +250,20 @@ class EpisodeResponse(Response):
     """also future's result"""
 
 
-class ServerEpisodes:
-    """Episodes on vLLM servers. They run in the thread of the engine's requests, on its event loop, and so also while
-    this thread trains. All rollouts share that loop, because a client that a tool keeps belongs to one loop.
+class ServerEpisodes(Episodes):
+    """Episodes on vLLM servers. They run in the thread and event loop of the engine's requests, also while this thread
+    trains. When new weights come, a turn that is being sampled keeps its tokens, as a single turn does."""
 
-    When new weights come, a turn that is being sampled keeps its tokens and goes on with them, as a single turn does.
-    """
-
-    def __init__(self, engine: "ServerEngine", settings: MultiTurn):
-        self.engine, self.settings = engine, settings
+    engine: "ServerEngine"
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
-    def start(
-        self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial: list[Generated] | None = None
-    ) -> list[EpisodeResponse]:
+    def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial=None) -> list[EpisodeResponse]:
         """The first half of generate; collect is the second. Weights may be synced between the two. partial: not used.
         An episode restarts, because the state of its tools is lost."""
         self.engine.check_weights()
-        requests = _make_requests(self.engine, prompts, sampling, seeds, self.settings)
+        requests = self._make_requests(prompts, sampling, seeds)
         contexts, media = zip(*((request.raw_context, request.media) for request in requests))
         places = self.engine.turns_and_pictures(contexts, media)
         return [self._start(request, sampling, *place) for request, place in zip(requests, places)]
@@ -243,7 +291,7 @@ class ServerEpisodes:
         return EpisodeResponse(request.seed, Generated([], [], "abort"), future, request)
 
     def collect(self, prompts: DataProto, sampling: Sampling, responses: list[EpisodeResponse]) -> DataProto:
-        """What generate_multi_turn returns, and weight_versions (B, T): each token's, -1 where none was sampled. A
+        """What LocalEpisodes.generate returns, and weight_versions (B, T): each token's, -1 where none was sampled. A
         collective."""
         self.engine.wait_until(lambda: all(response.future.done() for response in responses))
         errors = [response.future.exception() for response in responses]
@@ -251,123 +299,10 @@ class ServerEpisodes:
             if isinstance(error, EngineFailed):
                 raise error.__cause__
         requests = [response.request for response in responses]
-        batch = _as_batch(self.engine, prompts, requests, errors)
+        batch = self._as_batch(prompts, requests, errors)
         add_weight_versions(batch, [request.weight_versions for request in requests])
         return batch
 
 
-def make_episodes(engine: RolloutEngine, settings: MultiTurn) -> Episodes | ServerEpisodes:
-    if engine.in_process:
-        return Episodes(cast(SteppedEngine, engine), settings)
-    return ServerEpisodes(cast("ServerEngine", engine), settings)
-
-
-# ---- from prompts to requests, and from these to a batch -----------------------------------------
-
-
-def _make_requests(
-    engine: RolloutEngine, prompts: DataProto, sampling: Sampling, seeds: list[int], settings: MultiTurn
-) -> list[AsyncRolloutRequest]:
-    """Raises InputError if the prompts were made without the tools."""
-    rows, requests, media = prompts.non_tensor_batch, [], media_of(prompts)
-    for i, seed in enumerate(seeds):
-        row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
-        attended = prompts.batch["attention_mask"][i].bool()
-        own, raw_ids = media[i], list(row["raw_prompt_ids"])
-        images: dict[str, Any] = {}
-        if own:
-            images = {"data": own.data, "inputs": own.inputs, "row_inputs": own.inputs, "hash": own.hash}
-        requests.append(
-            AsyncRolloutRequest(
-                request_id=f"episode-{next(NUMBERS)}",
-                messages=row["raw_prompt"],
-                rendered=settings.render(row["raw_prompt"]),
-                prompt_ids=own.ids if own else raw_ids,
-                raw_context=[*raw_ids],
-                positions=prompts.batch["position_ids"][i][..., attended].cpu(),
-                tool_schemas=settings.schemas,
-                tools_kwargs=row.get("tools_kwargs") or {},
-                interaction_kwargs=row.get("interaction_kwargs") or {},
-                seed=seed,
-                weight_version=engine.version,
-                max_response_length=sampling.max_response_length,
-                **images,
-            )
-        )
-    ids = settings.encode(requests[0].rendered)
-    if ids != requests[0].raw_context and len(ids) <= (settings.max_prompt_length or len(ids)):  # longer: it was cut
-        raise InputError(
-            "multi-turn: raw_prompt_ids differ from the chat template's output for raw_prompt and the tools; give the "
-            "data set the same tools and chat_template_kwargs"
-        )
-    return requests
-
-
-def _as_batch(
-    engine: RolloutEngine,
-    prompts: DataProto,
-    requests: list[AsyncRolloutRequest],
-    errors: list[BaseException | None],
-) -> DataProto:
-    """The prompts with their episodes. errors: the exception that each raised, or None. A collective.
-
-    Raises InputError if all episodes failed.
-    """
-    if all(error is not None for error in errors):
-        raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with{story(errors[0])}")
-    for request, error in zip(requests, errors):
-        if error is not None:
-            request.finish_reason = FinishReason.ERROR
-            show_once("an episode", error)
-    batch = add_responses(
-        prompts,
-        [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests],
-        engine.pad_token_id,
-        [request.response_mask for request in requests],
-        [request.position_ids for request in requests],
-    )
-    if MEDIA_COLUMNS[1] in prompts.non_tensor_batch:
-        grown = [[request.data for request in requests], [request.row_inputs for request in requests]]
-        batch.non_tensor_batch |= DataProto.from_dict(non_tensors=dict(zip(MEDIA_COLUMNS, grown))).non_tensor_batch
-    given = torch.zeros_like(batch.batch["rollout_log_probs"])  # (B, T)
-    for i, request in enumerate(requests):
-        for at, reward in zip(request.rewarded, request.turn_rewards):
-            given[i, at] += reward
-    batch.batch["turn_rewards"] = given * batch.batch["response_mask"].any(1, keepdim=True)
-    columns = {name: [getattr(request, name) for request in requests] for name in OUTPUT_COLUMNS}
-    columns["agent_metrics"] = [dict(request.metrics) for request in requests]
-    batch.non_tensor_batch |= DataProto.from_dict(non_tensors=columns).non_tensor_batch
-    return batch
-
-
-def agent_metrics(batch: DataProto) -> dict[str, Metric]:
-    """This rank's metrics of a batch of episodes, for `reduce_metrics`; none for a batch of single turns.
-
-    - agent/turns_mean, tool_calls_mean, segments_mean: mean number per episode
-    - timing_s/tool_call: mean seconds of a call
-    - agent/tool_errors/<kind>: calls answered with an error, and failures of create, calc_reward and release; kinds are
-      lib.agent.tools.ERROR_KINDS and too_many
-    - agent/finish/<reason>: the fraction of episodes that ended so
-    - agent/failed, agent/aborted: episodes that are not trained on
-    - agent/tool/<key>, agent/interaction/<key>: metrics that tools and interactions report, as a mean over the episodes
-      that have them. A tool's add up over its calls; an interaction's are those of the last turn
-    """
-    rows, B = batch.non_tensor_batch, len(batch)
-    if "agent_metrics" not in rows:
-        return {}
-    reasons, totals, counts = Counter(rows["finish_reason"]), Counter[str](), Counter[str]()
-    for own in rows["agent_metrics"]:
-        totals.update(own)
-        counts.update(own.keys())
-    calls = totals["tool_calls"]
-    return {
-        "agent/turns_mean": Mean(sum(rows["num_turns"]), B),
-        "agent/segments_mean": Mean(sum(map(len, rows["segments"])), B),
-        "agent/tool_calls_mean": Mean(calls, B),
-        "timing_s/tool_call": Mean(totals["tool_seconds"], calls),
-        **{f"agent/tool_errors/{kind}": Sum(totals[kind]) for kind in (*ERROR_KINDS, "too_many")},
-        **{f"agent/finish/{reason.value}": Mean(reasons[reason.value], B) for reason in FinishReason},
-        "agent/failed": Sum(reasons["error"]),
-        "agent/aborted": Sum(reasons["abort"]),
-        **{f"agent/{key}": Mean(totals[key], counts[key]) for key in totals if "/" in key},
-    }
+def make_episodes(engine: RolloutEngine, settings: MultiTurn) -> LocalEpisodes | ServerEpisodes:
+    return (LocalEpisodes if engine.in_process else ServerEpisodes)(engine, settings)

@@ -36,8 +36,6 @@ GUARD = """exec 3<&0; exec "$@" < <(cat <&3; exec >&-; sleep $0; kill -KILL -$$)
 GRACE_S = 2
 SCHEMA_ERRORS = (TypeError, ValueError, KeyError, NotImplementedError, RecursionError, jsonschema.SchemaError)
 
-# ---- loading -------------------------------------------------------------------------------------
-
 
 def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     """The tools of --multi-turn.tools, by name. A spec is one of
@@ -57,46 +55,39 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     size = 0
     for spec in specs:
         for tool in _tools_of(spec):
+            flag = f"--multi-turn.tools {spec}"
             try:
-                name = tool.get_openai_tool_schema()["function"]["name"]
-                size += len(json.dumps(tool.get_openai_tool_schema(), default=str))
+                schema = tool.get_openai_tool_schema()
+                name, size = schema["function"]["name"], size + len(json.dumps(schema, default=str))
                 validator = validator_of(tool)
                 if size <= LONGEST_SCHEMAS:
                     validator.check_schema(validator.schema)
             except SCHEMA_ERRORS as error:
-                raise InputError(
-                    f"--multi-turn.tools {spec}: get_openai_tool_schema() must return {{'type': 'function', "
-                    f"'function': {{'name', 'description', 'parameters': a JSON schema}}}} ({_line(error)})"
-                ) from error
+                form = "{'type': 'function', 'function': {'name', 'description', 'parameters': a JSON schema}}"
+                raise InputError(f"{flag}: get_openai_tool_schema() must return {form} ({_line(error)})") from error
             if size > LONGEST_SCHEMAS:
-                raise InputError(
-                    f"--multi-turn.tools {spec}: the schemas up to this one have {size} characters; they are part "
-                    f"of every prompt, so the limit is {LONGEST_SCHEMAS}"
-                )
+                limit = f"they are part of every prompt, so the limit is {LONGEST_SCHEMAS}"
+                raise InputError(f"{flag}: the schemas up to this one have {size} characters; {limit}")
             if name in tools:
-                raise InputError(f"--multi-turn.tools {spec}: there is a tool {name!r} already; rename one of the two")
+                raise InputError(f"{flag}: there is a tool {name!r} already; rename one of the two")
             tools[name] = tool
     return tools
 
 
 def _tools_of(spec: str) -> list[BaseTool]:
     kind, _, rest = spec.partition(":")
-    if spec == "zoom":
-        return [Zoom()]
-    if spec == "calculator":
-        return [FunctionTool(calculator)]
     if spec == "python":
         sandbox_level()  # raises InputError if no sandbox works here
-        return [FunctionTool(python)]
+    if spec in ("zoom", "calculator", "python"):
+        return [Zoom() if spec == "zoom" else FunctionTool({"calculator": calculator, "python": python}[spec])]
     if kind == "search":
         is_url = rest.startswith(("http://", "https://"))
         return [_search_tool(functools.partial(_retrieve, rest) if is_url else _bm25(Path(rest)))]
     if kind == "mcp":
         return _mcp_tools(rest)
     if not rest:
-        raise InputError(
-            f"--multi-turn.tools {spec}: use calculator, python, zoom, search:..., mcp:... or path/to/file.py:name"
-        )
+        known = "calculator, python, zoom, search:..., mcp:... or path/to/file.py:name"
+        raise InputError(f"--multi-turn.tools {spec}: use {known}")
     found = load_object("--multi-turn.tools", spec)
     if callable(found) and not inspect.isclass(found):
         return [FunctionTool(found)]
@@ -105,12 +96,14 @@ def _tools_of(spec: str) -> list[BaseTool]:
     return [found()]
 
 
+def as_schema(name: str, description: str, parameters: dict) -> dict:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
 def _line(error: BaseException) -> str:
     """What happened, in one line that is not too long."""
     return say(error).splitlines()[0][:300]
 
-
-# ---- built in: calculator, python, search, MCP ---------------------------------------------------
 
 OPERATORS: dict[type[ast.AST], Callable] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -142,12 +135,8 @@ def _evaluate(node: ast.AST) -> int | float:
             value = OPERATORS[type(op)](_evaluate(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             a, b = _evaluate(left), _evaluate(right)
-            if (
-                isinstance(op, ast.Pow)
-                and isinstance(a, int)
-                and isinstance(b, int)
-                and (a.bit_length() - 1) * b > MAX_BITS
-            ):
+            is_power = isinstance(op, ast.Pow) and isinstance(b, int)
+            if is_power and isinstance(a, int) and (a.bit_length() - 1) * b > MAX_BITS:
                 raise ValueError("the result is too large")
             value = OPERATORS[type(op)](a, b)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
@@ -208,12 +197,9 @@ class Zoom(BaseTool):
         sides = {"x0": f"left side, {x}", "y0": f"upper side, {y}", "x1": f"right side, {x}", "y1": f"lower side, {y}"}
         properties = {name: {"type": "number", "description": side} for name, side in sides.items()}
         parameters = {"type": "object", "properties": properties, "required": list(sides)}
-        description = "Look closer at a rectangle of the first image."
-        return {"type": "function", "function": {"name": "zoom", "description": description, "parameters": parameters}}
+        return as_schema("zoom", "Look closer at a rectangle of the first image.", parameters)
 
-    async def create(  # type: ignore[override]  # its kwargs are named
-        self, instance_id: str, images: list[Image], **kwargs
-    ) -> None:
+    async def create(self, instance_id: str, images: list[Image], **kwargs) -> None:  # type: ignore[override]
         if not images:
             raise ValueError("the prompt has no image")
         self.images[instance_id] = images[0]
@@ -282,10 +268,8 @@ def _read_corpus(path: Path) -> list[str]:
             row = json.loads(line) if path.suffix == ".jsonl" else {"contents": line.strip()}
             passages.append(row["contents"] if "contents" in row else f"{row.get('title', '')}\n{row['text']}".strip())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f'--multi-turn.tools search:{path}: line {number} is not a JSON object with "contents" or "text" '
-                f"({say(error)})"
-            ) from error
+            wrong = f'line {number} is not a JSON object with "contents" or "text" ({say(error)})'
+            raise InputError(f"--multi-turn.tools search:{path}: {wrong}") from error
     if not passages:
         raise InputError(f"--multi-turn.tools search:{path}: it has no passages")
     return passages
@@ -322,11 +306,7 @@ class MCPTool(BaseTool):
 
     def __init__(self, server: MCPServer, tool):
         self.server, self.name = server, tool.name
-        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        self.schema = {"type": "function", "function": function}
-
-    def get_openai_tool_schema(self) -> dict:
-        return self.schema
+        self.schema = as_schema(tool.name, tool.description or "", tool.input_schema)
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs):
         if not self.server.loop.is_running():
@@ -361,10 +341,10 @@ def _mcp_target(target: str):
 def _mcp_tools(target: str) -> list[BaseTool]:
     try:
         server = MCPServer(_mcp_target(target))
-    except ImportError as error:
-        raise InputError(f"--multi-turn.tools mcp:{target}: pip install 'mcp>=2.3' ({error})") from error
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"--multi-turn.tools mcp:{target}: no MCP server answers there ({_line(error)})") from error
+        missing = isinstance(error, ImportError)
+        why = f"pip install 'mcp>=2.3' ({error})" if missing else f"no MCP server answers there ({_line(error)})"
+        raise InputError(f"--multi-turn.tools mcp:{target}: {why}") from error
     return [MCPTool(server, tool) for tool in server.tools]

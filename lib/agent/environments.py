@@ -52,10 +52,9 @@ class SeededEnvironment(BaseInteraction):
         self.configure(**given(kwargs))
         self.first = await self.reset(given(reset or {}))
         if first is not None and self.first != first:
-            raise InputError(
-                f"--multi-turn.interaction: reset({reset}) shows {self.first[:80]!r}, but the row has {first[:80]!r}: "
-                "regenerate the rows; to train on groups, an environment must start alike with the same seed"
-            )
+            differ = f"reset({reset}) shows {self.first[:80]!r}, but the row has {first[:80]!r}"
+            why = "to train on groups, an environment must start alike with the same seed"
+            raise InputError(f"--multi-turn.interaction: {differ}: regenerate the rows; {why}")
 
     async def respond(self, messages: list[dict]) -> tuple[bool, str, float, dict]:
         """The action is the turn's text without its thinking."""
@@ -74,9 +73,6 @@ class SeededEnvironment(BaseInteraction):
 def given(kwargs: dict) -> dict:
     """Without the None that parquet writes for a key that only other rows have."""
     return {key: value for key, value in kwargs.items() if value is not None}
-
-
-# ---- OpenEnv -------------------------------------------------------------------------------------
 
 
 class Refused(Exception):
@@ -103,10 +99,8 @@ class OpenEnv(SeededEnvironment):
     def configure(self, action: str | dict | None = None, observation: str | None = None) -> None:
         self.action, self.observation = action or self.action, observation or self.observation
         if self.action is None:
-            raise InputError(
-                f"openenv:{self.url}: its action has several fields: name the one for the text, as action=FIELD before "
-                "the URL or in the row's interaction_kwargs"
-            )
+            where = "as action=FIELD before the URL or in the row's interaction_kwargs"
+            raise InputError(f"openenv:{self.url}: its action has several fields: name the one for the text, {where}")
 
     async def reset(self, options: dict) -> str:
         self.session = aiohttp.ClientSession()
@@ -126,8 +120,6 @@ class OpenEnv(SeededEnvironment):
 
     async def stop(self) -> None:
         """Waits until the server has freed the place."""
-        if not self.session:
-            return
         try:
             if self.socket and self.message and not self.message.done():
                 await self.socket.send_json({"type": "close"})
@@ -135,7 +127,8 @@ class OpenEnv(SeededEnvironment):
         finally:
             if self.message:
                 self.message.cancel()
-            await self.session.close()
+            if self.session:
+                await self.session.close()
 
     async def _ask(self, kind: str, data: dict) -> dict:
         """{"observation", "reward", "done"}. Raises Refused and ConnectionError."""
@@ -150,10 +143,8 @@ class OpenEnv(SeededEnvironment):
         if reply["type"] != "error":
             return data
         if data.get("code") == "CAPACITY_REACHED":
-            raise ConnectionError(
-                f"openenv:{self.url}: {data.get('message')}: start the server with as many sessions "
-                "(max_concurrent_envs) as there are responses in a step"
-            )
+            advice = "start the server with as many sessions (max_concurrent_envs) as there are responses in a step"
+            raise ConnectionError(f"openenv:{self.url}: {data.get('message')}: {advice}")
         if data.get("code") not in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
             raise RuntimeError(f"openenv:{self.url}: {data.get('code')}: {data.get('message')}")
         wrong = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in data.get("errors") or []]
@@ -161,9 +152,8 @@ class OpenEnv(SeededEnvironment):
 
     def _shown(self, observation: dict) -> str:
         if self.observation and self.observation not in observation:
-            raise InputError(
-                f"openenv:{self.url}: no {self.observation!r} in its observation, but {', '.join(observation)}"
-            )
+            fields = ", ".join(observation)
+            raise InputError(f"openenv:{self.url}: no {self.observation!r} in its observation, but {fields}")
         every = {name: value for name, value in observation.items() if name != "metadata"}
         shown = observation[self.observation] if self.observation else every
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
@@ -190,15 +180,9 @@ def as_action(action: Any, text: str) -> dict:
         if not isinstance(value, dict):
             raise Refused("the action is no JSON object")
         return value
-    return {action: text} if isinstance(action, str) else _filled(action, text)
-
-
-def _filled(value: Any, text: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(inner, text) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_filled(inner, text) for inner in value]
-    return value.replace("{text}", text) if isinstance(value, str) else value
+    if isinstance(action, str):
+        return {action: text}
+    return json.loads(json.dumps(action).replace("{text}", json.dumps(text)[1:-1]))
 
 
 def load_openenv(spec: str) -> Callable[[], OpenEnv]:
@@ -206,20 +190,17 @@ def load_openenv(spec: str) -> Callable[[], OpenEnv]:
 
     Raises InputError: another form, no server there, or an action without such a field.
     """
+    flag = f"--multi-turn.interaction {spec}"
     *words, url = spec.removeprefix("openenv:").split() or [""]
     options = dict(word.partition("=")[::2] for word in words)
     if options.keys() - {"action", "observation"} or not url.startswith(("http://", "https://")):
-        raise InputError(
-            f"--multi-turn.interaction {spec}: give 'openenv:action=FIELD observation=FIELD http://host:port'"
-        )
+        raise InputError(f"{flag}: give 'openenv:action=FIELD observation=FIELD http://host:port'")
     url = url.rstrip("/")
     try:
         text = asyncio.run(_get(f"{url}/schema"))
     except (OSError, ValueError, aiohttp.ClientError) as error:
-        raise InputError(
-            f"--multi-turn.interaction {spec}: no OpenEnv server answers at {url}/schema ({say(error)})"
-        ) from error
-    schema = parsed(text, SCHEMAS, f"--multi-turn.interaction {spec}: what {url}/schema answers")["action"]
+        raise InputError(f"{flag}: no OpenEnv server answers at {url}/schema ({say(error)})") from error
+    schema = parsed(text, SCHEMAS, f"{flag}: what {url}/schema answers")["action"]
     action: Any = options.get("action")
     fields = [name for name in schema.get("properties", {}) if name != "metadata"]
     if action is None:
@@ -228,11 +209,10 @@ def load_openenv(spec: str) -> Callable[[], OpenEnv]:
         try:
             action = json.loads(action) if action.startswith("{") else action
         except ValueError as error:
-            raise InputError(f"--multi-turn.interaction {spec}: {action} is not valid JSON ({error})") from error
+            raise InputError(f"{flag}: {action} is not valid JSON ({error})") from error
         named = action if isinstance(action, dict) else {action}
         if unknown := [name for name in named if name not in fields]:
-            names = ", ".join(fields) or "no field"
-            raise InputError(f"--multi-turn.interaction {spec}: an action has no {unknown[0]!r}, but {names}")
+            raise InputError(f"{flag}: an action has no {unknown[0]!r}, but {', '.join(fields) or 'no field'}")
     return partial(OpenEnv, url, action, options.get("observation"))
 
 
@@ -245,9 +225,6 @@ async def _get(url: str) -> bytes:
             if len(answer) > LONGEST_MESSAGE:
                 raise ValueError(f"more than {LONGEST_MESSAGE} bytes")
     return answer
-
-
-# ---- gymnasium -----------------------------------------------------------------------------------
 
 
 class Gym(SeededEnvironment):
@@ -274,10 +251,10 @@ class Gym(SeededEnvironment):
             await in_thread(self.env.close)
 
     def _shown(self, observation: Any) -> str:
-        if not isinstance(observation, str):
-            kind = type(observation).__name__
-            raise InputError(f"gym: the observation is a {kind}; wrap the environment so that it uses text")
-        return observation
+        if isinstance(observation, str):
+            return observation
+        kind = type(observation).__name__
+        raise InputError(f"gym: the observation is a {kind}; wrap the environment so that it uses text")
 
 
 def load_gym(spec: str) -> Callable[[], Gym]:
@@ -292,16 +269,13 @@ def load_gym(spec: str) -> Callable[[], Gym]:
         return partial(Gym, make)
     try:
         import gymnasium
+
+        gymnasium.spec(name)
     except ImportError as error:
         raise InputError(f"--multi-turn.interaction {spec}: pip install gymnasium ({error})") from error
-    try:
-        gymnasium.spec(name)
     except gymnasium.error.Error as error:
         raise InputError(f"--multi-turn.interaction {spec}: {error}") from error
     return partial(Gym, partial(gymnasium.make, name))
-
-
-# ---- verifiers -----------------------------------------------------------------------------------
 
 
 class Verifiers(BaseInteraction):

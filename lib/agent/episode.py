@@ -12,10 +12,10 @@ from typing import Any
 from PIL.Image import Image
 
 from lib.agent.interactions import BaseInteraction
+from lib.agent.metrics import FinishReason
 from lib.agent.multi_turn import (
     REFUSALS,
     AsyncRolloutRequest,
-    FinishReason,
     MultiTurn,
     RequestState,
     add_messages,
@@ -46,7 +46,7 @@ class Episode:
         """Raises what the parser, the template and the interaction raise."""
         request = self.request
         try:
-            async with asyncio.timeout(self.settings.episode_timeout) as limit:
+            async with asyncio.timeout(self.settings.limits.episode_timeout) as limit:
                 await self._start()
                 reason = await self._converse()
                 if reason != FinishReason.ABORTED:
@@ -62,7 +62,7 @@ class Episode:
             for name in self.created:
                 await self._tool(name, "release")
             if self.interaction:
-                await attempt(self.interaction.stop, timeout_s=self.settings.tool_timeout)
+                await attempt(self.interaction.stop, timeout_s=self.settings.limits.tool_timeout)
 
     async def _start(self) -> None:
         for name in self.settings.tools:
@@ -82,7 +82,7 @@ class Episode:
             turn, reason, has_end_token = await self._sample_turn()
             if reason == "abort":
                 return FinishReason.ABORTED
-            ended, last = reason == "stop", request.num_turns == settings.max_turns
+            ended, last = reason == "stop", request.num_turns == settings.limits.max_turns
             calls = settings.parse(turn)
             message = assistant_message(turn, calls, settings.parse, request.metrics["tool_calls"])
             message = settings.without_placeholders(message)
@@ -116,13 +116,13 @@ class Episode:
         """(text without the end token, the engine's finish_reason, whether there is an end token)."""
         request, settings = self.request, self.settings
         request.state = RequestState.RUNNING
-        limit = min(request.room, settings.max_turn_tokens or request.room)
+        limit = min(request.room, settings.limits.max_turn_tokens or request.room)
         sampling = replace(self.sampling, max_response_length=limit)
         seed = turn_seed(request.seed, request.num_turns)
         name = f"{request.request_id}-{request.num_turns}"
         media = [request.media] if request.media else []
         sampled = await self.generate(name, [*request.raw_context], sampling, seed, *media)
-        request.append(sampled.token_ids, sampled.log_probs, sampled.weight_versions)
+        request.append(sampled.token_ids, sampled)
         request.num_turns += 1
         decode = partial(settings.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         at_string = sampling.stop and any(string in decode(sampled.token_ids) for string in sampling.stop)
@@ -135,26 +135,18 @@ class Episode:
         build on an earlier one."""
         request, settings = self.request, self.settings
         request.state = RequestState.TOOL_CALLING
-        instance_ids = dict.fromkeys(settings.tools, request.request_id)
         answers: list[dict] = []
         images: list[Image] = []
         for i, call in enumerate(calls):
             start = time.monotonic()
-            if i >= settings.max_tool_calls:
-                result = ToolResult(f"Error: only the first {settings.max_tool_calls} calls of a turn are run")
+            if i >= settings.limits.max_tool_calls:
+                result = ToolResult(f"Error: only the first {settings.limits.max_tool_calls} calls of a turn are run")
                 request.metrics["too_many"] += 1
             elif call.name in self.not_created:
                 result = self.not_created[call.name]
             else:
-                result = await run_tool_call(
-                    settings.tools,
-                    call,
-                    instance_ids,
-                    settings.tool_timeout,
-                    settings.max_tool_output,
-                    settings.truncate,
-                    request.tools_kwargs,
-                )
+                kwargs = request.tools_kwargs
+                result = await run_tool_call(settings.tools, call, request.request_id, settings.limits, kwargs)
             answer = {"role": "tool", "name": call.name, "tool_call_id": call_id(request.metrics["tool_calls"])}
             if result.images:
                 await self._fit_images(result, len(images))
@@ -179,7 +171,7 @@ class Episode:
         elif placeholders & sampled:  # an engine would take it for the place of the image
             result.text, result.error_kind = "Error: no image can be shown after a placeholder token", "exception"
         else:
-            fitted, kind, what = await attempt(vision.fitted, images, timeout_s=self.settings.tool_timeout)
+            fitted, kind, what = await attempt(vision.fitted, images, timeout_s=self.settings.limits.tool_timeout)
             if kind is None:
                 result.images = fitted
             else:
@@ -213,7 +205,7 @@ class Episode:
         kwargs = (self.request.tools_kwargs.get(name) or {}).get(f"{method}_kwargs") or {}
         if method == "create" and tool.returns_images:
             kwargs = kwargs | {"images": list(self.request.data.get("image", ()))}
-        request_id, timeout_s = self.request.request_id, self.settings.tool_timeout
+        request_id, timeout_s = self.request.request_id, self.settings.limits.tool_timeout
         value, kind, what = await attempt(partial(function, request_id, **kwargs), timeout_s=timeout_s)
         if kind is not None:
             self.request.metrics[kind] += 1
@@ -230,7 +222,7 @@ class Episode:
                 raised.append(error)
                 raise
 
-        value, kind, what = await attempt(call, timeout_s=self.settings.tool_timeout)
+        value, kind, what = await attempt(call, timeout_s=self.settings.limits.tool_timeout)
         if kind is not None:
             raise raised[0] if raised else RuntimeError(f"the interaction's {method}: {kind}: {what}")
         return value

@@ -34,14 +34,11 @@ class ReasoningGym(BaseInteraction):
     the task's score of the last answer.
     """
 
-    async def start(  # type: ignore[override]  # its kwargs are named
-        self, instance_id: str, *, ground_truth: str, max_tries: int = 3, **kwargs
-    ) -> None:
+    async def start(self, instance_id: str, *, ground_truth: str, max_tries=3, **kwargs):  # type: ignore[override]
         self.scorer = importlib.import_module("rewards.reasoning_gym")  # by name: rewards/ imports lib
         if (task := json.loads(ground_truth)["task"]) in self.scorer.UNBOUNDED:
-            raise InputError(
-                f"--multi-turn.interaction reasoning_gym: scoring {task} has no time bound and needs a scorer process"
-            )
+            why = f"scoring {task} has no time bound and needs a scorer process"
+            raise InputError(f"--multi-turn.interaction reasoning_gym: {why}")
         self.ground_truth, self.max_tries, self.tries, self.last = ground_truth, max_tries, 0, 0.0
 
     async def respond(self, messages: list[dict]) -> tuple[bool, str, float, dict]:

@@ -14,10 +14,10 @@ import copy
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 import torch
@@ -28,10 +28,13 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction, load_interaction
+from lib.agent.metrics import FinishReason
 from lib.agent.parsers import get_tool_parser
 from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
+from lib.args import MultiTurnArgs
 from lib.data import SpecialTokenEscaper
 from lib.data.vision import Encoded, Media, Vision, media_hash
+from lib.rollout import Generated
 from lib.sandbox import LARGEST_SCORE
 
 LONG_TEXT = 10_000  # characters that take milliseconds to encode
@@ -47,48 +50,23 @@ class RequestState(Enum):
     FAILED = "failed"
 
 
-class FinishReason(Enum):
-    """What ended an episode. With the last two no token is trained on."""
-
-    STOP = "stop"  # a turn called no tool, or the interaction was over
-    LENGTH = "length"  # the row is full, or max_turn_tokens cut a turn that nobody answers
-    TOOL_CALL = "tool_call"  # the last allowed turn called a tool, which was not run
-    MAX_TURNS = "max_turns"  # the interaction would have gone on after the last allowed turn
-    ABORTED = "abort"  # episode_timeout, or the engine gave up
-    ERROR = "error"  # an exception
-
-
 @dataclass(frozen=True)
 class MultiTurn:
     """What an episode may do. Tools answer a turn that calls them. The interaction, if any, answers other turns.
 
-    Raises InputError for impossible limits and for a chat template that cannot show a tool's output.
+    Raises InputError for a chat template that cannot show a tool's output.
     """
 
     tokenizer: PreTrainedTokenizerBase
     tools: dict[str, BaseTool] = field(default_factory=dict)
     parse: Callable[[str], list[ToolCall]] = lambda text: []  # what get_tool_parser returns
     interaction: Callable[[], BaseInteraction] | None = None  # makes that of an episode
-    max_turns: int = 8  # turns of the policy
-    max_tool_calls: int = 4  # per turn; further calls are answered with an error. Calls run one after the other
-    max_turn_tokens: int | None = None  # None: what is left of the row
-    max_tool_output: int = 2000  # characters of an answer, of the interaction as well
-    truncate: Literal["left", "middle", "right"] = "middle"  # where a longer output is cut
-    tool_timeout: float = 30.0  # seconds, for every call of a tool or an interaction
-    episode_timeout: float | None = None  # seconds; an episode that takes longer is not trained on
-    reward_coef: float = 1.0  # weight of the rewards of tools and interaction, added to the scorer's
+    limits: MultiTurnArgs = field(default_factory=MultiTurnArgs)  # its tools, parser and interaction are not read
     chat_template_kwargs: dict = field(default_factory=dict)  # those of the data set
     max_prompt_length: int | None = None  # that of the data set, which may cut longer prompts; None: it cuts none
     vision: Vision | None = None  # that of the data set; None for a text model
 
     def __post_init__(self):
-        for name in ("max_turns", "max_tool_calls", "max_turn_tokens", "max_tool_output", "tool_timeout"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise InputError(f"--multi-turn.{name} {value}: must be above 0")
-        if not abs(self.reward_coef) <= 1e4:
-            raise InputError(f"--multi-turn.reward-coef {self.reward_coef}: must be at least -10000 and at most 10000")
-        if self.truncate not in ("left", "middle", "right"):
-            raise InputError(f"--multi-turn.truncate {self.truncate}: choose left, middle or right")
         if self.image_tools and not (self.vision and self.vision.takes_later_images):
             takes = "takes none after its prompt" if self.vision else "takes none"
             raise InputError(f"--multi-turn.tools {self.image_tools[0]}: returns images; this --model {takes}")
@@ -126,7 +104,7 @@ class MultiTurn:
 
     def answer(self, text: str) -> str:
         """The text of a tool's error or of the interaction, for the model."""
-        return readable(text, self.max_tool_output, self.truncate)
+        return readable(text, self.limits.max_tool_output, self.limits.truncate)
 
     def escaped(self, text: str) -> str:
         """The text of a tool or user, changed so that none of it becomes a special token and ends its message."""
@@ -148,36 +126,19 @@ class MultiTurn:
 
 
 def load_multi_turn(
-    settings: dict,
+    args: MultiTurnArgs,
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: dict,
     max_prompt_length: int,
     vision: Vision | None = None,
-) -> MultiTurn | None:
-    """Makes MultiTurn from the --multi-turn settings; None if there are none. "tools": specs for load_tools; "parser":
-    a name for get_tool_parser, or auto; "interaction": a spec for load_interaction. All other keys are fields of
-    MultiTurn.
-
-    Raises InputError: an unknown key, or what these functions raise.
-    """
-    if not settings:
-        return None
-    ours = {"tokenizer", "parse", "chat_template_kwargs", "max_prompt_length", "vision"}
-    known = {"tools", "parser", "interaction"} | {field.name for field in fields(MultiTurn)} - ours
-    if unknown := settings.keys() - known:
-        raise InputError(f"--multi-turn: unknown {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+) -> MultiTurn:
+    """Raises InputError: what load_tools, get_tool_parser and load_interaction raise."""
     # where episodes have a thread, a data set's truncation would cut their text
     tokenizer, vision = copy.deepcopy((tokenizer, vision))
-    limits = {name: value for name, value in settings.items() if name not in ("tools", "parser", "interaction")}
-    tools, interaction = load_tools(tuple(settings.get("tools", ()))), settings.get("interaction")
-    if not (tools or interaction):
-        raise InputError("--multi-turn without tools and without an interaction: name one, or drop the flag")
-    if tools:
-        limits["parse"] = get_tool_parser(settings.get("parser", "auto"), tokenizer, tools)
-    if interaction:
-        limits["interaction"] = load_interaction(interaction)
-    limits |= {"chat_template_kwargs": chat_template_kwargs, "max_prompt_length": max_prompt_length, "vision": vision}
-    return MultiTurn(tokenizer, tools, **limits)
+    tools = load_tools(args.tools)
+    parse = get_tool_parser(args.parser, tokenizer, tools) if tools else lambda text: []
+    interaction = load_interaction(args.interaction) if args.interaction else None
+    return MultiTurn(tokenizer, tools, parse, interaction, args, chat_template_kwargs, max_prompt_length, vision)
 
 
 @dataclass
@@ -190,7 +151,6 @@ class AsyncRolloutRequest:
     prompt_ids: list[int]
     raw_context: list[int]  # as `context`, with one placeholder for each image: what an engine is given
     positions: torch.Tensor  # (n,), or with mrope (4, n): those of `context`
-    tool_schemas: list[dict]
     tools_kwargs: dict
     interaction_kwargs: dict
     seed: int
@@ -244,14 +204,18 @@ class AsyncRolloutRequest:
     def segments(self) -> list[tuple[int, int]]:
         return list(zip(self.starts, [*self.starts[1:], len(self.token_ids)]))
 
-    def append(
-        self, token_ids: list[int], log_probs: list[float] | None = None, weight_versions: list[int] | None = None
-    ) -> None:
-        """Appends tokens that the policy sampled or, without log_probs, text that it was given."""
-        highest = F.pad(self.positions, (1, 0), value=-1).amax(-1, keepdim=True)
-        following = highest + torch.arange(1, len(token_ids) + 1)
-        self.raw_context += token_ids
-        self._append(token_ids, following, log_probs, weight_versions)
+    def append(self, ids: list[int], sampled: Generated | None = None, positions: torch.Tensor | None = None) -> None:
+        """Appends tokens that the policy sampled or text that it was given. positions: None, without images."""
+        if positions is None:
+            highest = F.pad(self.positions, (1, 0), value=-1).amax(-1, keepdim=True)
+            positions = highest + torch.arange(1, len(ids) + 1)
+            self.raw_context += ids
+        self.positions = torch.cat([self.positions, positions], -1)
+        self.new_positions.append(positions)
+        self.token_ids += ids
+        self.response_mask += [int(sampled is not None)] * len(ids)
+        self.log_probs += [0.0] * len(ids) if sampled is None else sampled.log_probs
+        self.weight_versions += (sampled.weight_versions if sampled else None) or [-1] * len(ids)
 
     def append_images(self, encoded: Encoded, data: dict, vision: Vision) -> None:
         """Appends text with images that the policy was given. data: all images of the context, these among them."""
@@ -260,7 +224,7 @@ class AsyncRolloutRequest:
         self.hash = media_hash(self.inputs)
         self.raw_context += encoded.raw_ids
         positions = vision.positions(self.context + encoded.ids, self.inputs)
-        self._append(encoded.ids, positions[..., self.positions.shape[-1] :])
+        self.append(encoded.ids, positions=positions[..., self.positions.shape[-1] :])
 
     def begin_segment(self) -> None:
         """What is appended next has nothing before it."""
@@ -268,28 +232,11 @@ class AsyncRolloutRequest:
         self.raw_context, self.inputs = [], {}
         self.positions = self.positions[..., :0]
 
-    def _append(
-        self,
-        token_ids: list[int],
-        positions: torch.Tensor,
-        log_probs: list[float] | None = None,
-        weight_versions: list[int] | None = None,
-    ) -> None:
-        self.positions = torch.cat([self.positions, positions], -1)
-        self.new_positions.append(positions)
-        self.token_ids += token_ids
-        self.response_mask += [int(log_probs is not None)] * len(token_ids)
-        self.log_probs += [0.0] * len(token_ids) if log_probs is None else log_probs
-        self.weight_versions += weight_versions or [-1] * len(token_ids)
-
     def reward(self, value: float) -> None:
         if not abs(value) <= LARGEST_SCORE:
             raise ValueError(f"a reward of {value}; use numbers up to {LARGEST_SCORE:g}")
         self.turn_rewards.append(float(value))
         self.rewarded.append(len(self.token_ids) - 1)
-
-
-# ---- messages to tokens --------------------------------------------------------------------------
 
 
 def glue(settings: MultiTurn, before: str, turn: str, after: str) -> str | None:
@@ -375,9 +322,8 @@ def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_i
     # the content is the longest beginning without which the turn has the same calls
     start = bisect_left(range(1, len(turn)), True, key=lambda i: parse(turn[i:]) != calls)
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-    tool_calls = [
-        {"id": call_id(first_id + i), "type": "function", "function": function} for i, function in enumerate(functions)
-    ]
+    numbered = enumerate(functions, first_id)
+    tool_calls = [{"id": call_id(i), "type": "function", "function": function} for i, function in numbered]
     return {"role": "assistant", "content": turn[:start].rstrip(), "tool_calls": tool_calls}
 
 
@@ -387,10 +333,8 @@ def content_of(text: str, images: list[Image]) -> str | list[dict]:
 
 
 def _in_parts(message: dict) -> dict:
-    content = message.get("content")
-    return (
-        message | {"content": [{"type": "text", "text": content}]} if content and isinstance(content, str) else message
-    )
+    text = message.get("content")
+    return message | {"content": [{"type": "text", "text": text}]} if text and isinstance(text, str) else message
 
 
 def call_id(number: int) -> str:
@@ -399,11 +343,9 @@ def call_id(number: int) -> str:
 
 def check_template(settings: MultiTurn) -> None:
     """Raises InputError unless the template shows the answers to a turn, and its text can be encoded piece by piece."""
-    name, end = getattr(settings.tokenizer, "name_or_path", ""), None
+    name, end = f"tokenizer {getattr(settings.tokenizer, 'name_or_path', '')}", None
     question = {"role": "user", "content": "6*7?"}
-    pairs: list[tuple[dict, dict]] = [
-        ({"role": "assistant", "content": "6*7=42"}, {"role": "user", "content": "4 or 2?"})
-    ]
+    pairs: list[tuple[dict, dict]] = [({"role": "assistant", "content": "6*7=42"}, question | {"content": "4 or 2?"})]
     for tool in list(settings.tools)[:1]:
         call = {"id": call_id(0), "type": "function", "function": {"name": tool, "arguments": {}}}
         answer = {"role": "tool", "name": tool, "tool_call_id": call_id(0), "content": "4 or 2?"}
@@ -413,17 +355,15 @@ def check_template(settings: MultiTurn) -> None:
         try:
             before, after = settings.render([question]), settings.render([question, turn, answer])
         except REFUSALS as error:
-            raise InputError(
-                f"tokenizer {name}: its chat template takes no {answer['role']} message: {error}"
-            ) from error
+            raise InputError(f"{name}: its chat template takes no {answer['role']} message: {error}") from error
         if answer["content"] not in after:
-            raise InputError(f"tokenizer {name}: its chat template leaves out a {answer['role']} message after a turn")
+            raise InputError(f"{name}: its chat template leaves out a {answer['role']} message after a turn")
         text = turn["content"] if end is None else after[len(before) :].partition(end)[0]
         rest = glue(settings, before, text, after)
         if rest is None:  # the template rewrites history: every turn is a segment, which is encoded as a whole
             return
         if settings.encode(before) + settings.encode(text) + settings.encode(rest) != settings.encode(after):
-            raise InputError(f"tokenizer {name}: a conversation encoded turn by turn has other tokens than the whole")
+            raise InputError(f"{name}: a conversation encoded turn by turn has other tokens than the whole")
         end = settings.tokenizer.decode(settings.encode(rest)[:1])
 
 

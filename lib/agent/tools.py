@@ -23,15 +23,13 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lib import InputError
+from lib.args import MultiTurnArgs
 from lib.cli.secrets import redact
 from lib.sandbox import LARGEST_SCORE
 
 LARGEST_METRIC = 1e30
 MOST_SHOWN = 4000  # characters of an error
 SHOWN: set[tuple] = set()  # kinds of errors that were shown: their types and places
-ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")
-
-# ---- what a tool is ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -70,8 +68,12 @@ class BaseTool:
     returns_images = False
     own_schema = True  # False: somebody else wrote the schema, and to check arguments by it may take any time
 
+    schema: dict | None = None
+
     def get_openai_tool_schema(self) -> dict:
-        raise NotImplementedError
+        if self.schema is None:
+            raise NotImplementedError
+        return self.schema
 
     async def create(self, instance_id: str, **kwargs) -> None:
         pass
@@ -97,19 +99,12 @@ class FunctionTool(BaseTool):
         try:
             self.schema = get_json_schema(function)
         except (DocstringParsingException, TypeHintParsingException, NameError, ValueError) as error:
-            raise InputError(
-                f"tool {name}: give every parameter a type and a line under Args: in its docstring ({error})"
-            ) from error
+            advice = "give every parameter a type and a line under Args: in its docstring"
+            raise InputError(f"tool {name}: {advice} ({error})") from error
         self.schema["function"].pop("return", None)  # the model must not see that there is a reward
-
-    def get_openai_tool_schema(self) -> dict:
-        return self.schema
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs):
         return await _call(self.function, **{**parameters, **kwargs})
-
-
-# ---- calling: failures are caught, time is limited -----------------------------------------------
 
 
 def say(error: BaseException) -> str:
@@ -179,10 +174,7 @@ async def _outcome(function: Callable, args: tuple, kwargs: dict) -> tuple[Any, 
 
 async def attempt(function: Callable, /, *args, timeout_s: float, **kwargs) -> tuple[Any, str | None, str]:
     """(value, None, "") of `await function(*args, **kwargs)`, or (None, "exception" | "timeout", what happened).
-
-    Whatever the function does, this does not raise. For a tool's create, calc_reward and release, and an interaction's
-    methods.
-    """
+    Whatever the function does, this does not raise."""
     task = asyncio.ensure_future(_outcome(function, args, kwargs))
     try:
         await asyncio.wait({task}, timeout=timeout_s)  # wait_for would wait for a task that ignores its cancellation
@@ -206,9 +198,8 @@ def _checked(value, returns_images: bool) -> ToolResult:
         if not all(isinstance(image, Image.Image) for image in images):
             raise TypeError("the tool returned images that are not PIL images")
     if not isinstance(text, str | numbers.Number):
-        raise TypeError(
-            f"the tool returned a {type(text).__name__}; return a text, a number or (text, reward, metrics)"
-        )
+        kind = type(text).__name__
+        raise TypeError(f"the tool returned a {kind}; return a text, a number or (text, reward, metrics)")
     if not isinstance(reward, numbers.Real) or not abs(reward) <= LARGEST_SCORE:  # type: ignore[operator]
         raise ValueError(f"the tool returned the reward {reward!r}; use numbers up to {LARGEST_SCORE:g}")
     check_metrics(metrics, "the tool")
@@ -217,19 +208,14 @@ def _checked(value, returns_images: bool) -> ToolResult:
 
 def check_metrics(metrics: Any, whose: str) -> None:
     """Raises TypeError unless they can be added up and logged."""
-    if not isinstance(metrics, dict) or not all(
-        isinstance(number, numbers.Real) and abs(number) <= LARGEST_METRIC  # type: ignore[operator]
-        for number in metrics.values()
-    ):
+    values = metrics.values() if isinstance(metrics, dict) else [None]
+    if not all(isinstance(value, numbers.Real) and abs(value) <= LARGEST_METRIC for value in values):  # type: ignore[operator]
         raise TypeError(f"{whose}'s metrics are not a dict of finite numbers")
 
 
 def readable(text: str, max_chars: int, truncate: str) -> str:
-    """At most max_chars of the text, with a mark where something was cut, and *** for keys and passwords of the
-    environment. Lone surrogates become U+FFFD.
-
-    truncate: where the text is cut (left, middle, right), as in lib/data/dataset.py.
-    """
+    """At most max_chars of the text, with a mark where it was cut (left, middle, right), and *** for keys and passwords
+    of the environment. Lone surrogates become U+FFFD."""
     text = redact(text)
     if (excess := len(text) - max_chars) > 0:
         head = {"left": 0, "middle": max_chars - max_chars // 2, "right": max_chars}[truncate]
@@ -286,22 +272,16 @@ async def _checked_arguments(tool: BaseTool, arguments: dict, timeout_s: float) 
 async def run_tool_call(
     tools: dict[str, BaseTool],
     call: ToolCall,
-    instance_ids: dict[str, str],
-    timeout_s: float,
-    max_output_chars: int,
-    truncate: str = "middle",
+    instance_id: str,
+    limits: MultiTurnArgs,
     tools_kwargs: dict | None = None,
 ) -> ToolResult:
-    """Runs a call and returns the answer for the model. Whatever the model or the tool does, it does not raise.
-
-    instance_ids: by the tool's name; tools_kwargs: the row's. truncate: where an output of more than max_output_chars
-    is cut: left, middle or right. The mark in place of the cut text is not counted.
-    """
+    """Runs a call and returns the answer for the model. Whatever the model or the tool does, it does not raise."""
 
     async def execute():
         kwargs = ((tools_kwargs or {}).get(call.name) or {}).get("execute_kwargs") or {}
         tool = tools[call.name]
-        value = await _call(tool.execute, instance_ids[call.name], dict(call.arguments), **kwargs)
+        value = await _call(tool.execute, instance_id, dict(call.arguments), **kwargs)
         return _checked(value, tool.returns_images)
 
     value = None
@@ -309,10 +289,10 @@ async def run_tool_call(
         kind, message = "malformed", f"the tool call is malformed: {call.error}"
     elif call.name not in tools:
         kind, message = "unknown_tool", f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
-    elif problem := await _checked_arguments(tools[call.name], call.arguments, timeout_s):
+    elif problem := await _checked_arguments(tools[call.name], call.arguments, limits.tool_timeout):
         kind, message = "wrong_arguments", f"wrong arguments for {call.name}: {problem}"
     else:
-        value, kind, message = await attempt(execute, timeout_s=timeout_s)
+        value, kind, message = await attempt(execute, timeout_s=limits.tool_timeout)
     result = ToolResult(f"Error: {message}", error_kind=kind) if kind else value
-    result.text = readable(result.text, max_output_chars, truncate)
+    result.text = readable(result.text, limits.max_tool_output, limits.truncate)
     return result

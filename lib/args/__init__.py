@@ -3,14 +3,7 @@
 A script's Args nests the groups (--lr) and the settings (--multi-turn.tools).
 """
 
-from lib.args.checks import (
-    CONDITIONS,
-    HUB_ID,
-    check_common_flags,
-    check_hub,
-    check_model_path,
-    check_source,
-)
+from lib.args.checks import CONDITIONS, HUB_ID, check_common_flags, check_hub, check_model_path, check_source
 from lib.args.groups import (
     FILES,
     ROOT,

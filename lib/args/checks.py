@@ -19,80 +19,40 @@ PASS_READ_BY = {"optimal_token_baseline", "tir_optimal_token_baseline", "top_ent
 PASS_READ_BY |= {"decoupled", "m2po", "off_policy_sequence"}  # pi_old / pi_rollout, which would be 1
 """estimators, losses and token masks that need the trainer's own pass over the responses before the update"""
 
-
-# ---- which flags depend on others ------------------------------------------------------------------
-
+CLIP_RATIOS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+CLIP_COV = ("token_masks.clip_cov_ratio", "token_masks.clip_cov_bounds")
+WEIGHTS = ("rollout_correction.action", "rollout_correction.bounds", "rollout_correction.batch_normalize")
+SUM_NORM = "seq-mean-token-sum-norm"
 
 # Not here: flags of what a run shows, saves and validates, whose switch is off on purpose. --loss-kwargs and
 # --adv-kwargs are checked against the parameters of the loss and the estimator (lib/core_algos/settings.py).
 CONDITIONS = (
     ReadIf(("lora_alpha", "lora_target_modules"), lambda a: a.model.lora_rank, "without --lora-rank"),
     ReadIf(("freeze",), lambda a: not a.model.lora_rank, "with --lora-rank, which trains the adapters only"),
-    ReadIf(
-        ("truncation",),
-        lambda a: not a.data.filter_overlong_prompts or a.data.dataset_class,
-        "without --no-filter-overlong-prompts, as longer prompts are dropped",
-    ),
+    ReadIf(("truncation",), lambda a: a.data.may_truncate, "where --filter-overlong-prompts drops longer prompts"),
     ReadIf(("prompt_skip_after",), lambda a: a.data.prompt_sampling == "skip", "without --prompt-sampling skip"),
     ReadIf(("prompt_share",), lambda a: a.data.prompt_sampling != "uniform", "with --prompt-sampling uniform"),
     ReadIf(("shuffle",), lambda a: a.data.prompt_sampling != "variance", "with --prompt-sampling variance"),
-    ReadIf(
-        ("gpu_memory_utilization",),
-        lambda a: a.rollout.starts_vllm,
-        "without --rollout-engine vllm (a server gets it on its own command line)",
-    ),
-    ReadIf(
-        ("reward_weights",),
-        lambda a: a.adv_estimator != "gdpo",
-        "with --adv-estimator gdpo, which weighs --reward-keys by --adv-kwargs.reward-weights",
-    ),
-    ReadIf(
-        ("reward_model_coef",),
-        lambda a: a.reward.reward_model and a.adv_estimator != "gdpo",
-        "without --reward-model, and with --adv-estimator gdpo",
-    ),
+    ReadIf(("gpu_memory_utilization",), lambda a: a.rollout.starts_vllm, "where this job starts no vLLM"),
+    ReadIf(("reward_weights", "reward_model_coef"), lambda a: a.adv_estimator != "gdpo", "with --adv-estimator gdpo"),
+    ReadIf(("reward_model_coef",), lambda a: a.reward.reward_model, "without --reward-model"),
     ReadIf(("reward_timeout", "reward_memory"), lambda a: a.reward.reward_workers, "with --reward-workers 0"),
-    ReadIf(
-        ("singleton",),
-        lambda a: a.adv_estimator not in ("maxrl", "reinforce_plus_plus"),
-        "with --adv-estimator maxrl (always 0) and reinforce_plus_plus (no groups)",
-    ),
+    ReadIf(("singleton",), lambda a: a.adv_estimator != "maxrl", "with --adv-estimator maxrl: it is always 0"),
+    ReadIf(("singleton",), lambda a: a.adv_estimator != "reinforce_plus_plus", "with reinforce_plus_plus: no groups"),
     ReadIf(("adv_kwargs.norm_adv_by_std_in_grpo",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it is off"),
-    ReadIf(
-        ("adv_kwargs.epsilon",),
-        lambda a: a.adv_estimator != "dr_grpo" and a.adv_kwargs.norm_adv_by_std_in_grpo is not False,
-        "without a division by the standard deviation",
-    ),
+    ReadIf(("adv_kwargs.epsilon",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it does not divide"),
+    ReadIf(("adv_kwargs.epsilon",), lambda a: a.adv_kwargs.norm_adv_by_std_in_grpo is not False, "without a division"),
     ReadIf(("zero_variance",), lambda a: a.group_size > 1 or a.zero_variance == "keep", "with --group-size 1"),
     ReadIf(("max_gen_batches",), lambda a: a.zero_variance == "refill", "without --zero-variance refill"),
     ReadIf(("overlong_factor",), lambda a: a.overlong_buffer, "with --overlong-buffer 0"),
-    ReadIf(
-        ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
-        lambda a: a.loss == "vanilla",
-        "without --loss vanilla (the other losses have --loss-kwargs)",
-    ),
-    ReadIf(
-        ("loss_scale_factor",),
-        lambda a: a.loss_agg_mode == "seq-mean-token-sum-norm",
-        "without --loss-agg-mode seq-mean-token-sum-norm",
-    ),
-    ReadIf(
-        ("token_masks.clip_cov_ratio", "token_masks.clip_cov_bounds"),
-        lambda a: a.loss == "clip_cov",
-        "without --loss clip_cov",
-    ),
+    ReadIf(CLIP_RATIOS, lambda a: a.loss == "vanilla", "without --loss vanilla (the other losses have --loss-kwargs)"),
+    ReadIf(("loss_scale_factor",), lambda a: a.loss_agg_mode == SUM_NORM, f"without --loss-agg-mode {SUM_NORM}"),
+    ReadIf(CLIP_COV, lambda a: a.loss == "clip_cov", "without --loss clip_cov"),
     ReadIf(("token_masks.kl_cov_ratio",), lambda a: a.loss == "kl_cov", "without --loss kl_cov"),
-    ReadIf(
-        tuple(f"rollout_correction.{name}" for name in ("action", "bounds", "batch_normalize")),
-        lambda a: a.rollout_correction.level != "measure",
-        "with --rollout-correction.level measure, which has no weights",
-    ),
+    ReadIf(WEIGHTS, lambda a: a.rollout_correction.level != "measure", "with level measure, which has no weights"),
     ReadIf(("kl_estimator", "kl_placement"), lambda a: a.kl_coef, "without --kl-coef"),
     ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "without --kl-target"),
 )
-
-
-# ---- combinations of flags -------------------------------------------------------------------------
 
 
 def check_common_flags(args: ScriptArgs) -> None:
@@ -105,9 +65,11 @@ def check_common_flags(args: ScriptArgs) -> None:
     _set_val_files(args)
     _check_sampling(args)
     _check_groups(args)
-    _check_replay(args)
     _check_kl(args)
     _check_parallel(args)
+    if args.validation.val_only and (args.run.record or args.run.replay):
+        flag = "--record" if args.run.record else "--replay"
+        raise InputError(f"{flag} is about training steps, and --val-only has none: drop one")
     if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction):
         raise InputError("--reward without a scorer: name one, or a --reward-model")
 
@@ -115,14 +77,13 @@ def check_common_flags(args: ScriptArgs) -> None:
 def _check_engine_ranks(args: ScriptArgs, world_size: int) -> None:
     """world_size: the ranks that train."""
     ranks, gpus = args.rollout.rollout_tensor_parallel_size, args.rollout.rollout_gpus
+    flag = f"--rollout-tensor-parallel-size {ranks}"
     if (gpus or world_size) % ranks:
         what = f"--rollout-gpus {gpus}" if gpus else f"the number of ranks, {world_size},"
-        raise InputError(f"--rollout-tensor-parallel-size {ranks}: {what} must be a multiple of it")
+        raise InputError(f"{flag}: {what} must be a multiple of it")
     if gpus and not args.run.dry_run and (cut := node_begins() - world_size) > 0 and cut % ranks:
-        raise InputError(
-            f"--rollout-tensor-parallel-size {ranks}: a server would be on two nodes, as {cut} of the --rollout-gpus "
-            f"{gpus} are on the nodes before this one: that must be a multiple of {ranks}"
-        )
+        where = f"{cut} of the --rollout-gpus {gpus} are on the nodes before this one"
+        raise InputError(f"{flag}: a server would be on two nodes, as {where}: that must be a multiple of {ranks}")
 
 
 def _set_val_files(args: ScriptArgs) -> None:
@@ -132,20 +93,18 @@ def _set_val_files(args: ScriptArgs) -> None:
         return
     own = [file for file in args.data.train_files if not Path(file).expanduser().resolve().is_relative_to(TOY)]
     if own and not validation.val_only:
-        raise InputError(
-            f"--train-files {own[0]} without --val-files: name the files to validate on, or give --val-files none"
-        )
+        raise InputError(f"--train-files {own[0]} without --val-files: name the files to validate on, or none")
     validation.val_files = TOY_VAL
 
 
 def _check_models_and_files(args: ScriptArgs) -> None:
-    if args.run.dry_run:
-        if not Path(args.model.model).exists():
-            check_hub(args.model.model)
-    else:
-        check_model_path(args.model.model)
-        if args.reward.reward_model:
-            check_model_path(args.reward.reward_model, "--reward-model")
+    model, reward_model = args.model.model, args.reward.reward_model
+    if not args.run.dry_run:
+        check_model_path(model)
+        if reward_model:
+            check_model_path(reward_model, "--reward-model")
+    elif not Path(model).exists():
+        check_hub(model)
     if not args.data.dataset_class:  # your own class may take other sources
         train_files = () if args.validation.val_only else args.data.train_files
         for source in (*train_files, *(args.validation.val_files if args.validation.enabled else ())):
@@ -153,10 +112,8 @@ def _check_models_and_files(args: ScriptArgs) -> None:
 
 
 def _check_sampling(args: ScriptArgs) -> None:
-    if args.data.prompt_sampling != "uniform" and args.group_size == 1:
-        raise InputError(
-            f"--prompt-sampling {args.data.prompt_sampling} compares the responses to a prompt: it needs --group-size 2"
-        )
+    if (sampling := args.data.prompt_sampling) != "uniform" and args.group_size == 1:
+        raise InputError(f"--prompt-sampling {sampling} compares the responses to a prompt: it needs --group-size 2")
     if args.rollout.starts_vllm and not args.run.replay and importlib.util.find_spec("vllm") is None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     if args.old_log_probs == "rollout" and args.rollout_correction.settings():
@@ -164,12 +121,9 @@ def _check_sampling(args: ScriptArgs) -> None:
     names = {args.loss, args.adv_estimator, *args.token_masks.settings(args.loss)}
     if args.old_log_probs == "rollout" and (reading := PASS_READ_BY & names):
         raise InputError(f"--old-log-probs rollout spares the forward pass that {reading.pop()} needs: drop one")
-    weighs = args.rollout_correction.settings() and args.rollout_correction.level != "measure"
-    if args.loss == "decoupled" and weighs:
-        raise InputError(
-            "--loss decoupled has the importance weight pi_old / pi_rollout already, and a rollout correction would "
-            "apply it twice: drop it, or set --rollout-correction.level measure, which may still reject"
-        )
+    if args.loss == "decoupled" and args.rollout_correction.settings() and args.rollout_correction.level != "measure":
+        why = "--loss decoupled has the weight pi_old / pi_rollout, and a rollout correction would apply it twice"
+        raise InputError(f"{why}: drop it, or set --rollout-correction.level measure, which may still reject")
 
 
 def _check_groups(args: ScriptArgs) -> None:
@@ -193,12 +147,6 @@ def _check_groups(args: ScriptArgs) -> None:
         raise InputError("--adv-kwargs.reward-weights 0: this reward trains nothing: drop it from --reward-keys")
 
 
-def _check_replay(args: ScriptArgs) -> None:
-    for name, folder in {"record": args.run.record, "replay": args.run.replay}.items():
-        if folder and args.validation.val_only:
-            raise InputError(f"--{name} is about training steps, and --val-only has none: drop one")
-
-
 def _check_kl(args: ScriptArgs) -> None:
     if args.kl_target is not None and not (args.kl_coef and args.kl_placement == "reward"):
         raise InputError("--kl-target steers the KL in the reward: it needs --kl-placement reward and a --kl-coef")
@@ -207,8 +155,8 @@ def _check_kl(args: ScriptArgs) -> None:
 
 
 def _check_parallel(args: ScriptArgs) -> None:
+    packed = args.model.padding_free and args.model.attn_implementation in ("auto", "packed_sdpa", "varlen")
     for name, size in args.shard.parallel_sizes().items():
-        packed = args.model.padding_free and args.model.attn_implementation in ("auto", "packed_sdpa", "varlen")
         if size > 1 and not packed:
             raise InputError(f"{as_flag(name)} {size}: needs --padding-free, and packed_sdpa or varlen attention")
     without_tensor_parallel = {
@@ -220,12 +168,9 @@ def _check_parallel(args: ScriptArgs) -> None:
         "--compile": args.model.compile,
         "the validation of --replay (--val-every 0 --no-val-before-train)": args.run.replay and args.validation.enabled,
     }
-    for name, is_given in without_tensor_parallel.items():
-        if args.shard.tensor_parallel_size > 1 and is_given:
-            raise InputError(f"--tensor-parallel-size {args.shard.tensor_parallel_size} does not work with {name}")
-
-
-# ---- models and data that flags name ---------------------------------------------------------------
+    wrong = [name for name, is_given in without_tensor_parallel.items() if is_given]
+    if wrong and (size := args.shard.tensor_parallel_size) > 1:
+        raise InputError(f"--tensor-parallel-size {size} does not work with {wrong[0]}")
 
 
 def check_model_path(path: str, flag: str = "--model") -> None:
@@ -248,10 +193,11 @@ def check_model_path(path: str, flag: str = "--model") -> None:
 def check_source(source: str) -> None:
     """Raises InputError unless `source` is a file, a folder, or could be the id of a data set on the hub."""
     path = Path(source).expanduser()
-    if not path.exists() and (path.suffix in (".parquet", ".json", ".jsonl") or not HUB_ID.fullmatch(source)):
+    if path.exists():
+        return
+    if path.suffix in (".parquet", ".json", ".jsonl") or not HUB_ID.fullmatch(source):
         raise InputError(f"{path}: no such file; check the path, or write it with one of the scripts in data/")
-    if not path.exists():
-        check_hub(source)
+    check_hub(source)
 
 
 @cache

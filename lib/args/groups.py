@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
-from tyro.conf import OmitArgPrefixes, configure
 
 from lib import InputError
 from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, parse_json
@@ -23,9 +22,9 @@ TOY_TRAIN, TOY_VAL = (str(TOY / "train.jsonl"),), (str(TOY / "val.jsonl"),)
 NO_FILES = ("none",)
 LONGEST_RUN_NAME = 128  # bytes: wandb takes 128 characters, a file system 255 bytes
 PromptSampling = Literal["uniform", "skip", "variance"]
+Offloaded = Literal["actor", "critic", "ref", "reward_model", "activations"]
 
 
-@configure(OmitArgPrefixes)
 @dataclass
 class ModelArgs(Group):
     """The policy's model, and which of its weights train."""
@@ -33,11 +32,11 @@ class ModelArgs(Group):
     model: Annotated[str, FILES, ROWS] = str(ROOT / "data/toy/model")
     """Hugging Face id, folder or .gguf file of the policy to start from"""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU.
-    float16, with a loss scale, is closer to the engine's log-probs (rollout/k3), for models whose values fit it"""
+    """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU;
+    float16 has a loss scale, and is closer to the engine's log-probs where the model's values fit it"""
     attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
-    """packed_sdpa (lib/model/attention.py) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and
-    bfloat16; flash_attention_2 needs its package; with any other, rows are padded. auto: packed_sdpa (docs/gpu.md)"""
+    """packed_sdpa (auto) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and bfloat16;
+    flash_attention_2 needs its package; with any other, rows are padded (docs/gpu.md)"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the layers, for packed rows: the first steps take a minute longer"""
     padding_free: Annotated[bool, MAY_CHANGE] = True
@@ -49,26 +48,23 @@ class ModelArgs(Group):
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     lora_rank: Annotated[int, Ge(0)] = 0
-    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. vLLM
-    samples from W + dW; in bfloat16 this rounds small updates away, so --rollout-correction then has a default"""
+    """train LoRA adapters of this rank (the reference is then the model without them); 0: train all weights. With vLLM
+    in bfloat16, which rounds W + dW, --rollout-correction has a default"""
     lora_alpha: Annotated[float, Gt(0)] = 32.0
     """LoRA scale: the update of the adapters is multiplied by lora_alpha / lora_rank"""
     lora_target_modules: str = "all-linear"
-    """linear layers that get adapters: all-linear (of the language part), or a regular expression of names such as
-    .*[qkvo]_proj"""
+    """layers that get adapters: all-linear (of the language part), or a regular expression like .*[qkvo]_proj"""
     freeze: str = ""
-    """what is not trained: vision, tower or projector (of a model that sees; vision is both), or a regular expression
-    of parameter names, such as "model.embed_tokens.*"; empty: all is"""
+    """what is not trained: vision (tower and projector), tower, projector, or a regular expression of parameters"""
 
     def check(self) -> None:
-        for name in ("freeze", "lora_target_modules"):
+        for flag, pattern in {"--freeze": self.freeze, "--lora-target-modules": self.lora_target_modules}.items():
             try:
-                re.compile(getattr(self, name))
+                re.compile(pattern)
             except re.error as error:
-                raise InputError(f"{as_flag(name)} {getattr(self, name)}: not a regular expression: {error}") from error
+                raise InputError(f"{flag} {pattern}: not a regular expression: {error}") from error
 
 
-@configure(OmitArgPrefixes)
 @dataclass
 class ShardArgs(Group):
     """How models are split over ranks (docs/scaling.md)."""
@@ -76,26 +72,23 @@ class ShardArgs(Group):
     dp_replicate_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
     """copies of the model (HSDP), each split over its share of the ranks; 1: one copy, split over all ranks"""
     sequence_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """this many neighbouring ranks compute their rows together, each a share of the tokens (Ulysses), for rows that are
-    too long for one rank; must divide the number of attention heads; needs --padding-free and packed_sdpa"""
+    """split each row's tokens over this many neighbouring ranks (Ulysses), for long rows; must divide the number of
+    attention heads; needs --padding-free and packed_sdpa"""
     tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """this many neighbouring ranks compute their rows together, each with a share of every layer's weights, split by
-    transformers' plan for the model; must divide the number of key and value heads; needs a vLLM engine or server"""
+    """split every layer's weights over this many neighbouring ranks, by transformers' plan for the model; must divide
+    the number of key and value heads; needs a vLLM engine or server"""
     reduce_each_micro_batch: Annotated[bool, MAY_CHANGE] = False
-    """reduce gradients over ranks after each micro-batch, not once an update: gradients then take 4 bytes x parameters
-    / ranks of memory on each rank instead of 4 bytes x parameters, for more communication"""
-    cpu_offload: Annotated[
-        tuple[Literal["actor", "critic", "ref", "reward_model", "activations"], ...], MAY_CHANGE
-    ] = ()
-    """models whose weights, gradients and optimizer state stay in CPU memory; activations: the update's saved
-    activations, best with --gradient-checkpointing, which saves only one tensor a layer; slower"""
+    """reduce gradients over ranks after each micro-batch, not once an update: they then take 1 / ranks of the memory
+    (4 bytes x parameters), for more communication"""
+    cpu_offload: Annotated[tuple[Offloaded, ...], MAY_CHANGE] = ()
+    """models whose weights, gradients and optimizer state stay in CPU memory; activations: what the update saves, best
+    with --gradient-checkpointing; slower"""
 
     def parallel_sizes(self) -> dict[str, int]:
         """{flag: how many ranks compute the same rows together}."""
         return {name: getattr(self, name) for name in ("sequence_parallel_size", "tensor_parallel_size")}
 
 
-@configure(OmitArgPrefixes)
 @dataclass
 class DataArgs(Group):
     """Data files in verl's format, and how their rows become prompts."""
@@ -123,59 +116,53 @@ class DataArgs(Group):
     max_frames: Annotated[int, Ge(1), ROWS] = 32
     """maximum number of frames of a video; frames of longer videos are sampled evenly"""
     allow_special_tokens: bool = False
-    """text in a message that spells a special token, such as <|im_end|>, becomes that token; otherwise a space breaks
-    it up, so that it stays text"""
+    """text that spells a special token, such as <|im_end|>, becomes that token; otherwise a space breaks it up"""
     shuffle: Annotated[bool, ROWS] = True
     """shuffle the training prompts anew in each epoch"""
     loader_workers: Annotated[int, Ge(0), MAY_CHANGE] = 0
     """processes that tokenize prompts ahead of time; 0: the training process does it"""
     prompt_sampling: Annotated[PromptSampling, ROWS] = "uniform"
-    """which prompts come: uniform: each once an epoch; skip: those whose groups scored alike --prompt-skip-after times
-    in a row (all right or all wrong) are left out; variance: prompts are drawn in proportion to the variance of their
-    last group's scores"""
+    """which prompts come: uniform: each once an epoch; skip: not those whose groups scored alike --prompt-skip-after
+    times in a row (all right or all wrong); variance: in proportion to the variance of their last group's scores"""
     prompt_skip_after: Annotated[int, Ge(1), ROWS] = 3
     """consecutive groups with equal scores after which --prompt-sampling skip skips a prompt"""
     prompt_share: Annotated[float, Interval(gt=0, le=1), ROWS] = 0.1
-    """share of left out prompts that come nevertheless, as they may have become useful; with variance, of the draws
-    that are uniform"""
+    """share of left out prompts that come nevertheless; with variance, of the draws that are uniform"""
+
+    @property
+    def may_truncate(self) -> bool:
+        return not self.filter_overlong_prompts or bool(self.dataset_class)
 
     def check(self) -> None:
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
         if self.min_pixels > self.max_pixels:
             raise InputError(f"--min-pixels {self.min_pixels}: more than --max-pixels {self.max_pixels}")
         if self.prompt_sampling != "uniform" and self.loader_workers:
-            raise InputError(
-                f"--prompt-sampling {self.prompt_sampling} chooses prompts by the scores of the step before, and "
-                "--loader-workers take them ahead of that: drop one"
-            )
+            flag = f"--prompt-sampling {self.prompt_sampling}"
+            raise InputError(f"{flag} needs the step before, and --loader-workers take them ahead of that: drop one")
 
 
-@configure(OmitArgPrefixes)
 @dataclass
 class RolloutArgs(Group):
     """How responses are sampled."""
 
     rollout_engine: Annotated[str, FILES] = "hf"
-    """hf samples with the trainer's own model; vllm runs a vLLM engine in each process; http://host:port is a vLLM
-    server that already runs (several: separate them by commas); path/to/file.py:Class is your own engine"""
+    """hf: the trainer's own model; vllm: a vLLM engine in each process; http://host:port: a vLLM server that already
+    runs (several: separate them by commas); path/to/file.py:Class: your own engine"""
     rollout_gpus: Annotated[int, Ge(0), MAY_CHANGE] = 0
-    """this many of the launcher's processes, the last, do not train: each runs a vLLM server on its GPU (on a CPU: as a
-    process) for the others; --rollout-engine is then vllm"""
+    """the last so many of the launcher's processes run vLLM servers for the others, and do not train"""
     rollout_tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """this many neighbouring ranks share one vLLM engine, or with --rollout-gpus one server, which is split over them:
-    for models that one GPU cannot hold"""
+    """split a vLLM engine, or with --rollout-gpus a server, over this many ranks, for models larger than a GPU"""
     gpu_memory_utilization: Annotated[float | None, Interval(gt=0, lt=1), MAY_CHANGE] = None
-    """share of a GPU's memory that vLLM may take (on a CPU it takes 1 GiB for its KV cache); empty: 0.4, and 0.9 of a
-    GPU of its own (--rollout-gpus)"""
+    """share of a GPU's memory for vLLM (on a CPU its KV cache has 1 GiB); empty: 0.4, with --rollout-gpus 0.9"""
     vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
-    """JSON object of further settings of the vLLM engine, by the names of its EngineArgs, such as {"kv_cache_dtype":
-    "fp8"}, {"max_num_seqs": 512} or a "speculative_config"; a server gets its own on its command line"""
+    """JSON of more EngineArgs of the vLLM engine, such as {"kv_cache_dtype": "fp8"} or {"speculative_config": ...}"""
     async_level: Annotated[int, Ge(0)] = 0
-    """steps by which rollouts may be off-policy, on servers (--rollout-gpus or http://...); their weights are then
-    up to this many steps old. Above 0, --rollout-correction has a default"""
+    """on servers (--rollout-gpus or http://...): how many steps old the weights of a rollout may be; above 0,
+    --rollout-correction has a default"""
     async_order: Literal["prompts", "finished"] = "prompts"
-    """with --async-level: a step trains on the groups that began first, or (from level 2 on) on those that are finished
-    first, which waits less and prefers short responses"""
+    """a step trains on the groups that began first, or (from --async-level 2 on) that are finished first: it waits
+    less and prefers short responses"""
     max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 16
     """maximum number of response tokens; with --multi-turn, of a whole episode"""
     temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
@@ -193,26 +180,21 @@ class RolloutArgs(Group):
 
     def check(self) -> None:
         if self.rollout_gpus and self.rollout_engine not in ("hf", "vllm"):
-            raise InputError(
-                f"--rollout-gpus {self.rollout_gpus} runs vLLM servers of this job's own, --rollout-engine "
-                f"{self.rollout_engine} names others: drop one"
-            )
+            ours, other = f"--rollout-gpus {self.rollout_gpus}", f"--rollout-engine {self.rollout_engine}"
+            raise InputError(f"{ours} runs vLLM servers of this job's own, {other} names others: drop one")
         if self.rollout_gpus:
             self.rollout_engine = "vllm"
         check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
         if "" in self.stop:
             raise InputError("--stop '': an empty string would end every response; give a text, or drop --stop")
         if self.stop and self.async_level:
-            raise InputError(
-                f"--stop with --async-level {self.async_level}: a server misses a stop string that a weight sync cuts "
-                "in two: drop one"
-            )
+            why = "a server misses a stop string that a weight sync cuts in two"
+            raise InputError(f"--stop with --async-level {self.async_level}: {why}: drop one")
         if parse_json("vllm_kwargs", self.vllm_kwargs) and not self.starts_vllm:
             raise InputError(f"--vllm-kwargs {self.vllm_kwargs}: needs --rollout-engine vllm")
         if self.async_level and not self.on_servers:
             raise InputError(
-                f"--async-level {self.async_level} needs --rollout-gpus or --rollout-engine http://host:port, not a "
-                "shared device"
+                f"--async-level {self.async_level} needs --rollout-gpus or --rollout-engine http://host:port"
             )
         if self.async_order == "finished" and self.async_level < 2:
             raise InputError("--async-order finished: needs --async-level 2 or more, of which slow groups get one")
@@ -236,14 +218,12 @@ class RolloutArgs(Group):
         return self.gpu_memory_utilization or (0.9 if self.rollout_gpus else 0.4)
 
 
-@configure(OmitArgPrefixes)
 @dataclass
 class RewardArgs(Group):
     """Who scores responses, and under what limits."""
 
     reward: Annotated[tuple[str, ...], FILES, AS_RECORDED] = ("data_source",)
-    """scorers, whose scores are added up: data_source (the one in rewards/ for each row's data_source) or
-    path/to/file.py:function (your own)"""
+    """scorers, whose scores are added up: data_source (each row's, in rewards/) or path/to/file.py:function"""
     reward_weights: Annotated[tuple[float, ...], Interval(ge=-1e4, le=1e4)] = ()
     """a weight for each scorer of --reward; empty: 1 each"""
     reward_kwargs: Annotated[str, AS_RECORDED] = "{}"
@@ -267,13 +247,10 @@ class RewardArgs(Group):
         parse_json("reward_kwargs", self.reward_kwargs)
         check_scorers("reward", self.reward)
         if len(self.reward_weights) not in (0, len(self.reward)):
-            raise InputError(
-                f"--reward-weights has {len(self.reward_weights)} numbers for the {len(self.reward)} scorers of "
-                "--reward"
-            )
+            sizes = f"{len(self.reward_weights)} numbers for the {len(self.reward)} scorers"
+            raise InputError(f"--reward-weights has {sizes} of --reward")
 
 
-@configure(OmitArgPrefixes)
 @dataclass
 class OptimizerArgs(Group):
     """Micro-batches and AdamW."""
@@ -294,14 +271,12 @@ class OptimizerArgs(Group):
     """maximum gradient norm (clipping)"""
 
 
-@configure(OmitArgPrefixes)
 @dataclass
 class ValidationArgs(Group):
     """Validation during training."""
 
     val_files: Annotated[tuple[str, ...], MAY_CHANGE] = ()
-    """parquet or json(l) files, or a data set on the hub; none: no validation; empty: those of the toy, if it is
-    trained on or --val-only validates it"""
+    """as --train-files; none: no validation; empty: the toy's, if it is trained on or --val-only validates it"""
     val_before_train: Annotated[bool, MAY_CHANGE] = True
     """validate before the first step"""
     val_every: Annotated[int, Ge(0), MAY_CHANGE] = 5
@@ -331,7 +306,6 @@ class ValidationArgs(Group):
         return self.val_files != NO_FILES and (self.val_only or self.val_before_train or self.val_every > 0)
 
 
-@configure(OmitArgPrefixes)
 @dataclass
 class RunArgs(Group):
     """The run: its folder, length, checkpoints and logs."""
@@ -349,30 +323,27 @@ class RunArgs(Group):
     total_epochs: Annotated[int | None, Ge(1), MAY_CHANGE] = None
     """number of passes over the training prompts; overrides total_steps, rounded up; empty: total_steps"""
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
-    """print the sizes of a step, its FLOPs and the memory that each of this many GPUs needs (those that train;
-    --rollout-gpus of them do not), and stop before a model loads"""
+    """print a step's sizes and FLOPs, and the memory that each of this many GPUs needs; stop before a model loads"""
     memory_check: Annotated[bool, NOT_COMPARED] = True
     """on a GPU, estimate the memory at the start and reject flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"
     """"never", "auto" (from the newest complete checkpoint of run_name, else from the start) or a checkpoint folder:
-    one of run_name takes that run back to it, one of another run starts run_name from it"""
+    run_name goes back to it, or starts from it if it is another run's"""
     resume_override: Annotated[tuple[str, ...], NOT_COMPARED] = ()
     """flags that change results (or `script`) and may differ from the checkpoint; recorded in config.json"""
     record: Annotated[str, NOT_COMPARED] = ""
-    """folder, seen by all nodes, that keeps what each step samples and its scores for --replay, and its whole batch for
-    a debugger (docs/replay.md)"""
+    """folder, seen by all nodes, that keeps each step's batch for --replay and a debugger (docs/replay.md)"""
     replay: str = ""
     """folder of a --record: train on what was sampled and scored there, without engine and scorers, on as many ranks"""
     stage_timeout: Annotated[float, Ge(0), MAY_CHANGE] = 1800.0
-    """seconds that a stage (start, rollout, update, save, ...) may take before the job ends and says why; after a 30th
-    of that, a line says where the ranks are; 0: no limit. Loading models has no limit"""
+    """seconds that a stage (start, rollout, update, save, ...; not loading models) may take before the job ends and
+    says why; after a 30th of that, a line says where the ranks are; 0: no limit"""
     save_every: Annotated[int, Ge(0), MAY_CHANGE] = 50
     """save a checkpoint every n steps and after the last; 0: never"""
     keep_checkpoints: Annotated[int, Ge(0), MAY_CHANGE] = 2
     """keep the newest n checkpoints; 0: all"""
     save_rollouts: Annotated[int | Literal["all"], Ge(0), MAY_CHANGE] = 1
-    """keep this many groups of each step's training samples, with all that is known of each token, in <run>/rollouts;
-    0: none"""
+    """groups of each step's training samples to keep in <run>/rollouts, with all that is known of each token"""
     export_model: Annotated[bool, MAY_CHANGE] = True
     """after the last step, export the policy in Hugging Face format to <run>/model"""
     export_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], MAY_CHANGE] = "auto"
@@ -385,7 +356,13 @@ class RunArgs(Group):
     """traces show the memory in use; on a GPU each also has a snapshot with every allocation's stack"""
 
     def check(self) -> None:
-        check_run_name(self.run_name)
+        if "/" in self.run_name or self.run_name in (".", ".."):
+            why = "must be one folder's name; --output-dir says where that folder lies"
+            raise InputError(f"--run-name {self.run_name!r}: {why}")
+        if not self.run_name.isprintable():  # nor is half a surrogate pair, which Python makes of invalid UTF-8
+            raise InputError(f"--run-name {self.run_name!r}: must be printable UTF-8 on one line")
+        if (size := len(self.run_name.encode())) > LONGEST_RUN_NAME:
+            raise InputError(f"--run-name {self.run_name[:40]}...: {size} bytes, at most {LONGEST_RUN_NAME} are taken")
         if not self.dry_run:
             check_output_dir(self.output_dir)
         if self.record and self.replay:
@@ -407,22 +384,15 @@ class RunArgs(Group):
             raise InputError(f"--profile-steps {late[0]}: the run has {self.total_steps} steps (--total-steps)")
 
 
-# ---- checks of one value ---------------------------------------------------------------------------
-
-
 def check_engine(name: str, ranks: int) -> None:
     """Raises InputError if there is no such engine or it cannot run here."""
     if ranks > 1 and name != "vllm":
-        raise InputError(
-            f"--rollout-tensor-parallel-size {ranks} splits a vLLM engine: it needs --rollout-engine vllm (a server is "
-            "split by its own --tensor-parallel-size)"
-        )
+        needs = "it needs --rollout-engine vllm (a server has its own --tensor-parallel-size)"
+        raise InputError(f"--rollout-tensor-parallel-size {ranks} splits a vLLM engine: {needs}")
     urls = all(url.startswith(("http://", "https://")) for url in name.split(","))
     if not (name in ("hf", "vllm") or urls or ".py:" in name):
-        raise InputError(
-            f"--rollout-engine {name}: must be hf, vllm, the URL of a vLLM server (http://host:port) or "
-            "path/to/file.py:Class, your own engine"
-        )
+        known = "hf, vllm, the URL of a vLLM server (http://host:port) or path/to/file.py:Class, your own engine"
+        raise InputError(f"--rollout-engine {name}: must be {known}")
 
 
 def check_scorers(name: str, specs: tuple[str, ...]) -> None:
@@ -430,16 +400,6 @@ def check_scorers(name: str, specs: tuple[str, ...]) -> None:
     for spec in specs:
         if spec != "data_source":
             load_object(as_flag(name), spec)
-
-
-def check_run_name(name: str) -> None:
-    """Raises InputError for a name that is not that of one folder, or that a tracker refuses."""
-    if "/" in name or name in (".", ".."):
-        raise InputError(f"--run-name {name!r}: must be one folder's name; --output-dir says where that folder lies")
-    if not name.isprintable():  # nor is half a surrogate pair, which Python makes of invalid UTF-8
-        raise InputError(f"--run-name {name!r}: must be printable UTF-8 on one line")
-    if len(name.encode()) > LONGEST_RUN_NAME:
-        raise InputError(f"--run-name {name[:40]}...: {len(name.encode())} bytes, at most {LONGEST_RUN_NAME} are taken")
 
 
 def check_output_dir(folder: str, flag: str = "--output-dir") -> None:

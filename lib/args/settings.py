@@ -10,38 +10,15 @@ from lib.cli.flags import Names, OnReplay, non_default
 
 FILES, AS_RECORDED = Names.FILES, OnReplay.AS_RECORDED
 AdvEstimator = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "maxrl",
-    "grpo_passk",
-    "grpo_leave_one_out",
-    "grpo_batch_std",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "gdpo",
-    "optimal_token_baseline",
+    "grpo", "dr_grpo", "rloo", "opo", "gpg", "maxrl", "grpo_passk", "grpo_leave_one_out", "grpo_batch_std",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline",
     "tir_optimal_token_baseline",
-]
+]  # fmt: skip
 """names in lib/core_algos/advantages.py"""
 PolicyLoss = Literal[
-    "vanilla",
-    "gspo",
-    "cispo",
-    "geo_mean",
-    "sapo",
-    "gpg",
-    "reinforce",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "two_sided",
-    "decoupled",
-    "clip_cov",
-    "kl_cov",
-]
+    "vanilla", "gspo", "cispo", "geo_mean", "sapo", "gpg", "reinforce", "dppo_tv", "dppo_kl", "dro", "two_sided",
+    "decoupled", "clip_cov", "kl_cov",
+]  # fmt: skip
 """names in lib/core_algos/policy_losses.py"""
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"]
@@ -55,8 +32,8 @@ class MultiTurnArgs:
     tools: Annotated[tuple[str, ...], AS_RECORDED, FILES] = ()
     """tools of the episodes: calculator, python, zoom, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
     interaction: Annotated[str, FILES] = ""
-    """what answers a turn without a tool call: reasoning_gym, openenv:http://host:port, gym:path/to/file.py:Class,
-    verifiers:NAME or path/to/file.py:Class; empty: the episode ends"""
+    """what answers other turns: reasoning_gym, openenv:http://host:port, gym:path/to/file.py:Class, verifiers:NAME or
+    path/to/file.py:Class; empty: the episode ends"""
     parser: str = "auto"
     """how tool calls are parsed: auto (by the chat template), hermes, llama3_json, qwen3_coder, or one of vLLM's"""
     max_turns: Annotated[int, Gt(0)] = 8
@@ -89,8 +66,7 @@ class MultiTurnArgs:
 class RejectArgs:
     """A token (token_...) or row (seq_...) that fails a criterion is left out of the loss. k1: bounds on r. k2, k3:
     upper limits of (log r)^2 / 2 and r - 1 - log r. seq_sum: r of the row, and sums of k2, k3. seq_mean: the geometric
-    mean of r, and means of k2, k3. seq_max: every token of the row must pass.
-    """
+    mean of r, and means of k2, k3. seq_max: every token of the row must pass."""
 
     token_k1: Bounds = None
     token_k2: float | None = None
@@ -137,8 +113,7 @@ class TokenMaskArgs:
     top_entropy: Annotated[float | None, Interval(gt=0, le=1)] = None
     """keep only this share of tokens, those with the highest entropy, such as 0.2 (2506.01939)"""
     m2po: Annotated[float | None, Gt(0)] = None
-    """drop tokens of largest log(pi_old / pi_rollout)^2 until the mean of the rest is below this, such as 0.04
-    (2510.01161)"""
+    """drop tokens of largest log(pi_old / pi_rollout)^2 until the rest's mean is below this, like 0.04 (2510.01161)"""
     off_policy_sequence: Annotated[float | None, Ge(0)] = None
     """drop tokens with A < 0 in rows whose mean of log(pi_rollout / pi_old) is above this (2512.02556)"""
     clip_cov_ratio: Annotated[float | None, Interval(gt=0, le=1)] = None
@@ -150,17 +125,17 @@ class TokenMaskArgs:
 
     def settings(self, loss: str) -> dict[str, dict]:
         """{mask: its keyword arguments}, as compute_token_masks takes them, for this policy loss."""
-        of_names = {"top_entropy": "fraction", "m2po": "threshold", "off_policy_sequence": "delta"}
-        masks = {
-            name: {keyword: value} for name, keyword in of_names.items() if (value := getattr(self, name)) is not None
-        }
-        covs: dict[str, dict] = {
+        masks: dict[str, dict] = {
+            "top_entropy": {"fraction": self.top_entropy},
+            "m2po": {"threshold": self.m2po},
+            "off_policy_sequence": {"delta": self.off_policy_sequence},
             "clip_cov": {"ratio": self.clip_cov_ratio, "cov": self.clip_cov_bounds},
             "kl_cov": {"ratio": self.kl_cov_ratio},
         }
-        if loss in covs:
-            masks[loss] = {keyword: value for keyword, value in covs[loss].items() if value is not None}
-        return masks
+        given = {mask: {name: v for name, v in kwargs.items() if v is not None} for mask, kwargs in masks.items()}
+        return {
+            mask: kwargs for mask, kwargs in given.items() if mask == loss or (kwargs and not mask.endswith("_cov"))
+        }
 
 
 @dataclass

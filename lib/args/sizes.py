@@ -27,9 +27,8 @@ def training_ranks(args: ScriptArgs) -> int:
     """The ranks that train, of this job or of the one that --dry-run asks about. Raises InputError if there is none."""
     ranks, engines = args.run.dry_run or launched_ranks(), args.rollout.rollout_gpus
     if engines and ranks == 1 and not args.run.dry_run:
-        raise InputError(
-            f"--rollout-gpus {engines}: this is one process, and it trains: start several by torchrun (docs/scaling.md)"
-        )
+        why = "this is one process, and it trains: start several by torchrun (docs/scaling.md)"
+        raise InputError(f"--rollout-gpus {engines}: {why}")
     if engines >= ranks:
         raise InputError(f"--rollout-gpus {engines}: of {ranks} ranks at least one must train: at most {ranks - 1}")
     return ranks - engines
@@ -37,29 +36,23 @@ def training_ranks(args: ScriptArgs) -> int:
 
 def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
     """The batch sizes of a step. Raises InputError, with the formula and its numbers, where they do not fit."""
-    if not args.validation.val_only and args.prompts_per_step % (world_size * args.num_mini_batches):
+    prompts, parts = args.prompts_per_step, world_size * args.num_mini_batches
+    if not args.validation.val_only and prompts % parts:
         raise InputError(
             "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
-            f"{args.prompts_per_step} / ({world_size} x {args.num_mini_batches}) = "
-            f"{args.prompts_per_step / (world_size * args.num_mini_batches):g}"
+            f"{prompts} / ({world_size} x {args.num_mini_batches}) = {prompts / parts:g}"
         )
     for name, size in args.shard.parallel_sizes().items():
         if world_size % size:
             raise InputError(f"{as_flag(name)} {size}: must divide the number of ranks, {world_size}")
-    lengths = args.data.max_prompt_length, args.rollout.max_response_length
-    sequence_parallel_size, micro_batch_tokens = args.shard.sequence_parallel_size, args.optimizer.micro_batch_tokens
-    if sequence_parallel_size * micro_batch_tokens < sum(lengths):
+    P, T = args.data.max_prompt_length, args.rollout.max_response_length
+    ranks, tokens = args.shard.sequence_parallel_size, args.optimizer.micro_batch_tokens
+    if ranks * tokens < P + T:
         raise InputError(
             "sequence_parallel_size x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
-            f"{sequence_parallel_size} x {micro_batch_tokens} < {lengths[0]} + {lengths[1]}"
+            f"{ranks} x {tokens} < {P} + {T}"
         )
-    local_prompts = args.prompts_per_step // world_size
+    local_prompts = prompts // world_size
     local_rows = local_prompts * args.group_size
-    return Sizes(
-        args.group_size,
-        args.num_mini_batches,
-        args.update_epochs,
-        local_prompts,
-        local_rows,
-        local_rows // args.num_mini_batches,
-    )
+    mini_batch_rows = local_rows // args.num_mini_batches
+    return Sizes(args.group_size, args.num_mini_batches, args.update_epochs, local_prompts, local_rows, mini_batch_rows)

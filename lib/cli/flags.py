@@ -16,14 +16,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, astuple, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, astuple, dataclass, fields, is_dataclass
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 import yaml
 from annotated_types import Ge, Gt, Interval, Le, Lt
+from tyro.conf import OmitArgPrefixes, configure
 
 from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.process import end_at_ctrl_c, guard_output
@@ -32,11 +34,7 @@ from lib.cli.secrets import secret_in
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    class CheckedArgs(DataclassInstance, Protocol):
-        def check(self) -> None: ...
-
-
-T = TypeVar("T", bound="CheckedArgs")
+T = TypeVar("T", bound="DataclassInstance")
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
 OF_ONE_START |= {"history", "start", "effective", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
@@ -51,27 +49,28 @@ WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 class Group:
     """Flags without a prefix. `check` raises InputError for values that make no sense."""
 
+    def __init_subclass__(cls):
+        configure(OmitArgPrefixes)(cls)
+
     def check(self) -> None:
         pass
 
 
 class OnResume(Enum):
-    """What a resume does with a flag whose value differs from the checkpoint's. A flag without a mark changes results,
-    so a new value needs --resume-override."""
+    """What a resume does with a new value. Without a mark a flag changes results, and needs --resume-override."""
 
     MAY_CHANGE = "results stay the same but for the rounding of sums"
     NOT_COMPARED = "it is about this start"
 
 
 class OnReplay(Enum):
-    """What a replay does with a flag whose value differs from the recording's. Without a mark it takes the new one."""
+    """What a replay does with a new value. Without a mark it takes it."""
 
     AS_RECORDED = "it decides what a recording holds"
 
 
 class Names(Enum):
-    """What a flag's value names. A resume compares the contents of FILES, and with other ROWS it starts the data stream
-    anew."""
+    """What a flag's value names. A resume compares the contents of FILES; other ROWS start the data stream anew."""
 
     FILES = "files that results depend on"
     ROWS = "the training rows or their order"
@@ -87,15 +86,9 @@ class ReadIf(NamedTuple):
     """why the flag has no effect, for the message: with ..., without ..."""
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
 def read_flags(args_class: type[T], conditions: Sequence[ReadIf] = ()) -> T:
-    """The Args of the command line. Checks every range, runs every group's `check`, then the `check` of Args itself.
-
-    A mistake is printed and ends the process with exit code 2.
-    Python's garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on.
-    """
+    """The Args of the command line, checked. A mistake is printed and ends the process with exit code 2. Python's
+    garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on."""
     guard_output()
     end_at_ctrl_c()
     said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
@@ -121,9 +114,7 @@ def threads_of_environment() -> int:
     """OMP_NUM_THREADS, or 1. Raises InputError if it is no number of threads."""
     text = os.environ.get("OMP_NUM_THREADS", "1")
     if not re.fullmatch("[1-9][0-9]{0,2}", text):  # torch crashes where the system has no more threads
-        raise InputError(
-            f"OMP_NUM_THREADS={text[:20]}: give the number of threads of a process, such as 1, or unset it"
-        )
+        raise InputError(f"OMP_NUM_THREADS={text[:20]}: give a process's number of threads, such as 1, or unset it")
     return int(text)
 
 
@@ -148,10 +139,10 @@ def _algorithm_last(help_text: str) -> str:
 def _words(args_class: type[DataclassInstance], given: list[str]) -> list[str]:
     """The flags of --config, then those that were typed, because the last one counts."""
     configs = []
-    for i, word in enumerate(given):
+    for word, following in pairwise([*given, ""]):
         name, equals, value = word.partition("=")
         if name == "--config":
-            configs += _of_config(args_class, value if equals else "".join(given[i + 1 : i + 2]))
+            configs += _of_config(args_class, value if equals else following)
     return configs + given
 
 
@@ -214,18 +205,15 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--
         where = f"{file} line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise InputError(f"{where}: a key that is no name")
-        name = key.value.replace("-", "_")
-        flag = f"{prefix}{key.value}".replace("_", "-")
+        name, flag = key.value.replace("-", "_"), f"{prefix}{key.value}".replace("_", "-")
+        is_mapping = isinstance(inner, yaml.MappingNode)
         if name in values:
             raise InputError(f"{where}: {key.value} is there twice")
-        if isinstance(inner, yaml.MappingNode) and flag in flags:
-            raise InputError(
-                f"{where}: {key.value} takes no mapping; if it takes JSON, write that as one text in quotes"
-            )
-        if flag in flags:
-            values[name] = _values(inner, file, flags, flag)
-        elif isinstance(inner, yaml.MappingNode) and any(other.startswith(f"{flag}.") for other in flags):
-            values[name] = _values(inner, file, flags, f"{flag}.")
+        if is_mapping and flag in flags:
+            advice = "if it takes JSON, write that as one text in quotes"
+            raise InputError(f"{where}: {key.value} takes no mapping; {advice}")
+        if flag in flags or (is_mapping and any(other.startswith(f"{flag}.") for other in flags)):
+            values[name] = _values(inner, file, flags, flag if flag in flags else f"{flag}.")
         else:
             near = difflib.get_close_matches(flag, flags, 1)
             hint = f"; is it {near[0][2:].replace('-', '_')}?" if near else "; --help has the names"
@@ -250,16 +238,9 @@ def _value(node: yaml.Node, where: str, default: Any) -> Any:
     return texts if isinstance(node, yaml.SequenceNode) else texts[0]
 
 
-# ---- walking over flags --------------------------------------------------------------------------
-
-
 def as_flag(name: str) -> str:
     """The flag of a field of Args."""
     return f"--{name.replace('_', '-')}"
-
-
-def groups_of(args: DataclassInstance) -> list[Group]:
-    return [value for field in fields(args) if isinstance(value := getattr(args, field.name), Group)]
 
 
 def walk(args: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, Any, tuple]]:
@@ -295,48 +276,32 @@ def marked(args: DataclassInstance, mark: Enum) -> set[str]:
 def changed_flags(args: DataclassInstance) -> dict[str, list]:
     """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
     The name of a setting has dots."""
-    required = {field.name: getattr(args, field.name) for field in fields(args) if _has_no_default(field)}
+    own = fields(args)
+    required = {f.name: getattr(args, f.name) for f in own if f.default is MISSING and f.default_factory is MISSING}
     defaults = {name: value for name, value, _ in walk(type(args)(**required)) if name not in required}
-    return {
-        name: [value, defaults[name]] if name in defaults else [value]
-        for name, value, _ in walk(args)
-        if name not in defaults or value != defaults[name]
-    }
-
-
-def _has_no_default(field: Field) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
+    changed = {name: value for name, value, _ in walk(args) if name not in defaults or value != defaults[name]}
+    return {name: [value, defaults[name]] if name in defaults else [value] for name, value in changed.items()}
 
 
 def non_default(settings: DataclassInstance) -> dict[str, Any]:
     """The settings that are not None, as keyword arguments."""
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    nested = {
-        name: non_default(value) if is_dataclass(value) and not isinstance(value, type) else value
-        for name, value in values.items()
-    }
-    return {name: value for name, value in nested.items() if value is not None and value != {}}
+    return asdict(settings, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None and v != {}})
 
 
-# ---- checks --------------------------------------------------------------------------------------
-
-
-def _check(args: CheckedArgs) -> None:
+def _check(args: Any) -> None:
     for name, value, marks in walk(args):
         if found := secret_in(value, as_flag(name)):  # the message does not repeat the value
-            raise InputError(
-                f"{found}; flags stand in config.json and logs: put it in the environment and name the variable "
-                "(docs/security.md)"
-            )
+            advice = "put it in the environment and name the variable (docs/security.md)"
+            raise InputError(f"{found}; flags stand in config.json and logs: {advice}")
         check_range(name, value, marks)
-    for group in groups_of(args):
-        group.check()
+    for value in vars(args).values():
+        if isinstance(value, Group):
+            value.check()
     args.check()
 
 
 def _check_read(args: DataclassInstance, typed: set[str], conditions: Sequence[ReadIf]) -> None:
-    """Raises InputError for a flag that was typed, or that a config sets to another value than its default, and that
-    nothing reads."""
+    """Raises InputError for a flag that nothing reads, if it was typed or a config changes its default."""
     is_given = changed_flags(args).keys() | {name for name, *_ in walk(args) if as_flag(name) in typed}
     for flags, holds, otherwise in conditions:
         unread = [name for name in flags if name in is_given]
@@ -361,15 +326,16 @@ def check_range(name: str, value: Any, marks: tuple) -> None:
 
 def parse_json(name: str, text: str) -> dict:
     """The JSON object in `text`, the value of the field `name`. Raises InputError, also for NaN and infinity."""
+    flag = as_flag(name)
     try:
         settings = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError as error:
-        raise InputError(f"{as_flag(name)}: nested too deeply") from error
+        raise InputError(f"{flag}: nested too deeply") from error
     except ValueError as error:
-        raise InputError(f"{as_flag(name)} {text}: not JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise InputError(f'{as_flag(name)} {text}: give a JSON object, such as {{"name": 1}}')
-    return settings
+        raise InputError(f"{flag} {text}: not JSON ({error})") from error
+    if isinstance(settings, dict):
+        return settings
+    raise InputError(f'{flag} {text}: give a JSON object, such as {{"name": 1}}')
 
 
 def _finite(text: str) -> float:

@@ -46,17 +46,9 @@ def guard_output() -> None:
             continue
         with suppress(OSError):
             stream.flush()
-        raw = _LastingOutput(descriptor, "w", closefd=False)
-        setattr(
-            sys,
-            name,
-            io.TextIOWrapper(
-                io.BufferedWriter(raw),
-                encoding=stream.encoding,
-                errors=stream.errors,
-                line_buffering=stream.line_buffering or stream.write_through,
-            ),
-        )
+        buffer = io.BufferedWriter(_LastingOutput(descriptor, "w", closefd=False))
+        by_line = stream.line_buffering or stream.write_through
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=by_line))
 
 
 def end_at_ctrl_c() -> None:

@@ -98,13 +98,10 @@ def _key_of_command(command: str) -> str | None:
 
 def _in_environment() -> list[tuple[str, str]]:
     """(name, secret) of the environment variables that hold one."""
-    secrets = []
-    for name, value in os.environ.items():
-        if NAME_OF_VARIABLE.search(name) or name in _named:
-            secrets.append((name, value))
-        elif password := PASSWORD_IN_URL.search(value):
-            secrets.append((name, password[1]))
-    return [(name, secret) for name, secret in secrets if len(secret) >= SHORTEST]
+    secrets = {name: value for name, value in os.environ.items() if NAME_OF_VARIABLE.search(name) or name in _named}
+    in_urls = {name: PASSWORD_IN_URL.search(value) for name, value in os.environ.items() if name not in secrets}
+    secrets |= {name: found[1] for name, found in in_urls.items() if found}
+    return [(name, secret) for name, secret in secrets.items() if len(secret) >= SHORTEST]
 
 
 def redact(text: str) -> str:
@@ -169,8 +166,7 @@ def from_environment(text: str) -> str | None:
 
     The variable counts as a key from then on.
     """
-    named = re.fullmatch(r"\$(\w+)", text)
-    if named is None:
+    if not (named := re.fullmatch(r"\$(\w+)", text)):
         return text
     _named.add(named[1])
     return os.environ.get(named[1])

@@ -21,8 +21,7 @@ IMPORT_LIMIT_S = 120.0
 
 
 def load_object(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
-    """The object that "path/to/file.py:name" names. A process runs the file once (again if the file has changed), so
-    that all objects from it share its globals.
+    """The object that "path/to/file.py:name" names. A process runs a file once, and again if it has changed.
 
     Raises InputError, which begins with the flag, if there is no such file or name, or if running the file raises,
     exits or takes longer than `limit_s` (C code that never returns is not stopped).
@@ -41,9 +40,9 @@ def load_object(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         where = f" in line {lines[-1]}" if lines else ""
         raise InputError(f"{flag} {spec}: the file cannot be imported: {what}{where}") from error
-    if not hasattr(module, name):
-        raise InputError(f"{flag} {spec}: {path} has no {name!r}")
-    return getattr(module, name)
+    if hasattr(module, name):
+        return getattr(module, name)
+    raise InputError(f"{flag} {spec}: {path} has no {name!r}")
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from lib.agent import MultiTurn, environments, make_episodes
 from lib.agent.builtin_tools import calculator
 from lib.agent.environments import OpenEnv
 from lib.agent.interactions import load_interaction
+from lib.args import MultiTurnArgs
 from lib.model import response_log_probs
 from lib.rollout import Sampling, request_seeds
 from rewards.verifiers import compute_score as verifiers_score
@@ -511,7 +512,9 @@ def test_ids_trained_are_ids_sampled_and_rewards_are_those_of_their_texts(kind, 
     else:
         spec = f"verifiers:{request.getfixturevalue('own')}load_environment"
         kwargs = [{"row": json.dumps(row(i))} for i in range(N)]
-    how = MultiTurn(tokenizer(), interaction=load_interaction(spec), max_turn_tokens=12, max_turns=2)
+    how = MultiTurn(
+        tokenizer(), interaction=load_interaction(spec), limits=MultiTurnArgs(max_turn_tokens=12, max_turns=2)
+    )
     prompts = prompts_of(how, N, interaction_kwargs=kwargs)
     with recorded(engine) as got:
         out = make_episodes(engine, how).generate(prompts, Sampling(300), request_seeds(1, 1, list(range(N))))

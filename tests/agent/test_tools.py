@@ -29,13 +29,16 @@ from lib.agent import (
 )
 from lib.agent.builtin_tools import calculator
 from lib.agent.interactions import load_interaction
-from lib.agent.tools import ERROR_KINDS, attempt, run_tool_call
+from lib.agent.metrics import ERROR_KINDS
+from lib.agent.tools import attempt, run_tool_call
+from lib.args import MultiTurnArgs
 from lib.model import load_tokenizer
 from rewards.reasoning_gym import dump_entry
 from tests.common import FORKSERVER, ROOT, TOY_MODEL
 
 LIMIT_S = 0.3  # of tools that hang; the others take milliseconds
 PATIENT_S = 60.0
+LIMITS = MultiTurnArgs(tool_timeout=PATIENT_S, max_tool_output=100)
 
 
 def answer(tool, arguments=None, *, timeout_s=PATIENT_S, max_output_chars=1000, truncate="middle", tools_kwargs=None):
@@ -43,9 +46,8 @@ def answer(tool, arguments=None, *, timeout_s=PATIENT_S, max_output_chars=1000, 
     tool = tool if isinstance(tool, BaseTool) else FunctionTool(tool)
     name = tool.get_openai_tool_schema()["function"]["name"]
     call = ToolCall(name, {} if arguments is None else arguments)
-    return asyncio.run(
-        run_tool_call({name: tool}, call, {name: "1"}, timeout_s, max_output_chars, truncate, tools_kwargs)
-    )
+    limits = MultiTurnArgs(tool_timeout=timeout_s, max_tool_output=max_output_chars, truncate=truncate)
+    return asyncio.run(run_tool_call({name: tool}, call, "1", limits, tools_kwargs))
 
 
 def echo(text: str, times: int = 1, tail: str | None = None) -> str:
@@ -155,7 +157,7 @@ def test_a_function_without_a_schema_is_refused(function):
     ],
 )
 def test_a_call_that_is_refused(call, kind, words):
-    result = asyncio.run(run_tool_call({"echo": FunctionTool(echo)}, call, {"echo": "1"}, PATIENT_S, 1000))
+    result = asyncio.run(run_tool_call({"echo": FunctionTool(echo)}, call, "1", LIMITS))
     assert result.error_kind == kind and kind in ERROR_KINDS
     assert result.text.startswith("Error: ") and words in result.text
     result.text.encode()
@@ -166,9 +168,8 @@ def test_arguments_nested_deeply_are_answered(depth):
     value = []
     for _ in range(depth):
         value = [value]
-    result = asyncio.run(
-        run_tool_call({"echo": FunctionTool(echo)}, ToolCall("echo", {"text": value}), {"echo": "1"}, PATIENT_S, 100)
-    )
+    call = ToolCall("echo", {"text": value})
+    result = asyncio.run(run_tool_call({"echo": FunctionTool(echo)}, call, "1", LIMITS))
     assert result.error_kind == "wrong_arguments"
 
 
@@ -278,9 +279,8 @@ def test_the_loop_runs_while_tools_hang_and_run():
 
     async def main():
         tools = {"meet": FunctionTool(meet), "thread": as_tool(lambda: time.sleep(20), False)}
-        ids = dict.fromkeys(tools, "1")
-        hanging = asyncio.ensure_future(run_tool_call(tools, ToolCall("thread", {}), ids, PATIENT_S, 99))
-        met = await asyncio.gather(*(run_tool_call(tools, ToolCall("meet", {}), ids, PATIENT_S, 99) for _ in range(64)))
+        hanging = asyncio.ensure_future(run_tool_call(tools, ToolCall("thread", {}), "1", LIMITS))
+        met = await asyncio.gather(*(run_tool_call(tools, ToolCall("meet", {}), "1", LIMITS) for _ in range(64)))
         assert not hanging.done()
         hanging.cancel()
         return met
@@ -356,7 +356,7 @@ def test_a_tool_may_call_tools():
 
         async def execute(self, instance_id, parameters, **kwargs):
             call = ToolCall("echo", {"text": parameters.pop("text"), "times": 2})
-            inner = await run_tool_call({"echo": FunctionTool(echo)}, call, {"echo": instance_id}, PATIENT_S, 99)
+            inner = await run_tool_call({"echo": FunctionTool(echo)}, call, instance_id, LIMITS)
             return inner.text, kwargs["reward"], {"calls": 1}
 
     arguments = {"text": "ab"}
@@ -692,14 +692,14 @@ def test_what_an_mcp_server_writes_in_a_schema_is_text(hostile_server):
     tokenizer.chat_template = (
         "{{ tools | tojson }}{% for m in messages %}{{ m['role'] + m['content'] + '<|im_end|>' }}{% endfor %}"
     )
-    how = load_multi_turn({"tools": (f"{hostile_server} plain",), "parser": "hermes"}, tokenizer, {}, 100)
+    how = load_multi_turn(MultiTurnArgs(tools=(f"{hostile_server} plain",), parser="hermes"), tokenizer, {}, 100)
     text = how.render([{"role": "user", "content": "1?"}])
     assert text.count("<|im_end|>") == 1 and text.count("< |im_end|>") == 4
 
 
 @pytest.mark.parametrize(
     ("schema", "words"),
-    [("wrong", "SchemaError"), ("long", "of every prompt, and at most")],
+    [("wrong", "SchemaError"), ("long", "of every prompt, so the limit")],
 )
 def test_a_schema_that_cannot_be_used_is_one_line(hostile_server, schema, words):
     with pytest.raises(InputError, match=words) as caught:
@@ -805,7 +805,7 @@ def test_tools_that_cannot_be_loaded(tool_file, specs, words):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"), [("{file}:Other", "no subclass"), ("gym", "give an existing file"), ("{file}:X", "'X'")]
+    ("spec", "words"), [("{file}:Other", "not a subclass"), ("gym", "give an existing file"), ("{file}:X", "'X'")]
 )
 def test_interactions_that_cannot_be_loaded(tool_file, spec, words):
     with pytest.raises(InputError, match=words):

@@ -22,6 +22,7 @@ from lib.agent import (
     make_episodes,
 )
 from lib.agent.builtin_tools import Zoom, load_tools
+from lib.args import MultiTurnArgs
 from lib.data.vision import Vision, media_hash
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
@@ -81,10 +82,10 @@ def make_vision(kind: str, template: str = TEMPLATE, **limits) -> Vision:
     return Vision(QwenProcessor(processor.tokenizer), config, min_pixels=1, **limits)
 
 
-def settings(vision: Vision, tools=None, **kwargs) -> MultiTurn:
+def settings(vision: Vision, tools=None, parse=None, interaction=None, **limits) -> MultiTurn:
     tools, tokenizer = {"zoom": Zoom()} if tools is None else tools, vision.processor.tokenizer
-    parse = kwargs.pop("parse", None) or get_tool_parser("hermes", tokenizer, tools)
-    return MultiTurn(tokenizer, tools, parse, vision=vision, **kwargs)
+    parse = parse or get_tool_parser("hermes", tokenizer, tools)
+    return MultiTurn(tokenizer, tools, parse, interaction, MultiTurnArgs(**limits), vision=vision)
 
 
 def prompts_of(how: MultiTurn, rows: list[tuple[str, list[Image.Image]]]) -> DataProto:
@@ -420,5 +421,5 @@ def test_vllm_samples_from_the_policy_that_is_trained(world, tmp_path):
 def test_episodes_have_a_tokenizer_of_their_own():
     """In a thread of episodes a data set's truncation would cut their text."""
     vision = make_vision("qwen3_vl")
-    how = load_multi_turn({"tools": ["zoom"], "parser": "hermes"}, vision.processor.tokenizer, {}, 32, vision)
+    how = load_multi_turn(MultiTurnArgs(tools=("zoom",), parser="hermes"), vision.processor.tokenizer, {}, 32, vision)
     assert how.tokenizer is how.vision.processor.tokenizer is not vision.processor.tokenizer

@@ -6,6 +6,7 @@ import pytest
 
 from lib import InputError
 from lib.agent import load_multi_turn
+from lib.args import MultiTurnArgs
 from lib.cli.user_code import load_object
 from lib.data import load_dataset_class
 from lib.model import load_tokenizer
@@ -58,8 +59,8 @@ def test_every_flag_that_takes_a_file_loads_it_so(tmp_path):
     for flag, load in {
         "--reward": lambda: load_scorers([spec], []),
         "--dataset-class": lambda: load_dataset_class(spec),
-        "--multi-turn.tools": lambda: load_multi_turn({"tools": [spec]}, tokenizer, {}, 32),
-        "--multi-turn.interaction": lambda: load_multi_turn({"interaction": spec}, tokenizer, {}, 32),
+        "--multi-turn.tools": lambda: load_multi_turn(MultiTurnArgs(tools=(spec,)), tokenizer, {}, 32),
+        "--multi-turn.interaction": lambda: load_multi_turn(MultiTurnArgs(interaction=spec), tokenizer, {}, 32),
     }.items():
         with pytest.raises(InputError, match=f"{flag} .*: ZeroDivisionError: division by zero in line 1"):
             load()

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import Future
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib import InputError
 from lib.agent import FunctionTool, MultiTurn, ToolCall, agent_metrics, make_episodes
+from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
@@ -419,8 +419,8 @@ def test_episodes_train_on_what_was_sampled(engine_and_model):
 
 def always_calls(engine, tool, *, turns=3, n=6, tools_kwargs=None, **limits):
     """Episodes whose every turn but the last calls the tool, with b by the row."""
-    how = MultiTurn(tokenizer(), {"add": tool}, lambda text: [ToolCall("add", {"a": 1, "b": 2})], **limits)
-    how = replace(how, max_turns=turns, max_turn_tokens=6)
+    limits = MultiTurnArgs(max_turns=turns, max_turn_tokens=6, **limits)
+    how = MultiTurn(tokenizer(), {"add": tool}, lambda text: [ToolCall("add", {"a": 1, "b": 2})], limits=limits)
     prompts = prompts_of(how, n, **({} if tools_kwargs is None else {"tools_kwargs": tools_kwargs}))
     return make_episodes(engine, how).generate(prompts, Sampling(300), request_seeds(1, 2, list(range(n))))
 
@@ -484,7 +484,8 @@ def test_the_end_of_a_run_releases_tools(engine_and_model, server, tmp_path):
     engine, _ = build(url, path, tmp_path / "engine")
     engine.version = 0
     tool = Add(delay=1000.0)
-    how = MultiTurn(tokenizer(), {"add": tool}, lambda text: [ToolCall("add", {"a": 1, "b": 2})], max_turn_tokens=6)
+    limits = MultiTurnArgs(max_turn_tokens=6)
+    how = MultiTurn(tokenizer(), {"add": tool}, lambda text: [ToolCall("add", {"a": 1, "b": 2})], limits=limits)
     responses = make_episodes(engine, how).start(prompts_of(how, 3), Sampling(200), [1, 2, 3])
     while {response.request.state.value for response in responses} != {"tool_calling"}:
         time.sleep(0.01)
@@ -512,7 +513,7 @@ def test_what_a_rollout_waits_for_is_said(engine_and_model, monkeypatch, capsys)
 def test_failed_episodes_on_a_server_and_a_failed_server(engine_and_model, monkeypatch, capsys):
     engine, _ = engine_and_model
     monkeypatch.setattr("lib.agent.tools.SHOWN", set())
-    how = MultiTurn(tokenizer(), interaction=User, max_turns=3, max_turn_tokens=6)
+    how = MultiTurn(tokenizer(), interaction=User, limits=MultiTurnArgs(max_turns=3, max_turn_tokens=6))
 
     def play(*fail_at):
         kwargs = [{"fail_at": at} for at in fail_at]
@@ -715,7 +716,7 @@ def test_a_sync_in_the_midst_of_episodes(engine_and_model, monkeypatch):
     settings = server_engine.vllm_settings
     monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     n, old_version, before = 12, engine.version, generated_tokens(engine)
-    how = MultiTurn(tokenizer(), interaction=user_of(9), max_turns=4, max_turn_tokens=70)
+    how = MultiTurn(tokenizer(), interaction=user_of(9), limits=MultiTurnArgs(max_turns=4, max_turn_tokens=70))
     prompts, sampling, episodes = prompts_of(how, n), Sampling(340), make_episodes(engine, how)
     old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     with monkeypatch.context() as patch:

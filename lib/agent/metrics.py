@@ -1,0 +1,49 @@
+"""Metrics of a batch of episodes."""
+
+from collections import Counter
+from enum import Enum
+
+from lib.data_proto import DataProto
+from lib.distributed import Mean, Metric, Sum
+
+ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")  # of a tool's call
+
+
+class FinishReason(Enum):
+    """What ended an episode. With the last two no token is trained on."""
+
+    STOP = "stop"  # a turn called no tool, or the interaction was over
+    LENGTH = "length"  # the row is full, or max_turn_tokens cut a turn that nobody answers
+    TOOL_CALL = "tool_call"  # the last allowed turn called a tool, which was not run
+    MAX_TURNS = "max_turns"  # the interaction would have gone on after the last allowed turn
+    ABORTED = "abort"  # episode_timeout, or the engine gave up
+    ERROR = "error"  # an exception
+
+
+def agent_metrics(batch: DataProto) -> dict[str, Metric]:
+    """This rank's metrics of a batch of episodes, for `reduce_metrics`; none for a batch of single turns.
+
+    Means are per episode, but timing_s/tool_call is per call. agent/tool_errors/<kind> counts calls answered with an
+    error, and failures of create, calc_reward and release. agent/failed and agent/aborted are episodes that are not
+    trained on. agent/tool/<key> and agent/interaction/<key> are metrics that tools and interactions report, as a mean
+    over the episodes that have them: a tool's add up over its calls, an interaction's are those of the last turn.
+    """
+    rows, B = batch.non_tensor_batch, len(batch)
+    if "agent_metrics" not in rows:
+        return {}
+    reasons, totals, counts = Counter(rows["finish_reason"]), Counter[str](), Counter[str]()
+    for own in rows["agent_metrics"]:
+        totals.update(own)
+        counts.update(own.keys())
+    calls = totals["tool_calls"]
+    return {
+        "agent/turns_mean": Mean(sum(rows["num_turns"]), B),
+        "agent/segments_mean": Mean(sum(map(len, rows["segments"])), B),
+        "agent/tool_calls_mean": Mean(calls, B),
+        "timing_s/tool_call": Mean(totals["tool_seconds"], calls),
+        **{f"agent/tool_errors/{kind}": Sum(totals[kind]) for kind in (*ERROR_KINDS, "too_many")},
+        **{f"agent/finish/{reason.value}": Mean(reasons[reason.value], B) for reason in FinishReason},
+        "agent/failed": Sum(reasons["error"]),
+        "agent/aborted": Sum(reasons["abort"]),
+        **{f"agent/{key}": Mean(totals[key], counts[key]) for key in totals if "/" in key},
+    }
