@@ -45,7 +45,6 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("index", "B", "object", "extra_info's index, or the row's number"),
         Column("tools_kwargs", "B", "dict", "arguments for the row's tools", "agent"),
         Column("interaction_kwargs", "B", "dict", "arguments for the row's interaction", "agent"),
-        Column("full_prompts", "B", "str", "the templated text, if return_full_prompt"),
         Column("multi_modal_data", "B", "dict", "images and videos", "engines, samples", saved="images"),
         Column("multi_modal_inputs", "B", "dict", "the processor's tensors", "forward passes"),
         Column("multi_modal_hash", "B", "int64", "hash of the images", "shared prompts, replay", saved="row_hash"),

@@ -1,12 +1,9 @@
-"""The endless loader that hands each rank its share of a step's prompts.
-
-Traps it avoids: numpy makes a 2-D array of equally long lists, but collate_fn never does. Workers prefetch, but the
-loader's position counts the rows that were handed out, not those that were prepared.
-"""
+"""The endless loader that hands each rank its share of a step's prompts."""
 
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +32,7 @@ def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
         if isinstance(values[0], torch.Tensor):
             batch[key] = torch.stack(values)
         else:
-            batch[key] = np.fromiter(values, dtype=object, count=len(values))
+            batch[key] = np.fromiter(values, dtype=object, count=len(values))  # 1-D also for lists of equal length
     if "attention_mask" in batch:
         longest = int(batch["attention_mask"].sum(1).max())
         batch |= {key: x[..., -longest:] for key, x in batch.items() if key in COLUMNS and COLUMNS[key].width == "L"}
@@ -51,29 +48,24 @@ def _collate_in_worker(items: list[dict]) -> dict:
     return batch
 
 
+@dataclass(eq=False)
 class _StepSampler:
     """Yields, step after step and without end, the rows of the stream that belong to this rank."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        prompts_per_step: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool,
-        sampling: PromptSampling,
-        difficulty: Difficulty,
-    ):
-        self.num_rows, self.prompts_per_step, self.seed, self.shuffle = num_rows, prompts_per_step, seed, shuffle
-        self.rank, self.world_size = rank, world_size
-        self.sampling, self.difficulty = sampling, difficulty
-        self.start = 0
-        self.skipped = 0
-        """rows of the stream that --prompt-sampling skip has left out"""
-        self.given: list[int] = []
-        """what was yielded last"""
-        self._epoch, self._order = -1, np.empty(0, dtype=int)
+    num_rows: int
+    prompts_per_step: int
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool
+    sampling: PromptSampling
+    difficulty: Difficulty
+    start: int = 0
+    skipped: int = 0
+    """rows of the stream that --prompt-sampling skip has left out"""
+    given: Sequence[int] = ()
+    """what was yielded last"""
+    _epoch: int = -1
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Of each row its place in what is handed out, over all ranks, and its number."""
@@ -105,14 +97,11 @@ class _StepSampler:
     def _row(self, k: int) -> int:
         """Row k of the stream."""
         epoch, i = divmod(k, self.num_rows)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self.order(epoch)
-        return int(self._order[i])
-
-    def order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
-            return np.arange(self.num_rows)
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+            return i
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+        return int(self._order[i])
 
 
 class _SeededRows:
@@ -120,9 +109,6 @@ class _SeededRows:
 
     def __init__(self, dataset: PromptDataset, seed: int):
         self.dataset, self.seed = dataset, seed
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, place_and_row: tuple[int, int]) -> dict:
         place, row = place_and_row
@@ -133,8 +119,8 @@ class _SeededRows:
 class PromptLoader(StatefulDataLoader):
     """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks.
 
-    The state is the position and what the order depends on, so it fits any world size and any num_workers (torchdata's
-    own state is per worker, and loads only into as many workers).
+    The state is the position and what the order depends on, so it fits any world size and any num_workers; torchdata's
+    own fits only as many workers. Workers prefetch: the position does not count rows that are only prepared.
     """
 
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
@@ -183,10 +169,9 @@ class PromptLoader(StatefulDataLoader):
         only a position is taken as one of this stream."""
         for key, here in self._stream().items():
             if state.get(key, here) != here:
-                raise InputError(
-                    f"resume: the saved data stream has {key}={state[key]}, this run {key}={here}, so rows would be "
-                    "lost or doubled; use the same data files, max_prompt_length, seed and shuffle, or start a new run"
-                )
+                found = f"resume: the saved data stream has {key}={state[key]}, this run {key}={here}"
+                advice = "use the same data files, max_prompt_length, seed and shuffle, or start a new run"
+                raise InputError(f"{found}, so rows would be lost or doubled; {advice}")
         self.position = int(state["position"])
         if self.needs_scores and "difficulty" in state:
             self.batch_sampler.skipped = int(state["skipped"])
@@ -208,23 +193,21 @@ def make_loader(
 ) -> PromptLoader:
     """An endless loader of one rank's share, prompts_per_step / world_size rows, of each step's prompts.
 
-    Row k of the stream is row order(seed, k // N)[k % N] of the data set's N rows, shuffled anew each epoch. A step
-    takes the next prompts_per_step rows, also across an epoch's end, and rank r takes every world_size-th of them from
-    the r-th on. So each epoch has each row once, and the union over the ranks does not depend on their number. (With N
-    less than prompts_per_step a step has rows of several epochs, so some rows come more than once.)
+    The stream has the data set's rows, shuffled anew each epoch. A step takes the next prompts_per_step rows, also
+    across an epoch's end, and rank r takes every world_size-th of them from the r-th on. So each epoch has each row
+    once, and the union over the ranks does not depend on their number.
 
     sampling: "skip" leaves rows of the stream out, and "variance" draws the rows of a step by itself, both by the
     scores that `record_scores` got (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
     workers take rows before the scores of the step before are known.
 
-    The state is plain numbers, the same on every rank. Raises InputError for impossible sizes.
+    Raises InputError for impossible sizes.
     """
     if prompts_per_step < 1 or prompts_per_step % world_size:
         above = (max(prompts_per_step, 1) // world_size + 1) * world_size
-        raise InputError(
-            f"prompts_per_step={prompts_per_step} must be a positive multiple of world_size={world_size} "
-            f"(prompts_per_step % world_size = {prompts_per_step % world_size}); use {above}, say"
-        )
+        rest = f"(prompts_per_step % world_size = {prompts_per_step % world_size})"
+        must = f"must be a positive multiple of world_size={world_size} {rest}; use {above}, say"
+        raise InputError(f"prompts_per_step={prompts_per_step} {must}")
     if not 0 <= rank < world_size:
         raise InputError(f"rank={rank}: must be in 0..{world_size - 1} for world_size={world_size}")
     if seed < 0:

@@ -77,9 +77,8 @@ def prepare_dynamic_batch(
     for part in sorted(parts, key=lambda rows: -tokens(rows)):
         size = tokens(part)
         sizes = itertools.repeat(size) if padding_free else longest
-        place = next((i for i, (free, takes) in enumerate(zip(room, sizes)) if free >= takes), None)
-        if place is None:
-            place = len(bins)
+        place = next((i for i, (free, takes) in enumerate(zip(room, sizes)) if free >= takes), len(bins))
+        if place == len(bins):
             bins.append([])
             room.append(max_tokens)
             longest.append(size)
@@ -95,12 +94,11 @@ def prepare_dynamic_batch(
     bins = sorted((sorted(rows) for _, rows in heap), key=lambda rows: (-tokens(rows), rows))
     bins = [[row - first for row in rows if first <= row < first + len(batch)] for rows in bins]
     micro_batches = [batch[rows] for rows in bins]
-    if "multi_modal_inputs" in batch.non_tensor_batch:
-        kinds = _run_tower(batch)
-        for micro in micro_batches:
+    kinds = _run_tower(batch) if "multi_modal_inputs" in batch.non_tensor_batch else None
+    for micro, rows in zip(micro_batches, bins):
+        if kinds is not None:
             micro.meta_info["run_tower"] = kinds
-    if share_prompts:
-        for micro, rows in zip(micro_batches, bins):
+        if share_prompts:
             micro.batch["prompt_group"] = numbers[rows]
     return micro_batches, bins
 
@@ -109,10 +107,9 @@ def _run_tower(batch: DataProto) -> tuple[str, ...]:
     """Which of images and videos any rank has in its batch: all ranks then run the tower, whose weights are sharded,
     for each in every micro-batch, and where one has none, for a dummy. A collective."""
     inputs, device = batch.non_tensor_batch["multi_modal_inputs"], batch.batch["input_ids"].device
-    videos = any("pixel_values_videos" in row for row in inputs)
-    images = any("pixel_values" in row for row in inputs)
-    found = [all_reduce_max(int(has), device) for has in (images, videos)]
-    return tuple(kind for kind, has in zip(("image", "video"), found) if has)
+    names = {"image": "pixel_values", "video": "pixel_values_videos"}
+    here = {kind: any(name in row for row in inputs) for kind, name in names.items()}
+    return tuple(kind for kind, has in here.items() if all_reduce_max(int(has), device))
 
 
 def restore_dynamic_batch(tensor: torch.Tensor, rows: list[list[int]]) -> torch.Tensor:
