@@ -348,8 +348,9 @@ def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
 
     Raises InputError as load_object does, and for a class that is no torch.utils.data.Dataset or has no length.
     """
-    found: Any = load_object("--dataset-class", spec)
-    if not (isinstance(found, type) and issubclass(found, Dataset)):
+    found = load_object("--dataset-class", spec)
+    is_data_set = isinstance(found, type) and issubclass(found, Dataset)
+    if not is_data_set:
         raise InputError(f"--dataset-class {spec}: it is not a subclass of torch.utils.data.Dataset")
     if not hasattr(found, "__len__"):  # an IterableDataset
         raise InputError(f"--dataset-class {spec}: it has no __len__; rows are read by number")
