@@ -16,9 +16,8 @@ LONGEST_RESULT = 2**20  # bytes, as JSON
 def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
     """The function of a spec. For "data_source" that is the one of rewards/, whose `modules` are imported now.
 
-    time_limit_s: the seconds for a response, given to a function that has this parameter. So it can end in time by
-    itself: a call that has to be stopped has no score. None: the function's default.
-    """
+    time_limit_s: the seconds for a response, given to a function that has this parameter, so that it can end in time by
+    itself; None: the function's default."""
     for module in modules:
         importlib.import_module(module)
     by_source = spec == BY_DATA_SOURCE
@@ -55,8 +54,7 @@ def checked(result) -> dict:
     if "score" not in result:
         raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
     score = result["score"]
-    if hasattr(score, "tolist"):  # numpy, torch
-        score = score.tolist()
+    score = score.tolist() if hasattr(score, "tolist") else score  # numpy, torch
     if not isinstance(score, int | float):
         raise TypeError(f"the scorer gave a {type(score).__name__} as score, not a number")
     if not abs(score) <= LARGEST_SCORE:
