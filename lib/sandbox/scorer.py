@@ -44,7 +44,7 @@ def call(function: Callable, batched: bool, samples: list[dict]) -> list:
         results = _event_loop().run_until_complete(results)
     results = list(results) if batched else [results]
     if len(results) != len(samples):
-        raise ValueError(f"the scorer gave {len(results)} results for {len(samples)} samples")
+        raise ValueError(f"the scorer returned {len(results)} results for {len(samples)} samples")
     return results
 
 
@@ -52,20 +52,20 @@ def checked(result) -> dict:
     """A scorer's result as {"score": a finite float, other keys} of JSON's types. Raises TypeError, ValueError."""
     result = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in result:
-        raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
+        raise ValueError(f'the scorer returned a dict without "score": {list(result)}')
     score = result["score"]
     score = score.tolist() if hasattr(score, "tolist") else score  # numpy, torch
     if not isinstance(score, int | float):
-        raise TypeError(f"the scorer gave a {type(score).__name__} as score, not a number")
+        raise TypeError(f"the scorer returned a {type(score).__name__} as score, not a number")
     if not abs(score) <= LARGEST_SCORE:
-        raise ValueError(f"the scorer gave {score}; numbers up to {LARGEST_SCORE:g} are taken")
+        raise ValueError(f"the scorer returned {score}; use numbers up to {LARGEST_SCORE:g}")
     text = json.dumps(result | {"score": float(score)}, default=_plain)
     if len(text) > LONGEST_RESULT:
-        raise ValueError(f"the scorer gave a result of {len(text)} bytes; at most {LONGEST_RESULT} are taken")
+        raise ValueError(f"the scorer returned a result of {len(text)} bytes; the limit is {LONGEST_RESULT}")
     return json.loads(text)
 
 
 def _plain(value):
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"the scorer gave a {type(value).__name__} beside its score; numbers, text and lists are taken")
+    raise TypeError(f"the scorer returned a {type(value).__name__} besides its score; use numbers, text and lists")
