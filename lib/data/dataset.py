@@ -29,13 +29,10 @@ SERIAL_ROWS_OF_IMAGES = 500  # decoding and resizing take longer
 
 
 class Prompt(NamedTuple):
-    """A row's prompt: its messages, whether special tokens in them were broken up, and what the template makes."""
-
     messages: list[dict]
-    escaped: bool
+    escaped: bool  # whether special tokens in the messages were broken up
     encoded: Encoded
-    media: dict
-    """multi_modal_data"""
+    media: dict  # multi_modal_data
 
 
 class PromptDataset(Protocol):
@@ -89,10 +86,8 @@ class RLHFDataset(Dataset):
             raise InputError(f"max_prompt_length={max_prompt_length}: must be at least 1")
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-            raise InputError(
-                f"tokenizer {name}: no chat template (a base model?): take an instruct model, or set the tokenizer's "
-                "chat_template and save it"
-            )
+            advice = "take an instruct model, or set the tokenizer's chat_template and save it"
+            raise InputError(f"tokenizer {name}: no chat template (a base model?): {advice}")
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.pad_token_id is None:
             raise InputError(f"tokenizer {tokenizer.name_or_path}: neither a pad nor an eos token; set pad_token")
@@ -131,10 +126,9 @@ class RLHFDataset(Dataset):
             raise InputError(f"{names}: no row left: {has}")
         if len(self.kept) == 0:
             lengths = lengths[~too_many]
-            raise InputError(
-                f"{names}: no row left: {n_read} read, {len(lengths)} too long for max_prompt_length="
-                f"{max_prompt_length} (the shortest prompt has {lengths.min()} tokens); raise max_prompt_length"
-            )
+            left = f"{n_read} read, {len(lengths)} too long for max_prompt_length={max_prompt_length}"
+            shortest = f"the shortest prompt has {lengths.min()} tokens"
+            raise InputError(f"{names}: no row left: {left} ({shortest}); raise max_prompt_length")
         self.escaped = int(broken_up[self.kept].sum())
         self.without_ground_truth = self._first(has_truth == 0)
         self.with_images = self._first(n_media > 0)
@@ -321,8 +315,8 @@ class RLHFDataset(Dataset):
 
 
 class UndecodedRows:
-    """The rows of a data set, with images as files hold them, {"bytes": ..., "path": ...}. The datasets library would
-    decode them whenever a row is read, and would say of a broken one neither file nor row."""
+    """The rows of a data set, with images as files hold them, {"bytes": ..., "path": ...}: the datasets library would
+    decode them whenever a row is read, and its errors name neither file nor row."""
 
     def __init__(self, rows: "datasets.Dataset"):
         self.rows = rows.with_format("arrow")
@@ -331,8 +325,7 @@ class UndecodedRows:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict:
-        [row] = self.rows[i].to_pylist()
-        return row
+        return self.rows[i].to_pylist()[0]
 
 
 _forked: RLHFDataset | None = None  # what the processes of _check_rows inherit

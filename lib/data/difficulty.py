@@ -47,10 +47,8 @@ class Difficulty:
         return rng.choice(N, n, replace=n > N, p=p / p.sum()).tolist()
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "prompts/seen": float((~np.isnan(self.variance)).mean()),
-            "prompts/skipped": float((self.alike >= self.skip_after).mean()),
-        }
+        shares = {"prompts/seen": ~np.isnan(self.variance), "prompts/skipped": self.alike >= self.skip_after}
+        return {name: float(rows.mean()) for name, rows in shares.items()}
 
     def state_dict(self) -> dict[str, list]:
         rows = np.flatnonzero(~np.isnan(self.variance))

@@ -69,21 +69,19 @@ class _StepSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Of each row its place in what is handed out, over all ranks, and its number."""
-        position = self.start
+        position, own = self.start, slice(self.rank, None, self.world_size)
         while True:
-            own = slice(self.rank, None, self.world_size)
             self.given = self._step(position)[own]
             yield list(zip(range(position, position + self.prompts_per_step)[own], self.given))
             position += self.prompts_per_step
 
     def _step(self, position: int) -> list[int]:
         """The rows of the step that begins after `position` rows, over all ranks."""
-        n = self.prompts_per_step
+        n, rng = self.prompts_per_step, np.random.default_rng([self.seed, position])
         if self.sampling == "variance":
-            return self.difficulty.draw(n, np.random.default_rng([self.seed, position]))
+            return self.difficulty.draw(n, rng)
         if self.sampling == "uniform":
             return [self._row(k) for k in range(position, position + n)]
-        rng = np.random.default_rng([self.seed, position])
         rows: list[int] = []
         last = self.skipped + self.num_rows  # after a whole epoch of skips, prompts come as they are
         while len(rows) < n:
@@ -132,14 +130,14 @@ class PromptLoader(StatefulDataLoader):
         self.position = 0
 
     def __iter__(self) -> Iterator[dict]:
-        self.batch_sampler.start = self.position
+        sampler = self.batch_sampler
+        sampler.start = self.position
         for batch in super().__iter__():
-            self.position += self.batch_sampler.prompts_per_step
+            self.position += sampler.prompts_per_step
             if self.num_workers and "multi_modal_inputs" in batch:
                 batch["multi_modal_inputs"] = pickle.loads(batch["multi_modal_inputs"])  # noqa: S301 (of our process)
             if self.needs_scores:
-                given = self.batch_sampler.given
-                batch[ROW] = np.fromiter(given, dtype=object, count=len(given))
+                batch[ROW] = np.fromiter(sampler.given, dtype=object, count=len(sampler.given))
             yield batch
 
     @property

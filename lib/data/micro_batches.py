@@ -27,23 +27,19 @@ def prepare_dynamic_batch(
     padding_free: bool = True,
     row_group: RowGroup | None = None,
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank.
+    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank. A collective: every
+    rank calls it, with the same number of rows. Returns (micro_batches, rows): rows[i] are the row numbers in
+    micro_batches[i], for `restore_dynamic_batch`.
 
-    With `share_prompts` rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts
-    their prompt once. Without `padding_free` each row counts as many tokens as the longest row of its micro-batch.
-    Rows are placed first-fit decreasing. Then ranks with fewer micro-batches split those of most rows until all ranks
-    have equally many. A row longer than `max_tokens` is alone. Every rank runs its longest micro-batches first, so that
-    ranks wait little for each other. A collective: every rank calls it, with the same number of rows.
+    Rows are placed first-fit decreasing; a row longer than `max_tokens` is alone. Then ranks with fewer micro-batches
+    split those of most rows. Every rank runs its longest micro-batches first, so that ranks wait little for each other.
+    Without `padding_free` each row counts as many tokens as the longest row of its micro-batch. With `share_prompts`
+    rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts their prompt once; it
+    has the column prompt_group (b,), the numbers of `prompt_groups`. meta_info["run_tower"]: see `_run_tower`.
 
-    A `row_group` of n ranks makes its micro-batches together, over the rows of all its ranks. If the group splits
-    tokens, a micro-batch holds at most n x max_tokens tokens, so that each rank computes at most max_tokens. Each rank
-    is given its own rows of every micro-batch, which may be none.
-
-    With `share_prompts` a micro-batch also has the column prompt_group (b,), the numbers of `prompt_groups`. Of a batch
-    with multi_modal_inputs, its meta_info says what all ranks run the model's tower for in each, "run_tower".
-
-    Returns:
-        (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
+    A `row_group` of n ranks makes its micro-batches together, over the rows of all its ranks; each rank is given its
+    own rows of every micro-batch, which may be none. If the group splits tokens, a micro-batch holds at most
+    n x max_tokens tokens, so that each rank computes at most max_tokens.
     """
     attention = batch.batch["attention_mask"]
     own, prompt = attention.sum(1).tolist(), [0] * len(batch)

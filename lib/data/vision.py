@@ -43,12 +43,9 @@ TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 
 
 class Encoded(NamedTuple):
-    raw_ids: list[int]
-    """one placeholder for each image: what vLLM takes"""
-    ids: list[int]
-    """with the placeholders expanded: what is trained on"""
-    inputs: dict[str, torch.Tensor]
-    """the processor's tensors (multi_modal_inputs); {} without images"""
+    raw_ids: list[int]  # one placeholder for each image: what vLLM takes
+    ids: list[int]  # with the placeholders expanded: what is trained on
+    inputs: dict[str, torch.Tensor]  # the processor's tensors (multi_modal_inputs); {} without images
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class Vision:
     def joined(self, first: dict, more: dict) -> dict:
         """The inputs of one row whose later turn has more images."""
         # SmolVLM's and Idefics 3's tensors are (1, images, ...), and only they have this mask
-        dim = int("pixel_attention_mask" in first or "pixel_attention_mask" in more)
+        dim = int("pixel_attention_mask" in first | more)
         both = {name: torch.cat([first[name], more[name]], dim) for name in first.keys() & more.keys()}
         return first | more | both
 
@@ -283,8 +280,8 @@ class Vision:
 
 
 def _check_decodable(image: Image.Image, where: str) -> None:
-    """Raises InputError for an image that would take too much memory, or whose brightness is not known. A JPEG that is
-    too large is decoded at a half, a quarter or an eighth of its width and height."""
+    """Raises InputError for an image that is too large, or whose brightness is not known. A JPEG that is too large is
+    decoded at a half, a quarter or an eighth of its width and height."""
     pixels = image.width * image.height
     if pixels > LARGEST_IMAGE and not image.info.get("progressive"):  # which is decoded as a whole
         factor = next((factor for factor in (2, 4) if pixels <= LARGEST_IMAGE * factor**2), 8)
@@ -367,13 +364,10 @@ class Media:
 
     data: dict
     inputs: dict[str, torch.Tensor]
-    ids: list[int]
-    """expanded"""
-    positions: torch.Tensor
-    """(len(ids),), or with mrope (4, len(ids))"""
+    ids: list[int]  # expanded
+    positions: torch.Tensor  # (len(ids),), or with mrope (4, len(ids))
     hash: int
-    sampled: list[int] | None = None
-    """which of `ids` the policy sampled (1), in an episode: a placeholder among these is text"""
+    sampled: list[int] | None = None  # 1: the policy sampled it, in an episode; a placeholder among these is text
 
 
 def media_of(prompts: DataProto) -> list[Media | None]:

@@ -22,7 +22,7 @@ from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum
-from lib.reward.scorers import Scorer
+from lib.reward.scorers import ARGUMENTS, Scorer
 from lib.rollout import NoRecorder
 from lib.sandbox import LARGEST_SCORE, call, checked, load_scorer
 from lib.sandbox.pool import Pool
@@ -68,15 +68,9 @@ class RewardManager:
         # only sampled tokens are scored: the texts of tools and environments are not the policy's
         sampled = [list(compress(responses[i].tolist(), mask[i].tolist())) for i in rows]  # lists decode faster
         texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        samples = {
-            i: {
-                "data_source": columns["data_source"][i],
-                "solution_str": text,
-                "ground_truth": columns["reward_model"][i]["ground_truth"],
-                "extra_info": columns["extra_info"][i],
-            }
-            for i, text in zip(rows, texts)
-        }
+        truths = [columns["reward_model"][i]["ground_truth"] for i in rows]
+        sources, infos = columns["data_source"][rows], columns["extra_info"][rows]
+        samples = {i: dict(zip(ARGUMENTS, row)) for i, *row in zip(rows, sources, texts, truths, infos)}
         calls: list[tuple[int, list[int]]] = []  # (scorer, rows)
         for k, scorer in enumerate(self.scorers):
             calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
