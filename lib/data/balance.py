@@ -45,10 +45,8 @@ def balance_groups(
 
 
 def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
-    """The groups that the plan of `balance_groups` gives this rank, in the plan's order. A collective.
-
-    Tensors and objects move; each rank keeps its meta_info. A batch may have any number of rows per group.
-    """
+    """The groups that the plan of `balance_groups` gives this rank, in the plan's order. A collective. Tensors and
+    objects move; each rank keeps its meta_info. A batch may have any number of rows per group."""
     if len(plan) == 1:
         return batch
     rank, groups = dist.get_rank(), len(plan[0])

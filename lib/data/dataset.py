@@ -61,9 +61,8 @@ class RLHFDataset(Dataset):
     number counts for P; raw_prompt_ids have one for each image; position_ids are (4, P) for a model with mrope. A row
     with more than vision.max_images is left out, and a prompt with images is never cut.
 
-    num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16.
-
-    Raises InputError, with file and row (counted from 0), for anything wrong in the files.
+    num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16. Raises
+    InputError, with file and row (counted from 0), for anything wrong in the files.
     """
 
     def __init__(
@@ -337,10 +336,8 @@ def _check_rows_of_forked(rows: range) -> np.ndarray:
 
 
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
-    """The class that "path/to/file.py:ClassName" names. Scripts call it with RLHFDataset's arguments.
-
-    Raises InputError as load_object does, and for a class that is no torch.utils.data.Dataset or has no length.
-    """
+    """The class that "path/to/file.py:ClassName" names. Scripts call it with the arguments of RLHFDataset. Raises
+    InputError, also for a class that is no torch.utils.data.Dataset or has no length."""
     found = load_object("--dataset-class", spec)
     is_data_set = isinstance(found, type) and issubclass(found, Dataset)
     if not is_data_set:

@@ -115,11 +115,9 @@ class _SeededRows:
 
 
 class PromptLoader(StatefulDataLoader):
-    """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks.
-
-    The state is the position and what the order depends on, so it fits any world size and any num_workers; torchdata's
-    own fits only as many workers. Workers prefetch: the position does not count rows that are only prepared.
-    """
+    """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks, without
+    those that workers have only prepared. The state is the position and what the order depends on, so it fits any world
+    size and any num_workers; torchdata's own fits only as many workers."""
 
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
         # Its own generator: otherwise worker seeds come from the global one, at another point of it after a resume.
@@ -163,10 +161,9 @@ class PromptLoader(StatefulDataLoader):
         return {"num_rows": sampler.num_rows, "seed": sampler.seed, "shuffle": sampler.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes effect at the next iter(loader). Raises InputError if the saved stream had another order; a state with
-        only a position is taken as one of this stream."""
+        """Takes effect at the next iter(loader). Raises InputError if the saved stream had another order."""
         for key, here in self._stream().items():
-            if state.get(key, here) != here:
+            if state.get(key, here) != here:  # a state may have only the position
                 found = f"resume: the saved data stream has {key}={state[key]}, this run {key}={here}"
                 advice = "use the same data files, max_prompt_length, seed and shuffle, or start a new run"
                 raise InputError(f"{found}, so rows would be lost or doubled; {advice}")
@@ -193,13 +190,11 @@ def make_loader(
 
     The stream has the data set's rows, shuffled anew each epoch. A step takes the next prompts_per_step rows, also
     across an epoch's end, and rank r takes every world_size-th of them from the r-th on. So each epoch has each row
-    once, and the union over the ranks does not depend on their number.
+    once, and the union over the ranks does not depend on their number. Raises InputError for impossible sizes.
 
     sampling: "skip" leaves rows of the stream out, and "variance" draws the rows of a step by itself, both by the
     scores that `record_scores` got (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
     workers take rows before the scores of the step before are known.
-
-    Raises InputError for impossible sizes.
     """
     if prompts_per_step < 1 or prompts_per_step % world_size:
         above = (max(prompts_per_step, 1) // world_size + 1) * world_size

@@ -58,10 +58,7 @@ def _parsed(text: str, path: Path, number: int | None = None):
 
 def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
-    datasets.Dataset, or a hub id "owner/name" or "owner/name:split" (split "train" if not given).
-
-    Raises InputError for a missing file, another extension, or a file that cannot be read.
-    """
+    datasets.Dataset, or a hub id "owner/name" or "owner/name:split" (split "train" if not given). Raises InputError."""
     if not isinstance(source, str | Path):
         import datasets
 
@@ -94,10 +91,7 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
 
 def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir: Path | None = None) -> Sequence[dict]:
     """A split of a data set on the hub, or of a copy of it: the .parquet / .jsonl / .json files under local_dir (under
-    local_dir/config if there is such a folder) whose names begin with `split`.
-
-    Raises InputError, with the reason, if there is none.
-    """
+    local_dir/config if there is such a folder) whose names begin with `split`. Raises InputError if there is none."""
     if local_dir is None:
         check_hub(hub_id)
         try:
@@ -130,10 +124,8 @@ def _quiet_datasets():
 
 
 def _plain(value, depth: int = 0):
-    """The value with numpy's arrays and scalars as Python's, and without fields that are None (see the module).
-
-    Raises RecursionError if it is nested deeper than DEEPEST, so that other code, such as a template, can recurse too.
-    """
+    """The value with numpy's arrays and scalars as Python's, and without fields that are None (see the module). Raises
+    RecursionError if it is nested deeper than DEEPEST, so that other code, such as a template, can recurse too."""
     if depth > DEEPEST:
         raise RecursionError
     if isinstance(value, dict):

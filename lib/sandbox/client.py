@@ -96,10 +96,8 @@ def _ask_zygote(spec: dict, module: str) -> socket.socket:
 
 
 def connect(spec: dict, module: str = "") -> socket.socket:
-    """A sandbox that is ready for its first message. Starts the zygote if none is running.
-
-    Raises RuntimeError if the sandbox does not start, InputError if the level is "none".
-    """
+    """A sandbox that is ready for its first message. Starts the zygote if none is running. Raises RuntimeError if the
+    sandbox does not start, InputError if the level is "none"."""
     if spec["level"] == "none":
         raise InputError("--sandbox-level none: what a model wrote is not run without a sandbox")
     try:

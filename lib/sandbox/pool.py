@@ -349,9 +349,8 @@ class Pool:
         return ids
 
     def collect(self, ids: range) -> Iterator[tuple[int, list]]:
-        """Yields (index of the task, [kind, value] of each sample) as answers come.
-
-        kind: ok (value is a dict), error, crash or timeout (value is a text)."""
+        """Yields (index of the task, [kind, value] of each sample) as answers come. kind: ok (value is a dict), error,
+        crash or timeout (value is a text)."""
         self._send(("collect", ids))
         for _ in ids:
             message = self._receive()

@@ -15,7 +15,6 @@ LONGEST_RESULT = 2**20  # bytes, as JSON
 
 def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
     """The function of a spec. For "data_source" that is the one of rewards/, whose `modules` are imported now.
-
     time_limit_s: the seconds for a response, given to a function that has this parameter, so that it can end in time by
     itself; None: the function's default."""
     for module in modules:
