@@ -108,6 +108,9 @@ class _SeededRows:
     def __init__(self, dataset: PromptDataset, seed: int):
         self.dataset, self.seed = dataset, seed
 
+    def __len__(self) -> int:
+        return len(self.dataset)
+
     def __getitem__(self, place_and_row: tuple[int, int]) -> dict:
         place, row = place_and_row
         with seeded(f"{self.seed} row {place}"):
