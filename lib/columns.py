@@ -1,10 +1,5 @@
-"""The table of columns: what a step's batch can have, one line a column, in the order in which they are written.
-
-B responses, P prompt tokens, T response tokens, L = P + T, K rewards. Columns with a dtype of torch are in batch.batch;
-the others, with the Python type of a row's value, in batch.non_tensor_batch.
-
-`python -m lib.columns > docs/columns.md` writes the documentation page.
-"""
+"""The table of columns: what a step's batch can have, one line a column, in the order in which they are written. HEAD
+explains it. `python -m lib.columns > docs/columns.md` writes the documentation page."""
 
 from typing import Literal, NamedTuple
 
@@ -15,13 +10,9 @@ class Column(NamedTuple):
     dtype: str
     meaning: str
     readers: str = ""
-    gathered: Literal["always", "if read", ""] = ""
-    """whether `gather_columns` takes it: always, if an estimator, correction or mask that runs declares it, or never"""
-    saved: str = ""
-    """columns of the training samples that are made of it; "name: type", or ": type" of the same name, where its values
-    are copied: one for each token or row"""
-    fill: int = 0
-    """padding of a row that is made wider"""
+    gathered: Literal["always", "if read", ""] = ""  # if read: by an estimator, correction or mask of the run
+    saved: str = ""  # columns of the training samples made of it; "name: type", or ": type" of the same name: a copy
+    fill: int = 0  # padding of a row that is made wider
 
     @property
     def copied(self) -> tuple[str, str]:
@@ -45,7 +36,6 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("index", "B", "object", "extra_info's index, or the row's number"),
         Column("tools_kwargs", "B", "dict", "arguments for the row's tools", "agent"),
         Column("interaction_kwargs", "B", "dict", "arguments for the row's interaction", "agent"),
-        Column("full_prompts", "B", "str", "the templated text, if return_full_prompt"),
         Column("multi_modal_data", "B", "dict", "images and videos", "engines, samples", saved="images"),
         Column("multi_modal_inputs", "B", "dict", "the processor's tensors", "forward passes"),
         Column("multi_modal_hash", "B", "int64", "hash of the images", "shared prompts, replay", saved="row_hash"),
@@ -100,9 +90,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("truncated", "B", "bool", "cut off by the limit", "overlong filtering", "always"),
         Column("sampled_at", "B", "int64", "step that sampled the row", "main, metrics"),
     ),
-    "dapo.py: main": (
-        Column("is_fresh", "B", "bool", "sampled in this step", "metrics"),
-    ),
+    "dapo.py: main": (Column("is_fresh", "B", "bool", "sampled in this step", "metrics"),),
     "grpo.py: add_advantages": (
         Column("group", "B", "int64", "number of the uid, over all ranks", "advantages"),
         Column("rollout_is_weights", "B, T", "float32", "weights of the rollout correction", "update, advantages"),
@@ -125,7 +113,6 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
 }  # fmt: skip
 
 COLUMNS = {column.name: column for columns in TABLE.values() for column in columns}
-
 
 HEAD = """\
 # Columns of a batch
@@ -159,12 +146,9 @@ def page() -> str:
     for writer, columns in TABLE.items():
         file, function = writer.split(": ")
         for column in columns:
-            saved = column.copied[0] or column.saved
-            cells = (
-                *(f"`{column.name}`", f"({column.shape}) {column.dtype}", column.meaning),
-                *(f"[`def {function}(`](../{file})", column.readers, column.gathered),
-                f"`{saved}`".replace(", ", "`, `") if saved else "",
-            )
+            saved = (column.copied[0] or column.saved).replace(", ", "`, `")
+            cells = [f"`{column.name}`", f"({column.shape}) {column.dtype}", column.meaning]
+            cells += [f"[`def {function}(`](../{file})", column.readers, column.gathered, saved and f"`{saved}`"]
             rows.append(f"| {' | '.join(cells)} |\n")
     return HEAD + "".join(rows)
 

@@ -1,4 +1,5 @@
 """Prompts: rows -> tokens -> each rank's share of a step. Batches: balanced over ranks, split into micro-batches."""
+# ruff: noqa: F401
 
 from lib.data.balance import attention_width, balance_groups, count_patches, exchange_groups, gather_columns
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class
@@ -6,23 +7,3 @@ from lib.data.loader import ROW, PromptLoader, collate_fn, make_loader
 from lib.data.micro_batches import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.rows import load_split
 from lib.data.special_tokens import SpecialTokenEscaper
-
-__all__ = [
-    "ROW",
-    "PromptDataset",
-    "PromptLoader",
-    "RLHFDataset",
-    "SpecialTokenEscaper",
-    "attention_width",
-    "balance_groups",
-    "collate_fn",
-    "count_patches",
-    "exchange_groups",
-    "gather_columns",
-    "load_dataset_class",
-    "load_split",
-    "make_loader",
-    "prepare_dynamic_batch",
-    "prompt_groups",
-    "restore_dynamic_batch",
-]

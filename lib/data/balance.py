@@ -20,10 +20,9 @@ def balance_groups(
     A group is `group_size` consecutive rows of one prompt, and stays whole. A mini-batch, the union of all ranks' m-th
     parts, keeps the same rows, so its loss and gradient do not change. Every rank keeps its number of rows.
 
-    Returns:
-        (plan, metrics): plan[r] are the groups of rank r, numbered over all ranks, for `exchange_groups`. Metrics: the
-        cost of the costliest rank of each mini-batch, summed over mini-batches, over the mean cost of a rank;
-        perf/imbalance_sampled is before the exchange, perf/imbalance after it.
+    Returns (plan, metrics): plan[r] are the groups of rank r, numbered over all ranks, for `exchange_groups`. The
+    metrics perf/imbalance_sampled (before the exchange) and perf/imbalance (after it) are the cost of the costliest
+    rank of each mini-batch, summed over mini-batches, over the mean cost of a rank.
     """
     ranks, cost = dist.get_world_size(), all_gather_lists(group_costs(batch, model, group_size, share_prompts))
     numbers = np.arange(len(cost)).reshape(ranks, num_mini_batches, -1)  # of the groups
@@ -46,10 +45,8 @@ def balance_groups(
 
 
 def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
-    """The groups that the plan of `balance_groups` gives this rank, in the plan's order. A collective.
-
-    Tensors and objects move; each rank keeps its meta_info. A batch may have any number of rows per group.
-    """
+    """The groups that the plan of `balance_groups` gives this rank, in the plan's order. A collective. Tensors and
+    objects move; each rank keeps its meta_info. A batch may have any number of rows per group."""
     if len(plan) == 1:
         return batch
     rank, groups = dist.get_rank(), len(plan[0])

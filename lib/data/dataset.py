@@ -3,7 +3,7 @@
 import bisect
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -23,19 +23,16 @@ from lib.data.vision import Encoded, Vision, media_hash
 if TYPE_CHECKING:
     import datasets
 
+MEDIA_COLUMNS = ("images", "videos")
 SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizing in one
 SERIAL_ROWS_OF_IMAGES = 500  # decoding and resizing take longer
 
 
 class Prompt(NamedTuple):
-    """A row's prompt: its messages, whether special tokens in them were broken up, and what the template makes."""
-
     messages: list[dict]
-    escaped: bool
-    text: str
+    escaped: bool  # whether special tokens in the messages were broken up
     encoded: Encoded
-    media: dict
-    """multi_modal_data"""
+    media: dict  # multi_modal_data
 
 
 class PromptDataset(Protocol):
@@ -49,30 +46,23 @@ class PromptDataset(Protocol):
 class RLHFDataset(Dataset):
     """The tokenized prompts of one or several sources (see read_rows), one source after the other.
 
-    Items hold input_ids, attention_mask, position_ids, each (P,) int64 with P = max_prompt_length, left-padded with the
-    pad token (eos where the tokenizer has none); raw_prompt_ids, the prompt's ids without padding (list); raw_prompt,
-    the messages; data_source; reward_model, a dict that has "ground_truth"; extra_info; index, from extra_info, else
-    the row's number; tools_kwargs and interaction_kwargs, from extra_info, else {}; full_prompts, the templated text,
-    if return_full_prompt.
+    Items hold the columns that lib/columns.py lists for this file, and input_ids, attention_mask, position_ids, each
+    (P,) int64 with P = max_prompt_length, left-padded with the pad token (eos where the tokenizer has none).
 
     The constructor templates and tokenizes every row once, so that a bad row stops the run before a model loads. It
     leaves out a prompt longer than P if filter_overlong_prompts; otherwise `truncation` says what is cut: "left" (the
     start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` counts
-    those that will be cut; `without_ground_truth` is the file and number of the first kept row without a ground truth,
-    for scorers that need one; `with_images` is that of the first with images or videos. Unless allow_special_tokens, a
-    space breaks up message text that spells a special token, in raw_prompt too; `escaped` counts the prompts with such
-    text.
+    those that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row.
+    Unless allow_special_tokens, a space breaks up message text that spells a special token, in raw_prompt too;
+    `escaped` counts the prompts with such text.
 
-    With `vision`, for models that see, a row's images and videos are those of the columns image_key and video_key, in
-    the order of <image> and <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature
-    of an image, and their number counts for P; raw_prompt_ids have one for each image; position_ids are (4, P) for a
-    model with mrope; and items also hold multi_modal_data, the images; multi_modal_inputs, the processor's tensors;
-    multi_modal_hash, () int64, of those tensors. A row with more than vision.max_images is left out, and a prompt with
-    images is never cut.
+    With `vision`, a row's images and videos are those of its columns "images" and "videos", in the order of <image> and
+    <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature of an image, and their
+    number counts for P; raw_prompt_ids have one for each image; position_ids are (4, P) for a model with mrope. A row
+    with more than vision.max_images is left out, and a prompt with images is never cut.
 
-    num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16.
-
-    Raises InputError, with file and row (counted from 0), for anything wrong in the files.
+    num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16. Raises
+    InputError, with file and row (counted from 0), for anything wrong in the files.
     """
 
     def __init__(
@@ -85,13 +75,9 @@ class RLHFDataset(Dataset):
         filter_overlong_prompts: bool = True,
         prompt_key: str = "prompt",
         chat_template_kwargs: dict | None = None,
-        add_generation_prompt: bool = True,
-        return_full_prompt: bool = False,
         allow_special_tokens: bool = False,
         num_proc: int | None = None,
         vision: Vision | None = None,
-        image_key: str = "images",
-        video_key: str = "videos",
     ):
         if truncation not in ("left", "right", "middle", "error"):
             raise InputError(f"truncation={truncation!r}: use left, right, middle or error")
@@ -99,22 +85,15 @@ class RLHFDataset(Dataset):
             raise InputError(f"max_prompt_length={max_prompt_length}: must be at least 1")
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-            raise InputError(
-                f"tokenizer {name}: no chat template (a base model?): take an instruct model, or set the tokenizer's "
-                "chat_template and save it"
-            )
+            advice = "take an instruct model, or set the tokenizer's chat_template and save it"
+            raise InputError(f"tokenizer {name}: no chat template (a base model?): {advice}")
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.pad_token_id is None:
             raise InputError(f"tokenizer {tokenizer.name_or_path}: neither a pad nor an eos token; set pad_token")
-        self.tokenizer = tokenizer
-        self.max_prompt_length = max_prompt_length
-        self.truncation = truncation
-        self.prompt_key = prompt_key
-        self.chat_template_kwargs = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        self.return_full_prompt = return_full_prompt
+        self.tokenizer, self.vision, self.prompt_key = tokenizer, vision, prompt_key
+        self.max_prompt_length, self.truncation = max_prompt_length, truncation
+        self.chat_template_kwargs = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         self.escape_special_tokens = None if allow_special_tokens else SpecialTokenEscaper(tokenizer)
-        self.vision = vision
-        self.media_keys = (image_key, video_key)
 
         if not isinstance(data_files, list | tuple):
             data_files = [data_files]
@@ -126,62 +105,57 @@ class RLHFDataset(Dataset):
             raise InputError(f"{names or 'data files'}: no rows; check the files")
 
         lengths, has_truth, broken_up, n_media = self._check_rows(n_read, num_proc).T
-        too_long = lengths > max_prompt_length
-        too_many = n_media > (vision.max_images if vision else 0)
-        self.dropped = {"prompt_too_long": int(too_long.sum()) if filter_overlong_prompts else 0}
+        max_media = vision.max_images if vision else 0
+        too_long, too_many = lengths > max_prompt_length, n_media > max_media
+        cut = too_long & (not filter_overlong_prompts)
+        self.truncated = int(cut.sum())
+        self.dropped = {"prompt_too_long": int((too_long & ~cut).sum())}
         if vision:
             self.dropped["too_many_images"] = int(too_many.sum())
-        self.truncated = 0 if filter_overlong_prompts else int(too_long.sum())
-        if self.truncated and truncation == "error":
-            row = int(too_long.argmax())
-            raise InputError(
-                f"{self._where(row)}: prompt of {lengths[row]} tokens, max_prompt_length={max_prompt_length}; "
-                "raise it, set filter_overlong_prompts, or truncation to left, right or middle"
-            )
-        if not filter_overlong_prompts and (too_long & (n_media > 0)).any():
-            row = int((too_long & (n_media > 0)).argmax())
-            raise InputError(
-                f"{self._where(row)}: prompt of {lengths[row]} tokens, max_prompt_length={max_prompt_length}; a prompt "
-                "with images cannot be cut: raise it, or set filter_overlong_prompts"
-            )
+        advice = "raise it, set filter_overlong_prompts, or truncation to left, right or middle"
+        if truncation != "error":
+            cut &= n_media > 0
+            advice = "a prompt with images cannot be cut: raise it, or set filter_overlong_prompts"
+        if cut.any():
+            row = int(cut.argmax())
+            raise self._error(row, f"prompt of {lengths[row]} tokens, max_prompt_length={max_prompt_length}; {advice}")
         self.kept = np.flatnonzero(~too_many & ~(too_long & filter_overlong_prompts))
+        if too_many.all():
+            has = f"each of {n_read} has more than max_images={max_media} images; raise max_images"
+            raise InputError(f"{names}: no row left: {has}")
         if len(self.kept) == 0:
-            self._raise_no_row_left(names, lengths[~too_many], too_many)
-        without = self.kept[has_truth[self.kept] == 0]
-        self.without_ground_truth = self._where(int(without[0])) if len(without) else None
+            lengths = lengths[~too_many]
+            left = f"{n_read} read, {len(lengths)} too long for max_prompt_length={max_prompt_length}"
+            shortest = f"the shortest prompt has {lengths.min()} tokens"
+            raise InputError(f"{names}: no row left: {left} ({shortest}); raise max_prompt_length")
         self.escaped = int(broken_up[self.kept].sum())
-        seen = self.kept[n_media[self.kept] > 0]
-        self.with_images = self._where(int(seen[0])) if len(seen) else None
+        self.without_ground_truth = self._first(has_truth == 0)
+        self.with_images = self._first(n_media > 0)
 
-    def _raise_no_row_left(self, names: str, lengths: np.ndarray, too_many: np.ndarray) -> None:
-        if len(lengths) == 0 and self.vision is not None:
-            raise InputError(
-                f"{names}: no row left: each of {len(too_many)} has more than max_images={self.vision.max_images} "
-                "images; raise max_images"
-            )
-        limit = f"max_prompt_length={self.max_prompt_length}"
-        raise InputError(
-            f"{names}: no row left: {len(too_many)} read, {len(lengths)} too long for {limit} "
-            f"(the shortest prompt has {lengths.min()} tokens); raise max_prompt_length"
-        )
+    def _first(self, rows: np.ndarray) -> str | None:
+        """File and number of the first kept row for which `rows` is true."""
+        found = self.kept[rows[self.kept]]
+        return self._where(int(found[0])) if len(found) else None
 
     def _open(self, source, number: int) -> tuple[str, Sequence[dict]]:
         name = str(source) if isinstance(source, str | Path) else f"data set {number} in memory"
         rows: Any = read_rows(source)
         required = [self.prompt_key, "data_source", "reward_model"]
-        if not isinstance(rows, list):  # a datasets.Dataset
+
+        def check(where: str, columns: Iterable[str]) -> None:
             for column in required:
-                if column not in rows.column_names:
-                    raise InputError(f"{name}: no column {column!r}; it has {', '.join(rows.column_names)}")
-            wanted = [*required, "extra_info", *self.media_keys]
-            rows = rows.select_columns([column for column in wanted if column in rows.column_names])
-            has_media = not {*self.media_keys}.isdisjoint(rows.column_names)
-            return name, UndecodedRows(rows) if has_media else rows  # type: ignore[return-value]  # it has what is used
-        for i, row in enumerate(rows):
-            for column in required:
-                if column not in row:
-                    raise InputError(f"{name} row {i}: no column {column!r}; it has {', '.join(row)}")
-        return name, rows
+                if column not in columns:
+                    raise InputError(f"{where}: no column {column!r}; it has {', '.join(columns)}")
+
+        if isinstance(rows, list):
+            for i, row in enumerate(rows):
+                check(f"{name} row {i}", row)
+            return name, rows
+        check(name, rows.column_names)  # a datasets.Dataset
+        wanted = [*required, "extra_info", *MEDIA_COLUMNS]
+        rows = rows.select_columns([column for column in wanted if column in rows.column_names])
+        has_media = not {*MEDIA_COLUMNS}.isdisjoint(rows.column_names)
+        return name, UndecodedRows(rows) if has_media else rows  # type: ignore[return-value]  # it has what is used
 
     def _locate(self, row: int) -> tuple[int, int]:
         source = bisect.bisect_right(self._ends, row)
@@ -191,45 +165,43 @@ class RLHFDataset(Dataset):
         source, i = self._locate(row)
         return f"{self.sources[source][0]} row {i}"
 
+    def _error(self, row: int, text: str) -> InputError:
+        return InputError(f"{self._where(row)}: {text}")
+
     def _row(self, row: int) -> dict:
         source, i = self._locate(row)
         try:
             return _plain(self.sources[source][1][i])
         except RecursionError as error:
-            raise InputError(f"{self._where(row)}: nested deeper than {DEEPEST} lists and dicts") from error
+            raise self._error(row, f"nested deeper than {DEEPEST} lists and dicts") from error
 
     def _messages(self, row: int, value) -> list[dict]:
         if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
             value = [dict(zip(value, fields)) for fields in zip(*value.values())]  # as old `datasets` saved lists
-        are_messages = isinstance(value, list) and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) for m in value
-        )
-        if not (value and are_messages):
-            raise InputError(
-                f"{self._where(row)}: {self.prompt_key!r} is not a list of messages but {_shown(value)}; "
-                'write [{"role": "user", "content": ...}]'
-            )
-        for number, message in enumerate(value):
+        messages = value if isinstance(value, list) else []
+        if not (messages and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)):
+            form = 'write [{"role": "user", "content": ...}]'
+            raise self._error(row, f"{self.prompt_key!r} is not a list of messages but {_shown(value)}; {form}")
+        for number, message in enumerate(messages):
             content, called = message.get("content"), message.get("tool_calls")
             parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
             if not (isinstance(content, str) or parts or (content is None and called)):
-                raise InputError(
-                    f"{self._where(row)}: the content of message {number} is {_shown(content)}; it must be text, or a "
-                    "list of parts such as {'type': 'text', 'text': ...}"
-                )
-        return value
+                form = "it must be text, or a list of parts such as {'type': 'text', 'text': ...}"
+                raise self._error(row, f"the content of message {number} is {_shown(content)}; {form}")
+        return messages
 
-    def _with_media(self, row: int, fields: dict, messages: list[dict]) -> tuple[list[dict], list, list]:
+    def _with_media(self, row: int, fields: dict) -> tuple[list[dict], list, list]:
         """The messages with <image> and <video> as content parts, and the images and videos as they are in the row."""
+        messages = self._messages(row, fields.get(self.prompt_key))
         if self.vision is None:
-            if any(fields.get(key) for key in self.media_keys):
+            if any(fields.get(key) for key in MEDIA_COLUMNS):
                 name = self.tokenizer.name_or_path or "the model"
-                raise InputError(f"{self._where(row)}: has images or videos; {name} takes none")
+                raise self._error(row, f"has images or videos; {name} takes none")
             return messages, [], []
-        columns = [fields.get(key) or [] for key in self.media_keys]
-        for key, column in zip(self.media_keys, columns):
+        columns = [fields.get(key) or [] for key in MEDIA_COLUMNS]
+        for key, column in zip(MEDIA_COLUMNS, columns):
             if not isinstance(column, list):
-                raise InputError(f"{self._where(row)}: {key!r} is {_shown(column)}; it must be a list")
+                raise self._error(row, f"{key!r} is {_shown(column)}; it must be a list")
         images, videos = self.vision.entries(messages, *columns)
         return self.vision.messages(messages, {"image": images, "video": videos}, self._where(row)), images, videos
 
@@ -239,46 +211,40 @@ class RLHFDataset(Dataset):
         text = self._templated(row, plain)
         if self.vision is None:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return Prompt(plain, plain != messages, text, Encoded(ids, ids, {}), {})
-        media = self.vision.media(images, videos, self._where(row), self._folder(row))
+            return Prompt(plain, plain != messages, Encoded(ids, ids, {}), {})
+        path = Path(self.sources[self._locate(row)[0]][0]).expanduser()
+        folder = path if path.is_dir() else path.parent if path.is_file() else Path()  # where relative paths begin
+        media = self.vision.media(images, videos, self._where(row), folder)
         try:
             encoded = self.vision.encode(text, media)
         except InputError as error:
-            raise InputError(f"{self._where(row)}: {error}") from error
-        return Prompt(plain, plain != messages, text, encoded, media)
-
-    def _folder(self, row: int) -> Path:
-        """Where the row's relative paths begin."""
-        path = Path(self.sources[self._locate(row)[0]][0]).expanduser()
-        return path if path.is_dir() else path.parent if path.is_file() else Path()
+            raise self._error(row, str(error)) from error
+        return Prompt(plain, plain != messages, encoded, media)
 
     def _templated(self, row: int, messages: list[dict]) -> str:
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
         except Exception as error:  # a template's code may raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise InputError(f"{self._where(row)}: the chat template refuses this prompt: {reason}") from error
+            raise self._error(row, f"the chat template refuses this prompt: {reason}") from error
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            surrogate = text[error.start]
-            raise InputError(f"{self._where(row)}: the prompt has {surrogate!r}, half of a character") from error
+            raise self._error(row, f"the prompt has {text[error.start]!r}, half of a character") from error
         return text
 
     def _check_row(self, row: int) -> tuple[int, bool, bool, int]:
-        """Checks a row's form. Returns the prompt's length in tokens (0 if it has too many images), whether the row has
-        a ground truth, whether a special token in the prompt was broken up, and the number of images or of videos,
-        whichever is more."""
+        """Checks a row's form. Returns the prompt's tokens (0 with too many images), whether it has a ground truth,
+        whether a special token in it was broken up, and the number of its images or videos, whichever is more."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(value := fields.get(column, {}), dict):
-                raise InputError(f"{self._where(row)}: {column!r} is {_shown(value)}; it must be a dict")
+                raise self._error(row, f"{column!r} is {_shown(value)}; it must be a dict")
         source = fields.get("data_source")
         if not isinstance(source, str):
-            raise InputError(f"{self._where(row)}: 'data_source' is {_shown(source)}; it must be text")
+            raise self._error(row, f"'data_source' is {_shown(source)}; it must be text")
         has_truth = "ground_truth" in fields.get("reward_model", {})
-        messages = self._messages(row, fields.get(self.prompt_key))
-        messages, images, videos = self._with_media(row, fields, messages)
+        messages, images, videos = self._with_media(row, fields)
         n_media = max(len(images), len(videos))
         if self.vision and n_media > self.vision.max_images:
             return 0, has_truth, False, n_media
@@ -316,7 +282,7 @@ class RLHFDataset(Dataset):
     def __getitem__(self, i: int) -> dict:
         row = int(self.kept[i])
         fields = self._row(row)
-        prompt = self._prompt(row, *self._with_media(row, fields, self._messages(row, fields[self.prompt_key])))
+        prompt = self._prompt(row, *self._with_media(row, fields))
         raw_ids, ids, inputs = prompt.encoded
         if len(ids) > self.max_prompt_length:  # of text alone: a prompt with images is not kept
             raw_ids = ids = self._truncate(ids)
@@ -336,8 +302,6 @@ class RLHFDataset(Dataset):
             "tools_kwargs": extra_info.get("tools_kwargs", {}),
             "interaction_kwargs": extra_info.get("interaction_kwargs", {}),
         }
-        if self.return_full_prompt:
-            item["full_prompts"] = prompt.text
         if self.vision:
             item |= {"multi_modal_data": prompt.media, "multi_modal_inputs": inputs}
             item["multi_modal_hash"] = torch.tensor(media_hash(inputs))  # ()
@@ -345,17 +309,13 @@ class RLHFDataset(Dataset):
 
     def _truncate(self, ids: list[int]) -> list[int]:
         limit = self.max_prompt_length
-        if self.truncation == "left":
-            return ids[-limit:]
-        if self.truncation == "right":
-            return ids[:limit]
-        head = limit // 2  # "middle"; under "error" no over-long row is kept
-        return ids[:head] + ids[head - limit :]
+        head = {"left": 0, "middle": limit // 2, "right": limit}[self.truncation]  # tokens kept at the start
+        return ids[:head] + ids[len(ids) - limit + head :]
 
 
 class UndecodedRows:
-    """The rows of a data set, with images as files hold them, {"bytes": ..., "path": ...}. The datasets library would
-    decode them whenever a row is read, and would say of a broken one neither file nor row."""
+    """The rows of a data set, with images as files hold them, {"bytes": ..., "path": ...}: the datasets library would
+    decode them whenever a row is read, and its errors name neither file nor row."""
 
     def __init__(self, rows: "datasets.Dataset"):
         self.rows = rows.with_format("arrow")
@@ -364,8 +324,7 @@ class UndecodedRows:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict:
-        [row] = self.rows[i].to_pylist()
-        return row
+        return self.rows[i].to_pylist()[0]
 
 
 _forked: RLHFDataset | None = None  # what the processes of _check_rows inherit
@@ -377,10 +336,8 @@ def _check_rows_of_forked(rows: range) -> np.ndarray:
 
 
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
-    """The class that "path/to/file.py:ClassName" names. Scripts call it with RLHFDataset's arguments.
-
-    Raises InputError as load_object does, and for a class that is no torch.utils.data.Dataset or has no length.
-    """
+    """The class that "path/to/file.py:ClassName" names. Scripts call it with the arguments of RLHFDataset. Raises
+    InputError, also for a class that is no torch.utils.data.Dataset or has no length."""
     found = load_object("--dataset-class", spec)
     is_data_set = isinstance(found, type) and issubclass(found, Dataset)
     if not is_data_set:

@@ -1,8 +1,5 @@
-"""Which prompts are worth sampling: what the scores of each prompt's last responses say.
-
-A group whose responses all score alike has no advantage, whether the prompt is solved or hopeless. So a prompt is as
-useful as its scores vary.
-"""
+"""Which prompts are worth sampling. A group whose responses all have the same score has no advantage, whether the
+prompt is solved or hopeless. So a prompt is as useful as its last scores vary."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,14 +9,12 @@ import numpy as np
 
 from lib.distributed import all_gather_lists
 
-STATE = ("rows", "variance", "alike")
-
 
 class Difficulty:
     """The history of each of N rows of a data set, the same on all ranks.
 
-    skip_after: a row is skipped after so many groups in a row whose scores were equal. share: of skipped rows that come
-    nevertheless; in `draw`, of the probability that all rows have in equal parts.
+    skip_after: a row is skipped after so many groups in a row whose scores were equal. share: probability that a
+    skipped row is sampled anyway; in `draw`, the part of the probability that is uniform over all rows.
     """
 
     def __init__(self, num_rows: int, skip_after: int, share: float):
@@ -52,15 +47,13 @@ class Difficulty:
         return rng.choice(N, n, replace=n > N, p=p / p.sum()).tolist()
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "prompts/seen": float((~np.isnan(self.variance)).mean()),
-            "prompts/skipped": float((self.alike >= self.skip_after).mean()),
-        }
+        shares = {"prompts/seen": ~np.isnan(self.variance), "prompts/skipped": self.alike >= self.skip_after}
+        return {name: float(rows.mean()) for name, rows in shares.items()}
 
     def state_dict(self) -> dict[str, list]:
         rows = np.flatnonzero(~np.isnan(self.variance))
-        return {name: x.tolist() for name, x in zip(STATE, (rows, self.variance[rows], self.alike[rows]))}
+        own = {"rows": rows, "variance": self.variance[rows], "alike": self.alike[rows]}
+        return {name: values.tolist() for name, values in own.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        rows, variance, alike = (state[name] for name in STATE)
-        self.variance[rows], self.alike[rows] = variance, alike
+        self.variance[state["rows"]], self.alike[state["rows"]] = state["variance"], state["alike"]

@@ -1,12 +1,9 @@
-"""The endless loader that hands each rank its share of a step's prompts.
-
-Traps it avoids: numpy makes a 2-D array of equally long lists, but collate_fn never does. Workers prefetch, but the
-loader's position counts the rows that were handed out, not those that were prepared.
-"""
+"""The endless loader that hands each rank its share of a step's prompts."""
 
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +32,7 @@ def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
         if isinstance(values[0], torch.Tensor):
             batch[key] = torch.stack(values)
         else:
-            batch[key] = np.fromiter(values, dtype=object, count=len(values))
+            batch[key] = np.fromiter(values, dtype=object, count=len(values))  # 1-D also for lists of equal length
     if "attention_mask" in batch:
         longest = int(batch["attention_mask"].sum(1).max())
         batch |= {key: x[..., -longest:] for key, x in batch.items() if key in COLUMNS and COLUMNS[key].width == "L"}
@@ -51,47 +48,40 @@ def _collate_in_worker(items: list[dict]) -> dict:
     return batch
 
 
+@dataclass(eq=False)
 class _StepSampler:
     """Yields, step after step and without end, the rows of the stream that belong to this rank."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        prompts_per_step: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool,
-        sampling: PromptSampling,
-        difficulty: Difficulty,
-    ):
-        self.num_rows, self.prompts_per_step, self.seed, self.shuffle = num_rows, prompts_per_step, seed, shuffle
-        self.rank, self.world_size = rank, world_size
-        self.sampling, self.difficulty = sampling, difficulty
-        self.start = 0
-        self.skipped = 0
-        """rows of the stream that --prompt-sampling skip has left out"""
-        self.given: list[int] = []
-        """what was yielded last"""
-        self._epoch, self._order = -1, np.empty(0, dtype=int)
+    num_rows: int
+    prompts_per_step: int
+    rank: int
+    world_size: int
+    seed: int
+    shuffle: bool
+    sampling: PromptSampling
+    difficulty: Difficulty
+    start: int = 0
+    skipped: int = 0
+    """rows of the stream that --prompt-sampling skip has left out"""
+    given: Sequence[int] = ()
+    """what was yielded last"""
+    _epoch: int = -1
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Of each row its place in what is handed out, over all ranks, and its number."""
-        position = self.start
+        position, own = self.start, slice(self.rank, None, self.world_size)
         while True:
-            own = slice(self.rank, None, self.world_size)
             self.given = self._step(position)[own]
             yield list(zip(range(position, position + self.prompts_per_step)[own], self.given))
             position += self.prompts_per_step
 
     def _step(self, position: int) -> list[int]:
         """The rows of the step that begins after `position` rows, over all ranks."""
-        n = self.prompts_per_step
+        n, rng = self.prompts_per_step, np.random.default_rng([self.seed, position])
         if self.sampling == "variance":
-            return self.difficulty.draw(n, np.random.default_rng([self.seed, position]))
+            return self.difficulty.draw(n, rng)
         if self.sampling == "uniform":
             return [self._row(k) for k in range(position, position + n)]
-        rng = np.random.default_rng([self.seed, position])
         rows: list[int] = []
         last = self.skipped + self.num_rows  # after a whole epoch of skips, prompts come as they are
         while len(rows) < n:
@@ -105,14 +95,11 @@ class _StepSampler:
     def _row(self, k: int) -> int:
         """Row k of the stream."""
         epoch, i = divmod(k, self.num_rows)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self.order(epoch)
-        return int(self._order[i])
-
-    def order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
-            return np.arange(self.num_rows)
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+            return i
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+        return int(self._order[i])
 
 
 class _SeededRows:
@@ -131,11 +118,9 @@ class _SeededRows:
 
 
 class PromptLoader(StatefulDataLoader):
-    """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks.
-
-    The state is the position and what the order depends on, so it fits any world size and any num_workers (torchdata's
-    own state is per worker, and loads only into as many workers).
-    """
+    """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks, without
+    those that workers have only prepared. The state is the position and what the order depends on, so it fits any world
+    size and any num_workers; torchdata's own fits only as many workers."""
 
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
         # Its own generator: otherwise worker seeds come from the global one, at another point of it after a resume.
@@ -146,14 +131,14 @@ class PromptLoader(StatefulDataLoader):
         self.position = 0
 
     def __iter__(self) -> Iterator[dict]:
-        self.batch_sampler.start = self.position
+        sampler = self.batch_sampler
+        sampler.start = self.position
         for batch in super().__iter__():
-            self.position += self.batch_sampler.prompts_per_step
+            self.position += sampler.prompts_per_step
             if self.num_workers and "multi_modal_inputs" in batch:
                 batch["multi_modal_inputs"] = pickle.loads(batch["multi_modal_inputs"])  # noqa: S301 (of our process)
             if self.needs_scores:
-                given = self.batch_sampler.given
-                batch[ROW] = np.fromiter(given, dtype=object, count=len(given))
+                batch[ROW] = np.fromiter(sampler.given, dtype=object, count=len(sampler.given))
             yield batch
 
     @property
@@ -179,14 +164,12 @@ class PromptLoader(StatefulDataLoader):
         return {"num_rows": sampler.num_rows, "seed": sampler.seed, "shuffle": sampler.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes effect at the next iter(loader). Raises InputError if the saved stream had another order; a state with
-        only a position is taken as one of this stream."""
+        """Takes effect at the next iter(loader). Raises InputError if the saved stream had another order."""
         for key, here in self._stream().items():
-            if state.get(key, here) != here:
-                raise InputError(
-                    f"resume: the saved data stream has {key}={state[key]}, this run {key}={here}, so rows would be "
-                    "lost or doubled; use the same data files, max_prompt_length, seed and shuffle, or start a new run"
-                )
+            if state.get(key, here) != here:  # a state may have only the position
+                found = f"resume: the saved data stream has {key}={state[key]}, this run {key}={here}"
+                advice = "use the same data files, max_prompt_length, seed and shuffle, or start a new run"
+                raise InputError(f"{found}, so rows would be lost or doubled; {advice}")
         self.position = int(state["position"])
         if self.needs_scores and "difficulty" in state:
             self.batch_sampler.skipped = int(state["skipped"])
@@ -208,23 +191,19 @@ def make_loader(
 ) -> PromptLoader:
     """An endless loader of one rank's share, prompts_per_step / world_size rows, of each step's prompts.
 
-    Row k of the stream is row order(seed, k // N)[k % N] of the data set's N rows, shuffled anew each epoch. A step
-    takes the next prompts_per_step rows, also across an epoch's end, and rank r takes every world_size-th of them from
-    the r-th on. So each epoch has each row once, and the union over the ranks does not depend on their number. (With N
-    less than prompts_per_step a step has rows of several epochs, so some rows come more than once.)
+    The stream has the data set's rows, shuffled anew each epoch. A step takes the next prompts_per_step rows, also
+    across an epoch's end, and rank r takes every world_size-th of them from the r-th on. So each epoch has each row
+    once, and the union over the ranks does not depend on their number. Raises InputError for impossible sizes.
 
     sampling: "skip" leaves rows of the stream out, and "variance" draws the rows of a step by itself, both by the
     scores that `record_scores` got (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
     workers take rows before the scores of the step before are known.
-
-    The state is plain numbers, the same on every rank. Raises InputError for impossible sizes.
     """
     if prompts_per_step < 1 or prompts_per_step % world_size:
         above = (max(prompts_per_step, 1) // world_size + 1) * world_size
-        raise InputError(
-            f"prompts_per_step={prompts_per_step} must be a positive multiple of world_size={world_size} "
-            f"(prompts_per_step % world_size = {prompts_per_step % world_size}); use {above}, say"
-        )
+        rest = f"(prompts_per_step % world_size = {prompts_per_step % world_size})"
+        must = f"must be a positive multiple of world_size={world_size} {rest}; use {above}, say"
+        raise InputError(f"prompts_per_step={prompts_per_step} {must}")
     if not 0 <= rank < world_size:
         raise InputError(f"rank={rank}: must be in 0..{world_size - 1} for world_size={world_size}")
     if seed < 0:

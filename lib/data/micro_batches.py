@@ -27,23 +27,19 @@ def prepare_dynamic_batch(
     padding_free: bool = True,
     row_group: RowGroup | None = None,
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank.
+    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank. A collective: every
+    rank calls it, with the same number of rows. Returns (micro_batches, rows): rows[i] are the row numbers in
+    micro_batches[i], for `restore_dynamic_batch`.
 
-    With `share_prompts` rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts
-    their prompt once. Without `padding_free` each row counts as many tokens as the longest row of its micro-batch.
-    Rows are placed first-fit decreasing. Then ranks with fewer micro-batches split those of most rows until all ranks
-    have equally many. A row longer than `max_tokens` is alone. Every rank runs its longest micro-batches first, so that
-    ranks wait little for each other. A collective: every rank calls it, with the same number of rows.
+    Rows are placed first-fit decreasing; a row longer than `max_tokens` is alone. Then ranks with fewer micro-batches
+    split those of most rows. Every rank runs its longest micro-batches first, so that ranks wait little for each other.
+    Without `padding_free` each row counts as many tokens as the longest row of its micro-batch. With `share_prompts`
+    rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts their prompt once; it
+    has the column prompt_group (b,), the numbers of `prompt_groups`. meta_info["run_tower"]: see `_run_tower`.
 
-    A `row_group` of n ranks makes its micro-batches together, over the rows of all its ranks. If the group splits
-    tokens, a micro-batch holds at most n x max_tokens tokens, so that each rank computes at most max_tokens. Each rank
-    is given its own rows of every micro-batch, which may be none.
-
-    With `share_prompts` a micro-batch also has the column prompt_group (b,), the numbers of `prompt_groups`. Of a batch
-    with multi_modal_inputs, its meta_info says what all ranks run the model's tower for in each, "run_tower".
-
-    Returns:
-        (micro_batches, rows): rows[i] are the row numbers in micro_batches[i], for `restore_dynamic_batch`.
+    A `row_group` of n ranks makes its micro-batches together, over the rows of all its ranks; each rank is given its
+    own rows of every micro-batch, which may be none. If the group splits tokens, a micro-batch holds at most
+    n x max_tokens tokens, so that each rank computes at most max_tokens.
     """
     attention = batch.batch["attention_mask"]
     own, prompt = attention.sum(1).tolist(), [0] * len(batch)
@@ -77,9 +73,8 @@ def prepare_dynamic_batch(
     for part in sorted(parts, key=lambda rows: -tokens(rows)):
         size = tokens(part)
         sizes = itertools.repeat(size) if padding_free else longest
-        place = next((i for i, (free, takes) in enumerate(zip(room, sizes)) if free >= takes), None)
-        if place is None:
-            place = len(bins)
+        place = next((i for i, (free, takes) in enumerate(zip(room, sizes)) if free >= takes), len(bins))
+        if place == len(bins):
             bins.append([])
             room.append(max_tokens)
             longest.append(size)
@@ -95,12 +90,11 @@ def prepare_dynamic_batch(
     bins = sorted((sorted(rows) for _, rows in heap), key=lambda rows: (-tokens(rows), rows))
     bins = [[row - first for row in rows if first <= row < first + len(batch)] for rows in bins]
     micro_batches = [batch[rows] for rows in bins]
-    if "multi_modal_inputs" in batch.non_tensor_batch:
-        kinds = _run_tower(batch)
-        for micro in micro_batches:
+    kinds = _run_tower(batch) if "multi_modal_inputs" in batch.non_tensor_batch else None
+    for micro, rows in zip(micro_batches, bins):
+        if kinds is not None:
             micro.meta_info["run_tower"] = kinds
-    if share_prompts:
-        for micro, rows in zip(micro_batches, bins):
+        if share_prompts:
             micro.batch["prompt_group"] = numbers[rows]
     return micro_batches, bins
 
@@ -109,10 +103,9 @@ def _run_tower(batch: DataProto) -> tuple[str, ...]:
     """Which of images and videos any rank has in its batch: all ranks then run the tower, whose weights are sharded,
     for each in every micro-batch, and where one has none, for a dummy. A collective."""
     inputs, device = batch.non_tensor_batch["multi_modal_inputs"], batch.batch["input_ids"].device
-    videos = any("pixel_values_videos" in row for row in inputs)
-    images = any("pixel_values" in row for row in inputs)
-    found = [all_reduce_max(int(has), device) for has in (images, videos)]
-    return tuple(kind for kind, has in zip(("image", "video"), found) if has)
+    names = {"image": "pixel_values", "video": "pixel_values_videos"}
+    here = {kind: any(name in row for row in inputs) for kind, name in names.items()}
+    return tuple(kind for kind, has in here.items() if all_reduce_max(int(has), device))
 
 
 def restore_dynamic_batch(tensor: torch.Tensor, rows: list[list[int]]) -> torch.Tensor:

@@ -3,10 +3,9 @@
 A row is {"prompt": [{"role": ..., "content": ...}, ...], "data_source": ..., "reward_model": {"ground_truth": ...},
 "extra_info": {"index": ..., "tools_kwargs": ..., "interaction_kwargs": ...}} (extra_info and its keys may be absent).
 
-Traps this module avoids:
-- In a struct column Arrow gives every row all the fields that any row has, with None for those that the row lacked
-  (tools_kwargs of two tools, say). So a null field means an absent one, and is removed, whatever the kind of file.
-- Columns of several files are not merged: ground_truth may be a string in one file and a number in the next.
+In a struct column Arrow gives every row all the fields that any row has, with None for those that the row lacked
+(tools_kwargs of two tools, say). So a null field means an absent one, and is removed, whatever the kind of file.
+Columns of several files are not merged: ground_truth may be a string in one file and a number in the next.
 """
 
 import json
@@ -35,42 +34,31 @@ def _read_json(path: Path) -> list[dict]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
     if text.lstrip().startswith("["):
-        try:
-            rows = list(enumerate(json.loads(text)))
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path} line {error.lineno}: not valid JSON ({error.msg}); correct the file") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not readable ({_why_unreadable(error)}); correct the file") from error
-        place = "row"
+        place, rows = "row", list(enumerate(_parsed(text, path)))
     else:
-        rows, place = [], "line"
-        for number, line in enumerate(text.split("\n"), start=1):  # not splitlines(): U+2028 may stand in a string
-            if not line.strip():
-                continue
-            try:
-                rows.append((number, json.loads(line)))
-            except json.JSONDecodeError as error:
-                message = f"{path} line {number}: not valid JSON ({error.msg}); correct or remove the line"
-                raise InputError(message) from error
-            except (ValueError, RecursionError) as error:
-                why = _why_unreadable(error)
-                raise InputError(f"{path} line {number}: not readable ({why}); correct or remove the line") from error
+        lines = enumerate(text.split("\n"), start=1)  # not splitlines(): U+2028 may stand in a string
+        place, rows = "line", [(number, _parsed(line, path, number)) for number, line in lines if line.strip()]
     for number, row in rows:
         if not isinstance(row, dict):
             raise InputError(f"{path} {place} {number}: a {type(row).__name__}, but a row must be an object {{...}}")
     return [row for _, row in rows]
 
 
-def _why_unreadable(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+def _parsed(text: str, path: Path, number: int | None = None):
+    """number: if `text` is one line of the file."""
+    advice = "correct or remove the line" if number else "correct the file"
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} line {number or error.lineno}: not valid JSON ({error.msg}); {advice}") from error
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        raise InputError(f"{path}{f' line {number}' if number else ''}: not readable ({why}); {advice}") from error
 
 
 def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
-    datasets.Dataset, or a hub id "owner/name" or "owner/name:split" (split "train" if not given).
-
-    Raises InputError for a missing file, another extension, or a file that cannot be read.
-    """
+    datasets.Dataset, or a hub id "owner/name" or "owner/name:split" (split "train" if not given). Raises InputError."""
     if not isinstance(source, str | Path):
         import datasets
 
@@ -103,10 +91,7 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
 
 def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir: Path | None = None) -> Sequence[dict]:
     """A split of a data set on the hub, or of a copy of it: the .parquet / .jsonl / .json files under local_dir (under
-    local_dir/config if there is such a folder) whose names begin with `split`.
-
-    Raises InputError, with the reason, if there is none.
-    """
+    local_dir/config if there is such a folder) whose names begin with `split`. Raises InputError if there is none."""
     if local_dir is None:
         check_hub(hub_id)
         try:
@@ -114,10 +99,8 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
                 return datasets.load_dataset(hub_id, config, split=split)
         except Exception as error:  # the hub client's errors have no common class
             reason = str(error).partition("\n")[0]
-            raise InputError(
-                f"{hub_id}: not a file here, and split {split!r} cannot be had from the hub ({reason}); "
-                "check the name and the network, or use a local copy"
-            ) from error
+            what = f"{hub_id}: not a file here, and split {split!r} cannot be had from the hub ({reason})"
+            raise InputError(f"{what}; check the name and the network, or use a local copy") from error
     folder = local_dir / config if config and (local_dir / config).is_dir() else local_dir
     files = sorted(path for path in folder.rglob(f"{split}*") if path.suffix in (".parquet", ".jsonl", ".json"))
     if not files:
@@ -141,10 +124,8 @@ def _quiet_datasets():
 
 
 def _plain(value, depth: int = 0):
-    """The value with numpy's arrays and scalars as Python's, and without fields that are None (see the module's traps).
-
-    Raises RecursionError if it is nested deeper than DEEPEST, so that other code, such as a template, can recurse too.
-    """
+    """The value with numpy's arrays and scalars as Python's, and without fields that are None (see the module). Raises
+    RecursionError if it is nested deeper than DEEPEST, so that other code, such as a template, can recurse too."""
     if depth > DEEPEST:
         raise RecursionError
     if isinstance(value, dict):

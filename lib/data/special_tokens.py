@@ -19,11 +19,9 @@ class SpecialTokenEscaper:
         """names: only these tokens."""
         if names is None:
             names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        broken = {name: f"{name[:1]} {name[1:]}" for name in names}
-        # one character cannot be broken
-        self.broken = {name: text for name, text in broken.items() if name not in text}
-        names = sorted(self.broken, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        broken = {name: f"{name[:1]} {name[1:]}" for name in sorted(names, key=len, reverse=True)}
+        self.broken = {name: text for name, text in broken.items() if name not in text}  # not those of one character
+        self.pattern = re.compile("|".join(map(re.escape, self.broken)) or "(?!)")
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, dict):

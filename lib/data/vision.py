@@ -1,24 +1,21 @@
 """Images and videos of prompts: from a row's files to what the model and the engines take.
 
-Traps that this module avoids:
-- Equal ids are not equal prompts: a prompt's images may differ. So each row has a hash of its pixels.
-- The picture that a processor gets and the one that an engine gets are one object, made here: turned as its EXIF says,
-  without alpha, of the size that --max-pixels and --min-pixels allow. Each processor then resizes by its own rules.
-- Pillow reads a file lazily: one that is cut off is found only when its pixels are asked for.
-- A small file may hold billions of pixels: its size is checked before it is decoded (LARGEST_IMAGE).
-- A template may leave an image out, and an engine then says nothing: the placeholders in the text are counted.
+The processor and the engine get the same picture, made here: turned as its EXIF says, without alpha, of the size that
+--max-pixels and --min-pixels allow. Each processor then resizes by its own rules. A small file may hold billions of
+pixels: its size is checked before it is decoded (LARGEST_IMAGE). A template may leave an image out without an error:
+the placeholders in the text are counted.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import copy
 import hashlib
 import io
 import math
 import re
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -46,12 +43,9 @@ TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_i
 
 
 class Encoded(NamedTuple):
-    raw_ids: list[int]
-    """one placeholder for each image: what vLLM takes"""
-    ids: list[int]
-    """with the placeholders expanded: what is trained on"""
-    inputs: dict[str, torch.Tensor]
-    """the processor's tensors (multi_modal_inputs); {} without images"""
+    raw_ids: list[int]  # one placeholder for each image: what vLLM takes
+    ids: list[int]  # with the placeholders expanded: what is trained on
+    inputs: dict[str, torch.Tensor]  # the processor's tensors (multi_modal_inputs); {} without images
 
 
 @dataclass(frozen=True)
@@ -68,25 +62,24 @@ class Vision:
 
     def entries(self, messages: list[dict], images: list, videos: list) -> tuple[list, list]:
         """(images, videos) in the order of their places: what a content part holds, else the next of the column."""
-        found = []
-        for kind, column in (("image", images), ("video", videos)):
+
+        def ordered(kind: str, column: list) -> list:
             rest = list(column)
             places = [part for part in _parts(messages) if part.get("type") == kind]
-            found.append([part[kind] if kind in part else rest.pop(0) for part in places if kind in part or rest])
-            found[-1] += rest
-        return found[0], found[1]
+            return [part[kind] if kind in part else rest.pop(0) for part in places if kind in part or rest] + rest
+
+        return ordered("image", images), ordered("video", videos)
 
     def media(self, images: list, videos: list, where: str, folder: Path) -> dict:
         """multi_modal_data: {"image": [PIL], "video": [(frames (F, H, W, 3) uint8, metadata)]}, with the kinds that
         there are. A relative path is one in `folder`. Raises InputError."""
         if videos and not self.takes_videos:
             raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
-        data: dict[str, list] = {}
-        if images:
-            data["image"] = [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)]
-        if videos:
-            data["video"] = [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)]
-        return data
+        data: dict[str, list] = {
+            "image": [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)],
+            "video": [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)],
+        }
+        return {kind: found for kind, found in data.items() if found}
 
     def fitted(self, images: list[Image.Image]) -> list[Image.Image]:
         """A tool's images in the size of the run. Raises InputError, also where the processor would refuse them."""
@@ -103,10 +96,9 @@ class Vision:
             if places and kind == "video" and not self.takes_videos:
                 raise InputError(f"{where}: has a <video>; models of type {self.config.model_type} take none")
             if places != there:
-                raise InputError(
-                    f"{where}: {places} <{kind}> in the messages, but {there} {kind}s in the row; write one for each "
-                    f"(text that is to stay text: in a list of content parts)"
-                )
+                found = f"{places} <{kind}> in the messages, but {there} {kind}s in the row"
+                advice = "write one for each (text that is to stay text: in a list of content parts)"
+                raise InputError(f"{where}: {found}; {advice}")
         return [
             {**message, "content": [_bare(part) for part in _parts([message])]} if message.get("content") else message
             for message in messages
@@ -117,19 +109,17 @@ class Vision:
         raw_ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         for kind in ("image", "video"):
             shown = text.count(token) if (token := getattr(self.processor, f"{kind}_token", None)) else 0
-            if shown != len(data.get(kind, ())):
-                raise InputError(
-                    f"the templated prompt has {shown} {kind} placeholders ({token}) for {len(data.get(kind, ()))} "
-                    f"{kind}s; does the chat template show {kind}s, or does a message spell this token?"
-                )
+            if shown != (given := len(data.get(kind, ()))):
+                found = f"the templated prompt has {shown} {kind} placeholders ({token}) for {given} {kind}s"
+                advice = f"does the chat template show {kind}s, or does a message spell this token?"
+                raise InputError(f"{found}; {advice}")
         if not data:
             return Encoded(raw_ids, raw_ids, {})
         kwargs: dict[str, Any] = {"images": data.get("image")}
         if "video" in data:
-            frames, metadata = zip(*data["video"])
-            # a copy: Qwen3-VL's processor appends to frames_indices
-            kwargs |= {"videos": list(frames), "video_metadata": copy.deepcopy(list(metadata))}
-            kwargs["do_sample_frames"] = False
+            frames, metadata = map(list, zip(*data["video"]))
+            metadata = copy.deepcopy(metadata)  # Qwen3-VL's processor appends to frames_indices
+            kwargs |= {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
         try:
             out = self.processor(text=[text], return_tensors="pt", add_special_tokens=False, **kwargs)
         except Exception as error:  # a processor's code may raise anything
@@ -138,15 +128,11 @@ class Vision:
         return Encoded(raw_ids, out["input_ids"][0].tolist(), inputs)
 
     def positions(self, ids: list[int], inputs: dict) -> torch.Tensor:
-        """(L,), or with mrope (4, L): text, temporal, height, width. ids are expanded; the model's own get_rope_index.
-
-        Every placeholder in ids must be one of an image or video of `inputs`.
-        """
+        """(L,), or with mrope (4, L): text, temporal, height, width, by the model's own get_rope_index. `ids` are
+        expanded; every placeholder among them must be one of an image or video of `inputs`."""
         text = torch.arange(len(ids))
-        if not self.mrope:
-            return text
-        if not inputs:
-            return text.repeat(4, 1)
+        if not (self.mrope and inputs):
+            return text.repeat(4, 1) if self.mrope else text
         row = torch.tensor([ids])
         kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
         rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)
@@ -160,15 +146,14 @@ class Vision:
     def joined(self, first: dict, more: dict) -> dict:
         """The inputs of one row whose later turn has more images."""
         # SmolVLM's and Idefics 3's tensors are (1, images, ...), and only they have this mask
-        dim = int("pixel_attention_mask" in first or "pixel_attention_mask" in more)
+        dim = int("pixel_attention_mask" in first | more)
         both = {name: torch.cat([first[name], more[name]], dim) for name in first.keys() & more.keys()}
         return first | more | both
 
     @property
     def placeholders(self) -> list[str]:
         """The tokens that stand for an image or a video."""
-        tokens = (getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video"))
-        return [token for token in tokens if token]
+        return list(filter(None, (getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video"))))
 
     @property
     def takes_later_images(self) -> bool:
@@ -221,11 +206,10 @@ class Vision:
 
     def _sized(self, image: Image.Image) -> Image.Image:
         """At most max_pixels, at least min_pixels, of the same aspect ratio."""
-        width, height = image.size
-        pixels = width * height
+        pixels = image.width * image.height
         if self.min_pixels <= pixels <= self.max_pixels:
             return image
-        scale = math.sqrt((self.max_pixels if pixels > self.max_pixels else self.min_pixels) / pixels)
+        scale = math.sqrt(min(max(pixels, self.min_pixels), self.max_pixels) / pixels)
         around = math.floor if scale < 1 else math.ceil
         width, height = (min(max(1, around(side * scale)), self.max_pixels) for side in image.size)
         return image.resize((width, height), Image.Resampling.BICUBIC)
@@ -260,10 +244,9 @@ class Vision:
             raise InputError(f"{where}: reading video files needs a package: pip install opencv-python-headless")
         import cv2
 
-        try:
-            path = _file(name, where, folder)
-        except FileNotFoundError as missing:
-            raise InputError(f"{where}: {_shown(name)} is no file in {folder}") from missing
+        path = _file(name, where, folder)
+        if path is None:
+            raise InputError(f"{where}: {_shown(name)} is no file in {folder}")
         video = cv2.VideoCapture(str(path))
         try:
             width, height = video.get(cv2.CAP_PROP_FRAME_WIDTH), video.get(cv2.CAP_PROP_FRAME_HEIGHT)
@@ -297,8 +280,8 @@ class Vision:
 
 
 def _check_decodable(image: Image.Image, where: str) -> None:
-    """Raises InputError for an image that would take too much memory, or whose brightness is not known. A JPEG that is
-    too large is decoded at a half, a quarter or an eighth of its width and height."""
+    """Raises InputError for an image that is too large, or whose brightness is not known. A JPEG that is too large is
+    decoded at a half, a quarter or an eighth of its width and height."""
     pixels = image.width * image.height
     if pixels > LARGEST_IMAGE and not image.info.get("progressive"):  # which is decoded as a whole
         factor = next((factor for factor in (2, 4) if pixels <= LARGEST_IMAGE * factor**2), 8)
@@ -319,14 +302,10 @@ def _parts(messages: list[dict]) -> list[dict]:
     parts: list[dict] = []
     for message in messages:
         content = message.get("content")
-        if not isinstance(content, str):
-            parts += content or []
-            continue
-        for i, piece in enumerate(MARKER.split(content)):  # text, kind, text, kind, ..., text
-            if i % 2:
-                parts.append({"type": piece})
-            elif piece:
-                parts.append({"type": "text", "text": piece})
+        if isinstance(content, str):
+            pieces = enumerate(MARKER.split(content))  # text, kind, text, kind, ..., text
+            content = [{"type": x} if i % 2 else {"type": "text", "text": x} for i, x in pieces if x]
+        parts += content or []
     return parts
 
 
@@ -347,14 +326,15 @@ def _bytes_or_image(entry: Any, where: str, folder: Path) -> bytes | Image.Image
         return entry
     if not isinstance(entry, str):
         raise InputError(f"{where}: {_shown(entry)}; it must be a path, bytes, base64 text or a PIL image")
-    try:
-        with _file(entry, where, folder).open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-    except FileNotFoundError as missing:
+    path = _file(entry, where, folder)
+    if path is None:
         try:
             return base64.b64decode(entry.partition(",")[2] if entry.startswith("data:") else entry, validate=True)
-        except (binascii.Error, ValueError):
-            raise InputError(f"{where}: {_shown(entry)} is no file in {folder}, and no base64") from missing
+        except ValueError as error:
+            raise InputError(f"{where}: {_shown(entry)} is no file in {folder}, and no base64") from error
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
     except OSError as error:
         raise InputError(f"{where}: {entry}: cannot be read ({error.strerror})") from error
     if len(content) > LARGEST_FILE:
@@ -362,18 +342,14 @@ def _bytes_or_image(entry: Any, where: str, folder: Path) -> bytes | Image.Image
     return content
 
 
-def _file(name: str, where: str, folder: Path) -> Path:
-    """Raises FileNotFoundError if there is none, and InputError for a URL."""
+def _file(name: str, where: str, folder: Path) -> Path | None:
+    """None if there is none. Raises InputError for a URL."""
     if name.startswith(("http://", "https://")):
         raise InputError(f"{where}: {_shown(name)}: images and videos are read from disk, not from the network")
     path = folder / name[:LONGEST_PATH].removeprefix("file://")
-    try:
-        found = len(name) <= LONGEST_PATH and path.is_file()
-    except (OSError, ValueError):  # a part of it may be too long for a name
-        found = False
-    if not found:
-        raise FileNotFoundError(path)
-    return path
+    with suppress(OSError, ValueError):  # a part of it may be too long for a name
+        return path if len(name) <= LONGEST_PATH and path.is_file() else None
+    return None
 
 
 def _reason(error: Exception) -> str:
@@ -388,25 +364,21 @@ class Media:
 
     data: dict
     inputs: dict[str, torch.Tensor]
-    ids: list[int]
-    """expanded"""
-    positions: torch.Tensor
-    """(len(ids),), or with mrope (4, len(ids))"""
+    ids: list[int]  # expanded
+    positions: torch.Tensor  # (len(ids),), or with mrope (4, len(ids))
     hash: int
-    sampled: list[int] | None = None
-    """which of `ids` the policy sampled (1), in an episode: a placeholder among these is text"""
+    sampled: list[int] | None = None  # 1: the policy sampled it, in an episode; a placeholder among these is text
 
 
 def media_of(prompts: DataProto) -> list[Media | None]:
     """The media of each row of a batch of prompts; None for rows without."""
-    if "multi_modal_inputs" not in prompts.non_tensor_batch:
-        return [None] * len(prompts)
-    t, objects, rows = prompts.batch, prompts.non_tensor_batch, []
-    for i, inputs in enumerate(objects["multi_modal_inputs"]):
-        attended = t["attention_mask"][i].bool()
-        ids, positions = t["input_ids"][i][attended].tolist(), t["position_ids"][i][..., attended]
-        data, number = objects["multi_modal_data"][i], int(t["multi_modal_hash"][i])
-        rows.append(Media(data, inputs, ids, positions, number) if inputs else None)
+    t, objects = prompts.batch, prompts.non_tensor_batch
+    rows: list[Media | None] = [None] * len(prompts)
+    for i, inputs in enumerate(objects.get("multi_modal_inputs", ())):
+        if inputs:
+            attended = t["attention_mask"][i].bool()
+            ids, positions = t["input_ids"][i][attended].tolist(), t["position_ids"][i][..., attended]
+            rows[i] = Media(objects["multi_modal_data"][i], inputs, ids, positions, int(t["multi_modal_hash"][i]))
     return rows
 
 
@@ -427,7 +399,6 @@ def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def to_png(image: Image.Image) -> bytes:
-    """Without loss."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()

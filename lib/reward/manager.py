@@ -1,10 +1,9 @@
 """From responses to scores: decodes a response, scores it by plain functions, and puts the score on its last token.
 
-A scorer is the user's own code and runs millions of times. So it runs in other processes (lib/sandbox/pool.py), with a
-time and a memory limit. If a scorer hangs, crashes, raises or returns no finite number, its response gets
-failure_score, or NaN if that is None. The failure is counted, the first of each kind is shown, and the run goes on.
-Without workers, scorers run in this process, one response after the other, and an exception stops the run: this is for
-breakpoint().
+A scorer is the user's own code, so it runs in other processes (lib/sandbox/pool.py), with a time and a memory limit. If
+it hangs, crashes, raises or returns no finite number, its response gets failure_score. The failure is counted, the
+first of each kind is shown, and the run goes on. Without workers, scorers run in this process, one response after the
+other, and an exception stops the run: this is for breakpoint().
 
 verl's managers are cases of this one: naive is workers=0, prime is workers of 1 or more, batch is a batched scorer.
 """
@@ -12,7 +11,7 @@ verl's managers are cases of this one: naive is workers=0, prime is workers of 1
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import compress, count
 
 import torch
@@ -23,7 +22,7 @@ from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum
-from lib.reward.scorers import Scorer
+from lib.reward.scorers import ARGUMENTS, Scorer
 from lib.rollout import NoRecorder
 from lib.sandbox import LARGEST_SCORE, call, checked, load_scorer
 from lib.sandbox.pool import Pool
@@ -32,31 +31,26 @@ from lib.seeds import seeded
 ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run
 
 
+@dataclass(eq=False)
 class RewardManager:
-    """Scores batches by the scorers of load_scorers while the caller does something else.
+    """Scores batches by the scorers of load_scorers while the caller does something else. A truncated or empty response
+    is scored as it is. An aborted one (no trained token) is not scored and gets 0."""
 
-    workers: number of processes, started when there is work; 0: scorers run in this process. timeout_s: for one
-    response; a batched scorer has that times the number of responses. memory_mb: MiB that a worker may take beyond what
-    the scorers' imports took. failure_score: the score of a response whose scorer failed; None: NaN. seed: what a
-    scorer draws depends on it, the response's uid and its number in the group, so on no rank, worker or order.
+    scorers: list[Scorer]
+    tokenizer: PreTrainedTokenizerBase
+    workers: int = 2
+    """processes, started when there is work; 0: scorers run in this process"""
+    timeout_s: float = 30.0
+    """for one response; a batched scorer has that times the number of responses"""
+    memory_mb: int = 2048
+    """MiB that a worker may take beyond what the scorers' imports took"""
+    failure_score: float | None = None
+    """of a response whose scorer failed; None: NaN"""
+    recorder: NoRecorder = field(default_factory=NoRecorder)
+    seed: int = 0
+    """what a scorer draws depends on it, the response's uid and its number in the group, so on no rank or worker"""
 
-    A truncated or empty response is scored as it is. An aborted one (no trained token) is not scored and gets 0.
-    """
-
-    def __init__(
-        self,
-        scorers: list[Scorer],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        workers: int = 2,
-        timeout_s: float = 30.0,
-        memory_mb: int = 2048,
-        failure_score: float | None = None,
-        recorder: NoRecorder | None = None,
-        seed: int = 0,
-    ):
-        self.scorers, self.tokenizer, self.timeout_s, self.failure_score = scorers, tokenizer, timeout_s, failure_score
-        self.workers, self.memory_mb, self.recorder, self.seed = workers, memory_mb, recorder or NoRecorder(), seed
+    def __post_init__(self) -> None:
         self._pool: Pool | None = None
         self._functions: list[Callable] | None = None
         if not self.recorder.replays:
@@ -74,15 +68,9 @@ class RewardManager:
         # only sampled tokens are scored: the texts of tools and environments are not the policy's
         sampled = [list(compress(responses[i].tolist(), mask[i].tolist())) for i in rows]  # lists decode faster
         texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        samples = {
-            i: {
-                "data_source": columns["data_source"][i],
-                "solution_str": text,
-                "ground_truth": columns["reward_model"][i]["ground_truth"],
-                "extra_info": columns["extra_info"][i],
-            }
-            for i, text in zip(rows, texts)
-        }
+        truths = [columns["reward_model"][i]["ground_truth"] for i in rows]
+        sources, infos = columns["data_source"][rows], columns["extra_info"][rows]
+        samples = {i: dict(zip(ARGUMENTS, row)) for i, *row in zip(rows, sources, texts, truths, infos)}
         calls: list[tuple[int, list[int]]] = []  # (scorer, rows)
         for k, scorer in enumerate(self.scorers):
             calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
@@ -102,8 +90,7 @@ class RewardManager:
     def _start(self) -> None:
         """Starts the scorers' imports, which take seconds."""
         if self.workers:
-            limit = {"time_limit_s": self.timeout_s}
-            scorers = [asdict(scorer) | limit for scorer in self.scorers]
+            scorers = [asdict(scorer) | {"time_limit_s": self.timeout_s} for scorer in self.scorers]
             self._pool = Pool(scorers, self.workers, self.memory_mb, self.seed)
         else:
             with seeded(str(self.seed)):  # an import may draw
@@ -123,19 +110,18 @@ class RewardManager:
             with seeded(key):
                 results = call(function, self.scorers[k].batched, samples)
             return [["ok", checked(result)] for result in results]
-        except Exception as error:
-            error.add_note(f"in scorer {self.scorers[k].name}, {_describe(samples[0])}")
+        except (Exception, SystemExit) as error:
+            where = f"in scorer {self.scorers[k].name}, {_describe(samples[0])}"
+            if isinstance(error, SystemExit):  # it would silently end the run
+                raise RuntimeError(f"sys.exit({error.code!r}) {where}") from error
+            error.add_note(where)
             raise
-        except SystemExit as error:  # it would silently end the run
-            where = f"scorer {self.scorers[k].name}, {_describe(samples[0])}"
-            raise RuntimeError(f"sys.exit({error.code!r}) in {where}") from error
 
     def _failed(self, name: str, kind: str, sample: dict, text: str) -> None:
         text = redact(text)  # removes API keys: a judge's error may repeat the key that it refuses
         if not self._failures[name, kind]:
-            print(
-                f"reward: {kind} in scorer {name}, {_describe(sample)}; the next are only counted\n{text}", flush=True
-            )
+            where = f"scorer {name}, {_describe(sample)}"
+            print(f"reward: {kind} in {where}; the next are only counted\n{text}", flush=True)
         self._failures[name, kind] += 1
         failures = sum(count for (of, _), count in self._failures.items() if of == name)
         if name not in self._scored and failures >= ALWAYS:
@@ -167,8 +153,7 @@ def _describe(sample: dict) -> str:
 
 @dataclass
 class PendingScores:
-    """The scores of a batch that was submitted. This is not a DataProtoFuture, because the result cannot be merged with
-    the batch: a part of it is metrics, and a scorer's key may be the name of a key of the batch."""
+    """The scores of a batch that was submitted."""
 
     manager: RewardManager
     mask: torch.Tensor  # (B, T), on the CPU
@@ -180,16 +165,12 @@ class PendingScores:
     def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Metric]]:
         """Waits for the scores. Call it once.
 
-        Returns:
-            token_level_scores (B, T), zero except at each row's last trained token; the scorer's other keys, each a
-            list of B values, None where the scorer gave none; the metrics reward/timeout_count, crash_count,
-            error_count and dropped_key_count (values that unfit() refuses). With several scorers, each gives its own
-            score as <name>, also when it failed, and its keys as <name>/<key>. Only "pred" keeps its name; it comes
-            from the first scorer that gives one.
+        Returns token_level_scores (B, T), zero except at each row's last trained token; the scorer's other keys, each a
+        list of B values, None where the scorer gave none; the metrics reward/timeout_count, crash_count, error_count
+        and dropped_key_count (values that unfit() refuses). With several scorers, each gives its own score as <name>,
+        also when it failed, and its keys as <name>/<key>. Only "pred" keeps its name, from the first that gives one.
 
-        Raises:
-            InputError: a scorer failed on all of its first 16 responses or more; the message ends with the traceback.
-            RuntimeError: the pool is gone.
+        Raises InputError if a scorer failed on all of its first 16 responses, RuntimeError if the pool is gone.
         """
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row

@@ -36,12 +36,9 @@ def load_scorers(
     **kwargs). A function with a parameter solution_strs is batched: it is called once for many responses, as
     compute_score_batch(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs). Either may be async. It
     returns a number, or a dict with "score" and values to log; a batched one returns a list of these. A row's score is
-    the sum of weight x score; without weights, each weight is 1. If a function has a parameter time_limit_s with a
-    default, it gets the seconds that a response has.
-
-    Raises InputError: there is no such file or function, it cannot be called so, rewards/ has no scorer for a
-    data_source, a row has no ground truth although a scorer's parameter ground_truth (or ground_truths) has no
-    default, or the sandbox is weaker than --sandbox-level.
+    the sum of weight x score; without weights, each weight is 1. A parameter time_limit_s gets the seconds of a
+    response. Raises InputError for a scorer that is not there, cannot be called so, or lacks a ground truth that it
+    needs; for a data_source without a scorer; and for a sandbox weaker than --sandbox-level.
     """
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
@@ -57,10 +54,8 @@ def load_scorers(
             scorers.append(_from_file(spec, kwargs, weight))
         row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
         if row and scorers[-1].takes_truth:
-            raise InputError(
-                f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} needs; add it (or, if the "
-                "scorer works without, give the parameter a default: ground_truth=None)"
-            )
+            advice = "add it (or, if the scorer works without, give the parameter a default: ground_truth=None)"
+            raise InputError(f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} needs; {advice}")
     for name, count in Counter(scorer.name for scorer in scorers).items():
         if count > 1:
             raise InputError(f"--reward: {count} scorers are called {name}; rename a file or a function")
@@ -91,9 +86,9 @@ def _modules_for(datasets: list) -> list[str]:
     for data_source in sorted(set().union(*(dataset.data_sources for dataset in datasets))):  # reads every row
         module = table.scorer_module(data_source)
         if module is None:
+            advice = f"add it to rewards/__init__.py (known: {', '.join(table.SCORERS)})"
             raise InputError(
-                f"no scorer for data_source {data_source!r}: add it to rewards/__init__.py (known: "
-                f"{', '.join(table.SCORERS)}) or give --reward path/to/file.py:function"
+                f"no scorer for data_source {data_source!r}: {advice} or give --reward path/to/file.py:function"
             )
         modules.add(f"rewards.{module}")
     return sorted(modules)

@@ -19,9 +19,7 @@ from lib.reward.manager import PendingScores, RewardManager
 
 @dataclass
 class RewardModel:
-    """In a replay it has no module, because the scores are recorded."""
-
-    module: PreTrainedModel | None
+    module: PreTrainedModel | None  # None in a replay, where the scores are recorded
     tokenizer: PreTrainedTokenizerBase | None
     coef: float
     micro_batch_tokens: int
@@ -34,11 +32,10 @@ class RewardModel:
 
 @dataclass
 class Rewards:
-    """turn_coef: weight of the rewards that tools and interactions gave."""
-
     manager: RewardManager
     reward_model: RewardModel | None = None
     turn_coef: float = 1.0
+    """weight of the rewards that tools and interactions gave"""
 
     @timed("reward")
     def submit(self, batch: DataProto) -> "PendingRewards":
@@ -56,15 +53,9 @@ class PendingRewards:
 
     @timed("reward")
     def add_to(self, batch: DataProto, reward_keys: Sequence[str] = ()) -> tuple[dict[str, list], dict[str, Metric]]:
-        """Waits for the scores and adds token_level_scores (B, T), which stand on each row's last token. A row without
-        a score becomes dead: none of its tokens is trained on.
-
-        Also adds reward_extra_info, for each row a dict of what `extras` has for it.
-
-        reward_keys: numbers of the scorers that become reward_components (B, K), rewards of their own.
-
-        Returns the scorers' other values for each row, and metrics of how many failed. A collective.
-        """
+        """Waits for the scores and adds token_level_scores (B, T), on each row's last token; reward_extra_info, for
+        each row a dict of the scorers' other values; and with reward_keys, reward_components (B, K), the numbers of
+        these keys. A row without a score is masked out. Returns (other values by key, metrics). A collective."""
         manager = self.rewards.manager
         scores, extras, failures = self.scores.get()
         unscored = scores.isnan().any(1)
@@ -88,9 +79,7 @@ class PendingRewards:
 def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
     """(B, K): the K rewards that a scorer gave each row besides its score; 0 where it gave none (aborted, failed).
 
-    scores (B, T): gives B and the device. A collective. Raises InputError on all ranks for a key that has no numbers on
-    any rank.
-    """
+    scores (B, T) gives B and the device. A collective. Raises InputError on all ranks for a key without any numbers."""
     columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
     # if all values are None, extras has the key because an earlier step had numbers
     known = {k: k in extras and any(v is None or is_number(v) for v in column) for k, column in columns.items()}

@@ -1,9 +1,8 @@
-"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes. zygote.py is the
-other side.
+"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes.
 
-A zygote is a warmed-up process that is forked instead of starting a new one. Each process starts it once, and it forks
-the sandboxes. The kernel provides their walls: sandbox_level() says which, docs/rewards.md says what each level lets
-through. The memory limit is per process, so a sandbox takes at most memory_mb * processes.
+The other side is zygote.py: a zygote is a warmed-up process, started once by each process, that forks the sandboxes.
+The kernel provides their walls: sandbox_level() says which, docs/rewards.md says what each level lets through. The
+memory limit is per process, so a sandbox takes at most memory_mb * processes.
 """
 
 import importlib
@@ -15,6 +14,7 @@ import sysconfig
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @lru_cache
-def _folders() -> dict:
+def _folders() -> dict[str, list[str]]:
     """The libraries that a program can read, and folders in them that are hidden: packages there may hold the tests."""
     stdlib = sysconfig.get_path("stdlib")
     shared = [str(Path(sys.base_prefix) / "lib"), stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
@@ -63,26 +63,19 @@ def make_spec(packages: tuple = ("numpy",), **options) -> dict:
     site = sysconfig.get_path("purelib")
     folders = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
     paths = {"packages": [path for path in folders if Path(path).is_dir()], "sys_path": [site], **_folders()}
-    limits = {
-        "timeout": 10.0,
-        "total_timeout": 60.0,
-        "memory_mb": 1024,
-        "processes": 16,
-        "folder_mb": 64,
-        "output_mb": 8,
-    }
+    limits = {"timeout": 10.0, "total_timeout": 60.0, "memory_mb": 1024, "processes": 16}
+    limits |= {"folder_mb": 64, "output_mb": 8}
     return {**paths, **limits, "importable": list(packages), "prelude": "", **options}
 
 
 def _start_zygote(module: str) -> socket.socket:
     ours, theirs = socket.socketpair()
+    command = [sys.executable, "-S", "-s", "-P", "-B", zygote.__file__]
+    if module:
+        command += [module, str(ROOT), sysconfig.get_path("purelib")]
     with theirs:
-        command = [sys.executable, "-S", "-s", "-P", "-B", zygote.__file__]
-        if module:
-            command += [module, str(ROOT), sysconfig.get_path("purelib")]
-        subprocess.Popen(
-            command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/", process_group=0
-        )
+        null = subprocess.DEVNULL
+        subprocess.Popen(command, stdin=theirs.fileno(), stdout=null, env=ENVIRONMENT, cwd="/", process_group=0)
     return ours
 
 
@@ -103,18 +96,15 @@ def _ask_zygote(spec: dict, module: str) -> socket.socket:
 
 
 def connect(spec: dict, module: str = "") -> socket.socket:
-    """A sandbox that is ready for its first message. Starts the zygote if none is running.
-
-    Raises RuntimeError if the sandbox does not start, InputError if the level is "none".
-    """
+    """A sandbox that is ready for its first message. Starts the zygote if none is running. Raises RuntimeError if the
+    sandbox does not start, InputError if the level is "none"."""
     if spec["level"] == "none":
         raise InputError("--sandbox-level none: what a model wrote is not run without a sandbox")
     try:
-        try:
+        with suppress(EOFError, ConnectionError):  # the zygote is gone: it cannot be asked, or it does not answer
             return _ask_zygote(spec, module)
-        except (EOFError, ConnectionError):  # the zygote is gone: it cannot be asked, or it does not answer
-            _zygotes.pop(module, None)
-            return _ask_zygote(spec, module)
+        _zygotes.pop(module, None)
+        return _ask_zygote(spec, module)
     except (EOFError, OSError) as error:
         raise RuntimeError(f"the sandbox does not start: {type(error).__name__}") from None
 
@@ -125,10 +115,9 @@ def hang_up(conn: socket.socket) -> None:
         conn.shutdown(socket.SHUT_WR)
         conn.settimeout(GRACE)
         try:
-            while conn.recv(1 << 20):
-                pass
-        except ConnectionError:
-            pass
+            with suppress(ConnectionError):
+                while conn.recv(1 << 20):
+                    pass
         except TimeoutError:
             raise RuntimeError(f"a sandbox has not ended in {GRACE} s") from None
 
@@ -157,8 +146,8 @@ def sandbox_level() -> str:
         except (RuntimeError, EOFError, OSError) as error:
             errors[level] = str(error)
     failed = "; ".join(f"{name}: {error}" for name, error in errors.items())
-    weakest = os.environ.get(ACCEPTED, "namespaces")
-    if list(HOLDS).index(level) > list(HOLDS).index(weakest):
+    levels = list(HOLDS)
+    if levels.index(level) > levels.index(os.environ.get(ACCEPTED, "namespaces")):
         raise InputError(
             f"what the model writes would be run in a sandbox of level {level} ({HOLDS[level]}), as others fail here "
             f"({failed}): --sandbox-level {level} accepts that. In Docker, --security-opt seccomp=unconfined "
@@ -170,12 +159,10 @@ def sandbox_level() -> str:
 
 
 def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
-    """function(argument), computed in a sandbox. Argument and result are JSON. None if the function raises, dies or
-    takes longer than `seconds`.
+    """function(argument), computed in a sandbox; both are JSON. None if it raises, dies or takes longer than `seconds`.
 
     function: "module:name" of this project. The zygote calls the module's warm() once. Each call then runs in a new
-    fork, which knows the argument and nothing else of this process.
-    """
+    fork, which knows the argument and nothing else of this process."""
     module, _, name = function.partition(":")
     if sandbox_level() == "none":
         return getattr(importlib.import_module(module), name)(argument)

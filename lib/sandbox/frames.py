@@ -1,7 +1,7 @@
 """Messages over a socket between two processes, one of which may write nonsense. Standard library only.
 
-A message is its length, a CRC-32 and its bytes. On a non-blocking socket nothing here waits: a message that has come in
-part is kept until the rest comes, and what cannot be sent yet is kept until flush().
+A message is its length, a CRC-32 and its bytes. On a non-blocking socket nothing here waits: what has come in part is
+kept until the rest comes, and what cannot be sent yet is kept until flush().
 """
 
 import socket
@@ -24,8 +24,7 @@ class Frames:
 
     def send(self, message: bytes) -> None:
         """Raises OSError if the other end is closed, TimeoutError after the socket's own time limit."""
-        self.unsent += HEADER.pack(len(message), crc32(message))
-        self.unsent += message
+        self.unsent += HEADER.pack(len(message), crc32(message)) + message
         self.flush()
 
     def flush(self) -> None:

@@ -4,16 +4,13 @@
 
 The supervisor is a new interpreter, never a fork of the trainer with its threads and its GPU. It imports the scorers
 and forks the workers, so that it replaces a lost worker in milliseconds. A worker has one task at a time. At the task's
-time limit the worker is killed with its process group, and then every orphan that it left (a daemon, another session).
-Scorers that start threads or touch a GPU must do so when called, not when imported: a fork keeps neither.
+time limit the worker is killed with its process group and every orphan that it left; the latter, and the memory limit,
+need Linux. Scorers must start threads or touch a GPU when called, not when imported: a fork keeps neither.
 
-When the trainer ends, also by kill -9, the supervisor sees it within a second and ends the workers. It never waits for
-any other process. The workers' stdout and stderr go to /dev/null. Tasks go out as pickles, answers come back as JSON,
-both in frames (frames.py). Of the pool's descriptors a scorer can reach only its own worker's socket; if it writes
-there, it loses its own sample. Workers are reused: if a scorer changes its process (folder, environment, globals), only
-later samples of that worker see the change.
-
-The memory limit, and the killing of processes that left the worker's group, need Linux.
+When the trainer ends, also by kill -9, the supervisor sees it within a second and ends the workers. Tasks go out as
+pickles, answers come back as JSON, both in frames (frames.py). Of the pool's descriptors a scorer can reach only its
+own worker's socket; if it writes there, it loses its own sample. Workers are reused: if a scorer changes its process
+(folder, environment, globals), only later samples of that worker see the change.
 """
 
 import ctypes
@@ -81,9 +78,8 @@ def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memo
     if LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         data_pages = int(Path("/proc/self/statm").read_text().split()[5])
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = data_pages * resource.getpagesize() + memory_mb * 2**20
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(1, 2)  # the supervisor's stdout is /dev/null
@@ -151,14 +147,13 @@ class _Supervisor:
 
     def _exchange(self) -> None:
         """Waits up to a second, or to the next deadline, until a socket can be read or written. Then does that."""
-        sources = {worker.frames.fileno(): worker for worker in self.workers} | {self.trainer.fileno(): None}
+        workers = {worker.frames.fileno(): worker for worker in self.workers}
         poll = select.poll()
-        for fd, worker in sources.items():
-            frames = worker.frames if worker else self.trainer
-            poll.register(fd, select.POLLIN | select.POLLOUT if frames.unsent else select.POLLIN)
+        for frames in (self.trainer, *(worker.frames for worker in self.workers)):
+            poll.register(frames, select.POLLIN | select.POLLOUT if frames.unsent else select.POLLIN)
         next_deadline = min((worker.deadline for worker in self.workers), default=math.inf)
         for fd, _ in poll.poll(1000 * max(0.0, min(1.0, next_deadline - time.monotonic()))):
-            if worker := sources[fd]:
+            if worker := workers.get(fd):
                 self._collect(worker)
             else:
                 self.trainer.flush()
@@ -188,10 +183,9 @@ class _Supervisor:
     def _hand_out(self) -> None:
         while self.queue:
             worker = next((worker for worker in self.workers if worker.task is None), None)
-            if worker is None:
-                if len(self.workers) == self.max_workers:
-                    return
-                worker = self._fork()
+            if worker is None and len(self.workers) == self.max_workers:
+                return
+            worker = worker or self._fork()
             worker.task = self.queue.popleft()
             worker.deadline = time.monotonic() + worker.task.limit_s
             worker.frames.longest = worker.task.samples * (LONGEST_RESULT + 16 * LONGEST_TRACEBACK)
@@ -208,11 +202,12 @@ class _Supervisor:
         pid = os.fork()
         if pid == 0:
             try:
-                ends: list[socket.socket | Frames] = [self.trainer, ours, *(worker.frames for worker in self.workers)]
-                for end in ends:
-                    end.close()
-                for other in (notes, *(worker.notes for worker in self.workers)):
-                    os.close(other)
+                self.trainer.close()
+                ours.close()
+                os.close(notes)
+                for other in self.workers:
+                    other.frames.close()
+                    os.close(other.notes)
                 _work(Frames(theirs, LONGEST_MESSAGE), their_notes, self.scorers, self.memory_mb)
             finally:
                 os._exit(1)
@@ -228,18 +223,15 @@ class _Supervisor:
         try:
             worker.frames.flush()
             answers = worker.frames.receive()
-        except (EOFError, OSError):
-            self._lose(worker)
-            return
-        except ValueError as error:
-            self._lose(worker, f"it sent {error}")
+        except (EOFError, OSError, ValueError) as error:
+            self._lose(worker, f"it sent {error}" if isinstance(error, ValueError) else "")
             return
         if worker.task is None:
             if answers or worker.frames.received:
                 self._kill(worker)
         elif answers:
-            answer, expected = answers[0], ID.pack(worker.task.id)
-            if worker.overdue or not answer.startswith(expected):
+            answer = answers[0]
+            if worker.overdue or not answer.startswith(ID.pack(worker.task.id)):
                 self._lose(worker, "it sent an answer to another task")
                 return
             self._answer(worker.task.id, answer[ID.size + 1 :])
@@ -299,15 +291,13 @@ def supervise(fd: int, trainer_pid: int) -> None:
         scorers = []
         for scorer in setup["scorers"]:
             try:
-                settings = scorer["modules"], scorer["kwargs"], scorer.get("time_limit_s")
-                function = load_scorer(scorer["spec"], *settings)
+                function = load_scorer(scorer["spec"], scorer["modules"], scorer["kwargs"], scorer.get("time_limit_s"))
             except BaseException as error:  # noqa: BLE001 the user's file may raise anything; each sample then shows it
                 function = functools.partial(_raise, error)
             scorers.append((function, scorer["batched"]))
         if LINUX:
-            libc = ctypes.CDLL(None)
-            libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped process would not see the trainer's end
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one would not see the trainer's end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         trainer.socket.setblocking(False)
         supervisor = _Supervisor(trainer, scorers, setup["workers"], setup["memory_mb"])
@@ -324,12 +314,12 @@ def _raise(error: BaseException, **_):
 
 
 class Pool:
-    """Runs scorers in `workers` processes.
+    """Runs scorers in `workers` processes. scorers: dicts of spec, modules, kwargs, perhaps time_limit_s (see
+    load_scorer), and batched. memory_mb: MiB that a worker may take beyond what the imports took. seed: for what the
+    imports draw.
 
-    scorers: dicts of spec, modules, kwargs, perhaps time_limit_s (see load_scorer), and batched. memory_mb: MiB that a
-    worker may take beyond what the imports took. A task is (scorer's index, time limit in s, samples, key). A sample is
-    a dict of compute_score's arguments; only a batched scorer gets several. key: what the scorer draws depends on it
-    alone, see lib/seeds.py. seed: for what the imports draw.
+    A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's arguments; only a
+    batched scorer gets several. key: what the scorer draws depends on it alone, see lib/seeds.py.
     """
 
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed: int = 0):
@@ -359,9 +349,8 @@ class Pool:
         return ids
 
     def collect(self, ids: range) -> Iterator[tuple[int, list]]:
-        """Yields (index of the task, [kind, value] of each sample) as answers come.
-
-        kind: ok (value is a dict), error, crash or timeout (value is a text)."""
+        """Yields (index of the task, [kind, value] of each sample) as answers come. kind: ok (value is a dict), error,
+        crash or timeout (value is a text)."""
         self._send(("collect", ids))
         for _ in ids:
             message = self._receive()
@@ -383,13 +372,11 @@ class Pool:
 
     @contextmanager
     def _talking(self):
-        pid = self._process.pid
         try:
             yield
         except TimeoutError:
-            raise RuntimeError(
-                f"the reward pool's process {pid} has been silent for {SILENCE_S:g} s: stopped?"
-            ) from None
+            silent = f"the reward pool's process {self._process.pid} has been silent for {SILENCE_S:g} s"
+            raise RuntimeError(f"{silent}: stopped?") from None
         except (EOFError, OSError) as error:
             raise RuntimeError(f"the reward pool is gone: its process {how_it_ended(self._process.wait())}") from error
 
@@ -402,8 +389,7 @@ class Pool:
 
 
 def read_answers(text: bytes, samples: int) -> list:
-    """The [kind, value] of each sample that a worker wrote. Checks their form, since a model's text may have changed
-    the worker."""
+    """The [kind, value] of each sample. Checks their form, since a model's text may have changed the worker."""
 
     def is_answer(answer) -> bool:
         kind, value = answer
@@ -411,10 +397,8 @@ def read_answers(text: bytes, samples: int) -> list:
             return isinstance(value["score"], float) and abs(value["score"]) <= LARGEST_SCORE
         return kind in ("error", "crash", "timeout") and isinstance(value, str)
 
-    try:
+    with suppress(ValueError, TypeError, LookupError, RecursionError):
         answers = json.loads(text)
         if len(answers) == samples and all(map(is_answer, answers)):
             return answers
-    except (ValueError, TypeError, LookupError, RecursionError):
-        pass
     return [["crash", "the worker's answer is no answer"]] * samples

@@ -15,10 +15,8 @@ LONGEST_RESULT = 2**20  # bytes, as JSON
 
 def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
     """The function of a spec. For "data_source" that is the one of rewards/, whose `modules` are imported now.
-
-    time_limit_s: the seconds for a response, given to a function that has this parameter. So it can end in time by
-    itself: a call that has to be stopped has no score. None: the function's default.
-    """
+    time_limit_s: the seconds for a response, given to a function that has this parameter, so that it can end in time by
+    itself; None: the function's default."""
     for module in modules:
         importlib.import_module(module)
     by_source = spec == BY_DATA_SOURCE
@@ -45,7 +43,7 @@ def call(function: Callable, batched: bool, samples: list[dict]) -> list:
         results = _event_loop().run_until_complete(results)
     results = list(results) if batched else [results]
     if len(results) != len(samples):
-        raise ValueError(f"the scorer gave {len(results)} results for {len(samples)} samples")
+        raise ValueError(f"the scorer returned {len(results)} results for {len(samples)} samples")
     return results
 
 
@@ -53,21 +51,20 @@ def checked(result) -> dict:
     """A scorer's result as {"score": a finite float, other keys} of JSON's types. Raises TypeError, ValueError."""
     result = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in result:
-        raise ValueError(f'the scorer gave a dict without "score": {list(result)}')
+        raise ValueError(f'the scorer returned a dict without "score": {list(result)}')
     score = result["score"]
-    if hasattr(score, "tolist"):  # numpy, torch
-        score = score.tolist()
+    score = score.tolist() if hasattr(score, "tolist") else score  # numpy, torch
     if not isinstance(score, int | float):
-        raise TypeError(f"the scorer gave a {type(score).__name__} as score, not a number")
+        raise TypeError(f"the scorer returned a {type(score).__name__} as score, not a number")
     if not abs(score) <= LARGEST_SCORE:
-        raise ValueError(f"the scorer gave {score}; numbers up to {LARGEST_SCORE:g} are taken")
+        raise ValueError(f"the scorer returned {score}; use numbers up to {LARGEST_SCORE:g}")
     text = json.dumps(result | {"score": float(score)}, default=_plain)
     if len(text) > LONGEST_RESULT:
-        raise ValueError(f"the scorer gave a result of {len(text)} bytes; at most {LONGEST_RESULT} are taken")
+        raise ValueError(f"the scorer returned a result of {len(text)} bytes; the limit is {LONGEST_RESULT}")
     return json.loads(text)
 
 
 def _plain(value):
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"the scorer gave a {type(value).__name__} beside its score; numbers, text and lists are taken")
+    raise TypeError(f"the scorer returned a {type(value).__name__} besides its score; use numbers, text and lists")

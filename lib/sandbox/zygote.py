@@ -43,15 +43,10 @@ from pathlib import Path
 
 MAX_FRAME = 1 << 26  # bytes of one message
 NUMERIC = re.compile(r"[<>|=][biufc]\d{1,2}")  # numpy's dtypes of arrays that are sent as arrays
-PRELUDE = """import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from typing import *
-"""  # what LeetCode imports for every program
+# what LeetCode imports for every program
+PRELUDE = "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys\n"
+for _name in ("bisect", "collections", "functools", "heapq", "itertools", "math", "typing"):
+    PRELUDE += f"from {_name} import *\n"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NOBODY = 65534
 NEW_USER, NEW_OTHERS, NEW_ANY = 0x10000000, 0x6C020000, 0x7E020000  # CLONE_NEW*; mount, pid, net, ipc, uts
@@ -203,10 +198,8 @@ class Program:
 
     def names(self) -> list[list]:
         """[name, the module's own name if it is a module], for everything that the program defines or imports."""
-        modules = {
-            name: value.__name__ for name, value in self.namespace.items() if isinstance(value, types.ModuleType)
-        }
-        return [[name, modules.get(name)] for name in self.namespace if not name.startswith("__")]
+        own = {name: value for name, value in self.namespace.items() if not name.startswith("__")}
+        return [[name, x.__name__ if isinstance(x, types.ModuleType) else None] for name, x in own.items()]
 
     def ref(self, value) -> int:
         """The object's number; the same object always gets the same number."""
@@ -249,8 +242,7 @@ def serve(channel, program: str, prelude: str) -> None:
 
 
 def answer_once(program: str, prelude: str) -> None:
-    """Answers one request over standard input and output, for a server that runs scripts (SandboxFusion). The answer is
-    the last line of the output."""
+    """Answers one request, for a server that runs scripts (SandboxFusion): from stdin, in the last line of stdout."""
     out = os.fdopen(os.dup(1), "w")
     request = json.loads(sys.stdin.readline())
     out.write("\n" + json.dumps(Program(program, prelude).answer(request)) + "\n")
@@ -270,8 +262,8 @@ class Wrong(BaseException):
 
 
 class Remote:
-    """Stands in the tests for a name or an object of the program. Only plain values come back. It equals itself and
-    differs from None; any other comparison is a wrong answer, since nobody here can say what it equals."""
+    """A name or an object of the program, in the tests. Only plain values come back. It equals itself and differs from
+    None; any other comparison is a wrong answer."""
 
     def __init__(self, ask, ref):
         vars(self).update(_ask=ask, _ref=ref)
@@ -316,9 +308,8 @@ def asker(channel, nan_is_wrong: bool):
         except Exception as error:  # noqa: BLE001 the program may send anything
             raise Died(str(error)) from None
         cls = getattr(builtins, name, None)  # for tests with `except ValueError`
-        if not (isinstance(cls, type) and issubclass(cls, Exception)):
-            cls = RuntimeError
-        if issubclass(cls, StopIteration | StopAsyncIteration):  # a test's all(map(...)) would end as if all had passed
+        ends = StopIteration | StopAsyncIteration  # a test's all(map(...)) would end as if all had passed
+        if not (isinstance(cls, type) and issubclass(cls, Exception)) or issubclass(cls, ends):
             cls = RuntimeError
         raise cls(text)
 
@@ -345,7 +336,7 @@ def right(got, expected) -> bool:
 
 
 def tools(names: list[list], texts: list[str], packages: list[str]) -> dict:
-    """Modules that the tests use but only the program imports: this process's own modules of these names."""
+    """Modules that the tests use but only the program imports: this process's own of these names."""
     used = {node.id for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     found = {}
     for name, module in names:
@@ -357,8 +348,7 @@ def tools(names: list[list], texts: list[str], packages: list[str]) -> dict:
 
 
 def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
-    """Runs the tests of the next message against the program behind `channel`. Sends the setup's verdict, then each
-    case's."""
+    """Runs the next message's tests on the program behind `channel`. Sends the verdicts of the setup and each case."""
     tests = receive(conn)
     texts = [tests["setup"], *tests["cases"]]
     # a NaN passes `not (error > 1e-6)` and `!=`
@@ -406,13 +396,9 @@ def enter_namespaces(spec: dict) -> bool:
     else:  # a user, or root without CAP_SYS_ADMIN, as in Docker
         limited, user, group = processes_can_be_limited(), os.geteuid(), os.getegid()
         check(libc.unshare(NEW_USER | NEW_OTHERS), "unshare")
-        for file, line in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{user or NOBODY} {user} 1"),
-            ("gid_map", f"{group or NOBODY} {group} 1"),
-        ):
-            with open(f"/proc/self/{file}", "w") as f:
-                f.write(line)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user or NOBODY} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group or NOBODY} {group} 1")
 
     def mount(source, target, kind, flags, options=None):
         args = [x.encode() if x else None for x in (source, target, kind)]
@@ -544,8 +530,7 @@ def put_up_walls(spec: dict, folder: str) -> None:
 
 
 def become_program(spec: dict, folder: str, files: list[int]) -> None:
-    """Runs in a fresh child of init. `files` become descriptors 0, 1, 2 and so on, all others are closed, the walls go
-    up."""
+    """In a fresh child of init: `files` become descriptors 0, 1, 2 ..., all others are closed, the walls go up."""
     for i, fd in enumerate([os.dup(fd) for fd in files]):
         os.dup2(fd, i)
     os.closerange(len(files), 1 << 20)
@@ -650,15 +635,12 @@ def init(conn, spec: dict, folder: str) -> None:
         os.dup2(null, fd)
     send(conn, "ready")
     with contextlib.suppress(Exception):  # the scorer hung up, or the program crashed this process
-        if spec["form"] == "stdin":
-            run_scripts(conn, spec, folder, null)
-        elif spec["form"] == "calls":
-            run_calls(conn, spec, folder, null)
-        elif spec["form"] == "function":
-            run_functions(conn, spec, folder, null)
-        else:  # "remote": a server runs the program; the scorer passes calls on
+        if spec["form"] == "remote":  # a server runs the program; the scorer passes calls on
             put_up_walls(spec, folder)
             run_tests(conn, conn, spec["names"], spec["importable"])
+        else:
+            run = {"stdin": run_scripts, "calls": run_calls, "function": run_functions}[spec["form"]]
+            run(conn, spec, folder, null)
 
 
 def supervise(conn) -> None:

@@ -86,12 +86,9 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_item(tmp_path, tokenizer):
     row = make_row("hi", 7, tools_kwargs={"calc": {"digits": 3}}, interaction_kwargs={"name": "x"})
-    dataset = RLHFDataset(
-        str(write_jsonl(tmp_path / "a.jsonl", [row])), tokenizer, max_prompt_length=30, return_full_prompt=True
-    )
+    dataset = RLHFDataset(str(write_jsonl(tmp_path / "a.jsonl", [row])), tokenizer, max_prompt_length=30)
     item = dataset[0]
     prompt = "<user: hi><assistant: "
-    assert item["full_prompts"] == prompt
     assert item["raw_prompt_ids"] == [tokenizer.convert_tokens_to_ids(c) for c in prompt]
     assert item["raw_prompt"] == row["prompt"]
     n_pad = 30 - len(prompt)
@@ -114,11 +111,9 @@ def test_template_options(tmp_path, tokenizer):
         tokenizer,
         max_prompt_length=30,
         prompt_key="question",
-        add_generation_prompt=False,
-        chat_template_kwargs={"enable_thinking": True},
+        chat_template_kwargs={"add_generation_prompt": False, "enable_thinking": True},
     )
     assert tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "<user: hi>!"
-    assert "full_prompts" not in dataset[0]
 
 
 def test_no_pad_token_pads_with_eos(tmp_path):

@@ -743,10 +743,11 @@ def test_rows_of_qwen_with_images_and_a_video(tmp_path, kind):
     row = make_row("<image>a<video>b<image>", [base64_of(picture(1)), base64_of(picture(2, 16, 32))])
     row["videos"] = [{"frames": [base64_of(frame) for frame in frames], "fps": 4.0}]
     file = write(tmp_path / "a.jsonl", [row, make_row("text")])
-    dataset = open_rows(file, Vision(processor, config, min_pixels=1), return_full_prompt=True)
+    dataset = open_rows(file, Vision(processor, config, min_pixels=1))
     item, plain = dataset[0], dataset[1]
+    text = dataset.tokenizer.apply_chat_template(item["raw_prompt"], tokenize=False, add_generation_prompt=True)
     whole = processor(
-        text=[item["full_prompts"]],
+        text=[text],
         images=[picture(1), picture(2, 16, 32)],
         videos=[np.stack(frames)],
         video_metadata=[{"total_num_frames": 5, "fps": 4.0, "frames_indices": [*range(5)]}],
