@@ -21,16 +21,18 @@ from lib.core_algos import (
     FixedKLController,
     apply_kl_penalty,
     compute_gae_advantage_return,
-    compute_gdpo_outcome_advantage,
-    compute_grpo_leave_one_out_outcome_advantage,
     compute_grpo_outcome_advantage,
-    compute_multi_turn_optimal_token_baseline_advantage,
-    compute_optimal_token_baseline_advantage,
     compute_remax_outcome_advantage,
     compute_value_loss,
     get_adv_estimator_fn,
     length_adaptive_lam,
     masked_whiten,
+)
+from lib.core_algos.advantages import (
+    compute_gdpo_outcome_advantage,
+    compute_grpo_leave_one_out_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_optimal_token_baseline_advantage,
 )
 
 GAMMA, LAM, ALPHA, WEIGHTS = 0.97, 0.9, 0.3, [0.5, 2.0]

@@ -20,14 +20,14 @@ from lib.core_algos import (
     agg_loss,
     compute_grpo_outcome_advantage,
     compute_overlong_penalty,
-    compute_policy_loss,
     kl_penalty,
     masked_mean,
     masked_sum,
-    masked_var,
     masked_whiten,
     zero_variance_rows,
 )
+from lib.core_algos.policy_losses import compute_policy_loss
+from lib.core_algos.reductions import masked_var
 
 GARBAGE = [math.nan, 1e9, -1e9, math.inf, -math.inf]
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
