@@ -1,6 +1,6 @@
 """The mathematics of a step: advantages, policy losses, loss aggregation, KL, entropy.
 
-Pure functions on tensors and numbers, never `args`. One section per paper. Two calling conventions:
+Pure functions on tensors and numbers, never `args`. One function per paper. Two calling conventions:
 
     estimator(token_level_rewards, response_mask, index, *, ...)         -> advantages (B, T), returns (B, T)
     policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}

@@ -13,7 +13,7 @@ Estimators return advantages (B, T) and returns (B, T); an outcome estimator ret
 loss is differentiated. Statistics are in float64; results have the dtype of the rewards, float32 at least.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -26,7 +26,6 @@ from lib.core_algos.reductions import (
     _keep,
     _outcome_scores,
     _rewards_dtype,
-    _spread,
     at_last_token,
     group_mean,
     group_std,
@@ -45,16 +44,15 @@ def _outcomes(rewards: Tensor, mask: Tensor, index: Index, singleton: str) -> tu
     R − mean_g is exactly 0 in a group of equal R; in a group of one it is R if "raw", 0 if "zero".
     """
     scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
-    one_token = torch.ones(len(scores), 1)
-    centred, _ = compute_grpo_outcome_advantage(
-        scores[:, None], one_token, group, norm_adv_by_std_in_grpo=False, singleton=singleton
-    )
-    return scores, centred[:, 0], group, torch.bincount(group)[group], lambda x: (_spread(x, alive, rewards, mask),) * 2
+    centred = scores - group_mean(scores, torch.ones(len(scores), 1), group, singleton)
 
+    def spread(values: Tensor) -> tuple:
+        rows = values.new_zeros(len(alive))
+        rows[alive] = values
+        advantages = _keep(rows.to(mask.device)[:, None].expand(mask.shape), mask)
+        return _rewards_dtype(rewards, advantages, advantages)
 
-def _group_sums(values: Tensor, group: Tensor) -> Tensor:
-    """For each row, the sum over its group (N,)."""
-    return _group_sum(values, group, len(torch.bincount(group)))[group]
+    return scores, centred, group, torch.bincount(group)[group], spread
 
 
 def _groups(scores: Tensor, group: Tensor) -> Iterator[Tensor]:
@@ -75,9 +73,6 @@ def _whiten(values: Tensor, mask: Tensor) -> Tensor:
     return _keep(values, mask).masked_scatter(valid, whitened.to(values.dtype))
 
 
-# ------------------------------------------------------------------------------------- DAPO's punishment
-
-
 def compute_overlong_penalty(
     response_mask: Tensor, max_response_length: int, overlong_buffer: int, penalty_factor: float
 ) -> Tensor:
@@ -96,18 +91,10 @@ def compute_overlong_penalty(
     return at_last_token(-excess / overlong_buffer * penalty_factor, response_mask)
 
 
-# ------------------------------------------------------------------------------------------------ GRPO
-
-
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    singleton: str = "raw",
-) -> tuple[Tensor, Tensor]:
+    token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, singleton="raw"
+) -> Pair:
     """GRPO, arXiv 2402.03300: A_i = (R_i − mean_g) / (std_g + epsilon) on every valid token of row i; std with N − 1.
 
     `norm_adv_by_std_in_grpo=False` is Dr. GRPO, arXiv 2503.20783: A_i = R_i − mean_g.
@@ -153,12 +140,7 @@ def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam
 
 @torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    gamma: float,
-    lam: float,
-    lam_policy: float | Tensor | None = None,
+    token_level_rewards, values, response_mask, gamma: float, lam: float, lam_policy: float | Tensor | None = None
 ) -> Pair:
     """GAE, arXiv 1506.02438: A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γV_{t+1} − V_t; returns = A + V. A is then whitened.
 
@@ -208,12 +190,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    singleton: str = "raw",
+    token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, singleton="raw"
 ) -> Pair:
     """Pass@k, arXiv 2503.19595: A = (R_max − R_second) / (std_g + epsilon) for a group's best, 0 for the others.
 
@@ -230,9 +207,7 @@ def compute_grpo_passk_outcome_advantage(
     return spread(advantages)
 
 
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
-) -> Pair:
+def compute_rloo_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
     """RLOO, arXiv 2402.14740: A_i = R_i − mean_{j≠i} R_j = (R_i − mean_g)·G/(G − 1).
 
     A group of one: "raw" is verl's rloo, "zero" its rloo_vectorized.
@@ -242,7 +217,7 @@ def compute_rloo_outcome_advantage(
 
 
 def compute_grpo_leave_one_out_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6, singleton: str = "raw"
+    token_level_rewards, response_mask, index, epsilon=1e-6, singleton="raw"
 ) -> Pair:
     """GRPO with the others' statistics (NeMo-RL, AReaL): A_i = (R_i − mean_{j≠i} R_j) / (std_{j≠i} + epsilon).
 
@@ -260,7 +235,7 @@ def compute_grpo_leave_one_out_outcome_advantage(
 
 
 def compute_grpo_batch_std_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-4, singleton: str = "raw"
+    token_level_rewards, response_mask, index, epsilon=1e-4, singleton="raw"
 ) -> Pair:
     """Lite PPO, arXiv 2508.08221: A_i = (R_i − mean_g) / (std of all R of the batch + epsilon), std with N − 1.
 
@@ -272,20 +247,16 @@ def compute_grpo_batch_std_outcome_advantage(
     return spread(centred / (ordered.std() + epsilon) if differ else centred)
 
 
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
-) -> Pair:
+def compute_opo_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
     """OPO, arXiv 2505.23585: A_i = R_i − Σ_j len_j·R_j / Σ_j len_j over the group; len counts valid tokens."""
     _, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     lengths = response_mask.bool().sum(-1).cpu().double()
     lengths = lengths[lengths > 0]  # (N,)
-    baseline = _group_sums(lengths * centred, group) / _group_sums(lengths, group)  # a shift of R cancels
+    baseline = _group_sum(lengths * centred, group) / _group_sum(lengths, group)  # a shift of R cancels
     return spread(torch.where(size > 1, centred - baseline, centred))
 
 
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, f_norm: float = 1.0, singleton: str = "raw"
-) -> Pair:
+def compute_gpg_outcome_advantage(token_level_rewards, response_mask, index, f_norm=1.0, singleton="raw") -> Pair:
     """GPG, arXiv 2504.02546: A_i = α·(R_i − mean_g) / f_norm, α = rows / max(rows with R ≠ 0, 1) of the batch.
 
     A group of one: "raw" is A = α·R / f_norm.
@@ -294,26 +265,18 @@ def compute_gpg_outcome_advantage(
     return spread(len(scores) / max(int(scores.count_nonzero()), 1) * centred / f_norm)
 
 
-def compute_maxrl_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
-) -> Pair:
+def compute_maxrl_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
     """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g <= 0; for rewards >= 0.
 
     A group of one gives 0 by the formula, "raw" or "zero" (the paper's code takes mean 0 there: A = R / epsilon).
     """
     scores, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
-    mean = _group_sums(scores, group) / size
+    mean = _group_sum(scores, group) / size
     return spread(torch.where((mean > 0) & (size > 1), centred / mean, 0))
 
 
 def compute_gdpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    *,
-    reward_components: Tensor,
-    reward_weights: Sequence[float] | None = None,
-    singleton: str = "raw",
+    token_level_rewards, response_mask, index, *, reward_components, reward_weights=None, singleton="raw"
 ) -> Pair:
     """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
 
@@ -334,7 +297,7 @@ def compute_gdpo_outcome_advantage(
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index=None, gamma: float = 1.0, singleton: str = "raw"
+    token_level_rewards, response_mask, index=None, gamma=1.0, singleton="raw"
 ) -> Pair:
     """REINFORCE++, arXiv 2501.03262: G_t = r_t + γ·G', G' of the next valid token; A = whiten(G); returns = G.
 
@@ -345,7 +308,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
 
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
+    token_level_rewards, response_mask, index, singleton="raw"
 ) -> Pair:
     """REINFORCE++-baseline, arXiv 2501.03262: A = whiten(R_i − mean_g) over the batch's tokens.
 
@@ -357,9 +320,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 
 @torch.no_grad()
-def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
-) -> Pair:
+def compute_remax_outcome_advantage(token_level_rewards, reward_baselines, response_mask) -> Pair:
     """ReMax, arXiv 2310.10505: A_t = Σ_{k≥t} r_k − b_i, b (B,) the reward of one greedy response to the same prompt."""
     if reward_baselines.shape != response_mask.shape[:1]:
         raise ValueError(f"reward_baselines must be one number a row, not {tuple(reward_baselines.shape)}")
@@ -369,13 +330,7 @@ def compute_remax_outcome_advantage(
 
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    singleton: str = "raw",
+    token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights=None, singleton="raw"
 ) -> Pair:
     """Optimal token baseline, arXiv 2602.07078: A_it = G_it − B_t, B_t = Σ_i G_it·W_it / (Σ_i W_it + 1e-8), the sums
     over the group's rows valid at t; G = Σ_{k≥t} r_k; W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_v²)·w_j², w the IS weights or 1.
@@ -395,7 +350,7 @@ def compute_optimal_token_baseline_advantage(
 
     width = valid.shape[1]
     cell = (group[:, None] * width + torch.arange(width)).flatten()  # a position of a group: summed over its rows
-    sums = lambda values: _group_sums(values.double().flatten(), cell).view(values.shape)  # noqa: E731
+    sums = lambda values: _group_sum(values.double().flatten(), cell).view(values.shape)  # noqa: E731
     reached = valid.flip(1).cumsum(1).flip(1) > 0
     baseline = (sums(togo * energy) / (sums(energy) + 1e-8)).masked_fill(sums(reached) == 1, 0)
     if singleton == "zero":
@@ -406,13 +361,7 @@ def compute_optimal_token_baseline_advantage(
 
 
 def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    singleton: str = "raw",
+    token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights=None, singleton="raw"
 ) -> Pair:
     """The optimal token baseline for several turns, as in verl: a row's nth valid token is compared with the others'
     nth valid token, however much tool output comes before them.

@@ -1,4 +1,4 @@
-"""Policy losses, one section per paper. L is minimised.
+"""Policy losses, one function per paper. L is minimised.
 
     policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
 
@@ -48,48 +48,26 @@ def _ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tup
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-# --------------------------------------------------------------------------------------- PPO 1707.06347
 def compute_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    cliprange_low: float = 0.2,
-    cliprange_high: float = 0.2,
-    clip_ratio_c: float = 3.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.2, cliprange_high=0.2, clip_ratio_c=3.0
+) -> Loss:
     """PPO, arXiv 1707.06347 eq. 7: L = max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)), ρ = exp(log_prob − old_log_prob).
 
     low != high is DAPO's clip-higher, arXiv 2503.14476. Dual clip, arXiv 1912.09729: where A < 0, L <= −A·c (c > 1;
-    math.inf turns it off). The log ratio is clamped to ±20. Only log_prob is differentiated. All tensors (B, T).
+    math.inf turns it off).
 
-    Returns losses (B, T), 0 at masked positions, and detached (B, T) metrics to be averaged over the valid tokens of
-    the global mini-batch: pg_clipfrac (clipped by PPO), pg_clipfrac_lower (by the dual clip), ppo_kl (KL(old ‖ new)).
-    verl returns the aggregated scalar here. But scalars of uneven micro-batches or ranks do not add up to the loss of
-    the mini-batch, so here the script calls `agg_loss` with the global counts.
+    Metrics, to be averaged over the valid tokens of the global mini-batch: pg_clipfrac (clipped by PPO),
+    pg_clipfrac_lower (by the dual clip), ppo_kl (KL(old ‖ new)). verl returns the aggregated scalar. But scalars of
+    uneven micro-batches or ranks do not add up to the loss of the mini-batch, so here the script calls `agg_loss`.
     """
     if not clip_ratio_c > 1:
         raise InputError(f"clip_ratio_c bounds the ratio from above where A < 0 and must be > 1, not {clip_ratio_c}")
-    log_prob = _keep(log_prob, response_mask)
-    old_log_prob = _keep(old_log_prob, response_mask).detach()
-    advantages = _keep(advantages, response_mask).detach()
-
-    log_ratio = (log_prob - old_log_prob).clamp(-20, 20)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange_low, 1 + cliprange_high)
-    ppo = torch.maximum(unclipped, clipped)
+    _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    losses, clipped = _ppo_clip(_exp(log_ratio), advantages, cliprange_low, cliprange_high)
     bound = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
-    metrics = {
-        "actor/pg_clipfrac": (clipped > unclipped).to(ratio.dtype),
-        "actor/pg_clipfrac_lower": (ppo > bound).to(ratio.dtype),
-        "actor/ppo_kl": -log_ratio.detach(),
-    }
-    return torch.minimum(ppo, bound), metrics
+    return torch.minimum(losses, bound), _metrics(log_ratio, clipped, pg_clipfrac_lower=losses > bound)
 
 
-# ------------------------------------------------------------------------- policy gradient: 2504.02546
 def gpg(old_log_prob, log_prob, advantages, response_mask) -> Loss:
     """GPG, arXiv 2504.02546: L = −A·log_prob. Only the metric uses old_log_prob."""
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
@@ -106,7 +84,6 @@ def reinforce(old_log_prob, log_prob, advantages, response_mask, *, ratio_high=2
     return -ratio.clamp(max=ratio_high) * advantages * log_prob, _metrics(log_ratio, ratio > ratio_high)
 
 
-# ------------------------------------------------------------------------------------- CISPO 2506.13585
 def cispo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=1.0, cliprange_high=4.0) -> Loss:
     """CISPO, arXiv 2506.13585: L = −sg(clip(ρ, 1 − low, 1 + high))·A·log_prob: no token loses its gradient.
 
@@ -119,7 +96,6 @@ def cispo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=1.
     return -clipped * advantages * log_prob, _metrics(log_ratio, clipped != ratio)
 
 
-# -------------------------------------------------------------------------------------- GSPO 2507.18071
 def gspo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=3e-4, cliprange_high=4e-4) -> Loss:
     """GSPO, arXiv 2507.18071: PPO's clip of s_i = exp(mean_t log ρ_t), the geometric mean over the row's tokens.
 
@@ -133,7 +109,6 @@ def gspo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=3e-
     return losses, _metrics(log_ratio, clipped)
 
 
-# -------------------------------------------------------------------------------------- GMPO 2507.20673
 def geo_mean(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.4, cliprange_high=0.4) -> Loss:
     """GMPO, arXiv 2507.20673: L_i = −A_i·exp(mean_t d_t), d = min(log ρ, high) if A > 0, max(log ρ, −low) if A < 0.
 
@@ -148,7 +123,6 @@ def geo_mean(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low
     return -advantages * row_ratio, _metrics(log_ratio, clipped != sign * d)
 
 
-# -------------------------------------------------------------------------------------- SAPO 2511.20347
 def sapo(old_log_prob, log_prob, advantages, response_mask, *, tau_pos=1.0, tau_neg=1.05) -> Loss:
     """SAPO, arXiv 2511.20347: L = −A·(4/τ)·sigmoid(τ(ρ − 1)), a soft gate; τ = tau_pos where A > 0, else tau_neg.
 
@@ -159,7 +133,6 @@ def sapo(old_log_prob, log_prob, advantages, response_mask, *, tau_pos=1.0, tau_
     return -advantages * 4 / tau * torch.sigmoid(tau * (_exp(log_ratio) - 1)), _metrics(log_ratio)
 
 
-# -------------------------------------------------------------------------------------- DPPO 2602.04879
 def dppo_tv(
     old_log_prob, log_prob, advantages, response_mask, *, delta_low=0.2, delta_high=0.2, ratio_high=20.0
 ) -> Loss:
@@ -181,23 +154,20 @@ def dppo_kl(
     """
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     new, change = log_prob.detach(), log_ratio.detach()
-    not_p, not_q = (
-        -torch.expm1(x).clamp(max=-torch.finfo(x.dtype).eps) for x in (new - change, new)
-    )  # p or q may be 1
+    # p or q may be 1
+    not_p, not_q = (-torch.expm1(x).clamp(max=-torch.finfo(x.dtype).eps) for x in (new - change, new))
     kl = -(new - change).exp() * change + not_p * (not_p / not_q).log()
     far = (advantages * change > 0) & (kl > torch.where(advantages > 0, delta_high, delta_low))
     weights = _exp(change).clamp(max=ratio_high).masked_fill(far, 0)
     return -weights * advantages * log_prob, _metrics(log_ratio, far)
 
 
-# --------------------------------------------------------------------------------------- DRO 2405.19107
 def dro(old_log_prob, log_prob, advantages, response_mask, *, dro_beta) -> Loss:
     """DRO, after arXiv 2405.19107, as in verl: L = −A·log_prob + dro_beta/2·(log_prob − old_log_prob)²."""
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     return -advantages * log_prob + dro_beta / 2 * log_ratio.square(), _metrics(log_ratio)
 
 
-# ------------------------------------------------------------------------------ INTELLECT-2 2505.07291
 def two_sided(
     old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.2, cliprange_high=0.2, delta=4.0
 ) -> Loss:
@@ -211,7 +181,6 @@ def two_sided(
     return compute_policy_loss(old_log_prob, log_prob, advantages, response_mask, **clip)
 
 
-# --------------------------------------------------------------------------- decoupled PPO 2505.24298
 def decoupled(
     old_log_prob,
     log_prob,
@@ -235,7 +204,6 @@ def decoupled(
     return behave.clamp(max=cap) * losses, metrics
 
 
-# ------------------------------------------------------------------------ Clip-Cov, KL-Cov 2505.22617
 def clip_cov(
     old_log_prob, log_prob, advantages, response_mask, *, cov_keep, cliprange_low=0.2, cliprange_high=0.2
 ) -> Loss:
@@ -368,15 +336,12 @@ def off_policy_sequence_mask(rollout_log_probs, old_log_probs, advantages, respo
     return response_mask.bool() & ~(far & (advantages < 0))
 
 
+_DRIFT = ("rollout_log_probs", "old_log_probs")
 # {name: (function, the batch keys that it takes, the key of its result)}
 TOKEN_MASKS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {
     "top_entropy": (top_entropy_mask, ("entropys", "response_mask"), "token_mask"),
-    "m2po": (m2po_mask, ("rollout_log_probs", "old_log_probs", "response_mask"), "token_mask"),
-    "off_policy_sequence": (
-        off_policy_sequence_mask,
-        ("rollout_log_probs", "old_log_probs", "advantages", "response_mask"),
-        "token_mask",
-    ),
+    "m2po": (m2po_mask, (*_DRIFT, "response_mask"), "token_mask"),
+    "off_policy_sequence": (off_policy_sequence_mask, (*_DRIFT, "advantages", "response_mask"), "token_mask"),
     "clip_cov": (clip_cov_mask, ("old_log_probs", "advantages", "response_mask"), "cov_keep"),
     "kl_cov": (kl_cov_mask, ("old_log_probs", "advantages", "response_mask"), "cov_pick"),
 }

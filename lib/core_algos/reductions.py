@@ -70,18 +70,15 @@ def _outcome_scores(token_level_rewards: Tensor, response_mask: Tensor, index) -
     return scores, group, alive
 
 
-def _group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """(N,) -> (num_groups,). Sums in ascending order, on the CPU, so the bits do not depend on the order of rows."""
+def _group_sum(values: Tensor, group: Tensor) -> Tensor:
+    """For each row, the sum over its group (N,). In ascending order, on the CPU: row order does not change the bits."""
     order = values.argsort()
-    return values.new_zeros(num_groups).index_add(0, group[order], values[order])
+    return values.new_zeros(len(torch.bincount(group))).index_add(0, group[order], values[order])[group]
 
 
-def _spread(row_values: Tensor, alive: Tensor, token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """Values of the live rows (N,) -> their valid tokens (B, T); 0 elsewhere."""
-    rows = row_values.new_zeros(len(alive))
-    rows[alive] = row_values
-    dtype = torch.promote_types(token_level_rewards.dtype, torch.float32)  # integer rewards must not truncate
-    return _keep(rows.to(response_mask.device, dtype)[:, None].expand(response_mask.shape), response_mask)
+def _group_extreme(values: Tensor, group: Tensor, which: str) -> Tensor:
+    """For each row, the smallest ("amin") or the largest ("amax") value of its group (N,)."""
+    return torch.zeros_like(values).scatter_reduce(0, group, values, which, include_self=False)[group]
 
 
 def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple:
@@ -97,10 +94,7 @@ def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def zero_variance_rows(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    reward_components: Tensor | None = None,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, reward_components: Tensor | None = None
 ) -> Tensor:
     """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all exactly equal.
 
@@ -113,13 +107,9 @@ def zero_variance_rows(
         equal = [zero_variance_rows(rewards, alive, index) for rewards in reward_components.split(1, dim=1)]
         return torch.stack(equal).all(0)
     scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
-    size = torch.bincount(group)
-    low, high = (
-        scores.new_zeros(len(size)).scatter_reduce(0, group, scores, end, include_self=False)
-        for end in ("amin", "amax")
-    )
+    low, high = (_group_extreme(scores, group, which) for which in ("amin", "amax"))
     rows = torch.zeros_like(alive)
-    rows[alive] = ((low == high) & (size > 1))[group]
+    rows[alive] = (low == high) & (torch.bincount(group)[group] > 1)
     return rows.to(response_mask.device)
 
 
@@ -145,17 +135,16 @@ def _group_statistics(scores: Tensor, response_mask: Tensor, index, singleton: s
         raise InputError(f"unknown singleton {singleton!r}: choose one of raw, zero")
     valid = response_mask.bool().any(-1, keepdim=True)  # (B, 1)
     scores, group, rows = _outcome_scores(scores[:, None], valid, index)
-    count = torch.bincount(group)  # (num_groups,)
-    low = scores.new_zeros(len(count)).scatter_reduce(0, group, scores, "amin", include_self=False)
-    shifted = scores - low[group]  # exactly 0 in a group of equal scores, where a rounded mean may leave noise
-    mean = _group_sum(shifted, group, len(count)) / count
-    squares = (shifted - mean[group]).square()
-    std = (_group_sum(squares, group, len(count)) / (count - 1).clamp(min=1)).sqrt()
+    count = torch.bincount(group)[group]  # (N,), like all that follows
+    low = _group_extreme(scores, group, "amin")
+    shifted = scores - low  # exactly 0 in a group of equal scores, where a rounded mean may leave noise
+    mean = _group_sum(shifted, group) / count
+    std = (_group_sum((shifted - mean).square(), group) / (count - 1).clamp(min=1)).sqrt()
     mean = low + mean
     if singleton == "raw":
         mean, std = mean.masked_fill(count == 1, 0), std.masked_fill(count == 1, 1)
     results = torch.zeros(2, len(rows), dtype=torch.float64)
-    results[:, rows] = torch.stack([mean, std])[:, group]
+    results[:, rows] = torch.stack([mean, std])
     return tuple(results.to(valid.device))
 
 
