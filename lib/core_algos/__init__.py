@@ -17,7 +17,6 @@ from lib.core_algos.advantages import (
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
     compute_overlong_penalty,
-    compute_remax_outcome_advantage,
     compute_value_loss,
     estimate_advantages,
     explained_variance,
