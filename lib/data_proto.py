@@ -364,8 +364,7 @@ class DataProto:
     def save_to_disk(self, filepath):
         """Write a safetensors file. Values may be None, bool, int, float, str, bytes, tensors, ndarrays, numpy scalars,
         PIL images of 8 bits, and lists, tuples and dicts of them. A tensor, an image or an ndarray of uint8 that rows
-        share is written once, and shared by the loaded rows. Raises InputError with the key and row of any other value.
-        """
+        share is written once, and shared by the loaded rows. Any other value raises InputError with its key and row."""
         tensors = {f"batch/{key}": x for key, x in self._tensors.items()}
         encode = _Encoder(tensors)
         arrays = {key: encode(x, f"non_tensor_batch[{key!r}]") for key, x in self.non_tensor_batch.items()}
@@ -435,8 +434,7 @@ class DataProto:
 class DataProtoFuture:
     """A DataProto that is still being computed, in parts. Only get() waits, and raises the exception of a part.
 
-    `collect_fn` joins the results of the parts; `dispatch_fn`, if given, returns this future's share of them.
-    """
+    `collect_fn` joins the results of the parts; `dispatch_fn`, if given, returns this future's share of them."""
 
     collect_fn: Callable[[list[DataProto]], DataProto]
     futures: list[Future]
