@@ -146,14 +146,14 @@ from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row
 
 
 def grpo_advantages(args: Args, rewards: torch.Tensor, valid_mask: torch.Tensor, t) -> tuple:
-    """(advantages, returns) (B, T). rewards (B, T); t["group"] (B,): the group of each row. To try another, edit it."""
-    settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
+    """(advantages, returns) (B, T): for an outcome reward, the same tensor. t["group"] (B,): the group of each row."""
     if args.adv_estimator != "grpo":
+        settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
         return core_algos.estimate_advantages(args.adv_estimator, settings, rewards, valid_mask, t)
     scores = core_algos.masked_sum(rewards.double(), valid_mask, dim=1)  # (B,) R_i
     mean = core_algos.group_mean(scores, valid_mask, t["group"], args.singleton)  # (B,) over valid rows
     std = core_algos.group_std(scores, valid_mask, t["group"], args.singleton)
-    advantages = (scores - mean) / (std + settings.get("epsilon", 1e-6))
+    advantages = (scores - mean) / (std + (args.adv_kwargs.epsilon or 1e-6))
     advantages = torch.where(valid_mask, advantages[:, None], 0).to(rewards)  # (B, T) the same for every token
     return advantages, advantages
 
@@ -232,7 +232,7 @@ def add_advantages(
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
-    row_filters = {"dead": mask}  # loss_mask after each filter, to count the rows that it drops
+    row_filters = {"dead": mask}  # loss_mask after each filter, to count dropped rows; dead: no token or no score
     if args.overlong_filtering:  # DAPO:
         row_filters["overlong"] = loss_mask = denominator_mask = mask & ~t["truncated"][:, None]
     if correction:

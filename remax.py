@@ -137,7 +137,7 @@ def add_advantages(
     metrics: dict[str, Metric] = {}
     mask = t["response_mask"].bool()
     loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
-    row_filters = {"dead": mask}  # loss_mask after each filter, to count the rows that it drops
+    row_filters = {"dead": mask}  # loss_mask after each filter, to count dropped rows; dead: no token or no score
     if correction:
         weights, loss_mask, metrics = core_algos.compute_rollout_correction(
             t["old_log_probs"], t["rollout_log_probs"], mask, **correction

@@ -27,6 +27,7 @@ import copy
 import functools
 import json
 import math
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -52,8 +53,6 @@ from lib import InputError
 POOLED_FROM, POOL_BYTES = 1 << 18, 1 << 29
 POOL: dict[int, list[np.ndarray]] = {}  # by size; finalizers run in any thread: a race may lose a buffer, not share it
 DOCUMENT = "document"  # the tensor of a saved file that holds the JSON
-ATOMS = frozenset((str, int, float, bool, bytes, type(None)))  # immutable: they need no copy
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataProtoConfig:
@@ -92,12 +91,16 @@ class DataProto:
         new.meta_info = dict(self.meta_info) if meta_info is None else meta_info
         return new
 
-    def _map(self, rows: int, on_tensor: Callable, on_array: Callable) -> "DataProto":
-        batch = self.batch
-        if batch is not None:
-            tensors = {key: on_tensor(x) for key, x in batch.items()}
-            batch = TensorDict(tensors, batch_size=(rows,), device=batch.device)
-        return self._derive(batch, {key: on_array(x) for key, x in self.non_tensor_batch.items()})
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.batch is None else dict(self.batch.items())
+
+    def _map(self, on_tensor: Callable, on_array: Callable, *batch_size: int) -> "DataProto":
+        arrays = {key: on_array(x) for key, x in self.non_tensor_batch.items()}
+        if self.batch is None:
+            return self._derive(None, arrays)
+        tensors = {key: on_tensor(x) for key, x in self.batch.items()}
+        return self._derive(TensorDict(tensors, batch_size=batch_size, device=self.batch.device), arrays)
 
     def check_consistency(self):
         """Raise ValueError unless the batch has one batch dimension and the arrays are ndarrays with as many rows."""
@@ -128,14 +131,10 @@ class DataProto:
     @classmethod
     def from_single_dict(cls, data: dict, meta_info=None, auto_padding=False) -> "DataProto":
         """From one dict, such as a collate_fn's: tensors go to `batch`, ndarrays to `non_tensor_batch`."""
-        tensors, arrays = {}, {}
-        for key, x in data.items():
-            if isinstance(x, torch.Tensor):
-                tensors[key] = x
-            elif isinstance(x, np.ndarray):
-                arrays[key] = x
-            else:
-                raise ValueError(f"data[{key!r}] must be a torch.Tensor or an ndarray, got {type(x).__name__}")
+        tensors = {key: x for key, x in data.items() if isinstance(x, torch.Tensor)}
+        arrays = {key: x for key, x in data.items() if isinstance(x, np.ndarray)}
+        for key in [key for key in data if key not in tensors and key not in arrays]:
+            raise ValueError(f"data[{key!r}] must be a torch.Tensor or an ndarray, got {type(data[key]).__name__}")
         return cls.from_dict(tensors, arrays, meta_info, auto_padding)
 
     def __len__(self) -> int:
@@ -145,17 +144,16 @@ class DataProto:
 
     def __getitem__(self, item):
         """An int gives a DataProtoItem; a slice, list, ndarray, tensor or bool mask gives a DataProto."""
+        part = operator.itemgetter(item)
         if isinstance(item, slice):
             if (item.step or 1) < 0:  # torch has no negative steps
                 return self.select_idxs(np.arange(len(self))[item])
-            return self._map(len(range(len(self))[item]), lambda x: x[item], lambda x: x[item])
+            return self._map(part, part, len(range(len(self))[item]))
         if isinstance(item, (int, np.integer)):
             if not -len(self) <= item < len(self):
                 raise IndexError(f"row {item} is out of range for {len(self)} rows")
-            batch = self.batch
-            if batch is not None:
-                batch = TensorDict({key: x[item] for key, x in batch.items()}, batch_size=(), device=batch.device)
-            return DataProtoItem(batch, {k: x[item] for k, x in self.non_tensor_batch.items()}, self.meta_info)
+            row = self._map(part, part)
+            return DataProtoItem(row.batch, row.non_tensor_batch, self.meta_info)
         if isinstance(item, (list, np.ndarray, torch.Tensor)):
             return self.select_idxs(item)
         raise TypeError(f"a DataProto cannot be indexed with {type(item).__name__}")
@@ -176,7 +174,7 @@ class DataProto:
         def take(x):
             return torch.index_select(x, 0, on_device(x.device), out=_recycled(rows, x))
 
-        return self._map(rows, take, lambda x: x[idxs])
+        return self._map(take, lambda x: x[idxs], rows)
 
     def reorder(self, indices):
         """Put the rows in the order of `indices`, in place."""
@@ -203,10 +201,8 @@ class DataProto:
         meta_info = dict(self.meta_info)
         if meta_info_keys is not None:
             meta_info = {key: x for key, x in meta_info.items() if key in meta_info_keys}
-        if deepcopy:  # one memo for all: what is shared stays shared
-            memo: dict = {}
-            arrays = {key: _copy_objects(x, memo) for key, x in arrays.items()}
-            meta_info = copy.deepcopy(meta_info, memo)
+        if deepcopy:  # together: what they share stays shared
+            arrays, meta_info = copy.deepcopy((arrays, meta_info))
         return self._derive(batch, arrays, meta_info)
 
     def pop(self, batch_keys=(), non_tensor_batch_keys=(), meta_info_keys=()) -> "DataProto":
@@ -214,52 +210,43 @@ class DataProto:
         batch: Any = {} if self.batch is None else self.batch
         rows = len(self)
         parts = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
-        taken = []
-        for (name, part), keys in zip(parts.items(), (batch_keys, non_tensor_batch_keys, meta_info_keys)):
-            if missing := {*(keys or ())}.difference(part.keys()):
+        wanted = [dict.fromkeys(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
+        for (name, part), keys in zip(parts.items(), wanted):
+            if missing := {*keys}.difference(part.keys()):
                 raise KeyError(f"{name} has no key {min(missing)!r}; it has {sorted(part.keys())}")
-            taken.append({key: part[key] for key in keys or ()})
-        for part, values in zip(parts.values(), taken):
-            for key in values:
-                del part[key]
+        taken = ({key: part.pop(key) for key in keys} for part, keys in zip(parts.values(), wanted))
         tensors, arrays, meta_info = taken
         popped = TensorDict(tensors, batch_size=(rows,), device=batch.device) if tensors else None
         return self._derive(popped, arrays, meta_info)
 
     def rename(self, old_keys, new_keys) -> "DataProto":
         """Rename a key, or a list of keys, of batch or non_tensor_batch, in place; returns self."""
-        if not isinstance(old_keys, str):
-            if isinstance(new_keys, str) or len(old_keys) != len(new_keys):
-                raise ValueError(f"rename takes as many new keys as old ones, got {old_keys} and {new_keys}")
-            for old, new in zip(old_keys, new_keys):
-                self.rename(old, new)
-            return self
+        if isinstance(old_keys, str):
+            old_keys, new_keys = [old_keys], [new_keys]
+        if isinstance(new_keys, str) or len(old_keys) != len(new_keys):
+            raise ValueError(f"rename takes as many new keys as old ones, got {old_keys} and {new_keys}")
         batch = {} if self.batch is None else self.batch
-        if new_keys in self.non_tensor_batch or new_keys in batch.keys():  # noqa: SIM118 (a TensorDict has no `in`)
-            raise KeyError(f"rename: the key {new_keys!r} is taken")
-        part = self.non_tensor_batch if old_keys in self.non_tensor_batch else batch
-        x = part[old_keys]
-        del part[old_keys]
-        part[new_keys] = x
+        for old, new in zip(old_keys, new_keys):
+            if new in self.non_tensor_batch or new in self._tensors:
+                raise KeyError(f"rename: the key {new!r} is taken")
+            part = self.non_tensor_batch if old in self.non_tensor_batch else batch
+            part[new] = part.pop(old)
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
         """Add the keys of `other`, in place; returns self. A key that both have must have equal values."""
         if len({len(d) for d in (self, other) if d.batch is not None or d.non_tensor_batch}) > 1:
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
-        mine, tensors = ({} if d.batch is None else dict(d.batch.items()) for d in (self, other))
-        for name, old, new in (
-            ("batch", mine, tensors),
-            ("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch),
-            ("meta_info", self.meta_info, other.meta_info),
-        ):
+        ours: tuple[dict, ...] = self._tensors, self.non_tensor_batch, self.meta_info
+        theirs: tuple[dict, ...] = other._tensors, other.non_tensor_batch, other.meta_info
+        for name, old, new in zip(("batch", "non_tensor_batch", "meta_info"), ours, theirs):
             for key in new:
                 if key in old and not _equal(old[key], new[key]):
                     raise ValueError(f"union: {name}[{key!r}] differs between the two")
         if self.batch is None:
             self.batch = None if other.batch is None else other.batch.copy()
         else:
-            self.batch.update({key: x for key, x in tensors.items() if key not in mine})
+            self.batch.update({key: x for key, x in other._tensors.items() if key not in self._tensors})
         self.non_tensor_batch.update(other.non_tensor_batch)
         self.meta_info.update(other.meta_info)
         return self
@@ -297,11 +284,11 @@ class DataProto:
             meta_info["metrics"] = {name: [m[name] for m in metrics if name in m] for name in names}
         parts = [d for d in data if len(d)] or data[:1]
         first, rows = parts[0], sum(map(len, parts))
-        keys = [{*(d.batch.keys() if d.batch is not None else ()), *d.non_tensor_batch} for d in parts]
+        keys: list[set] = [{*d._tensors, *d.non_tensor_batch} for d in parts]
         if odd := set.union(*keys) - set.intersection(*keys):
             raise ValueError(f"concat: the key {min(odd)!r} is not in every part")
         tensors = {}
-        for key in first.batch.keys() if first.batch is not None else ():
+        for key in first._tensors:
             xs = [d.batch[key] for d in parts]
             if len({(x.dtype, x.shape[1:]) for x in xs}) > 1:
                 raise ValueError(f"concat: batch[{key!r}] is of {', '.join(f'{x.dtype} {[*x.shape]}' for x in xs)}")
@@ -351,46 +338,39 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """Keys with shapes, dtypes and types, one per line."""
-        batch = {} if self.batch is None else self.batch
-        lines = ["batch", *(f"  {key}: {tuple(x.shape)} ({x.dtype}) {x.device}" for key, x in batch.items())]
+        lines = ["batch", *(f"  {key}: {tuple(x.shape)} ({x.dtype}) {x.device}" for key, x in self._tensors.items())]
         for name, part in (("non_tensor_batch", self.non_tensor_batch), ("meta_info", self.meta_info)):
             lines += [name, *(f"  {key}: {_type_info(x)}" for key, x in part.items())]
         return "\n".join(lines)
 
     def print_size(self, prefix=""):
         """Print the size in GiB; of object arrays only the pointers count."""
-        tensors = sum(x.nbytes for x in self.batch.values()) if self.batch is not None else 0
+        tensors = sum(x.nbytes for x in self._tensors.values())
         arrays = sum(x.nbytes for x in self.non_tensor_batch.values())
         message = f"Size of tensordict: {tensors / 2**30} GB, size of non_tensor_batch: {arrays / 2**30} GB"
         print(f"{prefix}, {message}" if prefix else message)
 
     def __getstate__(self):
-        if self.batch is None:
-            return None, self.non_tensor_batch, self.meta_info
         # Only the bytes of these rows: of a view torch would pickle the whole storage.
-        tensors = {key: (x.dtype, tuple(x.shape), _as_bytes(x.detach().cpu()).numpy()) for key, x in self.batch.items()}
-        return (tuple(self.batch.batch_size), tensors), self.non_tensor_batch, self.meta_info
+        tensors = {k: (x.dtype, tuple(x.shape), _as_bytes(x.detach().cpu()).numpy()) for k, x in self._tensors.items()}
+        size = None if self.batch is None else tuple(self.batch.batch_size)
+        return size, tensors, self.non_tensor_batch, self.meta_info
 
     def __setstate__(self, state):
-        batch, self.non_tensor_batch, self.meta_info = state
-        self.batch = None
-        if batch is not None:
-            size, tensors = batch
-            tensors = {key: torch.from_numpy(x).view(dtype).view(shape) for key, (dtype, shape, x) in tensors.items()}
-            self.batch = TensorDict(tensors, batch_size=size)
+        size, tensors, self.non_tensor_batch, self.meta_info = state
+        tensors = {key: torch.from_numpy(x).view(dtype).view(shape) for key, (dtype, shape, x) in tensors.items()}
+        self.batch = None if size is None else TensorDict(tensors, batch_size=size)
 
     def save_to_disk(self, filepath):
         """Write a safetensors file. Values may be None, bool, int, float, str, bytes, tensors, ndarrays, numpy scalars,
         PIL images of 8 bits, and lists, tuples and dicts of them. A tensor, an image or an ndarray of uint8 that rows
-        share is written once, and shared by the loaded rows. Raises InputError with the key and row of any other value.
-        """
-        tensors = {f"batch/{key}": x for key, x in (self.batch.items() if self.batch is not None else ())}
+        share is written once, and shared by the loaded rows. Any other value raises InputError with its key and row."""
+        tensors = {f"batch/{key}": x for key, x in self._tensors.items()}
         encode = _Encoder(tensors)
         arrays = {key: encode(x, f"non_tensor_batch[{key!r}]") for key, x in self.non_tensor_batch.items()}
         meta_info = encode(self.meta_info, "meta_info")
-        document = {"batch": None, "rows": len(self), "non_tensor_batch": arrays, "meta_info": meta_info}
-        if self.batch is not None:
-            document["batch"] = list(self.batch.keys())
+        keys = None if self.batch is None else list(self.batch.keys())
+        document = {"batch": keys, "rows": len(self), "non_tensor_batch": arrays, "meta_info": meta_info}
         tensors[DOCUMENT] = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         seen = set()
         for key, x in tensors.items():
@@ -422,13 +402,12 @@ class DataProto:
         order."""
         first = dist.get_rank() * len(self)
         # copies: views would keep the rows of all ranks in memory
-        own = {key: tensor[first : first + len(self)].clone() for key, tensor in whole.items()}
-        self.batch.update(own)
+        self.batch.update({key: x[first : first + len(self)].clone() for key, x in whole.items()})
 
     def all_gather(self, group=None) -> "DataProto":
         """The rows of all ranks of `group`, in the order of ranks, on every rank. Ranks may have different numbers of
         rows; one without rows may lack the keys too. Each rank keeps its own meta_info. A collective."""
-        batch = {} if self.batch is None else dict(self.batch.items())
+        batch = self._tensors
         spec = {key: (x.dtype, tuple(x.shape[1:])) for key, x in batch.items()}
         parts: list = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, (len(self), spec, self.non_tensor_batch), group=group)
@@ -455,8 +434,7 @@ class DataProto:
 class DataProtoFuture:
     """A DataProto that is still being computed, in parts. Only get() waits, and raises the exception of a part.
 
-    `collect_fn` joins the results of the parts; `dispatch_fn`, if given, returns this future's share of them.
-    """
+    `collect_fn` joins the results of the parts; `dispatch_fn`, if given, returns this future's share of them."""
 
     collect_fn: Callable[[list[DataProto]], DataProto]
     futures: list[Future]
@@ -468,11 +446,8 @@ class DataProtoFuture:
 
     def chunk(self, chunks: int) -> list["DataProtoFuture"]:
         parts = functools.cache(lambda: self.get().chunk(chunks))  # joined once, by whoever asks first
-
-        def part(i: int) -> DataProto:
-            return parts()[i]
-
-        return [DataProtoFuture(self.collect_fn, self.futures, functools.partial(part, i)) for i in range(chunks)]
+        shares = [functools.partial(lambda i: parts()[i], i) for i in range(chunks)]
+        return [DataProtoFuture(self.collect_fn, self.futures, share) for share in shares]
 
     def get(self) -> DataProto:
         if self.dispatch_fn is not None:
@@ -526,17 +501,6 @@ def _recycle(room: int, buffer: np.ndarray):
             POOL.pop(oldest, None)
 
 
-def _copy_objects(x: np.ndarray, memo: dict) -> np.ndarray:
-    """Like copy.deepcopy, but faster on rows that are dicts of plain values."""
-    if x.dtype != object or x.ndim != 1:
-        return copy.deepcopy(x, memo)
-    rows = []
-    for row in x:
-        flat = type(row) is dict and ATOMS.issuperset(map(type, row)) and ATOMS.issuperset(map(type, row.values()))
-        rows.append(memo.setdefault(id(row), row.copy()) if flat else copy.deepcopy(row, memo))
-    return _object_array(rows)
-
-
 def _object_array(values) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))
 
@@ -550,7 +514,7 @@ def _equal(a, b) -> bool:
         if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
             return False
         if isinstance(a, torch.Tensor):
-            return a.device == b.device and _equal_tensors(a.detach(), b.detach())
+            return a.device == b.device and (torch.equal(a, b) or bool(torch.isclose(a, b, 0, 0, equal_nan=True).all()))
         if a.dtype == object:
             return all(x is y or _equal(x, y) for x, y in zip(a.flat, b.flat))
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM")
@@ -559,14 +523,6 @@ def _equal(a, b) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(x, b[key]) for key, x in a.items())
     return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)
-
-
-def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.device.type == "cpu" and not a.is_complex():  # the same bits; numpy compares faster than torch.equal
-        bits = BITS[a.element_size()]
-        if np.array_equal(a.view(bits).numpy(), b.view(bits).numpy()):
-            return True
-    return bool(((a == b) | (a.isnan() & b.isnan())).all()) if a.is_floating_point() else torch.equal(a, b)
 
 
 def _type_info(x) -> str:
@@ -610,7 +566,7 @@ class _Encoder:
 
     def __call__(self, x, where: str):
         kind = type(x)
-        if kind in ATOMS and kind is not bytes:
+        if kind in (str, int, float, bool, type(None)):
             return x
         if kind in (list, tuple):
             values = [self(v, where) for v in x]
@@ -634,9 +590,7 @@ class _Encoder:
         if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufcSUMm":
             tag = "!scalar" if isinstance(x, np.generic) else "!array"
             return {tag: [x.dtype.str, list(x.shape), base64.b64encode(x.tobytes()).decode()]}
-        raise InputError(
-            f"{where}: a value of type {kind.__name__} cannot be saved; drop it or make it plain data first"
-        )
+        raise InputError(f"{where}: a value of type {kind.__name__} cannot be saved; drop it or make it plain data")
 
     def _named(self, x, as_tensor: Callable[[], torch.Tensor]) -> str:
         """The name under which `tensors` has x, of which rows may have the same object."""
@@ -654,11 +608,11 @@ def _decode(x, tensors: dict):
     tag = next(iter(x), "")
     if not tag.startswith("!"):
         return {key: _decode(v, tensors) for key, v in x.items()}
-    body = x[tag]
+    body = _decode(x[tag], tensors)
     if tag == "!tuple":
-        return tuple(_decode(v, tensors) for v in body)
+        return tuple(body)
     if tag == "!dict":
-        return {_decode(key, tensors): _decode(v, tensors) for key, v in body}
+        return dict(body)
     if tag == "!bytes":
         return base64.b64decode(body)
     if tag == "!tensor":
@@ -670,7 +624,8 @@ def _decode(x, tensors: dict):
     if tag == "!uint8":
         return tensors[body].numpy()
     if tag == "!objects":
-        return _object_array([_decode(v, tensors) for v in body[1]]).reshape(body[0])
+        shape, rows = body
+        return _object_array(rows).reshape(shape)
     if tag in ("!array", "!scalar"):
         dtype, shape, data = body
         array = np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).reshape(shape).copy()

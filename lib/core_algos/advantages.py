@@ -13,7 +13,7 @@ Estimators return advantages (B, T) and returns (B, T); an outcome estimator ret
 loss is differentiated. Statistics are in float64; results have the dtype of the rewards, float32 at least.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -26,7 +26,6 @@ from lib.core_algos.reductions import (
     _keep,
     _outcome_scores,
     _rewards_dtype,
-    _spread,
     at_last_token,
     group_mean,
     group_std,
@@ -42,19 +41,17 @@ def _outcomes(rewards: Tensor, mask: Tensor, index: Index, singleton: str) -> tu
     """For the live rows, in float64 on the CPU: R (N,), R − mean_g (N,), the group number (N,), the group's size (N,);
     and a function that spreads A over their tokens: (N,) -> advantages (B, T), returns (B, T).
 
-    R − mean_g is exactly 0 in a group of equal R; in a group of one it is R if "raw", 0 if "zero".
-    """
+    R − mean_g is exactly 0 in a group of equal R; in a group of one it is R if "raw", 0 if "zero"."""
     scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
-    one_token = torch.ones(len(scores), 1)
-    centred, _ = compute_grpo_outcome_advantage(
-        scores[:, None], one_token, group, norm_adv_by_std_in_grpo=False, singleton=singleton
-    )
-    return scores, centred[:, 0], group, torch.bincount(group)[group], lambda x: (_spread(x, alive, rewards, mask),) * 2
+    centred = scores - group_mean(scores, torch.ones(len(scores), 1), group, singleton)
 
+    def spread(values: Tensor) -> tuple:
+        rows = values.new_zeros(len(alive))
+        rows[alive] = values
+        advantages = _keep(rows.to(mask.device)[:, None].expand(mask.shape), mask)
+        return _rewards_dtype(rewards, advantages, advantages)
 
-def _group_sums(values: Tensor, group: Tensor) -> Tensor:
-    """For each row, the sum over its group (N,)."""
-    return _group_sum(values, group, len(torch.bincount(group)))[group]
+    return scores, centred, group, torch.bincount(group)[group], spread
 
 
 def _groups(scores: Tensor, group: Tensor) -> Iterator[Tensor]:
@@ -75,18 +72,14 @@ def _whiten(values: Tensor, mask: Tensor) -> Tensor:
     return _keep(values, mask).masked_scatter(valid, whitened.to(values.dtype))
 
 
-# ------------------------------------------------------------------------------------- DAPO's punishment
-
-
 def compute_overlong_penalty(
-    response_mask: Tensor, max_response_length: int, overlong_buffer: int, penalty_factor: float
+    response_mask, max_response_length: int, overlong_buffer: int, penalty_factor: float
 ) -> Tensor:
     """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, to be added to the rewards.
 
     min(0, −(len − (max_response_length − overlong_buffer)) / overlong_buffer · penalty_factor) on a live row's last
     valid token, 0 elsewhere (B, T) float32. len is that token's position, so tool output before it counts. Lengths are
-    in tokens. Raises InputError unless 0 < overlong_buffer <= max_response_length.
-    """
+    in tokens. Raises InputError unless 0 < overlong_buffer <= max_response_length."""
     if not 0 < overlong_buffer <= max_response_length:
         raise InputError(
             f"overlong_buffer must be in 1..max_response_length = {max_response_length}, not {overlong_buffer}"
@@ -96,28 +89,15 @@ def compute_overlong_penalty(
     return at_last_token(-excess / overlong_buffer * penalty_factor, response_mask)
 
 
-# ------------------------------------------------------------------------------------------------ GRPO
-
-
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    singleton: str = "raw",
-) -> tuple[Tensor, Tensor]:
+    token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, singleton="raw"
+) -> Pair:
     """GRPO, arXiv 2402.03300: A_i = (R_i − mean_g) / (std_g + epsilon) on every valid token of row i; std with N − 1.
 
     `norm_adv_by_std_in_grpo=False` is Dr. GRPO, arXiv 2503.20783: A_i = R_i − mean_g.
-    token_level_rewards, response_mask (B, T); index (B,): rows of equal id are one group, and a group must be whole.
-    Returns one (B, T) tensor twice, as advantages and as returns. Equal rewards give exactly 0. Rewards at masked
-    positions do not count.
-
-    `singleton` is for a group with one live row, which has no baseline: "raw" takes mean 0 and std 1 (A = R, as verl),
-    "zero" takes A = 0. Beware of "raw" if rows can be dead: a group's only live row has its bare reward as advantage.
-    """
+    token_level_rewards, response_mask (B, T); index (B,): rows of equal id are one group. Equal rewards give exactly 0.
+    Beware of singleton "raw" if rows can be dead: a group's only live row has its bare reward as advantage."""
     scores = masked_sum(token_level_rewards.double(), response_mask, dim=-1)  # (B,)
     advantages = scores - group_mean(scores, response_mask, index, singleton)
     if norm_adv_by_std_in_grpo:
@@ -135,8 +115,7 @@ def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam
 
     A' and V' are those of the next *valid* token, as if the tool output between them were not there.
     With values None (0) and λ = 1 this is the discounted reward to go. It runs on the CPU, where a column of tokens
-    costs no eight kernel launches.
-    """
+    costs no eight kernel launches."""
     device, valid = rewards.device, mask.bool().cpu()
     values = torch.zeros_like(rewards) if values is None else values
     rewards, values = (_keep(x, mask).double().cpu() for x in (rewards, values))
@@ -153,18 +132,12 @@ def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam
 
 @torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    gamma: float,
-    lam: float,
-    lam_policy: float | Tensor | None = None,
+    token_level_rewards, values, response_mask, gamma: float, lam: float, lam_policy: float | Tensor | None = None
 ) -> Pair:
     """GAE, arXiv 1506.02438: A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γV_{t+1} − V_t; returns = A + V. A is then whitened.
 
     All (B, T). t counts valid tokens, so tool output changes nothing. `lam_policy` gives VAPO's decoupled GAE, arXiv
-    2504.05118: returns use `lam` (1 in the paper), advantages use λ = lam_policy, a number or one per row (B,).
-    """
+    2504.05118: returns use `lam` (1 in the paper), advantages use λ = lam_policy, a number or one per row (B,)."""
     returns = advantages = _gae(token_level_rewards, values, response_mask, gamma, lam)
     if lam_policy is not None:
         advantages = _gae(token_level_rewards, values, response_mask, gamma, lam_policy)
@@ -179,14 +152,11 @@ def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * response_mask.bool().sum(-1).clamp(min=1).double())).clamp(min=0)
 
 
-def compute_value_loss(
-    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float = 0.5
-) -> tuple[Tensor, dict[str, Tensor]]:
+def compute_value_loss(vpreds, returns, values, response_mask, cliprange_value=0.5) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's critic: L = ½·max((v − R)², (clip(v, V ± cliprange_value) − R)²), v = vpreds, V = values before the update.
 
     All (B, T). A cliprange_value of math.inf turns the clip off. Only vpreds is differentiated. Returns losses (B, T)
-    for `agg_loss`, 0 at masked positions, and a detached (B, T) metric: critic/vf_clipfrac, where the clip decides.
-    """
+    for `agg_loss`, 0 at masked positions, and a detached (B, T) metric: critic/vf_clipfrac, where the clip decides."""
     if not cliprange_value > 0:
         raise InputError(f"cliprange_value must be > 0, not {cliprange_value}")
     vpreds = _keep(vpreds, response_mask)
@@ -208,17 +178,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    singleton: str = "raw",
+    token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, singleton="raw"
 ) -> Pair:
     """Pass@k, arXiv 2503.19595: A = (R_max − R_second) / (std_g + epsilon) for a group's best, 0 for the others.
 
-    A tie gives 0. A group of one has no second: "raw" raises InputError (verl: ValueError).
-    """
+    A tie gives 0. A group of one has no second: "raw" raises InputError (verl: ValueError)."""
     scores, _, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     if singleton == "raw" and (size == 1).any():
         raise InputError("grpo_passk needs at least 2 live rows a group: raise group_size, or take singleton 'zero'")
@@ -230,25 +194,21 @@ def compute_grpo_passk_outcome_advantage(
     return spread(advantages)
 
 
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
-) -> Pair:
+def compute_rloo_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
     """RLOO, arXiv 2402.14740: A_i = R_i − mean_{j≠i} R_j = (R_i − mean_g)·G/(G − 1).
 
-    A group of one: "raw" is verl's rloo, "zero" its rloo_vectorized.
-    """
+    A group of one: "raw" is verl's rloo, "zero" its rloo_vectorized."""
     _, centred, _, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     return spread(centred * size / (size - 1).clamp(min=1))
 
 
 def compute_grpo_leave_one_out_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-6, singleton: str = "raw"
+    token_level_rewards, response_mask, index, epsilon=1e-6, singleton="raw"
 ) -> Pair:
     """GRPO with the others' statistics (NeMo-RL, AReaL): A_i = (R_i − mean_{j≠i} R_j) / (std_{j≠i} + epsilon).
 
     If all the others' rewards are equal, A is not divided. This compares the rewards, not their std, which rounding may
-    leave above 0, so that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one.
-    """
+    leave above 0, so that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one."""
     scores, advantages, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     for rows in _groups(scores, group):
         size, ordered = len(rows), scores[rows] - scores[rows[0]]
@@ -260,73 +220,57 @@ def compute_grpo_leave_one_out_outcome_advantage(
 
 
 def compute_grpo_batch_std_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = 1e-4, singleton: str = "raw"
+    token_level_rewards, response_mask, index, epsilon=1e-4, singleton="raw"
 ) -> Pair:
     """Lite PPO, arXiv 2508.08221: A_i = (R_i − mean_g) / (std of all R of the batch + epsilon), std with N − 1.
 
-    If all R are equal, A is not divided. Not in verl; TRL (scale_rewards="batch") has A = 0 in a group of one.
-    """
+    If all R are equal, A is not divided. Not in verl; TRL (scale_rewards="batch") has A = 0 in a group of one."""
     scores, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     ordered = scores.sort().values
     differ = len(scores) and ordered[0] != ordered[-1]
     return spread(centred / (ordered.std() + epsilon) if differ else centred)
 
 
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
-) -> Pair:
+def compute_opo_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
     """OPO, arXiv 2505.23585: A_i = R_i − Σ_j len_j·R_j / Σ_j len_j over the group; len counts valid tokens."""
     _, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     lengths = response_mask.bool().sum(-1).cpu().double()
     lengths = lengths[lengths > 0]  # (N,)
-    baseline = _group_sums(lengths * centred, group) / _group_sums(lengths, group)  # a shift of R cancels
+    baseline = _group_sum(lengths * centred, group) / _group_sum(lengths, group)  # a shift of R cancels
     return spread(torch.where(size > 1, centred - baseline, centred))
 
 
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, f_norm: float = 1.0, singleton: str = "raw"
-) -> Pair:
+def compute_gpg_outcome_advantage(token_level_rewards, response_mask, index, f_norm=1.0, singleton="raw") -> Pair:
     """GPG, arXiv 2504.02546: A_i = α·(R_i − mean_g) / f_norm, α = rows / max(rows with R ≠ 0, 1) of the batch.
 
-    A group of one: "raw" is A = α·R / f_norm.
-    """
+    A group of one: "raw" is A = α·R / f_norm."""
     scores, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     return spread(len(scores) / max(int(scores.count_nonzero()), 1) * centred / f_norm)
 
 
-def compute_maxrl_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
-) -> Pair:
+def compute_maxrl_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
     """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g <= 0; for rewards >= 0.
 
-    A group of one gives 0 by the formula, "raw" or "zero" (the paper's code takes mean 0 there: A = R / epsilon).
-    """
+    A group of one gives 0 by the formula, "raw" or "zero" (the paper's code takes mean 0 there: A = R / epsilon)."""
     scores, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
-    mean = _group_sums(scores, group) / size
+    mean = _group_sum(scores, group) / size
     return spread(torch.where((mean > 0) & (size > 1), centred / mean, 0))
 
 
 def compute_gdpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    *,
-    reward_components: Tensor,
-    reward_weights: Sequence[float] | None = None,
-    singleton: str = "raw",
+    token_level_rewards, response_mask, index, *, reward_components, reward_weights=None, singleton="raw"
 ) -> Pair:
     """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
 
     reward_components (B, K): K rewards of each row; reward_weights: K numbers, 1 by default. Of token_level_rewards
-    only the dtype is used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl) or 0 ("zero").
-    """
+    only the dtype is used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl) or 0 ("zero")."""
     weights = [1.0] * reward_components.shape[1] if reward_weights is None else reward_weights
     if len(weights) != reward_components.shape[1]:
         raise InputError(f"gdpo: {len(weights)} weights for {reward_components.shape[1]} rewards: give one for each")
     alive = response_mask.bool().any(-1, keepdim=True)
     components = zip(weights, reward_components.double().split(1, dim=1))
     rows = sum(w * compute_grpo_outcome_advantage(r, alive, index, singleton=singleton)[0] for w, r in components)
-    advantages = _whiten(rows.expand(response_mask.shape), response_mask)  # type: ignore[union-attr]  # K is not 0
+    advantages = _whiten(rows.expand(response_mask.shape), response_mask)
     return _rewards_dtype(token_level_rewards, advantages, advantages)
 
 
@@ -334,55 +278,35 @@ def compute_gdpo_outcome_advantage(
 
 
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index=None, gamma: float = 1.0, singleton: str = "raw"
+    token_level_rewards, response_mask, index=None, gamma=1.0, singleton="raw"
 ) -> Pair:
     """REINFORCE++, arXiv 2501.03262: G_t = r_t + γ·G', G' of the next valid token; A = whiten(G); returns = G.
 
-    It has no groups: it takes `index` and `singleton` only because the other estimators do.
-    """
+    It has no groups: it takes `index` and `singleton` only because the other estimators do."""
     returns = _gae(token_level_rewards, None, response_mask, gamma, 1.0)
     return _rewards_dtype(token_level_rewards, _whiten(returns, response_mask), returns)
 
 
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw"
+    token_level_rewards, response_mask, index, singleton="raw"
 ) -> Pair:
     """REINFORCE++-baseline, arXiv 2501.03262: A = whiten(R_i − mean_g) over the batch's tokens.
 
-    A group of one enters the whitening as R ("raw", as verl) or 0 ("zero").
-    """
+    A group of one enters the whitening as R ("raw", as verl) or 0 ("zero")."""
     _, centred, _, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     advantages = _whiten(spread(centred)[0], response_mask)
     return advantages, advantages
 
 
 @torch.no_grad()
-def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
-) -> Pair:
-    """ReMax, arXiv 2310.10505: A_t = Σ_{k≥t} r_k − b_i, b (B,) the reward of one greedy response to the same prompt."""
-    if reward_baselines.shape != response_mask.shape[:1]:
-        raise ValueError(f"reward_baselines must be one number a row, not {tuple(reward_baselines.shape)}")
-    returns = _gae(token_level_rewards, None, response_mask, 1.0, 1.0)
-    return _rewards_dtype(token_level_rewards, _keep(returns - reward_baselines[:, None], response_mask), returns)
-
-
-@torch.no_grad()
 def compute_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    singleton: str = "raw",
+    token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights=None, singleton="raw"
 ) -> Pair:
     """Optimal token baseline, arXiv 2602.07078: A_it = G_it − B_t, B_t = Σ_i G_it·W_it / (Σ_i W_it + 1e-8), the sums
     over the group's rows valid at t; G = Σ_{k≥t} r_k; W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_v²)·w_j², w the IS weights or 1.
 
     All (B, T); sum_pi_squared is Σ_v π_v² over the vocabulary. Returns A, G. Where only the longest response reaches,
-    it would be its own baseline, so B = 0 there. In a group of one that is everywhere: "raw" is A = G.
-    """
+    it would be its own baseline, so B = 0 there. In a group of one that is everywhere: "raw" is A = G."""
     _, _, group, size, _ = _outcomes(token_level_rewards, response_mask, index, singleton)
     alive = response_mask.bool().any(-1).cpu()
     returns = _gae(token_level_rewards, None, response_mask, 1.0, 1.0)
@@ -395,7 +319,7 @@ def compute_optimal_token_baseline_advantage(
 
     width = valid.shape[1]
     cell = (group[:, None] * width + torch.arange(width)).flatten()  # a position of a group: summed over its rows
-    sums = lambda values: _group_sums(values.double().flatten(), cell).view(values.shape)  # noqa: E731
+    sums = lambda values: _group_sum(values.double().flatten(), cell).view(values.shape)  # noqa: E731
     reached = valid.flip(1).cumsum(1).flip(1) > 0
     baseline = (sums(togo * energy) / (sums(energy) + 1e-8)).masked_fill(sums(reached) == 1, 0)
     if singleton == "zero":
@@ -406,17 +330,10 @@ def compute_optimal_token_baseline_advantage(
 
 
 def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    singleton: str = "raw",
+    token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights=None, singleton="raw"
 ) -> Pair:
     """The optimal token baseline for several turns, as in verl: a row's nth valid token is compared with the others'
-    nth valid token, however much tool output comes before them.
-    """
+    nth valid token, however much tool output comes before them."""
     order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first
     tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared)
     rewards, mask, old, squared = (x.gather(1, order) for x in tensors)
@@ -456,15 +373,12 @@ def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable
     """The estimator of that name with these settings bound: estimator(token_level_rewards, response_mask, index,
     **tensors of ADV_TENSORS).
 
-    Raises InputError for an unknown estimator (it lists the names) or a bad setting.
-    """
+    Raises InputError for an unknown estimator (it lists the names) or a bad setting."""
     estimator = _lookup("advantage estimator", ADV_ESTIMATORS, name)
     return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS.get(name, ()))
 
 
-def estimate_advantages(
-    name: str, settings: Mapping, rewards: Tensor, response_mask: Tensor, tensors: Mapping[str, Tensor]
-) -> Pair:
+def estimate_advantages(name: str, settings: Mapping, rewards, response_mask, tensors: Mapping[str, Tensor]) -> Pair:
     """(advantages, returns) (B, T) by the estimator of that name. tensors: `group` (B,), and those that it needs."""
     others = {key: tensors[key] for key in ADV_TENSORS.get(name, ()) if key in tensors}
     return get_adv_estimator_fn(name, settings)(rewards, response_mask, tensors["group"], **others)

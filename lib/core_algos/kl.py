@@ -12,11 +12,7 @@ KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(
-    logprob: Tensor,
-    ref_logprob: Tensor,
-    kl_penalty: str,
-    response_mask: Tensor | None = None,
-    old_log_probs: Tensor | None = None,
+    logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_mask=None, old_log_probs: Tensor | None = None
 ) -> Tensor:
     """Estimates of KL(π ‖ ref) at tokens sampled from π, joschu.net/blog/kl-approx.html; d = logprob − ref_logprob.
 
@@ -34,8 +30,7 @@ def kl_penalty(
 
     The clamp at 10 is a bias in all forms of k3. All (B, T). With a mask the result and its gradient are 0 at masked
     positions; the mask of `agg_loss` comes too late for a log-prob of −inf in the padding. Raises InputError for an
-    unknown name.
-    """
+    unknown name."""
     name = kl_penalty.removesuffix("+").removesuffix("_unbiased")
     if name not in KL_PENALTIES or kl_penalty not in (name, f"{name}+", f"{name}_unbiased"):
         forms = ", ".join(KL_PENALTIES)
@@ -59,18 +54,12 @@ def kl_penalty(
     return (logprob - old_log_probs).clamp(-20, 20).exp() * value if kl_penalty.endswith("_unbiased") else value
 
 
-# ----------------------------------------------------------- KL in the reward; coefficients that adapt
-
-
 @torch.no_grad()
-def apply_kl_penalty(
-    token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, beta: float
-) -> tuple[Tensor, float]:
+def apply_kl_penalty(token_level_scores, kl, response_mask, beta: float) -> tuple[Tensor, float]:
     """token_level_rewards = scores − β·kl (B, T), 0 at masked positions, and the mean KL for the controller.
 
     kl (B, T) is `kl_penalty(old_log_probs, ref_log_prob, ...)`. Its mean is taken over the valid tokens of each row,
-    then over the live rows; it is 0 without live rows.
-    """
+    then over the live rows; it is 0 without live rows."""
     kl = _keep(kl, response_mask)
     (rewards,) = _rewards_dtype(token_level_scores, _keep(token_level_scores, response_mask) - beta * kl)
     lengths = response_mask.bool().sum(-1)
@@ -82,8 +71,7 @@ class AdaptiveKLController:
     """arXiv 1909.08593, section 2.2: β <- β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after n responses.
 
     β is `value`. A checkpoint holds it; loading ignores it if the run now has another initial β. A KL of NaN raises
-    ValueError, since β would stay NaN.
-    """
+    ValueError, since β would stay NaN."""
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if not (target_kl > 0 and horizon > 0):
@@ -117,8 +105,7 @@ class AdaptiveEntropyController:
 
     `value`, the coefficient of the next update, is coef, but 0 while the last entropy is above the target. Without a
     target it is constant. A checkpoint holds both; loading ignores them if the run now has another initial coefficient.
-    An entropy of NaN raises ValueError.
-    """
+    An entropy of NaN raises ValueError."""
 
     def __init__(self, coef: float, target: float | None, delta: float = 0.005, max_coef: float = 1.0) -> None:
         if target is not None and not (delta > 0 and 0 <= coef <= max_coef):

@@ -18,9 +18,6 @@ def _keep(values: Tensor, mask: Tensor) -> Tensor:
     return values.masked_fill(~mask.bool(), 0)
 
 
-# ----------------------------------------------------------------------------------- masked reductions
-
-
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Σ x·m over all positions, or along `dim`."""
     return _keep(values, mask).sum(dim)
@@ -40,26 +37,19 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     return masked_sum((values - masked_mean(values, mask)).square(), mask) / (count - 1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x − mean) / sqrt(var + 1e-8), 0 at masked positions; `shift_mean=False` adds the mean back.
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(x − mean) / sqrt(var + 1e-8), 0 at masked positions.
 
     The statistics are those of this tensor, so gather a batch that is spread over ranks first. Raises ValueError for
-    fewer than 2 valid positions.
-    """
+    fewer than 2 valid positions."""
     values = _keep(values, mask)
-    mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
-    return _keep(whitened if shift_mean else whitened + mean, mask)
-
-
-# --------------------------------------------------------------------------- outcomes and their groups
+    return _keep((values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + 1e-8), mask)
 
 
 def _outcome_scores(token_level_rewards: Tensor, response_mask: Tensor, index) -> tuple[Tensor, Tensor, Tensor]:
     """The live rows' scores R_i = Σ_t r·m (N,) and group numbers (N,), and which rows are live (B,), on the CPU.
 
-    Dead rows are dropped here, so they cannot affect the others. Scores are float64, so sums of float32 are exact.
-    """
+    Dead rows are dropped here, so they cannot affect the others. Scores are float64, so sums of float32 are exact."""
     ids = index.cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
     if ids.shape != (len(response_mask),):
         raise ValueError(f"index needs one group id for each of the {len(response_mask)} rows, not shape {ids.shape}")
@@ -70,18 +60,15 @@ def _outcome_scores(token_level_rewards: Tensor, response_mask: Tensor, index) -
     return scores, group, alive
 
 
-def _group_sum(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """(N,) -> (num_groups,). Sums in ascending order, on the CPU, so the bits do not depend on the order of rows."""
+def _group_sum(values: Tensor, group: Tensor) -> Tensor:
+    """For each row, the sum over its group (N,). In ascending order, on the CPU: row order does not change the bits."""
     order = values.argsort()
-    return values.new_zeros(num_groups).index_add(0, group[order], values[order])
+    return values.new_zeros(len(torch.bincount(group))).index_add(0, group[order], values[order])[group]
 
 
-def _spread(row_values: Tensor, alive: Tensor, token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """Values of the live rows (N,) -> their valid tokens (B, T); 0 elsewhere."""
-    rows = row_values.new_zeros(len(alive))
-    rows[alive] = row_values
-    dtype = torch.promote_types(token_level_rewards.dtype, torch.float32)  # integer rewards must not truncate
-    return _keep(rows.to(response_mask.device, dtype)[:, None].expand(response_mask.shape), response_mask)
+def _group_extreme(values: Tensor, group: Tensor, which: str) -> Tensor:
+    """For each row, the smallest ("amin") or the largest ("amax") value of its group (N,)."""
+    return torch.zeros_like(values).scatter_reduce(0, group, values, which, include_self=False)[group]
 
 
 def _rewards_dtype(token_level_rewards: Tensor, *results: Tensor) -> tuple:
@@ -96,30 +83,20 @@ def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
     return _keep(row_values[:, None].expand(mask.shape), last)
 
 
-def zero_variance_rows(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Index,
-    reward_components: Tensor | None = None,
-) -> Tensor:
+def zero_variance_rows(token_level_rewards, response_mask, index, reward_components=None) -> Tensor:
     """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all exactly equal.
 
     Every group estimator gives them advantage 0, and DAPO's dynamic sampling, arXiv 2503.14476, drops them. Groups of
     one do not count, since their variance is undefined, not zero. The arguments are those of the estimators. With
-    reward_components (B, K), which GDPO compares one by one, each of the K must be equal, whatever their sum is.
-    """
+    reward_components (B, K), which GDPO compares one by one, each of the K must be equal, whatever their sum is."""
     if reward_components is not None:
         alive = response_mask.bool().any(1, keepdim=True)
         equal = [zero_variance_rows(rewards, alive, index) for rewards in reward_components.split(1, dim=1)]
         return torch.stack(equal).all(0)
     scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
-    size = torch.bincount(group)
-    low, high = (
-        scores.new_zeros(len(size)).scatter_reduce(0, group, scores, end, include_self=False)
-        for end in ("amin", "amax")
-    )
+    low, high = (_group_extreme(scores, group, which) for which in ("amin", "amax"))
     rows = torch.zeros_like(alive)
-    rows[alive] = ((low == high) & (size > 1))[group]
+    rows[alive] = (low == high) & (torch.bincount(group)[group] > 1)
     return rows.to(response_mask.device)
 
 
@@ -127,16 +104,14 @@ def group_mean(scores: Tensor, response_mask: Tensor, index: Index, singleton: s
     """(B,) float64: for each row, the mean score of its group, over the rows that have a valid token.
 
     scores (B,); response_mask (B, T); index (B,): rows of equal id are one group. The mean of equal scores is exactly
-    that score. A group with one such row: 0 if singleton is "raw", as in verl, or its own score if "zero".
-    """
+    that score. A group with one such row: 0 if singleton is "raw", as in verl, or its own score if "zero"."""
     return _group_statistics(scores, response_mask, index, singleton)[0]
 
 
 def group_std(scores: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw") -> Tensor:
     """(B,) float64: for each row, the standard deviation, with N - 1, of the scores of its group, as `group_mean`.
 
-    A group with one row that has a valid token: 1 if singleton is "raw", as in verl, or 0 if "zero".
-    """
+    A group with one row that has a valid token: 1 if singleton is "raw", as in verl, or 0 if "zero"."""
     return _group_statistics(scores, response_mask, index, singleton)[1]
 
 
@@ -145,33 +120,24 @@ def _group_statistics(scores: Tensor, response_mask: Tensor, index, singleton: s
         raise InputError(f"unknown singleton {singleton!r}: choose one of raw, zero")
     valid = response_mask.bool().any(-1, keepdim=True)  # (B, 1)
     scores, group, rows = _outcome_scores(scores[:, None], valid, index)
-    count = torch.bincount(group)  # (num_groups,)
-    low = scores.new_zeros(len(count)).scatter_reduce(0, group, scores, "amin", include_self=False)
-    shifted = scores - low[group]  # exactly 0 in a group of equal scores, where a rounded mean may leave noise
-    mean = _group_sum(shifted, group, len(count)) / count
-    squares = (shifted - mean[group]).square()
-    std = (_group_sum(squares, group, len(count)) / (count - 1).clamp(min=1)).sqrt()
+    count = torch.bincount(group)[group]  # (N,), like all that follows
+    low = _group_extreme(scores, group, "amin")
+    shifted = scores - low  # exactly 0 in a group of equal scores, where a rounded mean may leave noise
+    mean = _group_sum(shifted, group) / count
+    std = (_group_sum((shifted - mean).square(), group) / (count - 1).clamp(min=1)).sqrt()
     mean = low + mean
     if singleton == "raw":
         mean, std = mean.masked_fill(count == 1, 0), std.masked_fill(count == 1, 1)
     results = torch.zeros(2, len(rows), dtype=torch.float64)
-    results[:, rows] = torch.stack([mean, std])[:, group]
+    results[:, rows] = torch.stack([mean, std])
     return tuple(results.to(valid.device))
 
-
-# ------------------------------------------------------------------------------------ loss aggregation
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def agg_loss(
-    loss_mat: Tensor,
-    loss_mask: Tensor,
-    loss_agg_mode: str,
-    *,
-    global_tokens: float | Tensor | None = None,
-    global_rows: float | Tensor | None = None,
-    loss_scale_factor: float | None = None,
+    loss_mat, loss_mask, loss_agg_mode: str, *, global_tokens=None, global_rows=None, loss_scale_factor=None
 ) -> Tensor:
     """This micro-batch's share of the mini-batch's loss: the *sum* over micro-batches and ranks is the loss.
 
@@ -185,13 +151,12 @@ def agg_loss(
     mini-batch: all its micro-batches on all ranks. Give both, or neither to count them in `loss_mask`. A count of 0
     gives 0, not NaN. FSDP averages gradients over ranks, but a sum is wanted: lib/model/trained.py multiplies by
     world_size. C is a constant, such as the maximal response length. Without one verl takes the padded width, so that
-    the loss depends on the longest response; here a missing C is an InputError, like an unknown mode.
-    """
+    the loss depends on the longest response; here a missing C is an InputError, like an unknown mode."""
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise InputError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
     if (global_tokens is None) != (global_rows is None):
         raise ValueError("give both global_tokens and global_rows, or neither")
-    if global_tokens is None or global_rows is None:
+    if global_tokens is None:
         global_tokens, global_rows = loss_mask.bool().sum(), loss_mask.bool().any(-1).sum()
     token_loss = masked_sum(loss_mat, loss_mask)
     if loss_agg_mode == "token-mean":

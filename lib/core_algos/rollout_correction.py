@@ -82,8 +82,7 @@ def compute_rollout_correction(
       token_k1, seq_sum_k1, seq_mean_k1   (low, high) on r of the token, of the row as sequence, as geometric mean
       seq_max_k1                          on r of every token of the row: the outlier veto, such as (1e-4, 100)
       the same four with k2, k3           upper limit of x²/2, of e^x − 1 − x: token, sum, mean, maximum over the row
-    Raises InputError for an unknown name or bad bounds.
-    """
+    Raises InputError for an unknown name or bad bounds."""
     if not isinstance(reject, Mapping | None):
         raise InputError(f'reject needs an object, such as {{"seq_mean_k1": [0.99, 1.01]}}, not {reject!r}')
     mask = response_mask.bool()
@@ -117,8 +116,7 @@ def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: 
     """Metrics that mismatch_metrics in lib/run/metrics.py does not have, each as the values whose mean is the metric.
 
     ess: the effective sample size under weights r, as a fraction of the tokens, (Σr)²/(N·Σr²). prob_pearson: the
-    correlation of π_train and π_rollout over tokens; left out if one of them is constant.
-    """
+    correlation of π_train and π_rollout over tokens; left out if one of them is constant."""
     if not mask.any():
         return {}
     alive = mask.any(-1)
@@ -143,8 +141,7 @@ def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: 
 def get_rollout_correction_fn(settings: Mapping) -> Callable[..., tuple[Tensor | None, Tensor, dict[str, float]]]:
     """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings bound.
 
-    Raises InputError for bad settings before there is a batch, by a trial on two tokens.
-    """
+    Raises InputError for bad settings before there is a batch, by a trial on two tokens."""
     correct = _bind("rollout correction", compute_rollout_correction, settings, 3)
     correct(*[torch.ones(2, 1)] * 3)
     return correct

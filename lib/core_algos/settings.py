@@ -18,8 +18,7 @@ def _bind(what: str, function: Callable, settings: Mapping, positional: int, ten
     """The function with its settings bound; the caller passes the `positional` arguments and the tensors later.
 
     Raises InputError for an unknown setting, for a missing one without default, and for a wrong type: where the default
-    is a number it must be a number of at least 0, where the default is a bool it must be a bool.
-    """
+    is a number it must be a number of at least 0, where the default is a bool it must be a bool."""
     signature = inspect.signature(function)
     if fixed := settings.keys() & getattr(function, "keywords", {}).keys():  # a partial, which is a variant of its own
         raise InputError(f"{what} has no setting {', '.join(sorted(fixed))}: its name says it")

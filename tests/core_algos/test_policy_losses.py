@@ -15,15 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
-from lib.core_algos import (
-    CRITERIA,
-    LOSS_AGG_MODES,
-    agg_loss,
-    compute_policy_loss,
-    compute_rollout_correction,
-    get_rollout_correction_fn,
-)
+from lib.core_algos import CRITERIA, LOSS_AGG_MODES, agg_loss, compute_rollout_correction, get_rollout_correction_fn
 from lib.core_algos import policy_losses as pl
+from lib.core_algos.policy_losses import compute_policy_loss
 from tests.core_algos.test_core_algos import (
     SCALE,
     bits_equal,
