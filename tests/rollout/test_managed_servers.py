@@ -308,31 +308,15 @@ run(main, pathlib.Path(sys.argv[1]))
 """
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """By what happens: launcher, folder, mark. All at once, for the time that they take to start."""
-    jobs = {}
-    for name in ("launcher", "rank 0", "Ctrl-C"):
-        folder, mark = tmp_path_factory.mktemp("job"), uuid.uuid4().hex
-        (folder / "stand_in.py").write_text(STAND_IN)
-        (folder / "probe.py").write_text(PROBE)
-        arguments = ["setsid", "env", f"{MARK}={mark}", *ONE_NODE[1:], str(folder / "probe.py"), str(folder), "wait"]
-        jobs[name] = start(arguments, folder / "log"), folder, mark
-    return jobs
-
-
-@pytest.mark.parametrize("who", ["launcher", "rank 0", "Ctrl-C"])
-def test_nothing_outlives_a_launcher_or_its_ranks(jobs, who):
-    launcher, folder, mark = jobs[who]
+def test_nothing_outlives_a_launcher(job):
+    """It is killed, and can tell its ranks nothing. What it does where a rank is killed, or at Ctrl-C: test_waits.py,
+    tests/run/test_run.py; what the ranks and their server do then: test_no_server_outlives_its_job."""
+    folder, mark = job
+    (folder / "probe.py").write_text(PROBE)
+    launcher = start([*ONE_NODE, str(folder / "probe.py"), str(folder), "wait"], folder / "log")
     await_file(folder / "runs")
     assert len(processes_of(mark)) == 1 + 2 + 3  # launcher, ranks, server with its child and its guard
-    if who == "launcher":
-        launcher.kill()
-    elif who == "rank 0":
-        [rank] = [p for p in psutil.Process(launcher.pid).children() if p.environ()["RANK"] == "0"]
-        rank.kill()
-    else:  # the terminal's, to the foreground processes: the launcher's ranks have sessions of their own
-        os.killpg(launcher.pid, signal.SIGINT)
+    launcher.kill()
     assert launcher.wait(WAIT_S) != 0
     assert_none_left(mark)
 
@@ -421,6 +405,7 @@ def test_a_job_with_its_own_server_trains_as_with_an_engine_in_process(tmp_path)
     skip_without_vllm()
     own, inside = tmp_path / "own", tmp_path / "inside"
     mark, args = uuid.uuid4().hex, [*SMALL, "--total-steps", "5", "--save-every", "5", "--save-rollouts", "all"]
+    args += ["--reward-workers", "0"]
     launcher = ["env", "GPUS=3", f"{MARK}={mark}", *ONE_NODE[2:]]
     arguments = command("grpo", tmp_path, *args, "--run-name", "own", "--rollout-gpus", "1", launcher=launcher)
     with ThreadPoolExecutor(1) as pool:

@@ -26,7 +26,6 @@ from tests.common import (
     SMALL,
     TOY_MODEL,
     fork,
-    launch,
     metrics,
     off_policy,
     ran,
@@ -41,7 +40,7 @@ from tests.common import (
 def default_run(tmp_path_factory):
     """The default, cut to 12 of its 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
-    done = ran(launch("grpo", folder, "--run-name", "default", "--total-steps", "12", "--save-every", "6"))
+    done = ran(fork("grpo", folder, "--run-name", "default", "--total-steps", "12", "--save-every", "6"))
     return folder / "default", done.stdout
 
 
