@@ -422,6 +422,7 @@ def test_a_job_with_its_own_server_trains_as_with_an_engine_in_process(tmp_path)
     assert metrics(own, timings=True)[-1]["perf/server_restarts"] == 1
     ran(fork("grpo", tmp_path, *args, "--run-name", "inside", "--rollout-engine", "vllm", ranks=2))
     assert metrics(own) == metrics(inside)
+    assert all(row["rollout/logp_diff_max"] < 1e-3 for row in metrics(inside))  # of an engine on each of two ranks
     ours, theirs = rollouts(own), rollouts(inside)
     assert ours.keys() == theirs.keys() and len(ours) == 5 * 32
     for key, row in ours.items():
