@@ -183,7 +183,7 @@ def test_two_nodes_go_on_after_kills_and_train_as_two_ranks_of_one_node(tmp_path
         rank = rank_after(3, node=0)
         for victim in (rank.parent(), rank):
             victim.kill()
-        assert job.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
+        assert job.wait(600) == 0, (tmp_path / "log").read_text()[-3000:]
     finally:
         for process in processes_of(job):
             process.kill()
