@@ -55,7 +55,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 def main(path):
     import torch
-    world = init_distributed(60)
+    world = init_distributed(300)
     from lib.model import load_model
     model = load_model(path)
     total = sum(p.abs().sum().item() for p in model.parameters())
@@ -74,7 +74,7 @@ LAUNCHERS = {  # torchrun: test_waits.py, tests/scripts/test_launch_files.py; py
 
 def launch(launcher: list[str], script: Path, *args: str) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, str(script), *args], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*launcher, str(script), *args], env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -93,7 +93,7 @@ PROBE = """
 import torch, torch.distributed as dist
 from lib.distributed import init_distributed, run
 def main(_):
-    world = init_distributed(60)
+    world = init_distributed(300)
     ranks = torch.tensor(world.rank + 1)
     dist.all_reduce(ranks)
     print(f"rank {world.rank} of {world.size}, which sum to {ranks}", flush=True)
