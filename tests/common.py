@@ -329,7 +329,7 @@ def fork_module(module: str, *args: str, ranks: int = 1) -> subprocess.Completed
 def _ended(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
     with started(arguments, ranks) as processes:
         for process in processes:
-            process.join(400)
+            process.join(600)
     return processes.done
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import comparison, pretrained, vs_trl, vs_trl_learn
 from benchmarks.curves import ACCURACY
-from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, make_task, run_plainrl, skewed_lengths, steps_of_run
+from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, run_plainrl, skewed_lengths, steps_of_run
 from tests.common import ROOT, fork_module, ran
 
 SMALL = {  # ranks, flags
@@ -26,9 +26,24 @@ def test_the_benchmarks_of_parts_run(name):
     ran(fork_module(f"benchmarks.{name}", *flags, ranks=ranks))
 
 
-def test_responses_are_as_long_as_their_prompts_say(tmp_path):
-    make_task(tmp_path, SETTINGS["toy"], WARM_UP + 2)
-    records, peak = run_plainrl(tmp_path, SETTINGS["toy"], WARM_UP + 2, flags="")
+@pytest.fixture(scope="module")
+def limits(tmp_path_factory):
+    """What two runs of grpo.py have measured, and the record that compares them."""
+    runs, output = [], tmp_path_factory.mktemp("limits") / "limits.json"
+
+    def run(*args, **flags):
+        runs.append(run_plainrl(*args, **flags))
+        return runs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vs_trl, "LIMITS", {"--max-response-length": (5, 500)})
+        patch.setattr(vs_trl, "run_plainrl", run)
+        vs_trl.limits(("toy",), rounds=1, steps=1, output=output)
+    return runs, json.loads(output.read_text())["toy/--max-response-length"]
+
+
+def test_responses_are_as_long_as_their_prompts_say(limits):
+    [(records, peak), _], _ = limits
     [step] = steps_of_run(records, SETTINGS["toy"])  # raises where a step's lengths are others
     assert all(step[key] > 0 for key in ("step", "step_cpu", "rollout", "update"))
     # from one scoring to the next: its own update, then the rollout of the step after it
@@ -38,10 +53,8 @@ def test_responses_are_as_long_as_their_prompts_say(tmp_path):
         steps_of_run([*records, records[-1] | {"mean_length": 4.5}], SETTINGS["toy"])
 
 
-def test_limits_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(vs_trl, "LIMITS", {"--max-response-length": (5, 500)})
-    vs_trl.limits(("toy",), rounds=1, steps=1, output=tmp_path / "limits.json")
-    record = json.loads((tmp_path / "limits.json").read_text())["toy/--max-response-length"]
+def test_limits_are_compared_on_the_same_tokens(limits):
+    _, record = limits
     small, large = record["--max-response-length 5"], record["--max-response-length 500"]
     assert all(record["ratio"][key] == large[key] / small[key] > 0 for key in METRICS)
 
@@ -62,7 +75,8 @@ def test_grpo_and_trl_are_compared(engine, tmp_path):
         assert all(ratio[key] == theirs[key] / record["plainrl"][key] > 0 for key in METRICS)
 
 
-def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path):
+def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(vs_trl_learn, "child", lambda command, log: ran(fork_module("grpo", *command[2:])))
     vs_trl_learn.write_rows(tmp_path / "train.jsonl", seed=1, steps=2)
     vs_trl_learn.run_plainrl(tmp_path, "hf", 1, 2, "--val-before-train", "--val-every", "1", keep=True)
     rows = [json.loads(line) for line in (tmp_path / "plainrl/metrics.jsonl").read_text().splitlines()]

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.common import ROOT, Options, attempt, row
 
 TINY = (
     *("--prompts-per-step", "8", "--group-size", "4", "--train-files", str(ROOT / "data/toy/val.jsonl")),
-    *("--no-val-before-train", "--val-every", "0"),
+    *("--no-val-before-train", "--val-every", "0", "--reward-workers", "0"),
 )
 
 

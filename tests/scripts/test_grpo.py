@@ -22,11 +22,9 @@ from lib.setup import check_algorithm
 from tests.common import (
     FORKSERVER,
     ROOT,
-    SEVERAL_UPDATES,
     SMALL,
     TOY_MODEL,
     fork,
-    launch,
     metrics,
     off_policy,
     ran,
@@ -41,7 +39,7 @@ from tests.common import (
 def default_run(tmp_path_factory):
     """The default, cut to 12 of its 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
-    done = ran(launch("grpo", folder, "--run-name", "default", "--total-steps", "12", "--save-every", "6"))
+    done = ran(fork("grpo", folder, "--run-name", "default", "--total-steps", "12", "--save-every", "6"))
     return folder / "default", done.stdout
 
 
@@ -114,6 +112,8 @@ def test_a_run_repeats_itself(default_run, tmp_path):
 
 
 def test_vllm_trains_as_hf_does(tmp_path):
+    """An engine on each of two ranks: tests/rollout/test_managed_servers.py. One that is split over them:
+    test_scripts.py, tests/model/test_tensor_parallel.py."""
     skip_without_vllm()
     args = ["--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "6", "--no-export-model"]
     done = ran(fork("grpo", tmp_path, *args))
@@ -122,15 +122,6 @@ def test_vllm_trains_as_hf_does(tmp_path):
     assert accuracy[0] <= 0.4 and accuracy[-1] >= 0.6, done.stdout
     assert all(row["rollout/canary_logp_diff"] < 1e-4 for row in rows if "rollout/canary_logp_diff" in row)
     assert all(row["rollout/logp_diff_max"] < 1e-3 for row in rows if "reward/mean" in row)
-
-
-def test_vllm_on_two_ranks(tmp_path):
-    """An engine on each. One that is split over them: test_scripts.py, tests/model/test_tensor_parallel.py."""
-    skip_without_vllm()
-    ran(fork("grpo", tmp_path, *SMALL, *SEVERAL_UPDATES, "--run-name", "run", "--rollout-engine", "vllm", ranks=2))
-    rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["rollout/logp_diff_max"] < 1e-3 for row in rows)
 
 
 def test_lora_in_bf16_is_corrected_for_what_an_engine_of_its_own_cannot_hold(tmp_path):

@@ -515,6 +515,8 @@ def test_every_script_takes_several_turns(tmp_path, script):
 
 def test_several_turns_with_vllm(tmp_path):
     """One engine, split over two ranks. An engine of one rank: tests/agent/test_agent_loop.py."""
+    for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):  # by a killed run; vLLM on a CPU names it alike in every job
+        left.unlink()
     engine = ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"]
     ran(fork("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", *engine, "--run-name", "run", ranks=2))
     for row in metrics(tmp_path / "run"):
