@@ -35,8 +35,8 @@ $(VENV)/.ready: requirements.txt requirements-cpu.txt
 train: setup  ## train the embedded tiny model with grpo.py; more flags: make train ARGS="--seed 2"
 	$(BIN)/python grpo.py $(ARGS)
 
-test: setup browser  ## all tests, five files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup browser  ## all tests, four files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser: setup  ## Chromium for the tests of the run page, if there is none; without it they are skipped
 	@if $(BIN)/python -m tests.tools.browser; then exit; fi; \

@@ -77,7 +77,8 @@ def save_tiny(
     """A random two-layer decoder, saved; its path. vLLM on a CPU wants heads of 32 at least."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = cls(config(vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=tied, **sizes | more))
+    sizes["num_hidden_layers"] = 2
+    model = cls(config(vocab_size=VOCAB, tie_word_embeddings=tied, **sizes | more))
     for p in model.parameters():  # livelier than the default start, so that errors show
         p.data.add_(0.1 * torch.randn_like(p))
     model.save_pretrained(folder)

@@ -268,16 +268,16 @@ def test_what_an_interaction_and_a_tools_start_say_is_limited(monkeypatch):
 
     class Long(User):
         async def respond(self, messages):
-            return False, "hunter22hunter22" + "x" * 10**7, 0.0, {}
+            return False, "hunter22hunter22" + "x" * 10**6, 0.0, {}
 
     class Fails(Add):
         async def create(self, instance_id):
-            raise RuntimeError("y" * 10**7)
+            raise RuntimeError("y" * 10**6)
 
     how = settings(Fails(), interaction=Long, max_tool_output=40, truncate="right", max_turns=3)
     out, _ = play(how, ["a" + END, CALL % (1, 2) + END, "b" + END])
     said = [message["content"] for message in out.non_tensor_batch["messages"][0] if message["role"] != "assistant"]
-    assert said[1] == f"***{'x' * 37}[... {10**7 - 37} characters left out ...]"
+    assert said[1] == f"***{'x' * 37}[... {10**6 - 37} characters left out ...]"
     assert said[2].startswith("Error: add did not start: ") and len(said[2]) < 100
     assert "characters left out" in response_text(out)
 

@@ -1,6 +1,7 @@
 """Keys and passwords: from the environment, refused in flags, redacted from what a run prints and writes."""
 
 import json
+import multiprocessing
 import os
 import shlex
 import stat
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from lib.cli.secrets import private, redact, redact_values, secret_in
 from tests.cli.test_args import DRIVER
-from tests.common import PYTHON, ROOT, SMALL, environment, launch, ran
+from tests.common import PYTHON, ROOT, SMALL, command, environment, ran, run_as_main
 
 KEY = "sk-proj-0123456789abcdefghij"
 IN_FLAGS = {  # what the message says, by flags
@@ -153,15 +154,21 @@ def score(solution_str, **kwargs):
 def done_run(tmp_path_factory):
     """(process, folder) of a run whose judge repeats the key that it refuses, under a umask for a group."""
     folder, before = tmp_path_factory.mktemp("runs"), os.umask(0o007)
+    outputs = [folder / "stdout", folder / "stderr"]
     (folder / "echoes.py").write_text(ECHOES)
     args = ["--reward", f"{folder / 'echoes.py'}:score", "--total-steps", "1", "--save-every", "1", "--val-every", "1"]
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("JUDGE_API_KEY", KEY)
-            done = ran(launch("grpo", folder, *SMALL, *args, "--track", "wandb", "tensorboard", "--run-name", "run"))
+            args += ["--track", "wandb", "tensorboard", "--run-name", "run"]
+            arguments = command("grpo", folder, *SMALL, *args, launcher=[])
+            process = multiprocessing.get_context("fork").Process(target=run_as_main, args=(arguments, outputs, {}))
+            process.start()
+            process.join()
     finally:
         os.umask(before)
-    return done, folder / "run"
+    done = subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs))
+    return ran(done), folder / "run"
 
 
 def test_a_run_prints_and_keeps_no_key(done_run):

@@ -280,7 +280,7 @@ def gradient_of_mini_batch(world, path, balance):
     return total, [full_tensor(p.grad).clone() for p in parameters], clip_grad_norm(parameters, 1e9)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_loss_and_gradient_are_those_of_rows_as_they_came(size, tmp_path):
     """fp64 sums in another order: 1e-9 of the norm. A row that is lost or doubled changes 1 / 24 of the sum."""
     path = save_tiny(tmp_path)

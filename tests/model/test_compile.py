@@ -25,14 +25,13 @@ def fast_compiler(monkeypatch):
 def layouts():
     """Batches of other numbers of rows, lengths and runs, with shared prompts and without."""
     yield batch_of_groups()
-    for n in range(2, 6):
+    for n in (2, 3, 5):
         yield rollout_batch([3 + n * k % 5 for k in range(n)], [2 + (n + k) % 7 for k in range(n)], seed=n)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_compiled_layers_compute_the_same_and_are_compiled_once(tmp_path, family):
+def test_compiled_layers_compute_the_same_and_are_compiled_once(tmp_path):
     """Gemma has layers of two kinds, with windows and without. fp64; norms and rotary tables are in fp32."""
-    path = save(family, tmp_path)
+    path = save("gemma3_text", tmp_path)
     plain, ours = load(path), load(path)
     compile_layers(ours)
     graphs = []
@@ -64,7 +63,8 @@ def sharded(world, path):
 
 
 def test_compiled_layers_are_sharded_and_checkpointed(tmp_path):
-    path = save_tiny(tmp_path, cls=LlamaForCausalLM, config=LlamaConfig)  # of two layers: FSDP has each traced anew
+    # of one layer, for FSDP has each traced anew
+    path = save_tiny(tmp_path, cls=LlamaForCausalLM, config=LlamaConfig, num_hidden_layers=1)
     for (plain, ours), graphs in run_ranks(2, sharded, path):
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
         assert graphs > 0

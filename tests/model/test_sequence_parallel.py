@@ -137,7 +137,6 @@ def assert_exact(path, layouts, tolerance=1e-9, **options):
 LAYOUTS = [(2, {"size": 2}), (4, {"size": 2})]
 CASES = {
     "untied, a key head for two ranks": ({"tied": False}, {}, LAYOUTS),
-    "tied, prompts not shared": ({}, {"share": False}, LAYOUTS[:1]),
     "checkpointing, six key heads on four ranks": (
         {
             "cls": Qwen3ForCausalLM,
@@ -149,7 +148,11 @@ CASES = {
         {"checkpointing": True},
         [(4, {"size": 4})],
     ),
-    "LoRA, replicas": ({}, {"lora": True}, [(4, {"size": 2, "replicas": 2})]),
+    "LoRA, replicas, prompts not shared": (
+        {},
+        {"lora": True, "share": False},
+        [(4, {"size": 2, "replicas": 2})],
+    ),
     "windows shorter and longer than the prompts": (
         {
             "cls": Gemma3ForCausalLM,

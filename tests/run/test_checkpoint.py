@@ -35,7 +35,15 @@ from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
 from lib.manifest import file_hash
 from lib.model.memory import LiveBytes
-from lib.run.checkpoint import export_hf, load_batches, load_checkpoint, newest_complete, save_checkpoint, why_torn
+from lib.run.checkpoint import (
+    _why_altered,
+    export_hf,
+    load_batches,
+    load_checkpoint,
+    newest_complete,
+    save_checkpoint,
+    why_torn,
+)
 from tests.common import full_disk, run_ranks
 
 VOCAB, ROWS, LENGTH = 96, 4, 12
@@ -143,15 +151,14 @@ def same(a, b) -> bool:
 # ---- resume --------------------------------------------------------------------------------------
 
 
-def _straight_run(world: World, folder: Path, replicas: int = 1) -> None:
+def _straight_run(world: World, folder: Path) -> None:
     """5 steps without a save, then the same 5 with saves after 0 and 3 steps: saving must change nothing."""
-    plain = Trainer(world, replicas=replicas)
+    plain = Trainer(world)
     draws = plain.steps(0, 5)
-    saving = Trainer(world, replicas=replicas)
+    saving = Trainer(world)
     saving.save(folder, 0).result()
     assert same(saving.steps(0, 3), draws[:3])
     saving.save(folder, 3).result()
-    torch.save(saving.snapshot(), folder / "at_3.pt")
     assert same(saving.steps(3, 5), draws[3:])
     assert same(saving.snapshot(), plain.snapshot())
     torch.save((draws, plain.snapshot()), folder / f"straight_{world.rank}.pt")
@@ -161,7 +168,7 @@ def _resumed_run(world: World, folder: Path, step: int) -> None:
     """From `step` on in a process whose weights, optimizer states, schedule and generators are all something else."""
     draws, final = torch.load(folder / f"straight_{world.rank}.pt")
     run = Trainer(world, seed=9)
-    run.steps(90, 92)
+    run.steps(90, 91)
     state = run.load(folder / f"step_{step:06d}")
     assert state == {"loader": {"position": 7 * step}, "kl_coef": 0.1 + 0.2}
     assert same(run.steps(step, 5), draws[step:])
@@ -170,9 +177,9 @@ def _resumed_run(world: World, folder: Path, step: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_resume_is_bit_for_bit(size, tmp_path):
-    run_ranks(size, lambda world, folder: (_straight_run(world, folder), _resumed_run(world, folder, 3)), tmp_path)
-    run_ranks(size, _resumed_run, tmp_path, 3)  # and in fresh processes
-    run_ranks(size, _resumed_run, tmp_path, 0)  # saved before the first step: Adam's counters must not be 1 ahead
+    """Also from before the first step, where Adam's counters must not be 1 ahead."""
+    run_ranks(size, _straight_run, tmp_path)
+    run_ranks(size, lambda world: [_resumed_run(world, tmp_path, step) for step in (3, 0)])  # in fresh processes
 
 
 def test_rates_are_those_of_now_at_the_place_in_the_schedule_that_was_saved(tmp_path):
@@ -215,19 +222,26 @@ def test_one_process_saves_and_loads_without_collectives_of_dcp(tmp_path):
     run_ranks(1, save_and_load, tmp_path)
 
 
-@pytest.mark.parametrize("saved_by, loaded_by", [(2, 1), (1, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("saved_by, loaded_by", [(4, 1), (1, 2), (2, 4)])
 def test_resharding_keeps_weights_and_optimizer(saved_by, loaded_by, tmp_path, capfd):
     """4 ranks are two replicas of two shards."""
-    run_ranks(saved_by, _straight_run, tmp_path, max(1, saved_by // 2))
+
+    def save(world, folder):
+        run = Trainer(world, replicas=max(1, saved_by // 2))
+        run.steps(0, 1)
+        run.save(folder, 1).result()
+        torch.save(run.snapshot(), folder / "at_1.pt")
 
     def load(world, folder):
         run = Trainer(world, seed=9, dropout=0.0, replicas=max(1, loaded_by // 2))
-        run.steps(90, 92)
+        run.steps(90, 91)
         before = torch.get_rng_state()
-        run.load(folder / "step_000003")
+        run.load(folder / "step_000001")
         assert torch.equal(torch.get_rng_state(), before)
-        assert same(run.snapshot(), torch.load(folder / "at_3.pt"))
-        run.steps(3, 5)
+        assert same(run.snapshot(), torch.load(folder / "at_1.pt"))
+        run.steps(1, 2)
+
+    run_ranks(saved_by, save, tmp_path)
 
     run_ranks(loaded_by, load, tmp_path)
     notice = [line for line in capfd.readouterr().out.splitlines() if line.startswith("checkpoint:")]
@@ -479,24 +493,21 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, capfd):
         for step in (5, 20, 100):
             _save_small(folder, step, batches={"kept": leftovers()})
 
-    def expect(world, folder, name):
-        if world.rank == 0:
-            assert newest_complete(folder) == (None if name is None else folder / name)
-
-    run_ranks(2, lambda world, folder: expect(world, folder, None), tmp_path)
+    assert newest_complete(tmp_path) is None
     run_ranks(2, save, tmp_path)
     shutil.copytree(tmp_path / "step_000100", tmp_path / "step_000200.tmp")
-    run_ranks(2, expect, tmp_path, "step_000100")
+    assert newest_complete(tmp_path) == tmp_path / "step_000100"
     assert "torn" not in capfd.readouterr().out
     for reason, tear in TEARS.items():
         shutil.copytree(tmp_path / "step_000100", tmp_path / "step_000101")
         tear(tmp_path / "step_000101")
-        run_ranks(2, expect, tmp_path, "step_000100")
+        _why_altered.cache_clear()  # each is a process that starts
+        assert newest_complete(tmp_path) == tmp_path / "step_000100"
         printed = capfd.readouterr().out.splitlines()
         assert len(printed) == 1 and "step_000101 is torn" in printed[0] and reason in printed[0]
         shutil.rmtree(tmp_path / "step_000101")
     _truncate(tmp_path / "step_000100" / "trainer.json")
-    run_ranks(2, expect, tmp_path, "step_000020")
+    assert newest_complete(tmp_path) == tmp_path / "step_000020"
 
     def refuse(world, folder):
         with pytest.raises(InputError, match=r"step_000100: not a complete checkpoint \(trainer\.json has"):
@@ -623,8 +634,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("size", "tied"), [(1, True), (2, True), (2, False)])
 def test_export_reloads_equal(size, tied, tmp_path):
     ids = torch.arange(20).view(2, 10)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import importlib
 import importlib.metadata
 import json
@@ -14,12 +13,14 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -33,7 +34,7 @@ from lib.distributed import World
 from lib.run import Run, open_run, provenance
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
-from lib.run.run import default_name, set_aside, take_lock
+from lib.run.run import default_name, set_aside, take_lock, typed_command
 from lib.run.run_config import code_changes, code_files, compare, describe_run, read_json
 from lib.run.tracking import Tracker
 from tests.common import (
@@ -48,11 +49,11 @@ from tests.common import (
     environment,
     fork,
     full_disk,
-    launch,
     metrics,
     ran,
     rollouts,
     run_ranks,
+    started,
 )
 
 FORK = multiprocessing.get_context("fork")
@@ -716,16 +717,31 @@ def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path,
     """On one rank; on another rank than that which draws."""
     (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
     scorer = ["--reward", f"{tmp_path / 'same.py'}:score", "--run-name", "run", "--total-steps", "9"]
-    start = fork if ranks == 1 else functools.partial(launch, launcher=TORCHRUN)
-    done = start("grpo", tmp_path, *source[1], *breaks(tmp_path, rows=24 // ranks, rank=ranks - 1), *scorer)
-    assert done.returncode == 1 and "the data break off" in done.stderr
+    flags = [*source[1], *breaks(tmp_path, rows=24 // ranks, rank=ranks - 1), *scorer]
+    with started(command("grpo", tmp_path, *flags, launcher=[]), ranks) as processes:
+        processes[-1].join(400)
+        processes[0].terminate()  # as a launcher does
+        processes[0].join(60)
+    done = processes.done
+    assert processes[-1].exitcode == 1 and "the data break off" in done.stderr
     assert (tmp_path / "run/curve.png").read_bytes().startswith(b"\x89PNG")
     assert "note: equal scores in more than 90 % of the groups in " in done.stdout
 
 
-@pytest.mark.parametrize("launcher", [PYTHON, ONE_NODE, ACCELERATE], ids=["python", "one_node", "accelerate"])
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+def test_the_command_that_goes_on_has_the_launcher_that_was_typed(launcher, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--run-name", "old", "--resume=auto", "--lr", "1"])
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda process: [sys.executable, *launcher, *sys.argv])
+    monkeypatch.delenv("PLAINRL_LAUNCHER", raising=False)
+    typed, pid = typed_command("new")
+    launched = [Path(launcher[0]).name, *launcher[1:]]
+    assert shlex.split(typed) == [*launched, "grpo.py", "--lr", "1", "--run-name", "new", "--resume", "auto"]
+    assert pid == os.getppid()
+
+
+@pytest.mark.parametrize("launcher", [PYTHON, ONE_NODE], ids=["python", "one_node"])
 def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, launcher):
-    """And while the run lives, nobody else gets its folder. The launchers end in a traceback of their own."""
+    """And while the run lives, nobody else gets its folder. A launcher ends in a traceback of its own."""
     args = [*source[1], "--val-every", "0", "--run-name", "run", "--total-steps"]
     arguments = command("grpo", tmp_path, *args, "1000", launcher=launcher)
     log = tmp_path / "log"
@@ -741,9 +757,11 @@ def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, l
         while not (tmp_path / "run/checkpoints/step_000002").exists() and job.poll() is None:
             time.sleep(0.05)
         if launcher == PYTHON:
+            os.killpg(job.pid, signal.SIGSTOP)  # it has its lock and takes no time
             for more in (["--resume", "auto"], ["--val-only", "--resume", "auto"]):
                 second = error_of(fork("grpo", tmp_path, *args, "1000", *more))
                 assert f"{tmp_path}/run is in use by pid {job.pid} on " in second
+            os.killpg(job.pid, signal.SIGCONT)
         os.killpg(job.pid, signal.SIGINT)
         assert job.wait(60) == (130 if launcher == PYTHON else 1)
     finally:
@@ -766,9 +784,8 @@ def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, l
         assert typed.startswith(f"GPUS=2 {ROOT}/launch/one_node.sh ")
         words = ["env", *words]
     assert words[-4:] == ["--run-name", "run", "--resume", "auto"] and words.count("--run-name") == 1
-    launched = [Path(launcher[0]).name, *launcher[1:]] if launcher == ACCELERATE else launcher
     flags = [word for word in arguments[len(launcher) :] if word not in ("--run-name", "run")]
-    assert words[:-4] == [*launched, *flags]
+    assert words[:-4] == [*launcher, *flags]
     if launcher == PYTHON:
         total = str(int(newest[5:]) + 1)
         done = ran(fork("grpo", tmp_path, *words[2:], "--total-steps", total))

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import socket
 import subprocess
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from PIL import Image
 
 from benchmarks.run_page import SCHEMA, response_row, write_rollouts, write_run
 from lib import InputError
+from lib.run.run import take_lock
 from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
 from tests.tools.browser import launch_options, why_no_browser
 from tools.page import __main__ as command
@@ -531,15 +534,20 @@ def test_everything_can_be_reached_by_keyboard(made, visit):
 def test_a_run_is_running_while_a_process_has_its_lock(tmp_path):
     run = write_run(tmp_path / "run", 1, 1, 1)
     assert read_run(run)["state"] == "ended"
-    code = (
-        "import sys; from pathlib import Path; from lib.run.run import take_lock; lock = take_lock(Path(sys.argv[1])); "
-    )
-    code += "print(flush=True); sys.stdin.read()"
-    holder = subprocess.Popen([*PYTHON, "-c", code, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    holder.stdout.readline()
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+
+    def hold() -> None:
+        with take_lock(run):
+            ready.set()
+            time.sleep(1000)
+
+    holder = fork.Process(target=hold)
+    holder.start()
+    ready.wait()
     assert read_run(run)["state"] == "running"
     holder.kill()
-    holder.wait()
+    holder.join()
     assert read_run(run)["state"] == "stopped"
 
 
