@@ -299,6 +299,17 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
 
 @torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+) -> Pair:
+    """ReMax, arXiv 2310.10505: A_t = Σ_{k≥t} r_k − b_i, b (B,) the reward of one greedy response to the same prompt."""
+    if reward_baselines.shape != response_mask.shape[:1]:
+        raise ValueError(f"reward_baselines must be one number a row, not {tuple(reward_baselines.shape)}")
+    returns = _gae(token_level_rewards, None, response_mask, 1.0, 1.0)
+    return _rewards_dtype(token_level_rewards, _keep(returns - reward_baselines[:, None], response_mask), returns)
+
+
+@torch.no_grad()
 def compute_optimal_token_baseline_advantage(
     token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights=None, singleton="raw"
 ) -> Pair:

@@ -395,6 +395,10 @@ def test_remax_advantages_equal_the_loop(seed):
             expected = to_go - t["reward_baselines"][i].item() if row[at] else 0.0
             assert advantages[i, at].item() == pytest.approx(expected, rel=1e-6)  # rounded to float32
             assert returns[i, at].item() == pytest.approx(to_go if row[at] else 0.0, rel=1e-6)
+    theirs = core_algos.compute_remax_outcome_advantage(rewards, t["reward_baselines"], mask)
+    assert torch.equal(advantages, theirs[0]) and torch.equal(returns, theirs[1])
+    with pytest.raises(ValueError, match="one number a row"):
+        core_algos.compute_remax_outcome_advantage(rewards, torch.ones(17, 1), mask)
 
 
 @pytest.mark.parametrize("flags", [[], ["--rollout-correction.level", "measure"]])
