@@ -351,8 +351,8 @@ def started(arguments: list[str], ranks: int = 1) -> Iterator[Processes]:
         processes = Processes()
         for rank in range(ranks):
             launched = {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            job_of_one = {} if ranks == 1 else launched
-            processes.append(FORKSERVER.Process(target=run_as_main, args=(arguments, outputs[rank], job_of_one)))
+            env = environment() | ({} if ranks == 1 else launched)  # the fork server has the one of its own start
+            processes.append(FORKSERVER.Process(target=run_as_main, args=(arguments, outputs[rank], env)))
             processes[-1].start()
         try:
             yield processes
@@ -365,11 +365,12 @@ def started(arguments: list[str], ranks: int = 1) -> Iterator[Processes]:
         processes.done = subprocess.CompletedProcess(arguments, code, stdout, stderr)
 
 
-def run_as_main(arguments: list[str], outputs: list[Path], launched: dict[str, str]) -> None:
+def run_as_main(arguments: list[str], outputs: list[Path], env: dict[str, str]) -> None:
     """In a process of its own: arguments are a script's path or a module's name, and what follows."""
     for stream, path in zip((sys.stdout, sys.stderr), outputs):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
-    os.environ.update(environment() | launched)
+    os.environ.clear()
+    os.environ.update(env)
     sys.argv = arguments
     run = runpy.run_path if arguments[0].endswith(".py") else partial(runpy.run_module, alter_sys=True)
     run(arguments[0], run_name="__main__")

@@ -91,7 +91,12 @@ def compute_overlong_penalty(
 
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
-    token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, singleton="raw"
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    singleton: str = "raw",
 ) -> Pair:
     """GRPO, arXiv 2402.03300: A_i = (R_i − mean_g) / (std_g + epsilon) on every valid token of row i; std with N − 1.
 
@@ -132,7 +137,12 @@ def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam
 
 @torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards, values, response_mask, gamma: float, lam: float, lam_policy: float | Tensor | None = None
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    lam_policy: float | Tensor | None = None,
 ) -> Pair:
     """GAE, arXiv 1506.02438: A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γV_{t+1} − V_t; returns = A + V. A is then whitened.
 
@@ -152,7 +162,9 @@ def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * response_mask.bool().sum(-1).clamp(min=1).double())).clamp(min=0)
 
 
-def compute_value_loss(vpreds, returns, values, response_mask, cliprange_value=0.5) -> tuple[Tensor, dict[str, Tensor]]:
+def compute_value_loss(
+    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float = 0.5
+) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's critic: L = ½·max((v − R)², (clip(v, V ± cliprange_value) − R)²), v = vpreds, V = values before the update.
 
     All (B, T). A cliprange_value of math.inf turns the clip off. Only vpreds is differentiated. Returns losses (B, T)

@@ -12,7 +12,11 @@ KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(
-    logprob: Tensor, ref_logprob: Tensor, kl_penalty: str, response_mask=None, old_log_probs: Tensor | None = None
+    logprob: Tensor,
+    ref_logprob: Tensor,
+    kl_penalty: str,
+    response_mask: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
 ) -> Tensor:
     """Estimates of KL(π ‖ ref) at tokens sampled from π, joschu.net/blog/kl-approx.html; d = logprob − ref_logprob.
 

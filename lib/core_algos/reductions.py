@@ -83,7 +83,9 @@ def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
     return _keep(row_values[:, None].expand(mask.shape), last)
 
 
-def zero_variance_rows(token_level_rewards, response_mask, index, reward_components=None) -> Tensor:
+def zero_variance_rows(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, reward_components: Tensor | None = None
+) -> Tensor:
     """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all exactly equal.
 
     Every group estimator gives them advantage 0, and DAPO's dynamic sampling, arXiv 2503.14476, drops them. Groups of
@@ -137,7 +139,13 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 
 
 def agg_loss(
-    loss_mat, loss_mask, loss_agg_mode: str, *, global_tokens=None, global_rows=None, loss_scale_factor=None
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    *,
+    global_tokens: float | Tensor | None = None,
+    global_rows: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
 ) -> Tensor:
     """This micro-batch's share of the mini-batch's loss: the *sum* over micro-batches and ranks is the loss.
 
@@ -156,7 +164,7 @@ def agg_loss(
         raise InputError(f"unknown loss_agg_mode {loss_agg_mode!r}: choose one of {', '.join(LOSS_AGG_MODES)}")
     if (global_tokens is None) != (global_rows is None):
         raise ValueError("give both global_tokens and global_rows, or neither")
-    if global_tokens is None:
+    if global_tokens is None or global_rows is None:
         global_tokens, global_rows = loss_mask.bool().sum(), loss_mask.bool().any(-1).sum()
     token_loss = masked_sum(loss_mat, loss_mask)
     if loss_agg_mode == "token-mean":

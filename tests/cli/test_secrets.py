@@ -162,7 +162,9 @@ def done_run(tmp_path_factory):
             patch.setenv("JUDGE_API_KEY", KEY)
             args += ["--track", "wandb", "tensorboard", "--run-name", "run"]
             arguments = command("grpo", folder, *SMALL, *args, launcher=[])
-            process = multiprocessing.get_context("fork").Process(target=run_as_main, args=(arguments, outputs, {}))
+            process = multiprocessing.get_context("fork").Process(
+                target=run_as_main, args=(arguments, outputs, environment())
+            )
             process.start()
             process.join()
     finally:
