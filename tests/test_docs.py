@@ -207,7 +207,7 @@ def test_servers_are_started_on_an_address():
     ]
     texts = [path.read_text().replace("\\\n", "") for path in paths if path.suffix in (".md", ".py", ".sh")]
     commands = [line for text in texts for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
-    assert len(commands) >= 3
+    assert len(commands) >= 2
     assert [line for line in commands if "--host" not in line] == []
 
 
