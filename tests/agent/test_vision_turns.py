@@ -245,7 +245,7 @@ class Returns(BaseTool):
     ("tool", "message"),
     [
         (Returns(ToolResponse("", [noise(0)]), False), "must say returns_images = True"),
-        (Returns(ToolResponse("", ["a.png"])), "no PIL images"),
+        (Returns(ToolResponse("", ["a.png"])), "images that are not PIL images"),
         (Returns(ToolResponse(None)), "returned a NoneType"),
         (Zoom(), "nothing of the image, which is 24 x 24 pixels, is within"),
     ],

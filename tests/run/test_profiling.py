@@ -105,7 +105,7 @@ def test_on_a_gpu_the_console_shows_its_speed_and_mfu(tmp_path, capsys, monkeypa
     run = Run("run", tmp_path, RunArgs(), ValidationArgs(), World(0, 1, torch.device("cuda")), tracker)
     monkeypatch.setattr("lib.distributed.step_timing", lambda: {"timing_s/step": 10.0, "timing_s/update": 4.0})
     counts = {"training/rows_in": 1, "training/rows_trained": 1, "training/tokens": 50_000, "perf/update_tflops": 1600}
-    logged = run.log(1, {name: Sum(value) for name, value in counts.items()})
+    logged = run.log(1, [{name: Sum(value) for name, value in counts.items()}])
     tracker.close()
     assert logged["perf/mfu"] == 1600 / 4 / 989
     assert capsys.readouterr().out.startswith("step 1/1 | 5,000 tok/s/GPU | MFU 40% | eta ")
