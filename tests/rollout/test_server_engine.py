@@ -364,7 +364,7 @@ def test_requests_of_one_moment_travel_together(engine_and_model, monkeypatch):
 
     async def at_once(n: int) -> list[Generated]:
         settings = [{"max_tokens": length, "logprobs": 0, "ignore_eos": True} for length in range(1, n + 1)]
-        return await asyncio.gather(*(engine._request(url, [5, 6], own) for own in settings))
+        return await asyncio.gather(*(engine._request(url, [5, 6], own, None) for own in settings))
 
     monkeypatch.setattr(engine.servers, "_response", counted)
     monkeypatch.setattr(engine, "stop_ids", [])
@@ -393,7 +393,7 @@ def test_a_request_that_is_refused_leaves_the_others_of_its_batch(engine_and_mod
 
     async def two() -> list:
         settings = [{"max_tokens": 3, "logprobs": 0, "top_p": top_p} for top_p in (5.0, 1.0)]
-        requests = (engine._request(url, [5, 6], own) for own in settings)
+        requests = (engine._request(url, [5, 6], own, None) for own in settings)
         return await asyncio.gather(*requests, return_exceptions=True)
 
     refused, fine = engine.servers.begin(two()).result()
