@@ -8,7 +8,7 @@ from importlib import import_module
 from lib.agent.metrics import agent_metrics as agent_metrics
 
 NAMES = {
-    "agent_loop": ("make_episodes"),
+    "agent_loop": ("make_episodes",),
     "builtin_tools": ("load_tools",),
     "interactions": ("BaseInteraction",),
     "multi_turn": ("MultiTurn", "load_multi_turn"),
