@@ -101,16 +101,14 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
 def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
     """What must be computed with the policy before the update: old_log_probs and entropys, and for some estimators
     sum_pi_squared. Nothing, where nothing reads it: with one update a step the ratio is 1."""
-    of_advantages = ADV_TENSORS.get(args.adv_estimator, ())
-    if "sum_pi_squared" in of_advantages:
+    read = advantage_columns(args, correction)
+    if "sum_pi_squared" in read:
         return "old_log_probs", "entropys", "sum_pi_squared"
     needed = (
         sizes.updates_per_step > 1
         or args.old_log_probs == "recompute"
-        or correction
-        or args.token_masks.settings(args.loss)
-        or (args.kl_coef > 0 and args.kl_placement == "reward")
         or args.loss in LOSS_TENSORS
+        or {"old_log_probs", "entropys"} & {*read}
     )
     return ("old_log_probs", "entropys") if needed else ()
 
