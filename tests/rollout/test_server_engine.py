@@ -8,7 +8,9 @@ import re
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from pathlib import Path
@@ -859,6 +861,19 @@ WRONG = {
     },
     "/v1/models failed with 404": {},
 }
+CERTAIN = WRONG["--logprobs-mode processed_logprobs"] | {
+    "/v1/completions": {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
+}
+
+
+@contextmanager
+def stub(answers: dict[str, dict]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(URL of a Stub that gives these answers, what ends the answers and leaves the port open)"""
+    with HTTPServer(("127.0.0.1", 0), Stub) as http:
+        Stub.answers = answers
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}", http.shutdown
+        http.shutdown()
 
 
 @needs_vllm
@@ -882,46 +897,32 @@ def test_images_need_a_route_that_a_server_may_not_have(engine_and_model, server
         ServerEngine(url, model, load_tokenizer(TOY_MODEL), **settings, processor=object())
 
 
-def test_a_server_that_shortens_responses(world, tmp_path, monkeypatch):
+def test_a_server_that_shortens_responses(world, tmp_path):
     """As --override-generation-config '{"max_new_tokens": 1}' does, whatever a request asks for."""
-    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
-    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain}
-    monkeypatch.setattr(Stub, "answers", answers, raising=False)
-    with HTTPServer(("127.0.0.1", 0), Stub) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        engine, _ = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+    with stub(CERTAIN) as (url, _):
+        engine, _ = build(url, save_tiny(tmp_path / "model"), tmp_path)
         engine.version = 0
         with pytest.raises(InputError, match="ended a response after 1 of 8 tokens: start it with --generation-config"):
             engine.generate(random_prompts(1), Sampling(8), [1])
-        http.shutdown()
 
 
-def test_a_server_that_leaves_requests_without_an_answer(world, tmp_path, monkeypatch):
-    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
-    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, PATH: {"not": "a line"}}
-    monkeypatch.setattr(Stub, "answers", answers, raising=False)
-    with HTTPServer(("127.0.0.1", 0), Stub) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        engine, _ = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+def test_a_server_that_leaves_requests_without_an_answer(world, tmp_path):
+    with stub(CERTAIN | {PATH: {"not": "a line"}}) as (url, _):
+        engine, _ = build(url, save_tiny(tmp_path / "model"), tmp_path)
         engine.version = 0
         with pytest.raises(InputError, match="the server left 3 requests without an answer"):
             asyncio.run_coroutine_threadsafe(three(engine), engine.servers.loop).result()
-        http.shutdown()
 
 
 def test_a_server_that_stops_to_answer_ends_a_rollout(world, tmp_path, monkeypatch):
     """Its port is still open, as after a SIGSTOP."""
-    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
-    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain}
-    monkeypatch.setattr(Stub, "answers", answers, raising=False)
     monkeypatch.setattr(server_engine, "REPORT_S", 0)
     monkeypatch.setattr(server_engine, "ROUND_S", 0.05)
     monkeypatch.setattr(server_engine, "HEALTH_S", 0.1)
-    with HTTPServer(("127.0.0.1", 0), Stub) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        engine, _ = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
-        http.shutdown()
-        with pytest.raises(InputError, match=rf"127.0.0.1:{http.server_port}: no vLLM server answers there \(Timeout"):
+    with stub(CERTAIN) as (url, stop):
+        engine, _ = build(url, save_tiny(tmp_path / "model"), tmp_path)
+        stop()
+        with pytest.raises(InputError, match=rf"{url}: no vLLM server answers there \(Timeout"):
             engine.wait_until(lambda: False)
 
 
@@ -936,19 +937,15 @@ def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch,
     """It says that it will, and dies. NCCL connects in its first collective, which nothing interrupts. No other user of
     the machine could join a broadcast to the job's own server."""
     yes = {"status": "ok"}
-    certain = {"choices": [RAW["choices"][0] | {"logprobs": {"token_logprobs": [0.0]}}]}
-    answers = WRONG["--logprobs-mode processed_logprobs"] | {"/v1/completions": certain, "/pause": yes, "/health": yes}
+    answers = CERTAIN | {"/pause": yes, "/health": yes}
     answers |= {"/get_world_size": {"world_size": 1}, "/init_weight_transfer_engine": yes}
-    monkeypatch.setattr(Stub, "answers", answers, raising=False)
     monkeypatch.setattr(server_weights, "SYNC_TIMEOUT_S", 0.3)
     monkeypatch.setattr(server_weights, "join_group", join)
-    with HTTPServer(("127.0.0.1", 0), Stub) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        engine, model = build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
+    with stub(answers) as (url, _):
+        engine, model = build(url, save_tiny(tmp_path / "model"), tmp_path)
         engine.weights.way, engine.weights.here = "broadcast", here
         with pytest.raises(InputError, match="the broadcast of weights broke off") as raised:
             engine.load_weights(model, 0)
-        http.shutdown()
     assert "\n" not in str(raised.value)
     info = json.loads(Stub.posted["/init_weight_transfer_engine"])["init_info"]
     assert (info["port"] == 0) == here == bool(info["file"])
@@ -956,13 +953,9 @@ def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_a_server_that_was_started_otherwise(world, tmp_path, message, monkeypatch):
-    monkeypatch.setattr(Stub, "answers", WRONG[message], raising=False)
-    with HTTPServer(("127.0.0.1", 0), Stub) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        with pytest.raises(InputError, match=message) as raised:
-            build(f"http://127.0.0.1:{http.server_port}", save_tiny(tmp_path / "model"), tmp_path)
-        http.shutdown()
+def test_a_server_that_was_started_otherwise(world, tmp_path, message):
+    with stub(WRONG[message]) as (url, _), pytest.raises(InputError, match=message) as raised:
+        build(url, save_tiny(tmp_path / "model"), tmp_path)
     assert "\n" not in str(raised.value)
 
 
