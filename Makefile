@@ -36,7 +36,7 @@ train: setup  ## train the embedded tiny model with grpo.py; more flags: make tr
 	$(BIN)/python grpo.py $(ARGS)
 
 test: setup browser  ## all tests, four files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
 browser: setup  ## Chromium for the tests of the run page, if there is none; without it they are skipped
 	@if $(BIN)/python -m tests.tools.browser; then exit; fi; \

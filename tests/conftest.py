@@ -26,8 +26,8 @@ def pytest_collection_modifyitems(items):
     items.sort(key=rank)
 
 
-def pytest_collection_finish():
-    gc.enable()
+def pytest_runtest_setup():
+    gc.enable()  # for each test: read_flags leaves it off, and a process that runs a thousand tests then fills the memory
 
 
 @pytest.fixture(scope="module")
