@@ -60,5 +60,6 @@ def end_at_ctrl_c() -> None:
 def end_interrupted(*_) -> None:
     """Ends the process at once."""
     if is_first_on_node():
-        print("interrupted", file=sys.stderr, flush=True)
+        with suppress(OSError):  # not through sys.stderr, which is held back while flags are read
+            os.write(2, b"interrupted\n")
     os._exit(130)
