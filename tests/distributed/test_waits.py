@@ -44,8 +44,8 @@ from tests.common import (
     SMALL,
     TORCHRUN,
     environment,
-    free_port,
     fork,
+    free_port,
     save_tiny,
 )
 
