@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import grpo
-from lib.args import CONDITIONS
 from lib.cli.flags import parse_flags
 from lib.columns import COLUMNS, Column, page
 from lib.core_algos import ADV_TENSORS, LOSS_TENSORS, TOKEN_MASKS
@@ -89,10 +88,10 @@ READ = {  # what a run declares, besides the columns that are always gathered
 
 @pytest.mark.parametrize("flags", READ)
 def test_estimator_correction_masks_and_kl_declare_what_they_read(flags):
-    args = parse_flags(grpo.Args, flags.split(), CONDITIONS)
+    args = parse_flags(grpo.Args, flags.split())
     names = advantage_columns(args, args.rollout_correction.settings())
     assert names == READ[flags].split()
-    default = parse_flags(grpo.Args, [], CONDITIONS)
+    default = parse_flags(grpo.Args, [])
     assert gathered_bytes_per_token(args) == gathered_bytes_per_token(default) + 4 * len(names)
 
 

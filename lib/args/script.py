@@ -1,5 +1,6 @@
 """What lib reads of a script's Args."""
 
+from collections.abc import Collection
 from dataclasses import Field
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +38,10 @@ class ScriptArgs:
     kl_placement: Literal["loss", "reward"]
     kl_target: float | None
     kl_horizon: int
+
+    # not flags: the names of those that the command line gives (parse_flags), and those of them that change nothing
+    given: Collection[str] = ()
+    no_effect: tuple[str, ...] = ()
 
     # flags of some scripts only; in a class that is no dataclass they are not flags of the others
     adv_estimator = ""

@@ -32,7 +32,7 @@ from lib.core_algos.reductions import (
     masked_sum,
     masked_whiten,
 )
-from lib.core_algos.settings import _bind, _lookup
+from lib.core_algos.settings import _bind, _lookup, _tensors
 
 Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
 
@@ -384,12 +384,8 @@ ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
 }
 
-_OTB_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")  # the last if a correction has weights
-ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that an estimator takes by keyword
-    "gdpo": ("reward_components",),
-    "optimal_token_baseline": _OTB_TENSORS,
-    "tir_optimal_token_baseline": _OTB_TENSORS,
-}
+# {name: columns that it takes by keyword}; rollout_is_weights only if a correction has weights
+ADV_TENSORS = {name: _tensors(estimator, 3) for name, estimator in ADV_ESTIMATORS.items()}
 
 
 def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Pair]:
@@ -398,10 +394,10 @@ def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable
 
     Raises InputError for an unknown estimator (it lists the names) or a bad setting."""
     estimator = _lookup("advantage estimator", ADV_ESTIMATORS, name)
-    return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS.get(name, ()))
+    return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS[name])
 
 
 def estimate_advantages(name: str, settings: Mapping, rewards, response_mask, tensors: Mapping[str, Tensor]) -> Pair:
     """(advantages, returns) (B, T) by the estimator of that name. tensors: `group` (B,), and those that it needs."""
-    others = {key: tensors[key] for key in ADV_TENSORS.get(name, ()) if key in tensors}
+    others = {key: tensors[key] for key in ADV_TENSORS[name] if key in tensors}
     return get_adv_estimator_fn(name, settings)(rewards, response_mask, tensors["group"], **others)

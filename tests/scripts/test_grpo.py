@@ -464,7 +464,7 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward-model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
     "loss with another's": (lambda t: ["--loss", "gspo", "--loss-kwargs.cap", "2"], "cap"),
-    "the script's own loss": (lambda t: ["--loss-kwargs.cap", "2"], "--loss vanilla takes --clip-ratio-low"),
+    "the script's own loss": (lambda t: ["--loss-kwargs.cap", "2"], "has no effect without --loss decoupled"),
     "resume from nowhere": (lambda t: ["--resume", str(t / "step_000001")], "step_000001"),
 }
 
