@@ -127,11 +127,11 @@ class Reads:
         self._read: dict[str, bool] = {}
 
     def reads(self, flag: str) -> bool:
-        """Also a flag that is not in the table: a script's own."""
+        """Also one that is not in the table, a script's own, or not a flag of this script."""
         if flag not in self._read:
             self._read[flag] = True  # for a row about the flag itself
             rows = rows_with(flag)
-            self._read[flag] = not rows or any(self.holds(row.when) for row in rows)
+            self._read[flag] = flag not in self._values or not rows or any(self.holds(row.when) for row in rows)
         return self._read[flag]
 
     def holds(self, when: str) -> bool:
@@ -139,13 +139,13 @@ class Reads:
 
     def _is(self, term: str) -> bool:
         """Whether the choice is made, by a flag that is read."""
+        return self._fits(term) and self.reads(_parts(term)[1])
+
+    def _fits(self, term: str) -> bool:
         negated, name, patterns = _parts(term)
-        if name not in self._values:  # not a flag of this script
-            return negated
-        value = self._values[name]
+        value = self._values.get(name)  # None: not a flag of this script
         text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        chosen = any(fnmatchcase(text, p) for p in patterns) if patterns else bool(value)
-        return self.reads(name) and chosen != negated
+        return (any(fnmatchcase(text, p) for p in patterns) if patterns else bool(value)) != negated
 
     def columns(self) -> tuple[set[str], set[str]]:
         """The columns that `add_advantages` and `update` read."""
@@ -174,14 +174,22 @@ class Reads:
         present: list[str] = []
         for term in chain(*(terms for terms in lacks if len(terms) == least)):
             negated, name, patterns = _parts(term)
-            if name in self._values and not self.reads(name):
+            if self._fits(term):  # but the flag is not read itself
                 return self.why_not(name)
-            if negated or len(patterns) > MOST:
-                present += [f"with {as_flag(name)}" + f" {self._values[name]}" * bool(patterns)]
+            if negated:
+                present += [" ".join([as_flag(name), *patterns])]
             else:
-                without.setdefault(FACTS.get(name) or as_flag(name), []).extend(patterns)
-        missing = [f"{name} {_join(patterns)}".rstrip() for name, patterns in without.items()]
-        return " and ".join([*present, *[f"without {_join(missing)}"] * bool(missing)])
+                without.setdefault(name, []).extend(patterns)
+        long = [name for name, patterns in without.items() if len(patterns) > MOST]
+        present += [f"{as_flag(name)} {self._values[name]}" for name in long]
+        missing = [
+            f"{FACTS.get(name) or as_flag(name)} {_join(patterns)}".rstrip()
+            for name, patterns in without.items()
+            if name not in long
+        ]
+        return " and ".join(
+            f"{word} {_join(names)}" for word, names in (("with", present), ("without", missing)) if names
+        )
 
 
 def rows_with(flag: str) -> list[Row]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import grpo
 from lib import InputError
-from lib.args import check_engine, check_model_path, check_output_dir
+from lib.args import check_engine, check_model_path, check_output_dir, check_read
 from lib.cli.flags import Names, OnReplay, OnResume, check_range, parse_flags, threads_of_environment, walk
 from tests.common import PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
@@ -97,7 +97,7 @@ BAD_FLAGS = {  # what the message says, by flags
         "0.1",
     ],
     "would apply it twice": ["--loss", "decoupled", "--rollout-correction.reject.token-k2", "0.1"],  # level token
-    "--kl-target has no effect without --kl-coef": ["--kl-target", "0.1", "--kl-coef", "0"],
+    "--kl-target has no effect without": ["--kl-target", "0.1", "--kl-coef", "0"],
     "--kl-target has no effect without --kl-placement reward": [
         *("--kl-coef", "0.1", "--kl-placement", "loss", "--kl-target", "0.1")
     ],
@@ -165,6 +165,7 @@ OWN_BAD_FLAGS = {
     },
     "ppo": {
         "--critic-model ./absent: no such folder": ["--critic-model", "./absent"],
+        "--kl-target has no effect without --kl-coef": ["--kl-target", "0.1", "--kl-coef", "0"],
         "--gamma 1.5: must be at least 0 and at most 1": ["--gamma", "1.5"],
         "drop one": ["--gae-lambda-policy", "1", "--length-adaptive-alpha", "1"],
     },
@@ -253,13 +254,58 @@ def test_the_help_ends_with_the_algorithms_own_flags():
     assert "--adv-estimator" in done.stdout, done.stderr
 
 
+def test_a_flag_that_changes_no_result_is_noted():
+    words = "--val-top-p 0.9 --export-dtype float32 --no-export-model --share-prompts --attn-implementation sdpa"
+    args = parse_flags(grpo.Args, words.split())
+    assert args.no_effect == (
+        "--export-dtype (without --export-model)",
+        "--share-prompts (without --attn-implementation auto, packed_sdpa or varlen)",
+        "--val-top-p (without --val-temperature)",
+    )
+    assert parse_flags(grpo.Args, ["--lr", "1e-4"]).no_effect == ()
+
+
+def test_what_val_only_and_a_replay_leave_out_is_noted(tmp_path):
+    """Their flags are those of a training run, such as --config gives."""
+    words = ["--val-only", "--loss", "cispo", "--loss-kwargs.cliprange-high", "3", "--temperature", "0.5"]
+    [note] = parse_flags(grpo.Args, [*words, "--val-temperature", "0.5", "--lora-rank", "2"]).no_effect
+    assert note == "--temperature, --loss, --loss-kwargs.cliprange-high (with --val-only)"
+    with pytest.raises(InputError, match=r"^--loss-kwargs\.cap has no effect without --loss decoupled"):
+        parse_flags(grpo.Args, [*words, "--loss-kwargs.cap", "2"])
+    (tmp_path / "config.json").write_text("{}")
+    words = ["--replay", str(tmp_path), "--rollout-engine", "vllm", "--gpu-memory-utilization", "0.5"]
+    [note] = parse_flags(grpo.Args, words).no_effect
+    assert note == "--rollout-engine, --gpu-memory-utilization (with --replay)"
+
+
+def test_a_flag_that_the_others_change_is_a_mistake(monkeypatch):
+    """--rollout-gpus makes the engine vllm."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["--rollout-gpus", "2", "--rollout-engine"]
+    parse_flags(grpo.Args, [*words, "vllm"])
+    with pytest.raises(InputError, match="--rollout-engine hf: the other flags make it vllm"):
+        parse_flags(grpo.Args, [*words, "hf"])
+
+
+def test_flags_of_images_are_for_models_that_read_them():
+    args = parse_flags(grpo.Args, ["--max-pixels", "5000"])
+    check_read(args, vision=True)
+    with pytest.raises(InputError, match="--max-pixels has no effect without a --model that reads images"):
+        check_read(args, vision=False)
+
+
 def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     """A run's config.json: of its flags, settings among them, all but those of its start; also YAML."""
-    shared = ["--dry-run", "1", "--model", TOY_MODEL]
-    first = ran(fork("grpo", tmp_path, "--total-steps", "1", *SMALL, "--clip-ratio-high", "0.5", "--no-shuffle"))
+    shared, unread = ["--dry-run", "1", "--model", TOY_MODEL], ["--keep-checkpoints", "3"]
+    first = ran(
+        fork("grpo", tmp_path, "--total-steps", "1", *SMALL, "--clip-ratio-high", "0.5", "--no-shuffle", *unread)
+    )
     config = next(tmp_path.glob("*/config.json"))
     dumped = json.loads(config.read_text())
     assert (dumped["clip_ratio_high"], dumped["shuffle"]) == (0.5, False), first.stdout
+    assert dumped["no_effect"] == ["--keep-checkpoints (without --save-every)"]
+    assert "no effect here: --keep-checkpoints (without --save-every)\n" in first.stdout
     again = tmp_path / "again"
     ran(fork("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
     now = json.loads((again / "run/config.json").read_text())

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import dapo
-import grpo
 from lib import InputError, setup
 from lib.args import Reads, settings
 from lib.args.__main__ import page
