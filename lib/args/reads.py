@@ -1,9 +1,9 @@
 """The table of what a run reads: which flags, and which columns of its batch, act where something is chosen. A given
 flag that nothing reads is reported (docs/flags_read.md)."""
 
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any, NamedTuple
 
 from lib import InputError
@@ -25,11 +25,11 @@ class Row(NamedTuple):
 FACTS = {"vision": "a --model that reads images", "correction": "a rollout correction"}  # what no flag says alone
 MODES = {"val_only": False, "replay": ""}  # what leaves out a part of any run, as it is in a whole one
 CHANGE_RESULTS = {"vllm_kwargs", "reward_timeout", "reward_memory"}  # which may change on resume all the same
-MOST = 4  # values that a message lists
 OF_THE_PASS = ("entropys", "sum_pi_squared", "rollout_log_probs")
 OTB = "old_log_probs sum_pi_squared rollout_is_weights"
 DRIFT = "rollout_log_probs old_log_probs"
 COVARIANCE = "old_log_probs advantages"
+WEIGHTS = "rollout_correction.action rollout_correction.bounds"
 CLIP = "loss_kwargs.cliprange_low loss_kwargs.cliprange_high"
 DPPO = "loss_kwargs.delta_low loss_kwargs.delta_high loss_kwargs.ratio_high"
 LIMITS = "max_turns max_turn_tokens max_tool_output truncate tool_timeout episode_timeout reward_coef"
@@ -52,7 +52,7 @@ TABLE = (
     Row("no val_only", "critic_model critic_lr critic_warmup_steps cliprange_value"),
     # the run
     Row("no resume never", "resume_override"),
-    Row("no total_epochs", "total_steps"),
+    Row("no total_epochs and no val_only", "total_steps"),
     Row("save_every", "keep_checkpoints"),
     Row("export_model", "export_dtype"),
     Row("profile_steps", "profile_memory"),
@@ -62,8 +62,8 @@ TABLE = (
     Row("padding_free and attn_implementation auto|packed_sdpa|varlen", "share_prompts"),
     Row("vision", "max_pixels min_pixels max_images video_fps max_frames"),
     Row("no filter_overlong_prompts or dataset_class", "truncation"),
-    Row("no prompt_sampling variance", "shuffle"),
-    Row("no prompt_sampling uniform", "prompt_share"),
+    Row("no prompt_sampling variance and no val_only", "shuffle"),
+    Row("no prompt_sampling uniform and no val_only", "prompt_share"),
     Row("prompt_sampling skip", "prompt_skip_after"),
     # rollouts and rewards
     Row("no replay", "rollout_engine"),
@@ -72,8 +72,8 @@ TABLE = (
     Row("multi_turn.tools or multi_turn.interaction", " ".join(f"multi_turn.{name}" for name in LIMITS.split())),
     Row("multi_turn.tools", "multi_turn.parser multi_turn.max_tool_calls"),
     Row("no reward_workers 0", "reward_timeout reward_memory"),
-    Row("no adv_estimator gdpo or val_only", "reward_weights"),
-    Row("reward_model and no adv_estimator gdpo or reward_model and val_only", "reward_model_coef"),
+    Row("no adv_estimator gdpo", "reward_weights"),
+    Row("reward_model and no adv_estimator gdpo", "reward_model_coef"),
     Row("overlong_buffer", "overlong_factor"),
     # validation
     Row("no val_files none and no val_only", "val_before_train val_every"),
@@ -89,10 +89,9 @@ TABLE = (
     Row("adv_estimator reinforce_plus_plus", "adv_kwargs.gamma"),
     Row("adv_estimator gdpo", "singleton reward_keys adv_kwargs.reward_weights", "reward_components"),
     Row("adv_estimator optimal_token_baseline|tir_optimal_token_baseline", "singleton", OTB),
-    Row("no group_size 1 or zero_variance keep", "zero_variance"),
+    Row("no group_size 1 and no val_only or zero_variance keep", "zero_variance"),
     Row("zero_variance refill", "max_gen_batches"),
-    Row("no rollout_correction.level measure", "rollout_correction.action rollout_correction.bounds"),
-    Row("no rollout_correction.level measure", "rollout_correction.batch_normalize"),
+    Row("no rollout_correction.level measure and no val_only", f"{WEIGHTS} rollout_correction.batch_normalize"),
     Row("correction", "", DRIFT),
     Row("token_masks.top_entropy", "", "entropys"),
     Row("token_masks.m2po", "", DRIFT),
@@ -139,13 +138,13 @@ class Reads:
 
     def _is(self, term: str) -> bool:
         """Whether the choice is made, by a flag that is read."""
-        return self._fits(term) and self.reads(_parts(term)[1])
-
-    def _fits(self, term: str) -> bool:
         negated, name, patterns = _parts(term)
+        return (self._has(name, patterns) and self.reads(name)) != negated
+
+    def _has(self, name: str, patterns: list[str]) -> bool:
         value = self._values.get(name)  # None: not a flag of this script
         text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        return (any(fnmatchcase(text, p) for p in patterns) if patterns else bool(value)) != negated
+        return any(fnmatchcase(text, pattern) for pattern in patterns) if patterns else bool(value)
 
     def columns(self) -> tuple[set[str], set[str]]:
         """The columns that `add_advantages` and `update` read."""
@@ -162,33 +161,22 @@ class Reads:
                 yield FACTS.get(name) or " ".join([as_flag(name), *patterns[: 0 if negated else None]])
 
     def why_not(self, flag: str) -> str:
-        """Why nothing reads the flag: without ..., with ... Of its rows, those that lack least."""
-        lacks = [
-            [term for term in terms.split(" and ") if not self._is(term)]
-            for row in rows_with(flag)
-            for terms in row.when.split(" or ")
-            if _parts(terms)[1] != flag
-        ]
-        least = min(map(len, lacks))
-        without: dict[str, list[str]] = {}
+        """Why nothing reads the flag: with ..., without ..."""
         present: list[str] = []
-        for term in chain(*(terms for terms in lacks if len(terms) == least)):
+        missing: dict[str, list[str]] = {}
+        for term in re.split(" and | or ", " or ".join(row.when for row in rows_with(flag))):
             negated, name, patterns = _parts(term)
-            if self._fits(term):  # but the flag is not read itself
-                return self.why_not(name)
+            if self._is(term) or name == flag:
+                continue
             if negated:
                 present += [" ".join([as_flag(name), *patterns])]
+            elif self._has(name, patterns):  # but nothing reads it either
+                return self.why_not(name)
             else:
-                without.setdefault(name, []).extend(patterns)
-        long = [name for name, patterns in without.items() if len(patterns) > MOST]
-        present += [f"{as_flag(name)} {self._values[name]}" for name in long]
-        missing = [
-            f"{FACTS.get(name) or as_flag(name)} {_join(patterns)}".rstrip()
-            for name, patterns in without.items()
-            if name not in long
-        ]
+                missing.setdefault(FACTS.get(name) or as_flag(name), []).extend(patterns)
+        without = [f"{name} {_join(patterns)}".rstrip() for name, patterns in missing.items()]
         return " and ".join(
-            f"{word} {_join(names)}" for word, names in (("with", present), ("without", missing)) if names
+            f"{word} {_join(names)}" for word, names in (("with", present), ("without", without)) if names
         )
 
 
