@@ -91,6 +91,8 @@ def _check_groups(args: ScriptArgs) -> None:
     if args.group_size == 1 and (estimator in ("maxrl", "grpo_passk") or args.singleton == "zero"):
         flag = "--singleton zero" if args.singleton == "zero" else f"--adv-estimator {estimator}"
         raise InputError(f"{flag} with --group-size 1: every advantage is 0, and nothing trains; raise --group-size")
+    if args.zero_variance == "drop_from_denominator" and args.loss_agg_mode == "token-sum":
+        raise InputError("--zero-variance drop_from_denominator: --loss-agg-mode token-sum has none; use mask")
     if estimator != "gdpo":
         return
     if not args.reward_keys:

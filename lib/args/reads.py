@@ -24,6 +24,7 @@ class Row(NamedTuple):
 
 FACTS = {"vision": "a --model that reads images", "correction": "a rollout correction"}  # what no flag says alone
 MODES = {"val_only": False, "replay": ""}  # what leaves out a part of any run, as it is in a whole one
+ON_AT_ZERO = {"token_masks.off_policy_sequence"}  # a threshold, or None
 CHANGE_RESULTS = {"vllm_kwargs", "reward_timeout", "reward_memory"}  # which may change on resume all the same
 OF_THE_PASS = ("entropys", "sum_pi_squared", "rollout_log_probs")
 OTB = "old_log_probs sum_pi_squared rollout_is_weights"
@@ -45,7 +46,7 @@ TABLE = (
     Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
     Row("no val_only", "gradient_checkpointing save_every save_rollouts export_model"),
-    Row("no val_only", "adv_estimator loss loss_agg_mode entropy_coef entropy_target old_log_probs kl_coef"),
+    Row("no val_only", "adv_estimator loss loss_agg_mode entropy_coef entropy_target kl_coef"),
     Row("no val_only", "rollout_correction.level rollout_correction.reject.* overlong_buffer overlong_filtering"),
     Row("no val_only", "token_masks.top_entropy token_masks.m2po token_masks.off_policy_sequence"),
     Row("no val_only", "gamma gae_lambda gae_lambda_policy length_adaptive_alpha"),
@@ -92,11 +93,12 @@ TABLE = (
     Row("no group_size 1 and no val_only or zero_variance keep", "zero_variance"),
     Row("zero_variance refill", "max_gen_batches"),
     Row("no rollout_correction.level measure and no val_only", f"{WEIGHTS} rollout_correction.batch_normalize"),
-    Row("correction", "", DRIFT),
+    Row("correction", "old_log_probs", DRIFT),
     Row("token_masks.top_entropy", "", "entropys"),
-    Row("token_masks.m2po", "", DRIFT),
-    Row("no token_masks.off_policy_sequence None", "", f"{DRIFT} advantages"),
+    Row("token_masks.m2po", "old_log_probs", DRIFT),
+    Row("token_masks.off_policy_sequence", "old_log_probs", f"{DRIFT} advantages"),
     # losses
+    Row("no loss gpg and no val_only", "old_log_probs"),
     Row("loss vanilla", "clip_ratio_low clip_ratio_high clip_ratio_c"),
     Row("loss cispo|gspo|geo_mean", CLIP),
     Row("loss two_sided", f"{CLIP} loss_kwargs.delta"),
@@ -112,7 +114,8 @@ TABLE = (
     # KL
     Row("kl_coef", "kl_estimator kl_placement"),
     Row("kl_placement loss", "", update="ref_log_prob"),
-    Row("kl_placement reward", "kl_target", "old_log_probs ref_log_prob"),
+    Row("kl_estimator *_unbiased", "old_log_probs"),
+    Row("kl_placement reward", "kl_target old_log_probs", "old_log_probs ref_log_prob"),
     Row("kl_target", "kl_horizon"),
 )  # fmt: skip
 
@@ -144,7 +147,9 @@ class Reads:
     def _has(self, name: str, patterns: list[str]) -> bool:
         value = self._values.get(name)  # None: not a flag of this script
         text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        return any(fnmatchcase(text, pattern) for pattern in patterns) if patterns else bool(value)
+        if patterns:
+            return any(fnmatchcase(text, pattern) for pattern in patterns)
+        return bool(value) or (name in ON_AT_ZERO and value is not None)
 
     def columns(self) -> tuple[set[str], set[str]]:
         """The columns that `add_advantages` and `update` read."""
@@ -157,8 +162,7 @@ class Reads:
         pi^2, or pi_old / pi_rollout, which would be 1."""
         for row in TABLE:
             if not {*OF_THE_PASS}.isdisjoint(f"{row.columns} {row.update}".split()) and self.holds(row.when):
-                negated, name, patterns = _parts(row.when)
-                yield FACTS.get(name) or " ".join([as_flag(name), *patterns[: 0 if negated else None]])
+                yield _said(*_parts(row.when)[1:])
 
     def why_not(self, flag: str) -> str:
         """Why nothing reads the flag: with ..., without ..."""
@@ -169,12 +173,12 @@ class Reads:
             if self._is(term) or name == flag:
                 continue
             if negated:
-                present += [" ".join([as_flag(name), *patterns])]
+                present += [_said(name, patterns)]
             elif self._has(name, patterns):  # but nothing reads it either
                 return self.why_not(name)
             else:
-                missing.setdefault(FACTS.get(name) or as_flag(name), []).extend(patterns)
-        without = [f"{name} {_join(patterns)}".rstrip() for name, patterns in missing.items()]
+                missing.setdefault(name, []).extend(patterns)
+        without = [_said(name, patterns) for name, patterns in missing.items()]
         return " and ".join(
             f"{word} {_join(names)}" for word, names in (("with", present), ("without", without)) if names
         )
@@ -188,6 +192,10 @@ def _parts(term: str) -> tuple[bool, str, list[str]]:
     """Whether it is a "no", the name, the patterns of values; without any, it is about whether the flag is on."""
     name, _, patterns = term.removeprefix("no ").partition(" ")
     return term.startswith("no "), name, patterns.split("|") if patterns else []
+
+
+def _said(name: str, patterns: list[str]) -> str:
+    return f"{FACTS.get(name) or as_flag(name)} {_join(patterns)}".rstrip()
 
 
 def _join(words: list[str]) -> str:

@@ -47,6 +47,7 @@ class ScriptArgs:
     adv_estimator = ""
     adv_kwargs = settings.AdvKwargs()
     singleton = "raw"
+    zero_variance = "keep"
     reward_keys: tuple[str, ...] = ()
     overlong_buffer = 0
     critic_model: str | None = None

@@ -148,6 +148,10 @@ OWN_BAD_FLAGS = {
         "maxrl with --group-size 1: every advantage is 0": ["--adv-estimator", "maxrl", "--group-size", "1"],
         "grpo_passk with --group-size 1: every advantage is 0": ["--adv-estimator", "grpo_passk", "--group-size", "1"],
         "zero with --group-size 1: every advantage is 0": ["--singleton", "zero", "--group-size", "1"],
+        "drop_from_denominator: --loss-agg-mode token-sum has none": [
+            *("--zero-variance", "drop_from_denominator", "--loss-agg-mode", "token-sum")
+        ],
+        "--old-log-probs has no effect with --loss gpg": ["--loss", "gpg", "--old-log-probs", "rollout"],
         "--singleton has no effect without --adv-estimator grpo, grpo_leave_one_out": [
             "--adv-estimator",
             "reinforce_plus_plus",
