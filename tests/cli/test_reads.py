@@ -51,7 +51,7 @@ def test_the_table_names_flags_choices_and_columns_that_there_are():
     for name, values in terms():
         for hints in (get_type_hints(dapo.Args), get_type_hints(type(dapo.Args().data))):
             if choices := [c for c in get_args(hints.get(name)) if isinstance(c, str)]:
-                assert {*values} <= {*choices}, name
+                assert all(any(fnmatchcase(choice, value) for choice in choices) for value in values), name
 
 
 def test_every_estimator_and_loss_has_a_row():
