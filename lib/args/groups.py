@@ -368,8 +368,6 @@ class RunArgs(Group):
             raise InputError(f"--replay {self.replay}: no config.json there; give the folder of a run with --record")
         if self.resume == "auto" and not self.run_name:
             raise InputError("--resume auto needs the --run-name of the run to resume")
-        if self.profile_memory and not self.profile_steps:
-            raise InputError("--profile-memory needs --profile-steps, the steps to profile")
         if self.total_epochs is None:
             self.check_profile_steps()
 

@@ -13,7 +13,7 @@ from lib.cli.flags import OnResume, as_flag, walk
 
 class Row(NamedTuple):
     when: str
-    """"lora_rank" (it is on), "loss vanilla", "no group_size 1"; with patterns, |, " and ", " or "; "": always"""
+    """"lora_rank" (it is on), "loss vanilla", "no group_size 1", several joined by "and", "or", "|"; "": always"""
     flags: str
     """the flags that are read then; the name of a setting has dots"""
     columns: str = ""
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 FACTS = {"vision": "a --model that reads images", "correction": "a rollout correction"}  # what no flag says alone
 MODES = {"val_only": False, "replay": ""}  # what leaves out a part of any run, as it is in a whole one
 ON_AT_ZERO = {"token_masks.off_policy_sequence"}  # a threshold, or None
-CHANGE_RESULTS = {"vllm_kwargs", "reward_timeout", "reward_memory"}  # which may change on resume all the same
+NEVER_IDLE = {"vllm_kwargs", "reward_timeout", "reward_memory", "profile_memory"}  # an error, whatever a resume does
 OF_THE_PASS = ("entropys", "sum_pi_squared", "rollout_log_probs")
 OTB = "old_log_probs sum_pi_squared rollout_is_weights"
 DRIFT = "rollout_log_probs old_log_probs"
@@ -153,9 +153,8 @@ class Reads:
 
     def columns(self) -> tuple[set[str], set[str]]:
         """The columns that `add_advantages` and `update` read."""
-        rows = [row for row in TABLE if self.holds(row.when)]
-        gathered, update = (" ".join(texts).split() for texts in ([r.columns for r in rows], [r.update for r in rows]))
-        return {*gathered}, {*update}
+        rows = [row for row in TABLE if row.columns + row.update and self.holds(row.when)]
+        return {c for row in rows for c in row.columns.split()}, {c for row in rows for c in row.update.split()}
 
     def needs_pass(self) -> Iterator[str]:
         """The choices that need the trainer's own pass over the responses before the update: for entropies, sums of
@@ -213,7 +212,7 @@ def check_read(args: ScriptArgs, **facts: Any) -> None:
             continue
         if whole.reads(name):
             why = f"with {mode}"
-        elif {OnResume.MAY_CHANGE, OnResume.NOT_COMPARED}.isdisjoint(marks) or name in CHANGE_RESULTS:
+        elif {OnResume.MAY_CHANGE, OnResume.NOT_COMPARED}.isdisjoint(marks) or name in NEVER_IDLE:
             raise InputError(f"{as_flag(name)} has no effect {whole.why_not(name)}: drop it")
         else:
             why = whole.why_not(name)

@@ -131,7 +131,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--record is about training steps": ["--record", "a", "--val-only"],
     "--record /proc/kept: /proc cannot be written": ["--record", "/proc/kept"],
     "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
-    "--profile-memory needs --profile-steps": ["--profile-memory"],
+    "--profile-memory has no effect without --profile-steps": ["--profile-memory"],
 }
 SERVER = ["--rollout-engine", "http://127.0.0.1:1", "--async-order", "finished"]
 GDPO = ["--adv-estimator", "gdpo", "--reward-keys", "x"]

@@ -17,7 +17,7 @@ import dapo
 from lib import InputError, setup
 from lib.args import Reads, settings
 from lib.args.__main__ import page
-from lib.args.reads import CHANGE_RESULTS, FACTS, MODES, TABLE, rows_with
+from lib.args.reads import FACTS, MODES, NEVER_IDLE, TABLE, rows_with
 from lib.cli.flags import parse_flags, walk
 from lib.columns import COLUMNS
 from lib.core_algos import ADV_ESTIMATORS, ADV_TENSORS, LOSS_TENSORS, POLICY_LOSSES, TOKEN_MASKS, agg_loss, kl_penalty
@@ -47,7 +47,7 @@ def test_the_table_names_flags_choices_and_columns_that_there_are():
         assert [p for p in row.flags.split() if not any(fnmatchcase(name, p) for name in FLAGS)] == []
         assert {*f"{row.columns} {row.update}".split()} <= {*COLUMNS}
     assert {name for name, _ in terms()} <= {*FLAGS, *FACTS}
-    assert {*MODES, *CHANGE_RESULTS} <= {*FLAGS}
+    assert {*MODES, *NEVER_IDLE} <= {*FLAGS}
     for name, values in terms():
         for hints in (get_type_hints(dapo.Args), get_type_hints(type(dapo.Args().data))):
             if choices := [c for c in get_args(hints.get(name)) if isinstance(c, str)]:
