@@ -22,8 +22,12 @@ class Row(NamedTuple):
     """the columns that `update` reads then"""
 
 
-FACTS = {"vision": "a --model that reads images", "correction": "a rollout correction"}  # what no flag says alone
-MODES = {"val_only": False, "replay": ""}  # what leaves out a part of any run, as it is in a whole one
+FACTS = {  # what no flag says alone
+    "vision": "a --model that reads images",
+    "correction": "a rollout correction",
+    "ratio": "a second update a step",
+}
+NOTED = {"val_only": False, "replay": "", "ratio": True}  # what leaves out a part of any run, as it is in a whole one
 ON_AT_ZERO = {"token_masks.off_policy_sequence"}  # a threshold, or None
 NEVER_IDLE = {"vllm_kwargs", "reward_timeout", "reward_memory", "profile_memory"}  # an error, whatever a resume does
 OF_THE_PASS = ("entropys", "sum_pi_squared", "rollout_log_probs")
@@ -99,16 +103,17 @@ TABLE = (
     Row("token_masks.off_policy_sequence", "old_log_probs", f"{DRIFT} advantages"),
     # losses
     Row("no loss gpg and no val_only", "old_log_probs"),
-    Row("loss vanilla", "clip_ratio_low clip_ratio_high clip_ratio_c"),
-    Row("loss cispo|gspo|geo_mean", CLIP),
-    Row("loss two_sided", f"{CLIP} loss_kwargs.delta"),
-    Row("loss decoupled", f"{CLIP} loss_kwargs.cap", update=DRIFT),
-    Row("loss clip_cov", f"{CLIP} token_masks.clip_cov_*", COVARIANCE, "old_log_probs cov_keep"),
-    Row("loss kl_cov", "loss_kwargs.kl_coef token_masks.kl_cov_ratio", COVARIANCE, "old_log_probs cov_pick"),
-    Row("loss dppo_tv|dppo_kl", DPPO),
-    Row("loss reinforce", "loss_kwargs.ratio_high"),
+    Row("loss vanilla and ratio", "clip_ratio_low clip_ratio_high clip_ratio_c"),
+    Row("loss cispo|gspo|geo_mean|two_sided|decoupled|clip_cov and ratio", CLIP),
+    Row("loss two_sided and ratio", "loss_kwargs.delta"),
+    Row("loss decoupled", "loss_kwargs.cap", update=DRIFT),
+    Row("loss clip_cov", "token_masks.clip_cov_*", COVARIANCE, "old_log_probs cov_keep"),
+    Row("loss kl_cov", "", COVARIANCE, "old_log_probs cov_pick"),
+    Row("loss kl_cov and ratio", "token_masks.kl_cov_ratio loss_kwargs.kl_coef"),
+    Row("loss dppo_tv|dppo_kl and ratio", DPPO),
+    Row("loss reinforce and ratio", "loss_kwargs.ratio_high"),
     Row("loss sapo", "loss_kwargs.tau_pos loss_kwargs.tau_neg"),
-    Row("loss dro", "loss_kwargs.dro_beta"),
+    Row("loss dro and ratio", "loss_kwargs.dro_beta"),
     Row("loss gpg", ""),
     Row("loss_agg_mode seq-mean-token-sum-norm", "loss_scale_factor"),
     # KL
@@ -125,7 +130,10 @@ class Reads:
 
     def __init__(self, args: ScriptArgs, **facts: Any):
         flags = {name: value for name, value, _ in walk(args)}
-        self._values = flags | {"vision": True, "correction": args.rollout_correction.settings()} | facts
+        updates, off_policy = args.num_mini_batches * args.update_epochs, args.old_log_probs == "rollout"
+        ratio = updates > 1 or off_policy or args.zero_variance == "refill"  # whose leftovers are of older weights
+        known = {"vision": True, "correction": args.rollout_correction.settings(), "ratio": ratio}
+        self._values = flags | known | facts
         self._read: dict[str, bool] = {}
 
     def reads(self, flag: str) -> bool:
@@ -204,17 +212,15 @@ def _join(words: list[str]) -> str:
 def check_read(args: ScriptArgs, **facts: Any) -> None:
     """Raises InputError for a given flag that the run does not read, if it would change the loss or the samples. The
     others become `args.no_effect`."""
-    run, whole = Reads(args, **facts), Reads(args, **facts | MODES)
-    mode = "--val-only" if args.validation.val_only else "--replay"
+    run, whole = Reads(args, **facts), Reads(args, **facts | NOTED)
     notes: dict[str, list[str]] = {}
     for name, _, marks in walk(args):
         if name not in args.given or run.reads(name):
             continue
-        if whole.reads(name):
-            why = f"with {mode}"
-        elif {OnResume.MAY_CHANGE, OnResume.NOT_COMPARED}.isdisjoint(marks) or name in NEVER_IDLE:
-            raise InputError(f"{as_flag(name)} has no effect {whole.why_not(name)}: drop it")
-        else:
-            why = whole.why_not(name)
+        noted = whole.reads(name)
+        why = (run if noted else whole).why_not(name)
+        changes_results = {OnResume.MAY_CHANGE, OnResume.NOT_COMPARED}.isdisjoint(marks) or name in NEVER_IDLE
+        if changes_results and not noted:
+            raise InputError(f"{as_flag(name)} has no effect {why}: drop it")
         notes.setdefault(why, []).append(as_flag(name))
     args.no_effect = tuple(f"{', '.join(flags)} ({why})" for why, flags in notes.items())

@@ -269,8 +269,12 @@ def test_a_flag_that_changes_no_result_is_noted():
     assert parse_flags(grpo.Args, ["--lr", "1e-4"]).no_effect == ()
 
 
-def test_what_val_only_and_a_replay_leave_out_is_noted(tmp_path):
-    """Their flags are those of a training run, such as --config gives."""
+def test_what_a_part_of_a_run_leaves_out_is_noted(tmp_path):
+    """With one update a step, --val-only and --replay; the flags are those of another run, such as --config gives."""
+    assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3"]).no_effect == (
+        "--clip-ratio-high (without a second update a step)",
+    )
+    assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3", "--update-epochs", "2"]).no_effect == ()
     words = ["--val-only", "--loss", "cispo", "--loss-kwargs.cliprange-high", "3", "--temperature", "0.5"]
     [note] = parse_flags(grpo.Args, [*words, "--val-temperature", "0.5", "--lora-rank", "2"]).no_effect
     assert note == "--temperature, --loss, --loss-kwargs.cliprange-high (with --val-only)"
@@ -308,8 +312,8 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     config = next(tmp_path.glob("*/config.json"))
     dumped = json.loads(config.read_text())
     assert (dumped["clip_ratio_high"], dumped["shuffle"]) == (0.5, False), first.stdout
-    assert dumped["no_effect"] == ["--keep-checkpoints (without --save-every)"]
-    assert "no effect here: --keep-checkpoints (without --save-every)\n" in first.stdout
+    notes = ["--keep-checkpoints (without --save-every)", "--clip-ratio-high (without a second update a step)"]
+    assert dumped["no_effect"] == notes and f"no effect here: {'; '.join(notes)}\n" in first.stdout
     again = tmp_path / "again"
     ran(fork("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
     now = json.loads((again / "run/config.json").read_text())

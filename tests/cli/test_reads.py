@@ -17,7 +17,7 @@ import dapo
 from lib import InputError, setup
 from lib.args import Reads, settings
 from lib.args.__main__ import page
-from lib.args.reads import FACTS, MODES, NEVER_IDLE, TABLE, rows_with
+from lib.args.reads import FACTS, NEVER_IDLE, NOTED, TABLE, rows_with
 from lib.cli.flags import parse_flags, walk
 from lib.columns import COLUMNS
 from lib.core_algos import ADV_ESTIMATORS, ADV_TENSORS, LOSS_TENSORS, POLICY_LOSSES, TOKEN_MASKS, agg_loss, kl_penalty
@@ -47,7 +47,7 @@ def test_the_table_names_flags_choices_and_columns_that_there_are():
         assert [p for p in row.flags.split() if not any(fnmatchcase(name, p) for name in FLAGS)] == []
         assert {*f"{row.columns} {row.update}".split()} <= {*COLUMNS}
     assert {name for name, _ in terms()} <= {*FLAGS, *FACTS}
-    assert {*MODES, *NEVER_IDLE} <= {*FLAGS}
+    assert {*NOTED, *NEVER_IDLE} <= {*FLAGS, *FACTS}
     for name, values in terms():
         for hints in (get_type_hints(dapo.Args), get_type_hints(type(dapo.Args().data))):
             if choices := [c for c in get_args(hints.get(name)) if isinstance(c, str)]:
@@ -152,7 +152,9 @@ def outcome(args: dapo.Args) -> tuple[torch.Tensor, ...] | None:
         control = setup.make_kl_control(args)
         dapo.add_advantages(args, batch, args.rollout_correction.settings(), control, 1)
         beta, t = control.value, batch.batch  # after the controller's step
-        losses, _ = dapo.policy_loss(args, log_probs, t["old_log_probs"], t)
+        several = args.num_mini_batches * args.update_epochs > 1
+        log_probs = log_probs.clone().requires_grad_()
+        losses, _ = dapo.policy_loss(args, log_probs, t["old_log_probs"] if several else log_probs.detach(), t)
     except InputError as error:
         assert "no setting" in str(error) or "unexpected keyword" in str(error), error
         return None
@@ -169,7 +171,8 @@ def outcome(args: dapo.Args) -> tuple[torch.Tensor, ...] | None:
         global_rows=rows,
         loss_scale_factor=scale,
     )
-    return t["advantages"], t["loss_mask"], losses, loss, torch.tensor(beta)
+    loss.backward()
+    return t["advantages"], t["loss_mask"], losses, loss, log_probs.grad, torch.tensor(beta)
 
 
 VALUES = {  # what a flag is changed to, where it is no choice among two
@@ -210,6 +213,7 @@ OF_LOSS = [name for name in VALUES if name.startswith(("loss_kwargs", "clip_rati
 OF_ADVANTAGE = [name for name in VALUES if name.startswith(("adv_kwargs", "singleton"))]
 OF_CORRECTION = [name for name in VALUES if name.startswith("rollout_correction")]
 OF_KL = [name for name in VALUES if name.startswith("kl_")]
+ONE = "--num-mini-batches 1"
 CASES: dict[str, tuple[str, list[str]]] = {
     **{name: (f"--adv-estimator {name}", OF_ADVANTAGE) for name in ADV_ESTIMATORS},
     "gdpo": ("--adv-estimator gdpo --reward-keys a b --overlong-buffer 0", OF_ADVANTAGE),
@@ -219,6 +223,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     ),
     **{name: (f"--loss {name}", OF_LOSS) for name in POLICY_LOSSES if name != "dro"},
     "dro": ("--loss dro --loss-kwargs.dro-beta 1", OF_LOSS),
+    **{f"{name}, one update": (f"--loss {name} {ONE}", OF_LOSS) for name in POLICY_LOSSES if name != "dro"},
+    "dro, one update": (f"--loss dro --loss-kwargs.dro-beta 1 {ONE}", OF_LOSS),
     **{mode: (f"--loss-agg-mode {mode}", ["loss_scale_factor"]) for mode in get_args(settings.AggMode)},
     **{
         f"correction, {level}": (f"--rollout-correction.level {level}", OF_CORRECTION)
