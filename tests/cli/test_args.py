@@ -318,7 +318,7 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     ran(fork("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
     now = json.loads((again / "run/config.json").read_text())
     differ = {name for name in now if now[name] != dumped[name]}
-    assert differ == {"output_dir", "run_name", "config", "history", "clip_ratio_low"}
+    assert differ == {"output_dir", "run_name", "config", "history", "clip_ratio_low", "no_effect"}
     (tmp_path / "flags.yaml").write_text("prompts_per_step: 10\nmulti_turn:\n  max_turns: 0\n")
     done = fork("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared)
     assert "--multi-turn.max-turns 0: must be above 0" in done.stderr
