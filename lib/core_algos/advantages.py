@@ -194,10 +194,9 @@ def compute_grpo_passk_outcome_advantage(
 ) -> Pair:
     """Pass@k, arXiv 2503.19595: A = (R_max − R_second) / (std_g + epsilon) for a group's best, 0 for the others.
 
-    A tie gives 0. A group of one has no second: "raw" raises InputError (verl: ValueError)."""
-    scores, _, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
-    if singleton == "raw" and (size == 1).any():
-        raise InputError("grpo_passk needs at least 2 live rows a group: raise group_size, or take singleton 'zero'")
+    A tie gives 0, and so does a group of one, "raw" or "zero": it has no second (verl: ValueError, so that a run ends
+    at a group of which a failed scorer or a rejection leaves one row)."""
+    scores, _, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     advantages = torch.zeros_like(scores)
     for rows in _groups(scores, group):
         ordered = scores[rows]

@@ -140,7 +140,7 @@ def slow_passk(b, singleton):
     def formula(r, group, others, mates):
         return (r - max(others)) / (statistics.stdev(group) + 1e-6) if r > max(others) else 0.0
 
-    return to_tokens(b, slow_rows(b, singleton, formula))
+    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: 0.0))
 
 
 def slow_leave_one_out(b, singleton):
@@ -341,10 +341,6 @@ ESTIMATORS = {
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
-def rules_for(name):
-    return ["zero"] if name == "grpo_passk" else ["raw", "zero"]
-
-
 def poisoned(b, seed):
     """Garbage wherever the mask is 0; in a dead row also in what it has one of."""
     dead = b["mask"].sum(1) == 0
@@ -399,7 +395,7 @@ def test_equals_the_loop(name, seed):
     """With garbage in the masked positions, in 64 and 32 bits."""
     fast, slow = ESTIMATORS[name]
     b = random_batch(seed)
-    for singleton in rules_for(name):
+    for singleton in ("raw", "zero"):
         expected = slow(b, singleton)
         for result, wanted in zip(fast(poisoned(b, seed), singleton), expected):
             close(result, wanted)
@@ -419,7 +415,7 @@ def check_dead_rows_row_order_and_garbage(name, seed, dtype, size):
     more["mask"][rows:] = 0
     order = torch.tensor(rng.sample(range(rows + dead), rows + dead))
     more = poisoned(rearranged(more, order), seed)
-    for singleton in rules_for(name):
+    for singleton in ("raw", "zero"):
         for result, expected in zip(fast(more, singleton), fast(b, singleton)):
             back = result[order.argsort()]
             assert bits_equal(back[:rows], expected)
@@ -448,7 +444,7 @@ def test_nothing_or_one_token_lives(name):
     for result in fast(poisoned(b, 0), "zero"):
         assert (result == 0).all()
     b["mask"][0, 0] = 1
-    for singleton in rules_for(name):  # a whitening of one token would raise
+    for singleton in ("raw", "zero"):  # a whitening of one token would raise
         for result, expected in zip(fast(b, singleton), slow(b, singleton)):
             close(result, expected)
     empty = {k: v[:0] for k, v in b.items()}
@@ -502,11 +498,9 @@ def test_singletons(name):
 
 def test_singletons_of_passk_and_gdpo():
     rewards, mask, index = torch.tensor([[2.0], [0.0], [1.0]]), torch.tensor([[1], [1], [1]]), ["a", "b", "b"]
-    passk = ADV_ESTIMATORS["grpo_passk"]
-    with pytest.raises(InputError, match="at least 2 live rows"):
-        passk(rewards, mask, index)
-    plain, _ = passk(rewards, mask, index, norm_adv_by_std_in_grpo=False, singleton="zero")
-    assert plain.tolist() == [[0], [0], [1]]
+    for singleton in ("raw", "zero"):
+        settings = {"norm_adv_by_std_in_grpo": False, "singleton": singleton}
+        assert ADV_ESTIMATORS["grpo_passk"](rewards, mask, index, **settings)[0].tolist() == [[0], [0], [1]]
     raw, _ = compute_gdpo_outcome_advantage(rewards, mask, index, reward_components=rewards)
     zero, _ = compute_gdpo_outcome_advantage(rewards, mask, index, reward_components=rewards, singleton="zero")
     rows = torch.tensor([[2.0], [-math.sqrt(1 / 2)], [math.sqrt(1 / 2)]])
