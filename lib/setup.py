@@ -100,10 +100,10 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
 
 def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
     """What must be computed with the policy before the update: old_log_probs and entropys, and for some estimators
-    sum_pi_squared. Nothing, where nothing reads it: with one update a step the ratio is 1."""
+    squared_score. Nothing, where nothing reads it: with one update a step the ratio is 1."""
     read = advantage_columns(args, correction)
-    if "sum_pi_squared" in read:
-        return "old_log_probs", "entropys", "sum_pi_squared"
+    if "squared_score" in read:
+        return "old_log_probs", "entropys", "squared_score"
     needed = (
         sizes.updates_per_step > 1
         or args.old_log_probs == "recompute"

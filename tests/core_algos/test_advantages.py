@@ -79,7 +79,7 @@ def random_batch(seed, dtype=torch.float64, size=1):
         "index": np.array(index),
         "values": randn(rows, width),
         "log_probs": -randn(rows, width).abs(),
-        "sum_pi_squared": torch.rand(rows, width, generator=g, dtype=dtype),
+        "squared_score": torch.rand(rows, width, generator=g, dtype=dtype),
         "is_weights": torch.rand(rows, width, generator=g, dtype=dtype) * 2,
         "baselines": randn(rows),
         "components": torch.stack([rewards.sum(1), randn(rows).round()], 1),
@@ -223,8 +223,7 @@ def slow_otb(b, singleton):
     for i in range(len(returns)):
         total = 0.0
         for t in valid_tokens(b, i):
-            pi, is_weight = math.exp(b["log_probs"][i, t].item()), b["is_weights"][i, t].item()
-            total += (1 - 2 * pi + b["sum_pi_squared"][i, t].item()) * is_weight**2
+            total += b["squared_score"][i, t].item() * b["is_weights"][i, t].item() ** 2
             weights[i, t] = total
     live = scores_of(b)
     for i in live:
@@ -247,8 +246,7 @@ def slow_turn_aligned_otb(b, singleton):
     for i in scores_of(b):
         energy[i], total = [], 0.0
         for t in valid_tokens(b, i):
-            pi, is_weight = math.exp(b["log_probs"][i, t].item()), b["is_weights"][i, t].item()
-            total += (1 - 2 * pi + b["sum_pi_squared"][i, t].item()) * is_weight**2
+            total += b["squared_score"][i, t].item() * b["is_weights"][i, t].item() ** 2
             energy[i].append(total)
     for i in energy:
         mates = [j for j in energy if b["index"][j] == b["index"][i]]
@@ -317,13 +315,13 @@ ESTIMATORS = {
     ),
     "optimal_token_baseline": (
         lambda b, s: compute_optimal_token_baseline_advantage(
-            *(b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared", "is_weights")), singleton=s
+            *(b[k] for k in ("rewards", "mask", "index", "squared_score", "is_weights")), singleton=s
         ),
         slow_otb,
     ),
     "tir_optimal_token_baseline": (
         lambda b, s: compute_multi_turn_optimal_token_baseline_advantage(
-            *(b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared", "is_weights")), singleton=s
+            *(b[k] for k in ("rewards", "mask", "index", "squared_score", "is_weights")), singleton=s
         ),
         slow_turn_aligned_otb,
     ),
@@ -363,7 +361,7 @@ def rearranged(b, rows):
 TENSORS = {  # of the shape that each has beside rewards (B, T)
     "values": lambda x: x,
     "old_log_probs": lambda x: x,
-    "sum_pi_squared": lambda x: x,
+    "squared_score": lambda x: x,
     "rollout_is_weights": lambda x: x,
     "reward_baselines": lambda x: x[:, 0],
     "reward_components": lambda x: x,
@@ -487,7 +485,7 @@ SINGLETONS = {  # A of a group of one with R = 2, "raw", beside a group with R =
 @pytest.mark.parametrize("name", SINGLETONS)
 def test_singletons(name):
     b = {"rewards": torch.tensor([[2.0], [0.0], [1.0]]), "mask": torch.ones(3, 1), "index": ["a", "b", "b"]}
-    b |= {"log_probs": -torch.ones(3, 1), "sum_pi_squared": torch.zeros(3, 1), "is_weights": torch.ones(3, 1)}
+    b |= {"log_probs": -torch.ones(3, 1), "squared_score": torch.ones(3, 1), "is_weights": torch.ones(3, 1)}
     fast, _ = ESTIMATORS[name]
     assert fast(b, "raw")[0][0].item() == pytest.approx(SINGLETONS[name], rel=1e-6)
     assert fast(b, "zero")[0][0].item() == pytest.approx(0, abs=1e-7)
@@ -612,7 +610,7 @@ def test_leave_one_out_of_equal_others_is_not_divided(odd):
 
 def test_optimal_token_baseline_without_is_weights():
     b = random_batch(11)
-    args = [b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared")]
+    args = [b[k] for k in ("rewards", "mask", "index", "squared_score")]
     ones = compute_optimal_token_baseline_advantage(*args, torch.ones_like(b["rewards"]))
     assert bits_equal(compute_optimal_token_baseline_advantage(*args)[0], ones[0])
 
@@ -621,18 +619,18 @@ def test_optimal_token_baseline_without_is_weights():
 def test_turn_aligned_baseline_is_the_plain_one_where_no_tool_wrote(seed):
     b = random_batch(seed)
     b["mask"] = torch.arange(b["mask"].shape[1]) < b["mask"].sum(1, keepdim=True)  # responses of one turn
-    args = [b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared")]
+    args = [b[k] for k in ("rewards", "mask", "index", "squared_score")]
     aligned = compute_multi_turn_optimal_token_baseline_advantage(*args)
     plain = compute_optimal_token_baseline_advantage(*args)
     assert bits_equal(plain[0], aligned[0]) and bits_equal(plain[1], aligned[1])
 
 
 def test_turn_aligned_baseline_by_hand():
-    """pi = 0 and no squares: every token weighs 1, so W_n = n. The second row's tool wrote one token before its second.
+    """Every token weighs 1, so W_n = n. The second row's tool wrote one token before its second.
 
     Its second token has index 1 in both rows: B = mean of G there, which by position would have no partner."""
     mask, rewards = torch.tensor([[1, 1, 0], [1, 0, 1]]), torch.tensor([[0.0, 1, 0], [0, 0, 3]])
-    args = rewards, mask, ["u", "u"], torch.full((2, 3), -math.inf), torch.zeros(2, 3)
+    args = rewards, mask, ["u", "u"], torch.ones(2, 3)
     aligned, returns = compute_multi_turn_optimal_token_baseline_advantage(*args)
     assert returns.tolist() == [[1, 1, 0], [3, 0, 3]]
     torch.testing.assert_close(aligned, torch.tensor([[-1.0, -1, 0], [1, 0, 1]]))
@@ -644,7 +642,7 @@ def test_estimator_inputs():
     mask = torch.ones(2, 1)
     whole, index = torch.tensor([[0, 3], [1, 2], [0, 1], [0, 0], [5, 0]]), ["a", "a", "a", "b", "b"]
     b = {"mask": torch.ones(5, 2), "index": index} | dict.fromkeys(("values", "log_probs"), -torch.ones(5, 2))
-    b |= {"sum_pi_squared": torch.zeros(5, 2), "is_weights": torch.ones(5, 2), "baselines": torch.ones(5) / 2}
+    b |= {"squared_score": torch.ones(5, 2), "is_weights": torch.ones(5, 2), "baselines": torch.ones(5) / 2}
     for name, (fast, _) in ESTIMATORS.items():  # integers must not truncate
         results = [fast(b | {"rewards": x, "components": x}, "raw") for x in (whole, whole.float())]
         assert all(bits_equal(x, y) for x, y in zip(*results)), name

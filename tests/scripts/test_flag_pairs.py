@@ -163,6 +163,11 @@ NEEDS = {
     "--overlong-factor": ("--overlong-buffer", ["-", "4"]),
     "--max-gen-batches": ("--zero-variance", ["-"]),
 }
+OWN_NEEDS = {  # PPO has a KL in the reward by default
+    "--kl-estimator": ("--kl-coef", ["-", "0.1"]),
+    "--kl-placement": ("--kl-coef", ["-", "0.1"]),
+    "--kl-target": ("--kl-placement", ["-", "reward"]),
+}
 Option = tuple[str, str]  # a flag and its value
 Pair = frozenset[Option]
 
@@ -380,7 +385,8 @@ class Cover:
     def needs(self, option: Option) -> list[tuple[str, list[str]]]:
         """[(another flag, values of it that do)]"""
         flag, value = option
-        found = [NEEDS.get(f"{flag} {value}"), None if value == self.flags[flag][0] else NEEDS.get(flag)]
+        table = NEEDS | (OWN_NEEDS if self.script is ppo else {})
+        found = [table.get(f"{flag} {value}"), None if value == self.flags[flag][0] else table.get(flag)]
         return [need for need in found if need and need[0] in self.flags]
 
     def reject(self, a: Option, b: Option, why: str) -> None:
