@@ -13,12 +13,27 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import exp, fsum, sqrt
-from statistics import mean, stdev, variance
 
 import torch
 
 Token = tuple[int, int]
 Numbers = dict[Token, float]
+
+
+def mean(values) -> float:
+    values = list(values)
+    return fsum(values) / len(values)
+
+
+def variance(values) -> float:
+    """With N - 1."""
+    values = list(values)
+    center = mean(values)
+    return fsum((x - center) ** 2 for x in values) / (len(values) - 1)
+
+
+def stdev(values) -> float:
+    return sqrt(variance(values))
 
 
 @dataclass

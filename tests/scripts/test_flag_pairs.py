@@ -53,7 +53,7 @@ FLAGS = """
 --zero-variance: - mask drop_from_denominator
 --group-size: 3 1
 --num-mini-batches: 2 1
---update-epochs: 2 1
+--update-epochs: 1 2
 --micro-batch-tokens: 60 12
 --max-response-length: 6 8
 --max-grad-norm: - 0.1
