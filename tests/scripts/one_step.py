@@ -1,6 +1,7 @@
 """The main function of a script, on responses that a test gives it, and a model of two matrices in float64: what
 tests/reference_step.py computes by loops. No engine, no scorer, no file."""
 
+import copy
 from collections.abc import Iterator
 from functools import cache
 from tempfile import TemporaryDirectory
@@ -42,6 +43,17 @@ def module(name: str):
     model.set_requires_gradient_sync = lambda sync: None  # of FSDP, which one rank does without
     model.requires_grad_(name != "reference")
     return model, {key: w.clone() for key, w in model.state_dict().items()}
+
+
+def on_ranks(name: str, world: World):
+    """The module with the weights that it began with; of one rank, without FSDP, which takes most of a step's time."""
+    model, weights = module(name)
+    model.load_state_dict(weights)
+    if world.size == 1:
+        return model
+    model = copy.deepcopy(model)
+    del model.set_requires_gradient_sync
+    return shard_model(model, make_mesh(world), torch.float64)
 
 
 def weights_of(name: str) -> dict[str, torch.Tensor]:
@@ -133,7 +145,9 @@ class StubScorers:
         scores = torch.zeros(len(rows), T, dtype=torch.float64)
         for i, row in enumerate(rows):
             if any(row.sampled):
-                scores[i, max(t for t, s in enumerate(row.sampled) if s)] = row.score if row.score is not None else torch.nan
+                scores[i, max(t for t, s in enumerate(row.sampled) if s)] = (
+                    row.score if row.score is not None else torch.nan
+                )
         extras = {key: [row.components[key] for row in rows] for key in rows[0].components} if len(rows) else {}
         return SimpleNamespace(get=lambda: (scores, dict(extras), {}))
 
@@ -181,11 +195,7 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
     """-> metrics of each step, gradients of each update, both as the script has them. steps: for each step, the rows of
     each batch that may be sampled."""
     names = ("actor", "reference", "critic") if hasattr(args, "gamma") else ("actor", "reference")
-    modules = {name: module(name)[0] for name in names}
-    for name in names:
-        modules[name].load_state_dict(module(name)[1])
-    if world.size > 1:
-        modules = {name: shard_model(m, make_mesh(world), torch.float64) for name, m in modules.items()}
+    modules = {name: on_ranks(name, world) for name in names}
     forward = ForwardConfig(args.optimizer.micro_batch_tokens, args.rollout.sampling(), None, torch.float64)
     updates: list[dict[str, torch.Tensor]] = []
 
@@ -223,8 +233,9 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
         "make_rewards_and_validation": lambda *_: (rewards, validate),
     }
     estimate = SimpleNamespace(describe=lambda *_: "", check_memory=lambda *_: None)
-    with patch.multiple(setup, **of_setup), patch.multiple(
-        script, estimate=estimate, open_run=lambda *_: run, print=lambda *_, **__: None, create=True
+    with (
+        patch.multiple(setup, **of_setup),
+        patch.multiple(script, estimate=estimate, open_run=lambda *_: run, print=lambda *_, **__: None, create=True),
     ):
         script.main(args)
     return run.logged, updates

@@ -1,19 +1,19 @@
-"""Every pair of values of the algorithm's flags: it is rejected with a reason, or a script's step with it equals the loop
-of tests/reference_step.py, in loss, metrics and the gradient of every update.
+"""Every pair of values of the algorithm's flags: it is rejected with a reason, or a script's step with it equals the
+loop of tests/reference_step.py, in loss, metrics and the gradient of every update.
 
-FLAGS has some values of each flag. allpairspy makes cases that contain the pairs of values; a case that a script rejects
-is cut down to the flags that do not go together, and its other pairs get further cases, until every pair is one or the
-other. Float64: both sides differ by the order of sums, by some 1e-15 of numbers of size 1 (whitening and a division by a
-small standard deviation make it 1e-12).
+FLAGS has some values of each flag. allpairspy makes cases that contain the pairs of values; a case that a script
+rejects is cut down to the flags that do not go together, and its other pairs get further cases, until every pair is one
+or the other. Float64: the two sides differ by the order of their sums, by some 1e-15 of numbers of size 1 (whitening
+and a division by a small standard deviation make it 1e-12). Two columns are float32 by design, the overlong penalty and
+the rewards of --reward-keys: here their numbers are sums of powers of two.
 """
 
 import copy
 import math
 import os
 import random
-from collections import Counter
 from functools import cache
-from itertools import combinations
+from itertools import combinations, islice
 from unittest.mock import patch
 
 import pytest
@@ -38,8 +38,8 @@ TOLERANCE = 1e-9
 PROMPTS = 4
 BASE = ("--prompts-per-step", str(PROMPTS), "--max-prompt-length", "2", "--val-every", "0", "--no-val-before-train")
 
-# Values of each flag, by lines; the first, -, is not to give the flag. A name with ... stands for several flags, of which
-# a case has at most one.
+# Values of each flag, by lines; the first, -, is not to give the flag. A name with ... stands for several flags, of
+# which a case has at most one.
 FLAGS = """
 --adv-estimator: - dr_grpo rloo opo gpg maxrl grpo_passk grpo_leave_one_out grpo_batch_std reinforce_plus_plus
     reinforce_plus_plus_baseline gdpo optimal_token_baseline tir_optimal_token_baseline
@@ -81,7 +81,7 @@ FLAGS = """
 --token-masks.clip-cov-bounds: - 0.01,2
 --token-masks.kl-cov-ratio: - 0.1
 --entropy-coef: - 0.05 -0.05
---entropy-target: - 1.5
+--entropy-target: - 4
 --old-log-probs: - recompute rollout
 --rollout-correction.level: - token sequence geometric measure
 --rollout-correction.action: - truncate mask
@@ -122,10 +122,10 @@ OWN = {  # in place of the values above, or further flags
 --kl-coef: - 0.1 0
 """,
 }
-CLIPPED = "cispo gspo geo_mean two_sided decoupled clip_cov".split()
+CLIPPED = ["cispo", "gspo", "geo_mean", "two_sided", "decoupled", "clip_cov"]
 # What a flag, or a value of it, needs of another flag: without that it is rejected, which is checked.
 NEEDS = {
-    "--adv-kwargs.epsilon": ("--adv-estimator", "- grpo_passk grpo_leave_one_out grpo_batch_std".split()),
+    "--adv-kwargs.epsilon": ("--adv-estimator", ["-", "grpo_passk", "grpo_leave_one_out", "grpo_batch_std"]),
     "--adv-kwargs.norm-adv-by-std-in-grpo": ("--adv-estimator", ["grpo_passk"]),
     "--adv-kwargs.gamma": ("--adv-estimator", ["reinforce_plus_plus"]),
     "--adv-kwargs.f-norm": ("--adv-estimator", ["gpg"]),
@@ -256,7 +256,10 @@ def reason(script, case: dict[str, str]) -> str:
 @pytest.fixture(autouse=True, scope="module")
 def quick_checks():
     """Without the searches for secrets and in folders, which take most of the time and are not about the algorithm."""
-    patches = [patch.object(cli, "get_type_hints", cache(cli.get_type_hints)), patch.object(cli, "secret_in", lambda *_: "")]
+    patches = [
+        patch.object(cli, "get_type_hints", cache(cli.get_type_hints)),
+        patch.object(cli, "secret_in", lambda *_: ""),
+    ]
     patches.append(patch("lib.args.groups.check_output_dir", lambda *_: None))
     for p in patches:
         p.start()
@@ -268,10 +271,13 @@ def quick_checks():
 # ---- the data ------------------------------------------------------------------------------------
 
 
+FEW = 7  # the seed of a batch in which two groups have equal scores
+
+
 @cache
 def rows_of(seed: int, group_size: int, sampling) -> list[Row]:
-    """Of four prompts, the first of which has equal scores; with tool output, failed scorers, a group with one live row,
-    truncated responses, and an engine whose log-probs are off."""
+    """Of four prompts, the first of which has equal scores; with tool output, failed scorers, a group with one live
+    row, truncated responses, and an engine whose log-probs are off."""
     rng = random.Random(seed)
     rows = []
     for g in range(PROMPTS):
@@ -280,7 +286,7 @@ def rows_of(seed: int, group_size: int, sampling) -> list[Row]:
             n = T if k == 0 else rng.randint(2, T)
             score = rng.choice([0.0, 0.5, 1.0, 2.0]) + k / 4
             components = {"a": rng.choice([0.0, 0.5, 1.0]), "b": float(k)}
-            if g == 0:
+            if g == 0 or (g == 3 and seed == FEW):
                 score, components = 1.0, {"a": 0.5, "b": 1.0}
             dead = group_size > 1 and ((g == 1 and k == 2) or (g == 2 and k > 0))
             row = Row(
@@ -304,28 +310,32 @@ def rows_of(seed: int, group_size: int, sampling) -> list[Row]:
     return rows
 
 
-def data_of(script, args) -> tuple[list[Row], list[list[list[Row]]]]:
+def number_of_steps(args) -> int:
+    """Two for what a step leaves to the next one."""
+    return 1 + bool(args.entropy_target or args.kl_target or getattr(args, "critic_warmup_steps", 0))
+
+
+def data_of(script, args, steps: int) -> tuple[list[Row], list[list[list[Row]]]]:
     """(rows left over from an earlier step, for each step the rows of each batch)."""
-    adapts = args.entropy_target is not None or args.kl_target is not None or getattr(args, "critic_warmup_steps", 0)
     rows = lambda seed: rows_of(seed, args.group_size, args.rollout.sampling())  # noqa: E731
     if script is not dapo:
-        return [], [[rows(1)], [rows(2)]][: 2 if adapts else 1]
+        return [], [[rows(1)], [rows(2)]][:steps]
     stale = [Row(**vars(row) | {"uid": "old", "fresh": False}) for row in rows(9)[-args.group_size :]]
-    return stale, [[rows(1), rows(3), rows(5)], [rows(2), rows(4), rows(6)]][: 2 if adapts else 1]
+    return stale, [[rows(FEW), rows(3), rows(5)], [rows(2), rows(4), rows(6)]][:steps]
 
 
 def by_script(script, args, world: World):
     """-> metrics of each step, gradients of each update."""
-    pool, steps = data_of(script, args)
+    pool, steps = data_of(script, args, number_of_steps(args))
     return run_script(script, args, steps, world, pool)
 
 
-def by_loops(script, args, ranks: int = 1):
-    pool, steps = data_of(script, args)
+def by_loops(script, args, ranks: int = 1, steps: int = 0):
+    pool, batches_of_steps = data_of(script, args, steps or number_of_steps(args))
     models = [Bigram(weights_of(name)) for name in ("actor", "reference")]
     critic = Bigram(weights_of("critic")) if script is ppo else None
     trainer, logged = Trainer(args, *models, critic, ranks, LR), []
-    for batches in steps:
+    for batches in batches_of_steps:
         rows, sampled = batches[0], {}
         if script is dapo:
             rows, pool, sampled = sample_groups(args, pool, batches)
@@ -367,7 +377,7 @@ def pair(*options: Option) -> Pair:
 
 
 class Cover:
-    """Which pairs are rejected, and why; which are in a case whose step was equal. A case: {flag: value} of all flags."""
+    """Which pairs are rejected, and why, and which are still open. A case: {flag: value} of all flags."""
 
     def __init__(self, script):
         self.script, self.flags = script, flags_of(script)
@@ -460,21 +470,22 @@ class Cover:
                 self.reject(a, b, why)
         while left := sorted(map(sorted, self.open)):
             case = self.small(*left[0])
-            given = {flag for flag, value in case.items() if value != self.default[flag]} | {flag for flag, _ in left[0]}
+            given = {flag for flag, value in case.items() if value != self.default[flag]} | {
+                flag for flag, _ in left[0]
+            }
             for options in left[1:]:
                 more = self.small(*options)
-                changed = {f: v for f, v in more.items() if v != self.default[f]} | dict(options)
-                if all(case[f] == v or f not in given for f, v in changed.items()):
-                    if all(self.unfit[o].isdisjoint((case | changed).items()) for o in changed.items()):
-                        case, given = case | changed, given | changed.keys()
-            case = self.repaired(case, tuple(map(tuple, left[0])))
-            yield case
+                more = {f: v for f, v in more.items() if v != self.default[f]} | dict(options)
+                is_free = all(case[f] == v or f not in given for f, v in more.items())
+                if is_free and all(self.unfit[option].isdisjoint((case | more).items()) for option in more.items()):
+                    case, given = case | more, given | more.keys()
+            yield self.repaired(case, keep=tuple(left[0]))
 
     def found_equal(self, case: dict[str, str]) -> None:
         self.open -= {pair(a, b) for a, b in combinations(case.items(), 2)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield World(0, 1, torch.device("cpu"))
@@ -485,21 +496,124 @@ def shown(case: dict[str, str]) -> str:
     return " ".join(word for flag, value in case.items() for word in words_of(flag, value))
 
 
+ALL = os.environ.get("PAIRS") == "all"
+FIRST = {"grpo": 50, "dapo": 20, "ppo": 20, "remax": 10}  # cases of the suite; allpairs begins with those of most pairs
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_pair_is_rejected_or_equal(name, one_rank):
+    """PAIRS=all runs the cases of all pairs, some four minutes, and says how many there are."""
     script, cover = SCRIPTS[name], Cover(SCRIPTS[name])
     pairs, count, wrong, idle = len(cover.open), 0, [], 0
     cover.check_needs()
-    for case in cover.cases():
+    for case in islice(cover.cases(), None if ALL else FIRST[name]):
         args = parsed(script, case)
         expected = by_loops(script, copy.deepcopy(args))
-        found = differences(by_script(script, args, one_rank), expected)
-        if found:
-            wrong.append(f"{shown(case)}\n  " + "\n  ".join(found[:5]))
+        if found := differences(by_script(script, args, one_rank), expected):
+            wrong.append("\n  ".join([shown(case), *found[:5]]))
         idle += not any(g.any() for gradient in expected[1] for g in gradient.values())
         cover.found_equal(case)
         count += 1
-    if os.environ.get("PAIRS_OUT"):
-        open(os.environ["PAIRS_OUT"] + name, "w").write("\n".join(wrong))
-    print(f"{name}: {count} cases, {pairs} pairs: {len(cover.rejected)} rejected, the others equal; {idle} without gradient")
+    equal = pairs - len(cover.open) - len(cover.rejected)
+    found = f"{len(cover.rejected)} rejected, {equal} equal, {len(cover.open)} not run"
+    print(f"\n{name}: {pairs} pairs of {len(cover.unfit)} values in {count} cases: {found}")
     assert not wrong, "\n".join([f"{len(wrong)} cases differ", *wrong[:10]])
+    assert idle <= count / 20, f"{idle} of {count} cases train nothing, so that they prove little"
+    assert not (ALL and cover.open)
+
+
+# ---- two ranks -----------------------------------------------------------------------------------
+
+ON_TWO_RANKS = {  # cases of each script
+    "grpo": (
+        "--loss gspo --loss-agg-mode seq-mean-token-mean --kl-coef 0.1 --zero-variance drop_from_denominator",
+        "--adv-estimator gdpo --reward-keys a,b --update-epochs 2 --micro-batch-tokens 12 --token-masks.m2po 0.06",
+        "--adv-estimator optimal_token_baseline --rollout-correction.batch-normalize True --token-masks.top-entropy 0.8",
+        "--loss clip_cov --token-masks.clip-cov-ratio 0.1 --token-masks.clip-cov-bounds 0.01,2 --micro-batch-tokens 12",
+        "--loss kl_cov --token-masks.kl-cov-ratio 0.1 --kl-coef 0.1 --kl-placement reward --kl-target 0.5",
+        "--adv-estimator reinforce_plus_plus --rollout-correction.reject... seq-mean-k1,0.8,1.25 --entropy-target 4",
+        "--loss-agg-mode seq-mean-token-sum-norm --token-masks.m2po 0.06 --top-p 0.8 --entropy-coef 0.05",
+    ),
+    "dapo": (
+        "--num-mini-batches 1 --overlong-filtering GIVEN --kl-coef 0.1",
+        "--overlong-buffer 4 --loss cispo --loss-agg-mode seq-mean-token-sum --max-gen-batches 1",
+    ),
+    "ppo": (
+        "--length-adaptive-alpha 0.5 --gamma 0.9 --critic-warmup-steps 1",
+        "--cliprange-value 0.1 --update-epochs 2",
+    ),
+    "remax": ("--kl-coef 0.1 --kl-placement reward --loss geo_mean --rollout-correction.reject... token-k1,0.6,1.6",),
+}
+
+
+def two_rank_cases():
+    for name, lines in ON_TWO_RANKS.items():
+        for line in lines:
+            words = line.split()
+            yield SCRIPTS[name], Cover(SCRIPTS[name]).default | dict(zip(words[::2], words[1::2]))
+
+
+def steps_on_ranks(world: World) -> list:
+    os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(world.size)}
+    return [by_script(script, parsed(script, case), world) for script, case in two_rank_cases()]
+
+
+def test_two_ranks_take_the_same_step():
+    """Each rank has every second group; FSDP shards the weights, and micro-batches differ between the ranks."""
+    cases = list(two_rank_cases())
+    loops = [by_loops(script, parsed(script, case), ranks=2) for script, case in cases]  # and what ranks then have
+    ranks = run_ranks(2, steps_on_ranks)
+    for n, ((script, case), expected) in enumerate(zip(cases, loops)):
+        for results in ranks:
+            found = differences(results[n], expected)
+            assert not found, "\n  ".join([script.__name__, shown(case), *found[:9]])
+
+
+# ---- every flag does something -------------------------------------------------------------------
+
+ACTS_WITH = {  # where the flag alone, and what it needs, would change nothing here
+    "--max-response-length 8": {"--loss-agg-mode": "seq-mean-token-sum-norm"},
+    "--zero-variance mask": {"--kl-coef": "0.1"},
+    "--loss two_sided": {"--loss-kwargs.delta": "1.3"},
+}
+ONLY = {  # what else than the training a value changes; nothing, where it is the default, or says how to compute
+    "nothing": {"--micro-batch-tokens 12", "--old-log-probs recompute", "--kl-estimator k3+", "--kl-placement loss"},
+    "metrics": {"--rollout-correction.level measure", "--kl-estimator k2", "--kl-estimator k1+"},
+}
+
+
+def changes(script, cover: Cover, option: Option) -> str:
+    """What changes by this value of a flag: training, metrics or nothing."""
+    flag, value = option
+    case = cover.small(option) | ACTS_WITH.get(f"{flag} {value}", {})
+    case |= {} if flag == "--update-epochs" else {"--update-epochs": "2"}
+    both = [parsed(script, x) for x in (case, cover.without(case, flag))]
+    given, without = (by_loops(script, args, steps=max(map(number_of_steps, both))) for args in both)
+    if len(given[1]) != len(without[1]):
+        return "training"
+    for a, b in zip(given[1], without[1]):
+        if any(not torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE) for x, y in zip(a.values(), b.values())):
+            return "training"
+    return "nothing" if given[0] == without[0] else "metrics"
+
+
+@pytest.mark.parametrize("name", ["grpo", *OWN])
+def test_every_value_of_a_flag_changes_the_training(name):
+    """Values that go with no other flag here, which test_every_pair_is_rejected_or_equal has in some case."""
+    cover = Cover(SCRIPTS[name])
+    flags = [flag for flag in cover.flags if name == "grpo" or f"\n{flag}:" in OWN[name]]
+    for flag in flags:
+        for value in cover.flags[flag][1:]:
+            expected = next((what for what, options in ONLY.items() if f"{flag} {value}" in options), "training")
+            assert changes(SCRIPTS[name], cover, (flag, value)) == expected, f"{flag} {value}"
+
+
+NOT_HERE = {"prompts_per_step", "critic_model", "critic_lr"}  # the number of rows; what the stubs stand for
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_flag_of_the_algorithm_is_here(name):
+    fields = {field for field, *_ in cli.walk(base_args(SCRIPTS[name]))} - group_of(SCRIPTS[name]).keys() - NOT_HERE
+    here = {field_of(flag) for flag in flags_of(SCRIPTS[name])}
+    fields = {field for field in fields if not field.startswith(("multi_turn.", "rollout_correction.reject."))}
+    assert fields <= here, fields - here
