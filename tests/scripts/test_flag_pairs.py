@@ -528,7 +528,7 @@ ON_TWO_RANKS = {  # cases of each script
     "grpo": (
         "--loss gspo --loss-agg-mode seq-mean-token-mean --kl-coef 0.1 --zero-variance drop_from_denominator",
         "--adv-estimator gdpo --reward-keys a,b --update-epochs 2 --micro-batch-tokens 12 --token-masks.m2po 0.06",
-        "--adv-estimator optimal_token_baseline --rollout-correction.batch-normalize True --token-masks.top-entropy 0.8",
+        "--adv-estimator optimal_token_baseline --rollout-correction.level sequence --token-masks.top-entropy 0.8",
         "--loss clip_cov --token-masks.clip-cov-ratio 0.1 --token-masks.clip-cov-bounds 0.01,2 --micro-batch-tokens 12",
         "--loss kl_cov --token-masks.kl-cov-ratio 0.1 --kl-coef 0.1 --kl-placement reward --kl-target 0.5",
         "--adv-estimator reinforce_plus_plus --rollout-correction.reject... seq-mean-k1,0.8,1.25 --entropy-target 4",
