@@ -5,6 +5,7 @@ import json
 import math
 import random
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
+from lib.args import AdvKwargs
 from lib.core_algos import (
     ADV_ESTIMATORS,
     ADV_TENSORS,
@@ -34,6 +36,7 @@ from lib.core_algos.advantages import (
     compute_optimal_token_baseline_advantage,
 )
 from remax import remax_advantages
+from tests.reference_formulas import grpo_advantages, ppo_advantages, rewards_to_go
 
 GAMMA, LAM, ALPHA, WEIGHTS = 0.97, 0.9, 0.3, [0.5, 2.0]
 GARBAGE = [math.nan, 1e9, -1e9, math.inf, -math.inf]
@@ -86,222 +89,75 @@ def random_batch(seed, dtype=torch.float64, size=1):
     }
 
 
-# ------------------------------------------------------------------------------ the formulas, as loops
-
-
-def scores_of(b):
-    """{row: R} of the live rows."""
-    return {
-        i: math.fsum(r for r, m in zip(b["rewards"][i].tolist(), b["mask"][i].tolist()) if m)
-        for i in range(len(b["mask"]))
-        if b["mask"][i].any()
-    }
-
-
-def to_tokens(b, rows):
-    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
-    for i, value in rows.items():
-        for t in range(out.shape[1]):
-            out[i, t] = value if b["mask"][i, t] else 0
-    return out
-
-
-def slow_whiten(b, tokens):
-    kept = [x for x, m in zip(tokens.flatten().tolist(), b["mask"].flatten().tolist()) if m]
-    if len(kept) < 2:
-        return tokens
-    mean, var = statistics.mean(kept), statistics.variance(kept)
-    out = torch.zeros_like(tokens)
-    for i in range(out.shape[0]):
-        for t in range(out.shape[1]):
-            if b["mask"][i, t]:
-                out[i, t] = (tokens[i, t].item() - mean) / math.sqrt(var + 1e-8)
-    return out
-
-
-def slow_rows(b, singleton, formula, alone=lambda r: r):
-    """formula(R, the R of the whole group, the R of the others, row) for each live row."""
-    scores, rows = scores_of(b), {}
-    for i, r in scores.items():
-        mates = [j for j in scores if b["index"][j] == b["index"][i]]
-        if len(mates) == 1:
-            rows[i] = alone(r) if singleton == "raw" else 0.0
-        else:
-            rows[i] = formula(r, [scores[j] for j in mates], [scores[j] for j in mates if j != i], mates)
-    return rows
-
-
-def slow_grpo(b, singleton):
-    formula = lambda r, group, others, mates: (r - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)  # noqa: E731
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: r / (1 + 1e-6)))
-
-
-def slow_passk(b, singleton):
-    def formula(r, group, others, mates):
-        return (r - max(others)) / (statistics.stdev(group) + 1e-6) if r > max(others) else 0.0
-
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: 0.0))
-
-
-def slow_leave_one_out(b, singleton):
-    def formula(r, group, others, mates):
-        advantage = r - statistics.mean(others)
-        return advantage if len(set(others)) == 1 else advantage / (statistics.stdev(others) + 1e-6)
-
-    return to_tokens(b, slow_rows(b, singleton, formula))
-
-
-def slow_batch_std(b, singleton):
-    every = list(scores_of(b).values())
-    std = statistics.stdev(every) + 1e-4 if len(set(every)) > 1 else 1
-    formula = lambda r, group, others, mates: (r - statistics.mean(group)) / std  # noqa: E731
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: r / std))
-
-
-def slow_opo(b, singleton):
-    def formula(r, group, others, mates):
-        lengths = [b["mask"][j].sum().item() for j in mates]
-        return r - sum(n * s for n, s in zip(lengths, group)) / sum(lengths)
-
-    return to_tokens(b, slow_rows(b, singleton, formula))
-
-
-def slow_gpg(b, singleton):
-    every = list(scores_of(b).values())
-    alpha = len(every) / max(sum(r != 0 for r in every), 1)
-    formula = lambda r, group, others, mates: alpha * (r - statistics.mean(group))  # noqa: E731
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: alpha * r))
-
-
-def slow_maxrl(b, singleton):
-    def formula(r, group, others, mates):
-        mean = statistics.mean(group)
-        return (r - mean) / mean if mean > 0 else 0.0
-
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: 0.0))
-
-
-def slow_gdpo(b, singleton):
-    total = torch.zeros(b["mask"].shape, dtype=torch.float64)
-    for k, weight in enumerate(WEIGHTS):
-        one = torch.zeros(b["mask"].shape, dtype=torch.float64)
-        for i in range(len(one)):
-            if b["mask"][i].any():
-                one[i, b["mask"][i].nonzero()[0]] = b["components"][i, k].item()
-        total += weight * slow_grpo(b | {"rewards": one}, singleton)
-    return slow_whiten(b, total)
+# ------------------------------------------------------------------- the formulas, as loops, on a batch
 
 
 def valid_tokens(b, i):
     return b["mask"][i].nonzero()[:, 0].tolist()
 
 
-def slow_to_go(b, gamma=1.0):
-    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
-    for i in range(len(out)):
-        steps = valid_tokens(b, i)
-        for n, t in enumerate(steps):
-            out[i, t] = math.fsum(gamma**k * b["rewards"][i, u].item() for k, u in enumerate(steps[n:]))
-    return out
+def at_tokens(b, name):
+    return {(i, t): b[name][i, t].item() for i in range(len(b["mask"])) for t in valid_tokens(b, i)}
 
 
-def slow_gae(b, lams):
-    """The sum over future TD errors of the tokens that the policy wrote -> unwhitened A."""
-    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
-    for i, lam in enumerate(lams):
-        steps = valid_tokens(b, i)
-        v = [b["values"][i, t].item() for t in steps] + [0.0]
-        delta = [b["rewards"][i, t].item() + GAMMA * v[n + 1] - v[n] for n, t in enumerate(steps)]
-        for n, t in enumerate(steps):
-            out[i, t] = math.fsum((GAMMA * lam) ** (k - n) * delta[k] for k in range(n, len(steps)))
-    return out
+def live_rows(b):
+    return {i: valid_tokens(b, i) for i in range(len(b["mask"])) if b["mask"][i].any()}
 
 
-def slow_otb(b, singleton):
-    returns, weights = slow_to_go(b), torch.zeros(b["mask"].shape, dtype=torch.float64)
-    advantages = torch.zeros_like(returns)
-    for i in range(len(returns)):
-        total = 0.0
-        for t in valid_tokens(b, i):
-            total += b["squared_score"][i, t].item() * b["is_weights"][i, t].item() ** 2
-            weights[i, t] = total
-    live = scores_of(b)
-    for i in live:
-        mates = [j for j in live if b["index"][j] == b["index"][i]]
-        end = max((valid_tokens(b, j)[-1] for j in mates if j != i), default=-1)  # of the other rows
-        for t in valid_tokens(b, i):
-            here = [j for j in mates if b["mask"][j, t]]
-            above = math.fsum(returns[j, t].item() * weights[j, t].item() for j in here)
-            baseline = above / (math.fsum(weights[j, t].item() for j in here) + 1e-8) if t <= end else 0.0
-            advantages[i, t] = returns[i, t].item() - baseline
-            if len(mates) == 1 and singleton == "zero":
-                advantages[i, t] = 0
-    return advantages, returns
+def as_tensor(b, numbers):
+    tokens = torch.zeros(b["mask"].shape, dtype=torch.float64)
+    for (i, t), x in numbers.items():
+        tokens[i, t] = x
+    return tokens
 
 
-def slow_turn_aligned_otb(b, singleton):
-    """As slow_otb, but the nth token that the policy wrote meets the nth of the others, wherever they stand."""
-    returns, advantages = slow_to_go(b), torch.zeros(b["mask"].shape, dtype=torch.float64)
-    energy = {}  # by row: W up to its nth token
-    for i in scores_of(b):
-        energy[i], total = [], 0.0
-        for t in valid_tokens(b, i):
-            total += b["squared_score"][i, t].item() * b["is_weights"][i, t].item() ** 2
-            energy[i].append(total)
-    for i in energy:
-        mates = [j for j in energy if b["index"][j] == b["index"][i]]
-        second = max((len(energy[j]) for j in mates if j != i), default=0)
-        for n, t in enumerate(valid_tokens(b, i)):
-            here = [j for j in mates if n < len(energy[j])]
-            above = math.fsum(returns[j, valid_tokens(b, j)[n]].item() * energy[j][n] for j in here)
-            baseline = above / (math.fsum(energy[j][n] for j in here) + 1e-8) if n < second else 0.0
-            advantages[i, t] = returns[i, t].item() - baseline
-            if len(mates) == 1 and singleton == "zero":
-                advantages[i, t] = 0
-    return advantages, returns
+def slow(name, **kwargs):
+    """The loop of --adv-estimator, on a batch and a singleton rule -> advantages, returns."""
 
+    def estimate(b, singleton):
+        keys = range(b["components"].shape[1])
+        args = SimpleNamespace(
+            adv_estimator=name, adv_kwargs=AdvKwargs(**kwargs), singleton=singleton, reward_keys=keys
+        )
+        rows = [SimpleNamespace(uid=u, components=x.tolist()) for u, x in zip(b["index"], b["components"])]
+        tensors = (at_tokens(b, key) for key in ("rewards", "squared_score", "is_weights"))
+        return [as_tensor(b, numbers) for numbers in grpo_advantages(args, rows, live_rows(b), *tensors)]
 
-def lams_of(b):
-    return [max(0.0, 1 - 1 / (ALPHA * max(int(m.sum()), 1))) for m in b["mask"]]
-
-
-def with_values(b, returns_lams, advantage_lams):
-    returns = slow_gae(b, returns_lams) + torch.where(b["mask"].bool(), b["values"], 0)
-    return slow_whiten(b, slow_gae(b, advantage_lams)), returns
-
-
-# name: (the estimator on a batch and a singleton rule, the loop); both -> advantages, returns
-def outcome(name, slow):
-    fast = lambda b, s: ADV_ESTIMATORS[name](b["rewards"], b["mask"], b["index"], singleton=s)  # noqa: E731
-    return fast, lambda b, s: (slow(b, s),) * 2
-
-
-def slow_rf_baseline(b, singleton):
-    centred = slow_rows(b, singleton, lambda r, group, others, mates: r - statistics.mean(group))
-    return slow_whiten(b, to_tokens(b, centred))
+    return estimate
 
 
 def slow_remax(b, singleton):
-    returns = slow_to_go(b)
+    returns = as_tensor(b, rewards_to_go(live_rows(b), at_tokens(b, "rewards")))
     return torch.where(b["mask"].bool(), returns - b["baselines"][:, None], 0), returns
 
 
-def slow_rloo(b, singleton):
-    return to_tokens(b, slow_rows(b, singleton, lambda r, group, others, mates: r - statistics.mean(others)))
+def slow_gae(lam, lam_policy=None, alpha=None):
+    args = SimpleNamespace(gamma=GAMMA, gae_lambda=lam, gae_lambda_policy=lam_policy, length_adaptive_alpha=alpha)
+
+    def estimate(b, singleton):
+        numbers = ppo_advantages(args, live_rows(b), at_tokens(b, "rewards"), at_tokens(b, "values"))
+        return [as_tensor(b, x) for x in numbers]
+
+    return estimate
+
+
+# name: (the estimator on a batch and a singleton rule, the loop); both -> advantages, returns
+def outcome(name):
+    return lambda b, s: ADV_ESTIMATORS[name](b["rewards"], b["mask"], b["index"], singleton=s), slow(name)
 
 
 ESTIMATORS = {
-    "grpo_passk": outcome("grpo_passk", slow_passk),
-    "grpo_leave_one_out": outcome("grpo_leave_one_out", slow_leave_one_out),
-    "grpo_batch_std": outcome("grpo_batch_std", slow_batch_std),
-    "rloo": outcome("rloo", slow_rloo),
-    "opo": outcome("opo", slow_opo),
-    "gpg": outcome("gpg", slow_gpg),
-    "maxrl": outcome("maxrl", slow_maxrl),
-    "reinforce_plus_plus_baseline": outcome("reinforce_plus_plus_baseline", slow_rf_baseline),
+    "grpo_passk": outcome("grpo_passk"),
+    "grpo_leave_one_out": outcome("grpo_leave_one_out"),
+    "grpo_batch_std": outcome("grpo_batch_std"),
+    "rloo": outcome("rloo"),
+    "opo": outcome("opo"),
+    "gpg": outcome("gpg"),
+    "maxrl": outcome("maxrl"),
+    "reinforce_plus_plus_baseline": outcome("reinforce_plus_plus_baseline"),
     "reinforce_plus_plus": (
         lambda b, s: ADV_ESTIMATORS["reinforce_plus_plus"](b["rewards"], b["mask"], b["index"], gamma=GAMMA),
-        lambda b, s: (slow_whiten(b, slow_to_go(b, GAMMA)), slow_to_go(b, GAMMA)),
+        slow("reinforce_plus_plus", gamma=GAMMA),
     ),
     "remax": (
         lambda b, s: remax_advantages(b["rewards"] * 1.0, b["baselines"], b["mask"].bool()),
@@ -311,29 +167,29 @@ ESTIMATORS = {
         lambda b, s: compute_gdpo_outcome_advantage(
             b["rewards"], b["mask"], b["index"], reward_components=b["components"], reward_weights=WEIGHTS, singleton=s
         ),
-        lambda b, s: (slow_gdpo(b, s),) * 2,
+        slow("gdpo", reward_weights=tuple(WEIGHTS)),
     ),
     "optimal_token_baseline": (
         lambda b, s: compute_optimal_token_baseline_advantage(
             *(b[k] for k in ("rewards", "mask", "index", "squared_score", "is_weights")), singleton=s
         ),
-        slow_otb,
+        slow("optimal_token_baseline"),
     ),
     "tir_optimal_token_baseline": (
         lambda b, s: compute_multi_turn_optimal_token_baseline_advantage(
             *(b[k] for k in ("rewards", "mask", "index", "squared_score", "is_weights")), singleton=s
         ),
-        slow_turn_aligned_otb,
+        slow("tir_optimal_token_baseline"),
     ),
     "gae": (
         lambda b, s: compute_gae_advantage_return(b["rewards"], b["values"], b["mask"], GAMMA, LAM),
-        lambda b, s: with_values(b, [LAM] * len(b["mask"]), [LAM] * len(b["mask"])),
+        slow_gae(LAM),
     ),
     "vapo": (
         lambda b, s: compute_gae_advantage_return(
             b["rewards"], b["values"], b["mask"], GAMMA, 1.0, length_adaptive_lam(b["mask"], ALPHA)
         ),
-        lambda b, s: with_values(b, [1.0] * len(b["mask"]), lams_of(b)),
+        slow_gae(1.0, alpha=ALPHA),
     ),
 }
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
