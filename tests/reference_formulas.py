@@ -35,8 +35,12 @@ def stdev(values) -> float:
 # ---- rollout correction: what sampled is not what trains -----------------------------------------
 
 
+def clamped(x: float) -> float:
+    return min(max(x, -20.0), 20.0)
+
+
 def r_of(x: float) -> float:
-    return exp(min(max(x, -20.0), 20.0))
+    return exp(clamped(x))
 
 
 def passes(xs: list[float], kind: str, limit) -> bool:
@@ -49,7 +53,7 @@ def passes(xs: list[float], kind: str, limit) -> bool:
 def survivors(row: dict[int, float], criterion: str, limit) -> set[int]:
     """The positions of a row of log ratios {t: x} that a criterion keeps."""
     scope, kind = criterion.rsplit("_", 1)
-    divergence = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: exp(x) - 1 - x}[kind]
+    divergence = {"k1": float, "k2": lambda x: clamped(x) ** 2 / 2, "k3": lambda x: r_of(x) - 1 - clamped(x)}[kind]
     xs = {t: divergence(x) for t, x in row.items()}
     if scope == "token":
         return {t for t, x in xs.items() if passes([x], kind, limit)}
