@@ -96,10 +96,10 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
 
 def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
     """What must be computed with the policy before the update: old_log_probs and entropys, and for some estimators
-    sum_pi_squared. Nothing, where nothing reads it: with one update a step the ratio is 1."""
+    squared_score. Nothing, where nothing reads it: with one update a step the ratio is 1."""
     read = set.union(*Reads(args, correction=correction).columns())
-    if "sum_pi_squared" in read:
-        return "old_log_probs", "entropys", "sum_pi_squared"
+    if "squared_score" in read:
+        return "old_log_probs", "entropys", "squared_score"
     needed = sizes.updates_per_step > 1 or args.old_log_probs == "recompute" or {"old_log_probs", "entropys"} & read
     return ("old_log_probs", "entropys") if needed else ()
 

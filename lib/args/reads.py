@@ -30,8 +30,8 @@ FACTS = {  # what no flag says alone
 NOTED = {"val_only": False, "replay": "", "ratio": True}  # what leaves out a part of any run, as it is in a whole one
 ON_AT_ZERO = {"token_masks.off_policy_sequence"}  # a threshold, or None
 NEVER_IDLE = {"vllm_kwargs", "reward_timeout", "reward_memory", "profile_memory"}  # an error, whatever a resume does
-OF_THE_PASS = ("entropys", "sum_pi_squared", "rollout_log_probs")
-OTB = "old_log_probs sum_pi_squared rollout_is_weights"
+OF_THE_PASS = ("entropys", "squared_score", "rollout_log_probs")
+OTB = "squared_score rollout_is_weights"
 DRIFT = "rollout_log_probs old_log_probs"
 COVARIANCE = "old_log_probs advantages"
 WEIGHTS = "rollout_correction.action rollout_correction.bounds"
@@ -87,7 +87,7 @@ TABLE = (
     # advantages
     Row("adv_estimator grpo|grpo_leave_one_out|grpo_batch_std", "singleton adv_kwargs.epsilon"),
     Row("adv_estimator dr_grpo|rloo|opo|reinforce_plus_plus_baseline", "singleton"),
-    Row("adv_estimator grpo_passk", "singleton adv_kwargs.norm_adv_by_std_in_grpo"),
+    Row("adv_estimator grpo_passk", "adv_kwargs.norm_adv_by_std_in_grpo"),
     Row("adv_estimator grpo_passk and no adv_kwargs.norm_adv_by_std_in_grpo False", "adv_kwargs.epsilon"),
     Row("adv_estimator gpg", "singleton adv_kwargs.f_norm"),
     Row("adv_estimator maxrl", ""),
@@ -165,8 +165,8 @@ class Reads:
         return {c for row in rows for c in row.columns.split()}, {c for row in rows for c in row.update.split()}
 
     def needs_pass(self) -> Iterator[str]:
-        """The choices that need the trainer's own pass over the responses before the update: for entropies, sums of
-        pi^2, or pi_old / pi_rollout, which would be 1."""
+        """The choices that need the trainer's own pass over the responses before the update: for entropies, squared
+        scores, or pi_old / pi_rollout, which would be 1."""
         for row in TABLE:
             if not {*OF_THE_PASS}.isdisjoint(f"{row.columns} {row.update}".split()) and self.holds(row.when):
                 yield _said(*_parts(row.when)[1:])

@@ -82,7 +82,7 @@ def keywords(function, positional: int) -> set[str]:
 def test_an_estimators_row_is_its_signature(name):
     flags, reads = declared(adv_estimator=name)
     own = {flag.removeprefix("adv_kwargs.") for flag in flags if flag.startswith(("adv_kwargs.", "singleton"))}
-    unused = {"maxrl": {"singleton"}, "reinforce_plus_plus": {"singleton"}, "dr_grpo": {"epsilon"}}  # they say so
+    unused = {"dr_grpo": {"epsilon"}} | dict.fromkeys(("maxrl", "reinforce_plus_plus", "grpo_passk"), {"singleton"})
     assert own == keywords(ADV_ESTIMATORS[name], 3) - unused.get(name, set())
     assert reads.columns()[0] == {*ADV_TENSORS[name]}
 
@@ -139,7 +139,7 @@ def step_tensors() -> tuple[dict[str, torch.Tensor], np.ndarray, torch.Tensor]:
         "truncated": lengths == T,
         **{name: log_probs() for name in ("old_log_probs", "rollout_log_probs", "ref_log_prob")},
         "entropys": torch.rand(B, T),
-        "sum_pi_squared": torch.rand(B, T),
+        "squared_score": torch.rand(B, T),
     }
     return t, np.array([f"1-{g}" for g in groups], dtype=object), log_probs()
 
@@ -237,7 +237,6 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "KL in the reward": ("--kl-coef 0.1 --kl-placement reward", [name for name in OF_KL if name != "kl_placement"]),
     "KL with a target": ("--kl-coef 0.1 --kl-placement reward --kl-target 0.1", ["kl_horizon"]),
 }
-ESTIMATOR_NEEDS_SINGLES = {"grpo_passk", "grpo_passk, not divided"}  # with "raw" it refuses a group of one
 
 
 def same(ours: tuple, theirs: tuple) -> bool:
@@ -247,12 +246,11 @@ def same(ours: tuple, theirs: tuple) -> bool:
 @pytest.mark.parametrize("case", CASES)
 def test_a_flag_changes_the_step_where_the_table_says_so_and_nowhere_else(case, one_rank):
     words, flags = CASES[case]
-    more = ["--singleton", "zero"] if case in ESTIMATOR_NEEDS_SINGLES else []
 
-    args = parse_flags(dapo.Args, ["--zero-variance", "keep", *words.split(), *more])
+    args = parse_flags(dapo.Args, ["--zero-variance", "keep", *words.split()])
     before, reads = outcome(args), Reads(args)
     assert before is not None
-    for name in flags if not more else [name for name in flags if name != "singleton"]:
+    for name in flags:
         owner, _, field = name.rpartition(".")
         group = attrgetter(owner)(args) if owner else args
         value = getattr(group, field)
