@@ -67,7 +67,8 @@ def start_ranks(tmp_path, store):
 
     def on_rank(rank: int, size: int, port: int, main, args) -> None:
         gc.freeze()  # as in run_ranks
-        sys.stderr = os.fdopen(os.open(tmp_path / str(rank), os.O_WRONLY | os.O_CREAT), "w", buffering=1)
+        os.dup2(os.open(tmp_path / str(rank), os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
         job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in job.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
         run(main, args)
