@@ -2,8 +2,8 @@
 
 A tool is a plain typed Python function, a subclass of BaseTool, or a tool of an MCP server. A tool's failure does not
 end a run: run_tool_call answers it with a text for the model and a kind to count it by. A function that is not async
-runs in a thread of its own, and is left there when its time is over. Three failures are not caught: an async function
-that blocks or ignores its cancellation for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
+runs in a thread, and is left there when its time is over. Not caught: an async function that blocks or ignores its
+cancellation for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
 """
 
 import asyncio
@@ -60,14 +60,11 @@ class BaseTool:
     """A tool. All methods except get_openai_tool_schema are async. An instance_id names an episode's state of the tool.
 
     kwargs come from the row: tools_kwargs[name] = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs",
-    "release_kwargs"}. execute may also return only the text, a number, or (text, reward).
-
-    Where returns_images is set, a text may be a ToolResponse, and create also gets images=[PIL], those of the prompt.
-    """
+    "release_kwargs"}. execute may also return only the text, a number, or (text, reward). With returns_images a text
+    may be a ToolResponse, and create also gets images=[PIL], those of the prompt."""
 
     returns_images = False
     own_schema = True  # False: somebody else wrote the schema, and to check arguments by it may take any time
-
     schema: dict | None = None
 
     def get_openai_tool_schema(self) -> dict:

@@ -62,8 +62,7 @@ class RLHFDataset(Dataset):
     with more than vision.max_images is left out, and a prompt with images is never cut.
 
     num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16. Raises
-    InputError, with file and row (counted from 0), for anything wrong in the files.
-    """
+    InputError, with file and row (counted from 0), for anything wrong in the files."""
 
     def __init__(
         self,

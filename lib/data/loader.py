@@ -197,8 +197,7 @@ def make_loader(
 
     sampling: "skip" leaves rows of the stream out, and "variance" draws the rows of a step by itself, both by the
     scores that `record_scores` got (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
-    workers take rows before the scores of the step before are known.
-    """
+    workers take rows before the scores of the step before are known."""
     if prompts_per_step < 1 or prompts_per_step % world_size:
         above = (max(prompts_per_step, 1) // world_size + 1) * world_size
         rest = f"(prompts_per_step % world_size = {prompts_per_step % world_size})"

@@ -39,8 +39,7 @@ def prepare_dynamic_batch(
 
     A `row_group` of n ranks makes its micro-batches together, over the rows of all its ranks; each rank is given its
     own rows of every micro-batch, which may be none. If the group splits tokens, a micro-batch holds at most
-    n x max_tokens tokens, so that each rank computes at most max_tokens.
-    """
+    n x max_tokens tokens, so that each rank computes at most max_tokens."""
     attention = batch.batch["attention_mask"]
     own, prompt = attention.sum(1).tolist(), [0] * len(batch)
     group: list = list(range(len(batch)))  # equal for rows of one prompt

@@ -67,8 +67,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     their GPU alone. On a CPU a process computes with one thread unless OMP_NUM_THREADS is set.
 
     Raises:
-        InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process.
-    """
+        InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process."""
     global _job, _timeout
     env = os.environ
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
@@ -155,8 +154,7 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
     """A prefix for the keys of this start of the job in the store: all ranks agree on it, and no earlier start had it.
 
     torchrun's store outlives a restart: a rank that finds there the address of a rank that is gone waits for it forever
-    (pytorch issue 135712). The launchers of several nodes count restarts on their own, so the count would not do.
-    """
+    (pytorch issue 135712). The launchers of several nodes count restarts on their own, so the count would not do."""
     mine = uuid.uuid4().hex
     store.set(f"hello/{rank}", mine)
     if rank > 0:
@@ -177,8 +175,7 @@ def run(main: Callable[[T], None], args: T) -> None:
     Ctrl-C ends it without a traceback, with exit code 130. So does a full disk, with exit code 1. Another exception is
     raised as usual, and recorded for the report of torchrun and accelerate. Before each of these, the function given to
     `on_early_end` is called. User code that ends the process, with whatever exit code, is reported: a run whose exit
-    code is 0 has done its last step. A closed terminal (SIGHUP) does not end a run that no launcher started.
-    """
+    code is 0 has done its last step. A closed terminal (SIGHUP) does not end a run that no launcher started."""
     gc.enable()
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_interrupted):  # not if it is ignored
         signal.signal(signal.SIGINT, _interrupt)

@@ -34,8 +34,7 @@ def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> Devi
     replicas (HSDP): each is split over size / replicas consecutive ranks (a node, say). So weights are gathered within
     a replica, and only gradients are added up between replicas. Raises InputError for unequal replicas.
     tensor_parallel: this many neighbouring ranks form the dimension "tensor", along which `shard_model` splits layers.
-    It divides the number of ranks, and there is one replica.
-    """
+    It divides the number of ranks, and there is one replica."""
     if tensor_parallel > 1:
         return _mesh(world, shard=world.size // tensor_parallel, tensor=tensor_parallel)
     if world.size % replicas:
@@ -93,8 +92,7 @@ def shard_model(
     "tensor" also splits the layers' projections, by transformers' plan for the model.
 
     cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer is
-    copied to the device when it computes. `model.device` is then the CPU: see `compute_device`.
-    """
+    copied to the device when it computes. `model.device` is then the CPU: see `compute_device`."""
     wait_for_all()  # other ranks may still be loading it
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:

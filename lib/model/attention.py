@@ -49,8 +49,7 @@ def packed_attention(
 
     In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all
     N tokens. One all-to-all before the attention and one after it switch between the two (DeepSpeed-Ulysses, arXiv
-    2309.14509).
-    """
+    2309.14509)."""
     sequence_group, window = kwargs.pop("sequence_group", None), kwargs.get("sliding_window")
     if (group_cache := kwargs.pop("group_cache", None)) is not None:
         return group_cache.attend(module, query, key, value, scaling), None
@@ -175,8 +174,7 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
     For a model that packed_attention cannot handle, this is transformers' own sdpa or eager.
 
     Raises:
-        InputError: `sdpa` would silently leave out the model's soft caps.
-    """
+        InputError: `sdpa` would silently leave out the model's soft caps."""
     text, family = config.get_text_config(), family_of(config)
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if family is None else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     cls = mapping.get(type(config), None)  # None: remote code
@@ -221,8 +219,7 @@ def lay_out(
     their parent's `forward`, because not every parent passes its keywords on.
 
     Raises:
-        InputError: the model's output at a token depends on later tokens, or on chance.
-    """
+        InputError: the model's output at a token depends on later tokens, or on chance."""
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise InputError(f"{name}: its attention is not causal; use a decoder")
     if model.config.get_text_config().model_type == "phimoe":

@@ -14,20 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoProcessor,
-    AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -101,7 +94,7 @@ def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_cod
 def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
     folder, gguf = split_gguf(path)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except (OSError, ValueError) as error:
         raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
 
@@ -115,7 +108,7 @@ def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "-
     try:
         if not any(cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in files):
             return None
-        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except ImportError as error:
         raise InputError(f"{flag} {path}: its processor needs torchvision: install it") from error
     except (OSError, ValueError) as error:
@@ -126,7 +119,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
     """The tokenizer of `path`, which must have a chat template; a missing pad token becomes the eos token."""
     folder, gguf = split_gguf(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
     if tokenizer.chat_template is None:
@@ -160,8 +153,7 @@ def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTraine
     """A causal LM from a Hugging Face id, a folder or a .gguf file, without dropout. options: those of `LoadOptions`.
 
     The model gets the method `token_log_probs`, which FSDP treats as a forward; a vision model also gets
-    `prompt_logits`.
-    """
+    `prompt_logits`."""
     how = LoadOptions(**options)
     model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_log_probs, how)
@@ -181,12 +173,11 @@ def load_critic(path: str, **options: Any) -> PreTrainedModel:
     no token classifiers, is `value_class`. options: those of `LoadOptions`.
 
     Raises:
-        InputError: the architecture has no token classification, or the head has another number of outputs.
-    """
+        InputError: the architecture has no token classification, or the head has another number of outputs."""
     flag, how = "--critic-model", LoadOptions(**options)
     # classifier_dropout must be set: transformers' default drops 10 % of the head's input
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
-    model, missing = _from_pretrained(AutoModelForTokenClassification, path, flag, how, **settings)
+    model, missing = _from_pretrained(transformers.AutoModelForTokenClassification, path, flag, how, **settings)
     head = value_head(model)
     new = {name for name in missing if model.get_submodule(name.rpartition(".")[0]) is head}
     for name in new:
@@ -200,10 +191,9 @@ def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     options: those of `LoadOptions`.
 
     Raises:
-        InputError: the model has no head (a causal LM), a head with more than one output, or no chat template.
-    """
+        InputError: the model has no head (a causal LM), a head with more than one output, or no chat template."""
     flag, how = "--reward-model", LoadOptions(**options)
-    model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, how)
+    model, missing = _from_pretrained(transformers.AutoModelForSequenceClassification, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_values, how).requires_grad_(False).eval()
     if model.config.num_labels != 1:
         raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
@@ -218,7 +208,7 @@ def _from_pretrained(
     enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends this stage
     folder, gguf = split_gguf(path)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=how.trust_remote_code, **gguf)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=how.trust_remote_code, **gguf)
         auto_class = class_of(auto_class, config)
         attn_implementation, _ = attention_and_packing(config, how.attn_implementation)
         parts = (config, config.get_text_config(), *([config.vision_config] if family_of(config) else []))
@@ -257,9 +247,9 @@ def class_of(auto_class: Any, config: PreTrainedConfig) -> Any:
     if family_of(config) is None:
         return auto_class
     if auto_class is AutoModelForCausalLM:
-        return AutoModelForImageTextToText
-    if auto_class is AutoModelForTokenClassification:
-        cls = value_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
+        return transformers.AutoModelForImageTextToText
+    if auto_class is transformers.AutoModelForTokenClassification:
+        cls = value_class(transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
         auto_class.register(type(config), cls, exist_ok=True)
     return auto_class
 
@@ -288,7 +278,7 @@ def _meta_model(
     ):
         return None, set()
     if (Path(folder) / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.weights_folder = folder
     return model, missing
 

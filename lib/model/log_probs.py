@@ -65,8 +65,7 @@ class LinearLogProbs(torch.autograd.Function):
 
     With a truncation, p is renormalised over the tokens that `least_kept` keeps; the gradient takes that set as
     fixed. The sampler kept y, and so all tokens that are likelier than y. After an update, or by rounding, y may be
-    outside the set here: then the set is extended down to y, and the last result is 1 (else 0).
-    """
+    outside the set here: then the set is extended down to y, and the last result is 1 (else 0)."""
 
     @staticmethod
     def forward(ctx, h, weight, y, inv_temperature, chunk, sum_pi_squared=False, truncation=None):
@@ -191,8 +190,7 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, ...]:
     """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,). A method that `load_model` binds.
 
-    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat.
-    """
+    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat."""
     inputs = with_images(self, inputs)
     if logits_are_a_plain_product(self) and self.get_decoder() is not self:
         h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
@@ -283,8 +281,7 @@ def check_rows(
     are computed alone and not packed, by transformers' own attention.
 
     Raises:
-        InputError: on some rank the log-probs differ by more than ROW_TOLERANCE.
-    """
+        InputError: on some rank the log-probs differ by more than ROW_TOLERANCE."""
     [micro, *_], _ = prepare_dynamic_batch(batch, micro_batch_tokens, **layout(model), row_group=row_group)
     forward = partial(response_log_probs, model, temperature=temperature, row_group=row_group)
     trained = micro.batch["response_mask"].bool()

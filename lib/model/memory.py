@@ -27,9 +27,9 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
     vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
 
 Weights, Adam and gradients are exact. Activations and work are measured: the model runs forward and backward on the
-meta device, where tensors have a size and no memory. Attention there keeps what a flash kernel keeps. HEADROOM is left
-for what is not counted: the CUDA context, NCCL's buffers, memory that the allocator cannot use again. With LoRA only
-adapters have gradients and Adam. What is offloaded counts in the moment "host", which is the host's memory.
+meta device, where attention keeps what a flash kernel keeps. HEADROOM is left for the CUDA context, NCCL's buffers and
+memory that the allocator cannot use again. With LoRA only adapters have gradients and Adam. What is offloaded counts in
+the moment "host", which is the host's memory.
 """
 
 import sys
@@ -39,16 +39,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
@@ -104,17 +98,19 @@ def estimate_memory(
         gathered_bytes: columns of the rows of all ranks, which each rank holds while it computes advantages.
         of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
 
-    Raises:
-        InputError: there is no such config, or it is of another kind of model.
-    """
+    Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
     tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
 
     build = partial(meta_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
     train = partial(build, lora_rank=lora_rank, **of_trained)
     actor = train(AutoModelForCausalLM, model, "--model")
-    critic = train(AutoModelForTokenClassification, critic_model, "--critic-model") if critic_model else None
-    scorer = build(AutoModelForSequenceClassification, reward_model, "--reward-model") if reward_model else None
+    token_model, row_model = (
+        transformers.AutoModelForTokenClassification,
+        transformers.AutoModelForSequenceClassification,
+    )
+    critic = train(token_model, critic_model, "--critic-model") if critic_model else None
+    scorer = build(row_model, reward_model, "--reward-model") if reward_model else None
 
     # ---- what is held from the first step to the last
     held, gradients, accumulated = {}, {}, {}

@@ -120,8 +120,7 @@ def _of_group(
 
     In sequence parallelism each rank runs a share of the tokens, and then sends a token's results to the rank that owns
     its row. In tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows'
-    results.
-    """
+    results."""
     group, rank = row_group.ranks, row_group.ranks.rank()
     rows = batch.select([*LAYOUT, "responses"], [])
     rows.batch["rank"] = torch.full((len(rows),), rank, device=batch.batch["responses"].device)
@@ -173,8 +172,7 @@ def _response_inputs(
     """(inputs, select, target). inputs: what the decoder takes. select (n,): for each trained token, the index in the
     decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
 
-    A row may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0.
-    """
+    A row may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0."""
     padding_free = padding_free and model.padding_free
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")
     keys = [name for name in (*LAYOUT, "multi_modal_hash") if name in batch.batch]
@@ -266,8 +264,7 @@ def _packed_runs(
     order: list[int], kinds: list[tuple], lengths: list[int], prompt: list[int | None], blocks: torch.Tensor | None
 ) -> list[PackedRun]:
     """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length).
-    blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text.
-    """
+    blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text."""
     runs: list[PackedRun] = []
     run_of: dict[int, int] = {}  # for each sequence, the number of its run
     begin: dict[int, int] = {}  # for each sequence, where it begins in its run

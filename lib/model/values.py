@@ -23,8 +23,7 @@ def value_head(model: PreTrainedModel) -> torch.nn.Module:
 def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
     """The head's output (n,) at the selected positions. A method that `load_critic` and `load_reward_model` bind.
 
-    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat.
-    """
+    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat."""
     decoder = self.base_model if family_of(self.config) is None else self.get_decoder()
     h = decoder(**with_images(self, inputs), use_cache=False).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))  # (n, D)
@@ -60,8 +59,7 @@ def reward_model_scores(
 
     The policy's tokenizer decodes the response. The conversation then goes through the reward model's own chat template
     and tokenizer; text that spells one of its special tokens stays text. A row without a trained token scores 0. This
-    is a collective: all ranks must have the same number of rows.
-    """
+    is a collective: all ranks must have the same number of rows."""
     responses, trained = batch.batch["responses"], batch.batch["response_mask"].any(1)
     attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
     conversations, escape_special_tokens = [], SpecialTokenEscaper(rm_tokenizer)
@@ -82,8 +80,7 @@ def _conversation_batch(conversations: list[list[int]], device: torch.device) ->
     """Left-padded rows, each with one dummy response token behind it. The value at that token is the whole row's score.
 
     transformers' own pooling is not used: it reads the last token that is not the pad token. That is the wrong token if
-    the pad token also ends a message.
-    """
+    the pad token also ends a message."""
     L = max(len(ids) for ids in conversations)
     ids = torch.tensor([[0] * (L - len(row)) + row + [0] for row in conversations], device=device)  # (B, L + 1)
     first = L - torch.tensor([len(row) for row in conversations], device=device)[:, None]

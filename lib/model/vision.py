@@ -234,8 +234,7 @@ def with_images(model: PreTrainedModel, inputs: dict) -> dict:
     """The decoder's inputs, with `images` laid over the embeddings.
 
     Raises:
-        InputError: an image has another number of features than its row has placeholders.
-    """
+        InputError: an image has another number of features than its row has placeholders."""
     images: Images | None = inputs.get("images")
     rest = {name: x for name, x in inputs.items() if name != "images"}
     if images is None:

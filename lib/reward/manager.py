@@ -170,8 +170,7 @@ class PendingScores:
         and dropped_key_count (values that unfit() refuses). With several scorers, each gives its own score as <name>,
         also when it failed, and its keys as <name>/<key>. Only "pred" keeps its name, from the first that gives one.
 
-        Raises InputError if a scorer failed on all of its first 16 responses, RuntimeError if the pool is gone.
-        """
+        Raises InputError if a scorer failed on all of its first 16 responses, RuntimeError if the pool is gone."""
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
         lengths = [len(rows) for _, rows in self.calls]

@@ -38,8 +38,7 @@ def load_scorers(
     returns a number, or a dict with "score" and values to log; a batched one returns a list of these. A row's score is
     the sum of weight x score; without weights, each weight is 1. A parameter time_limit_s gets the seconds of a
     response. Raises InputError for a scorer that is not there, cannot be called so, or lacks a ground truth that it
-    needs; for a data_source without a scorer; and for a sandbox weaker than --sandbox-level.
-    """
+    needs; for a data_source without a scorer; and for a sandbox weaker than --sandbox-level."""
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
         raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")

@@ -34,18 +34,8 @@ import yaml
 
 from lib import InputError, how_it_ended, is_first_on_node
 from lib.cli.secrets import private
-from lib.distributed import (
-    OVER,
-    JobOver,
-    StoreLost,
-    World,
-    address_towards,
-    broadcast,
-    current_stage,
-    enter_stage,
-    is_on_one_node,
-    job_store,
-)
+from lib.distributed import OVER, JobOver, World, address_towards, broadcast, is_on_one_node, job_store
+from lib.distributed.watchdog import StoreLost, current_stage, enter_stage
 from lib.rollout.servers import ANSWER_S, HEALTH_S
 from lib.rollout.vllm_engine import engine_settings, save_files
 
@@ -77,8 +67,7 @@ exec "$@" < /dev/null 3<&-
 class ManagedServers:
     """The vLLM servers that the job's engine ranks run, as its training ranks see them.
 
-    number: of servers. start_s: how long a server may take to start; 0: without a limit. Making it is a collective.
-    """
+    number: of servers. start_s: how long a server may take to start; 0: without a limit. Making it is a collective."""
 
     def __init__(self, number: int, start_s: float):
         self._store, self.number, self.start_s = job_store(), number, start_s
@@ -88,8 +77,7 @@ class ManagedServers:
         """Rank 0 tells the engine ranks what to start; other ranks' calls do nothing.
 
         folder: for logs and settings; its model/ holds config and tokenizer, which engine ranks write where they do not
-        see it. settings: by the names of vLLM's EngineArgs.
-        """
+        see it. settings: by the names of vLLM's EngineArgs."""
         if dist.get_rank() > 0:
             return
         self._folder = folder = folder.resolve()
@@ -175,8 +163,7 @@ def order_servers(
 def serve(world: World, tensor_parallel_size: int) -> NoReturn:
     """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs.
 
-    Raises JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost.
-    """
+    Raises JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost."""
     number, place = divmod(world.rank - world.size, tensor_parallel_size)
     store = job_store()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends first
@@ -234,8 +221,7 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
 class Server:
     """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends.
 
-    Each start has a port of its own: a request for the one before must not reach a server that has no weights yet.
-    """
+    Each start has a port of its own: a request for the one before must not reach a server that has no weights yet."""
 
     process: subprocess.Popen
     url = ""

@@ -159,11 +159,9 @@ class Replayer(_RecordOnDisk):
         self.at, self.replaying = None, False
 
     def _other_flags(self, why: str) -> InputError:
-        return InputError(
-            f"--replay {self.folder}: {why}: what decides which prompts a step samples must be as recorded (script, "
-            "model's tokenizer, data files, --seed, --prompts-per-step, --group-size); "
-            f"--config {self.folder}/config.json reads all flags"
-        )
+        needed = "script, model's tokenizer, data files, --seed, --prompts-per-step, --group-size"
+        what = f"what decides which prompts a step samples must be as recorded ({needed})"
+        return InputError(f"--replay {self.folder}: {why}: {what}; --config {self.folder}/config.json reads all flags")
 
 
 def _asked(rows: DataProto) -> list[tuple[list[int], int]]:
@@ -175,9 +173,6 @@ def _asked(rows: DataProto) -> list[tuple[list[int], int]]:
 
 def _group_sizes(rows: DataProto) -> list[int]:
     return [len([*group]) for _, group in groupby(rows.non_tensor_batch["uid"])]
-
-
-# ---- the folder ----------------------------------------------------------------------------------
 
 
 def forget_after(folder: Path, step: int) -> None:

@@ -22,18 +22,8 @@ from lib import InputError
 from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
-from lib.rollout.engine import (
-    REPORT_S,
-    Generated,
-    Response,
-    RolloutEngine,
-    add_responses,
-    add_weight_versions,
-    check_expanded,
-    report_states,
-    stop_token_ids,
-    turn_seed,
-)
+from lib.rollout import Generated, RolloutEngine, add_responses, turn_seed
+from lib.rollout.engine import REPORT_S, Response, add_weight_versions, check_expanded, report_states, stop_token_ids
 from lib.rollout.managed_servers import ManagedServers
 from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers
@@ -41,16 +31,9 @@ from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
 
-NEUTRAL = {  # what a request leaves out, vLLM's server takes from the model's generation_config.json or from its flags
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "watermarking": False,
-}
+# what a request leaves out, vLLM's server takes from the model's generation_config.json or from its flags
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False}
+NEUTRAL |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 GENERATE = "/inference/v1/generate"
 # vLLM sends an image to its engine process once. If a pause ends that request before, those after it fail, each once
 PICTURE_ATTEMPTS = 3
@@ -85,8 +68,7 @@ class ServerEngine(RolloutEngine):
     back and has weights: they are sampled again from the tokens of the last sync, with the same seeds.
 
     For the parameters see make_engine; processor: of a vision model. Raises InputError if a server cannot be reached,
-    was started differently, or refuses a request or the weights.
-    """
+    was started differently, or refuses a request or the weights."""
 
     takes_images = asynchronous = True
 

@@ -56,8 +56,7 @@ def make_engine(
     folder: of its files; it need not exist. max_length: tokens of the longest prompt and response together. dtype: that
     the trainer computes in. gpu_memory: share of the GPU that the engine may take. ranks: how many neighbouring ranks
     share one engine. processor: of a vision model, whose prompts have at most max_images images. vllm_kwargs: further
-    settings of vLLM, which an engine gets as `more`. own: what "vllm" means if given.
-    """
+    settings of vLLM, which an engine gets as `more`. own: what "vllm" means if given."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
@@ -197,8 +196,7 @@ class Rollouts:
         return self._sampled(rows, self.sampling, seeds)
 
     def generate(self, prompts: DataProto, sampling: Sampling, step: int, numbers=None) -> DataProto:
-        """One response to each prompt. step: -1 for validation. numbers: the prompts' numbers, counted over all ranks;
-        None: those of a training step."""
+        """One response to each prompt. step: -1 for validation. numbers: of the prompts; None: those of the step."""
         return self._sampled(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
 
     @timed("rollout")

@@ -107,8 +107,7 @@ class VLLMEngine(SteppedEngine):
     these ranks. vLLM encodes an image once for all prompts that have it.
 
     more: further settings of vLLM, which check_vllm_kwargs has seen. start: of engine_settings. Raises InputError as
-    engine_settings, or if vLLM refuses a setting.
-    """
+    engine_settings, or if vLLM refuses a setting."""
 
     takes_images = True
     long_steps = False  # a step is one token; requests come and go at each step

@@ -4,15 +4,14 @@
                             |          |         |
          waits for the end, kills   runs the tests, holds what is expected | holds no test, no expected value
 
-A zygote is a warmed-up process that is forked instead of starting a new one. Each scorer's process has one; it forks a
-supervisor for every socket it is sent. At level "namespaces" the supervisor makes new namespaces (mount, pid, network,
-ipc, uts, user). Their root holds only the interpreter's libraries, read only, and a /tmp of its own. init is their
-process 1, so that everything dies with it. Levels "landlock" and "rlimits" are for machines that refuse namespaces, as
-most containers do: the program can start no process and send no signals to others, and with landlock it can open the
-same files as in namespaces. At every level seccomp closes the network.
+Each scorer's process has one zygote, a warmed-up process that forks a supervisor for every socket it is sent. At level
+"namespaces" the supervisor makes new namespaces (mount, pid, network, ipc, uts, user). Their root holds only the
+interpreter's libraries, read only, and a /tmp of its own. init is their process 1, so that everything dies with it.
+"landlock" and "rlimits" are for machines that refuse namespaces, as most containers do: the program can start no
+process and send no signals, and with landlock opens the same files only. At every level seccomp closes the network.
 
-Tests never touch the program's objects. A test sees a Remote, which sends plain values (JSON) to the program's process
-and gets plain values back. So the program's __eq__, patched builtins, frames and exit codes cannot change a verdict.
+A test sees a Remote, which sends plain values (JSON) to the program's process and gets plain values back. So the
+program's __eq__, patched builtins, frames and exit codes cannot change a verdict.
 """
 
 import ast
@@ -262,8 +261,7 @@ class Wrong(BaseException):
 
 
 class Remote:
-    """A name or an object of the program, in the tests. Only plain values come back. It equals itself and differs from
-    None; any other comparison is a wrong answer."""
+    """A name or an object of the program, in the tests. Equals itself, not None; any other comparison raises Wrong."""
 
     def __init__(self, ask, ref):
         vars(self).update(_ask=ask, _ref=ref)
