@@ -51,10 +51,9 @@ class RLHFDataset(Dataset):
 
     The constructor templates and tokenizes every row once, so that a bad row stops the run before a model loads. It
     leaves out a prompt longer than P if filter_overlong_prompts; otherwise `truncation` says what is cut: "left" (the
-    start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` counts
-    those that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row.
-    Unless allow_special_tokens, a space breaks up message text that spells a special token, in raw_prompt too;
-    `escaped` counts the prompts with such text.
+    start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` those
+    that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row. Unless
+    allow_special_tokens, a space breaks up text that spells a special token, in raw_prompt too; `escaped` counts these.
 
     With `vision`, a row's images and videos are those of its columns "images" and "videos", in the order of <image> and
     <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature of an image, and their
@@ -123,7 +122,6 @@ class RLHFDataset(Dataset):
             has = f"each of {n_read} has more than max_images={max_media} images; raise max_images"
             raise InputError(f"{names}: no row left: {has}")
         if len(self.kept) == 0:
-            lengths = lengths[~too_many]
             left = f"{n_read} read, {len(lengths)} too long for max_prompt_length={max_prompt_length}"
             shortest = f"the shortest prompt has {lengths.min()} tokens"
             raise InputError(f"{names}: no row left: {left} ({shortest}); raise max_prompt_length")
@@ -233,8 +231,8 @@ class RLHFDataset(Dataset):
         return text
 
     def _check_row(self, row: int) -> tuple[int, bool, bool, int]:
-        """Checks a row's form. Returns the prompt's tokens (0 with too many images), whether it has a ground truth,
-        whether a special token in it was broken up, and the number of its images or videos, whichever is more."""
+        """Checks a row. Returns the prompt's tokens (0 with too many images), whether it has a ground truth, whether a
+        special token in it was broken up, and the number of its images or videos, whichever is more."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(value := fields.get(column, {}), dict):
@@ -314,7 +312,7 @@ class RLHFDataset(Dataset):
 
 class UndecodedRows:
     """The rows of a data set, with images as files hold them, {"bytes": ..., "path": ...}: the datasets library would
-    decode them whenever a row is read, and its errors name neither file nor row."""
+    decode them at each reading, and its errors name neither file nor row."""
 
     def __init__(self, rows: "datasets.Dataset"):
         self.rows = rows.with_format("arrow")
@@ -335,11 +333,10 @@ def _check_rows_of_forked(rows: range) -> np.ndarray:
 
 
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
-    """The class that "path/to/file.py:ClassName" names. Scripts call it with the arguments of RLHFDataset. Raises
-    InputError, also for a class that is no torch.utils.data.Dataset or has no length."""
+    """The class of "path/to/file.py:ClassName", which scripts call with RLHFDataset's arguments. Raises InputError,
+    also for a class that is no torch.utils.data.Dataset or has no length."""
     found = load_object("--dataset-class", spec)
-    is_data_set = isinstance(found, type) and issubclass(found, Dataset)
-    if not is_data_set:
+    if not (isinstance(found, type) and issubclass(found, Dataset)):
         raise InputError(f"--dataset-class {spec}: it is not a subclass of torch.utils.data.Dataset")
     if not hasattr(found, "__len__"):  # an IterableDataset
         raise InputError(f"--dataset-class {spec}: it has no __len__; rows are read by number")

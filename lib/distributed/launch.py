@@ -66,8 +66,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
     their GPU alone. On a CPU a process computes with one thread unless OMP_NUM_THREADS is set.
 
-    Raises:
-        InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process."""
+    Raises InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process."""
     global _job, _timeout
     env = os.environ
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves

@@ -173,8 +173,7 @@ def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) ->
 
     For a model that packed_attention cannot handle, this is transformers' own sdpa or eager.
 
-    Raises:
-        InputError: `sdpa` would silently leave out the model's soft caps."""
+    Raises InputError: `sdpa` would silently leave out the model's soft caps."""
     text, family = config.get_text_config(), family_of(config)
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if family is None else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     cls = mapping.get(type(config), None)  # None: remote code
@@ -218,8 +217,7 @@ def lay_out(
     what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row from
     their parent's `forward`, because not every parent passes its keywords on.
 
-    Raises:
-        InputError: the model's output at a token depends on later tokens, or on chance."""
+    Raises InputError: the model's output at a token depends on later tokens, or on chance."""
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise InputError(f"{name}: its attention is not causal; use a decoder")
     if model.config.get_text_config().model_type == "phimoe":

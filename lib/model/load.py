@@ -172,8 +172,7 @@ def load_critic(path: str, **options: Any) -> PreTrainedModel:
     would differ from rank to rank. The model gets the method `token_values`. A vision model, of which transformers has
     no token classifiers, is `value_class`. options: those of `LoadOptions`.
 
-    Raises:
-        InputError: the architecture has no token classification, or the head has another number of outputs."""
+    Raises InputError: the architecture has no token classification, or the head has another number of outputs."""
     flag, how = "--critic-model", LoadOptions(**options)
     # classifier_dropout must be set: transformers' default drops 10 % of the head's input
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
@@ -190,8 +189,7 @@ def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     """A sequence classifier with one output, frozen, and its own tokenizer. The model gets the method `token_values`.
     options: those of `LoadOptions`.
 
-    Raises:
-        InputError: the model has no head (a causal LM), a head with more than one output, or no chat template."""
+    Raises InputError: the model has no head (a causal LM), a head with more than one output, or no chat template."""
     flag, how = "--reward-model", LoadOptions(**options)
     model, missing = _from_pretrained(transformers.AutoModelForSequenceClassification, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_values, how).requires_grad_(False).eval()
@@ -374,8 +372,7 @@ def add_lora(
         target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a
             regular expression that matches the whole names of linear layers.
 
-    Raises:
-        InputError: no layer matches, or a layer that is not linear does (peft also adapts a mixture's experts).
+    Raises InputError: no layer matches, or a layer that is not linear does (peft also adapts a mixture's experts).
     """
     from peft import LoraConfig  # its import takes seconds
     from peft.tuners.lora import LoraLayer

@@ -280,8 +280,7 @@ def check_rows(
     First, every second row gets another response of the same shape: the rows between must not change. Second, four rows
     are computed alone and not packed, by transformers' own attention.
 
-    Raises:
-        InputError: on some rank the log-probs differ by more than ROW_TOLERANCE."""
+    Raises InputError: on some rank the log-probs differ by more than ROW_TOLERANCE."""
     [micro, *_], _ = prepare_dynamic_batch(batch, micro_batch_tokens, **layout(model), row_group=row_group)
     forward = partial(response_log_probs, model, temperature=temperature, row_group=row_group)
     trained = micro.batch["response_mask"].bool()

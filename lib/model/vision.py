@@ -115,8 +115,7 @@ def images_of(
         run_tower: what other ranks encode. Without any of it here, one dummy is encoded, whose features go nowhere:
             the towers' collectives must match.
 
-    Raises:
-        InputError: placeholders without an image, or images with a model that takes none.
+    Raises InputError: placeholders without an image, or images with a model that takes none.
     """
     if rows is None or not (run_tower or any(rows)):
         return None
@@ -233,8 +232,7 @@ def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
 def with_images(model: PreTrainedModel, inputs: dict) -> dict:
     """The decoder's inputs, with `images` laid over the embeddings.
 
-    Raises:
-        InputError: an image has another number of features than its row has placeholders."""
+    Raises InputError: an image has another number of features than its row has placeholders."""
     images: Images | None = inputs.get("images")
     rest = {name: x for name, x in inputs.items() if name != "images"}
     if images is None:
