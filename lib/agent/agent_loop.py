@@ -233,8 +233,7 @@ class EngineFailed(Exception):
 
 @dataclass(eq=False)
 class EpisodeResponse(Response):
-    request: AsyncRolloutRequest
-    """also future's result"""
+    request: AsyncRolloutRequest  # also future's result
 
 
 class ServerEpisodes(Episodes):

@@ -336,7 +336,8 @@ def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
     """The class of "path/to/file.py:ClassName", which scripts call with RLHFDataset's arguments. Raises InputError,
     also for a class that is no torch.utils.data.Dataset or has no length."""
     found = load_object("--dataset-class", spec)
-    if not (isinstance(found, type) and issubclass(found, Dataset)):
+    is_data_set = isinstance(found, type) and issubclass(found, Dataset)
+    if not is_data_set:
         raise InputError(f"--dataset-class {spec}: it is not a subclass of torch.utils.data.Dataset")
     if not hasattr(found, "__len__"):  # an IterableDataset
         raise InputError(f"--dataset-class {spec}: it has no __len__; rows are read by number")

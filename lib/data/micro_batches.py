@@ -20,12 +20,7 @@ def prompt_groups(batch: DataProto) -> torch.Tensor:
 
 
 def prepare_dynamic_batch(
-    batch: DataProto,
-    max_tokens: int,
-    *,
-    share_prompts: bool = False,
-    padding_free: bool = True,
-    row_group: RowGroup | None = None,
+    batch: DataProto, max_tokens: int, *, share_prompts=False, padding_free=True, row_group: RowGroup | None = None
 ) -> tuple[list[DataProto], list[list[int]]]:
     """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank. A collective: every
     rank calls it, with the same number of rows. Returns (micro_batches, rows): rows[i] are the row numbers in

@@ -100,13 +100,9 @@ def estimate_flops(
     **of_model: Any,
 ) -> StepFlops:
     """Of a step in which each prompt (without images) and each response is as long as it may be.
-
-    Args:
-        model: a Hugging Face id, a folder or a config.json file; so is critic_model.
-        update_epochs: passes of the update over the step's rows.
-        log_prob_passes: forward passes with the policy or its reference before the update.
-        of_model: what `meta_model` takes by name, such as `lora_rank`.
-    """
+    Models: Hugging Face ids, folders or config.json files. update_epochs: passes of the update over the step's rows.
+    log_prob_passes: forward passes with the policy or its reference before the update. of_model: what `meta_model`
+    takes by name, such as `lora_rank`."""
     mask = torch.ones(group_size, max_prompt_length + max_response_length, dtype=torch.long)
     responses = mask[:, max_prompt_length:]
     group = DataProto.from_dict({"input_ids": mask, "attention_mask": mask, "response_mask": responses})

@@ -85,12 +85,9 @@ def of_responses(
     """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), which
     are zero where response_mask is.
 
-    Args:
-        batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
-        padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
-        row_group: ranks that run their batches as one (packed_sdpa only). Forward and backward are then collectives. A
-            rank's batch may be empty, but not those of all ranks.
-    """
+    batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T). padding_free,
+    share_prompts: False switches them off here; True is what `load_model` has decided. row_group: ranks that run their
+    batches as one (packed_sdpa only), in collectives. A rank's batch may be empty, but not those of all ranks."""
     responses = batch.batch["responses"]
     if row_group is None:
         inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
@@ -116,11 +113,9 @@ def in_micro_batches(
 def _of_group(
     model: PreTrainedModel, batch: DataProto, forward: Forward, share_prompts: bool, row_group: RowGroup
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """(results, target) for this rank's trained tokens. All rows of the group make one packed row.
-
-    In sequence parallelism each rank runs a share of the tokens, and then sends a token's results to the rank that owns
-    its row. In tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows'
-    results."""
+    """(results, target) for this rank's trained tokens. All rows of the group make one packed row. In sequence
+    parallelism each rank runs a share of the tokens, and sends a token's results to the rank that owns its row. In
+    tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows' results."""
     group, rank = row_group.ranks, row_group.ranks.rank()
     rows = batch.select([*LAYOUT, "responses"], [])
     rows.batch["rank"] = torch.full((len(rows),), rank, device=batch.batch["responses"].device)
@@ -254,8 +249,8 @@ def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 
 
 def _prompts_of_sequences(starts: list[list[int]], owner: list[int], shared: list[bool], column: int) -> list:
-    """For each sequence, the number of the shared prompt that it answers, or None. starts: [row, column] of each
-    sequence's first token. column: where responses begin."""
+    """The shared prompt that each sequence answers, or None. starts: [row, column] of its first token. column: where
+    responses begin."""
     prompt_of = {row: i for i, (row, start) in enumerate(starts) if start < column}
     return [prompt_of[owner[row]] if start == column and shared[row] else None for row, start in starts]
 
@@ -301,9 +296,7 @@ def _packed_sequences(order: list[int], lengths: list[int], prompt: list[int | N
     return PackedSequences(places, cu_seq_q, cu_seq_k, max(sizes), max(totals))
 
 
-def sequence_rows(
-    order: list[int], lengths: list[int], prompt: list[int | None], *, one_size: bool = False
-) -> SequenceRows:
+def sequence_rows(order: list[int], lengths: list[int], prompt: list, *, one_size: bool = False) -> SequenceRows:
     """SequenceRows of the sequences that stand in `order` in the packed row. prompt[i] is the number of the shared
     prompt that sequence i answers, or None. one_size: all rows get the length of the longest."""
     begin, N = {}, 0  # begin: for each sequence, the index of its first token

@@ -58,7 +58,6 @@ def vision_names(model: PreTrainedModel, part: str) -> list[str]:
     family = family_of(model.config)
     if family is None:
         return []
-
     names = [name for name, _ in model.named_parameters()]
     projector = [name for name in names if name.startswith(tuple(f"{path}." for path in family.projector))]
     tower = [name for name in names if name.startswith(f"{family.tower}.") and name not in projector]
@@ -106,17 +105,11 @@ def images_of(
     """The images that a forward over this layout needs; None if it needs none. An image of which no token is in the
     layout is not encoded: so a prompt that rows share is encoded once.
 
-    Args:
-        rows: the multi_modal_inputs of each row, {} without images; None if no row can have any.
-        ids, trained: input_ids (B, L), and which of the last T are sampled (B, T), not of placeholders therefore.
-        attended: (B, L), the tokens in the layout.
-        place: (B * L,), where each of them stands in it.
-        shape: the layout's.
-        run_tower: what other ranks encode. Without any of it here, one dummy is encoded, whose features go nowhere:
-            the towers' collectives must match.
-
-    Raises InputError: placeholders without an image, or images with a model that takes none.
-    """
+    rows: the multi_modal_inputs of each row, {} without images; None if no row can have any. ids, trained: input_ids
+    (B, L), and which of the last T are sampled (B, T), and so no placeholders. attended (B, L): the tokens in the
+    layout; place (B * L,): where each of them stands in it; shape: the layout's. run_tower: what other ranks encode.
+    Without any of it here, one dummy is encoded, whose features go nowhere: the towers' collectives must match. Raises
+    InputError: placeholders without an image, or images with a model that takes none."""
     if rows is None or not (run_tower or any(rows)):
         return None
     family = family_of(model.config)
@@ -179,18 +172,15 @@ class _Kind(NamedTuple):
     inputs: tuple[str, ...]  # what get_image_features or get_video_features takes; a processor may give more
 
 
-def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
-    kinds = {}
-    for kind in ("image", "video"):
-        if features := getattr(type(model.base_model), f"get_{kind}_features", None):
-            names = tuple(n for n in _arguments(features) if n.startswith("pixel_") or n.endswith("_grid_thw"))
-            kinds[kind] = _Kind(getattr(model.config, f"{kind}_token_id"), names)
-    return kinds
-
-
 @cache
-def _arguments(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
+def _inputs_of(features: Any) -> tuple[str, ...]:
+    return tuple(n for n in inspect.signature(features).parameters if n.startswith("pixel_") or n.endswith("_grid_thw"))
+
+
+def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
+    of_kind = {kind: getattr(type(model.base_model), f"get_{kind}_features", None) for kind in ("image", "video")}
+    token_id = {kind: getattr(model.config, f"{kind}_token_id", None) for kind in of_kind}
+    return {kind: _Kind(token_id[kind], _inputs_of(features)) for kind, features in of_kind.items() if features}
 
 
 def _without_first(
@@ -230,9 +220,8 @@ def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
 
 
 def with_images(model: PreTrainedModel, inputs: dict) -> dict:
-    """The decoder's inputs, with `images` laid over the embeddings.
-
-    Raises InputError: an image has another number of features than its row has placeholders."""
+    """The decoder's inputs, with `images` laid over the embeddings. Raises InputError: an image has another number of
+    features than its row has placeholders."""
     images: Images | None = inputs.get("images")
     rest = {name: x for name, x in inputs.items() if name != "images"}
     if images is None:

@@ -26,9 +26,7 @@ class Scorer:
     takes_truth: bool  # whether ground_truth(s) is a parameter without a default
 
 
-def load_scorers(
-    specs: Sequence[str], datasets: list, kwargs: dict | None = None, weights: Sequence[float] = ()
-) -> list[Scorer]:
+def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Sequence[float] = ()) -> list[Scorer]:
     """The scorers of --reward, checked before anything else is loaded.
 
     A spec is "path/to/file.py:function", or "data_source": this picks a scorer from rewards/ by each row's data_source.
@@ -86,9 +84,8 @@ def _modules_for(datasets: list) -> list[str]:
         module = table.scorer_module(data_source)
         if module is None:
             advice = f"add it to rewards/__init__.py (known: {', '.join(table.SCORERS)})"
-            raise InputError(
-                f"no scorer for data_source {data_source!r}: {advice} or give --reward path/to/file.py:function"
-            )
+            advice += " or give --reward path/to/file.py:function"
+            raise InputError(f"no scorer for data_source {data_source!r}: {advice}")
         modules.add(f"rewards.{module}")
     return sorted(modules)
 

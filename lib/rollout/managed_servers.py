@@ -65,19 +65,16 @@ exec "$@" < /dev/null 3<&-
 
 
 class ManagedServers:
-    """The vLLM servers that the job's engine ranks run, as its training ranks see them.
-
-    number: of servers. start_s: how long a server may take to start; 0: without a limit. Making it is a collective."""
+    """The `number` vLLM servers that the job's engine ranks run, as its training ranks see them. start_s: how long one
+    may take to start; 0: without a limit. Making it is a collective."""
 
     def __init__(self, number: int, start_s: float):
         self._store, self.number, self.start_s = job_store(), number, start_s
         self.key: str = broadcast(secrets.token_urlsafe(32))
 
     def order(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Rank 0 tells the engine ranks what to start; other ranks' calls do nothing.
-
-        folder: for logs and settings; its model/ holds config and tokenizer, which engine ranks write where they do not
-        see it. settings: by the names of vLLM's EngineArgs."""
+        """Rank 0 tells the engine ranks what to start. folder: for logs and settings; engine ranks that do not see
+        it write its model/, with config and tokenizer. settings: by the names of vLLM's EngineArgs."""
         if dist.get_rank() > 0:
             return
         self._folder = folder = folder.resolve()
@@ -95,8 +92,8 @@ class ManagedServers:
         self._store.set("order", json.dumps(order | {"program": PROGRAM}))
 
     def states(self) -> list[tuple[str, int]]:
-        """(URL, starts) of each server, in the same order always. starts: how often it has come to be healthy; it has
-        lost its weights when the number rises. Waits until all are healthy. Raises InputError if one does not start."""
+        """(URL, starts) of each server, in one order. starts: how often it has become healthy; each time it has lost
+        its weights. Waits until all are healthy. Raises InputError if one does not start."""
         stage, states = current_stage(), self._states()
         if None in states:
             enter_stage(f"{stage}: start of vLLM servers")
@@ -120,8 +117,7 @@ class ManagedServers:
         return [starts for _, starts in self.states()]
 
     def start_anew(self, starts: list[int]) -> None:
-        """Ends the servers that are still those of these starts. `states` waits until they are back, without weights. A
-        collective."""
+        """Ends the servers of these starts. `states` waits until they are back, without weights. A collective."""
         if dist.get_rank() == 0:
             for i, number in enumerate(starts):
                 self._store.set(f"bad start {i}", str(number))
@@ -140,8 +136,8 @@ class ManagedServers:
 def order_servers(
     own: ManagedServers, model, tokenizer, *, folder: Path, processor=None, more: Mapping[str, Any], **start: Any
 ) -> None:
-    """Orders servers that are started as VLLMEngine starts its engine, and take weights by broadcast. Raises InputError
-    if vLLM cannot serve the model so."""
+    """Orders servers started as VLLMEngine starts its engine, which take weights by broadcast. Raises InputError if
+    vLLM cannot serve the model so."""
     settings = engine_settings(model, processor=processor, **start)
     if dist.get_rank() == 0:
         save_files(folder / "model", model, tokenizer, processor)

@@ -55,20 +55,15 @@ class ServerEngine(RolloutEngine):
     """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
     If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
-    workers of all servers. Otherwise it writes them to a file in `folder`, and the servers read it; servers on other
-    machines need a shared disk.
-
-    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same.
-
-    A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and with
-    --logprobs-mode processed_logprobs; for a vision model also with --enable-scale-out. It must serve this run only.
+    workers. Otherwise the servers read them from a file in `folder`; those on other machines need a shared disk.
+    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same. A server
+    must serve this run only, with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and
+    with --logprobs-mode processed_logprobs; for a vision model also with --enable-scale-out.
 
     A response that is being sampled when new weights come keeps its tokens and goes on with the new weights: see start
-    and collect. If one of the job's `own` servers ends, others take its requests, or it takes them itself when it is
-    back and has weights: they are sampled again from the tokens of the last sync, with the same seeds.
-
-    For the parameters see make_engine; processor: of a vision model. Raises InputError if a server cannot be reached,
-    was started differently, or refuses a request or the weights."""
+    and collect. If one of the job's `own` servers ends, its requests are sampled again elsewhere, or there when it is
+    back, from the tokens of the last sync, with the same seeds. For the parameters see make_engine. Raises InputError
+    if a server cannot be reached, was started differently, or refuses a request or the weights."""
 
     takes_images = asynchronous = True
 
@@ -146,8 +141,8 @@ class ServerEngine(RolloutEngine):
         self._on_loop(self._open.set)
 
     def _pause(self) -> str | None:
-        """Ends each request with the tokens that it has. When it returns, none is at a server, whose caches (also of
-        images' features) are empty. Returns, on all ranks, why it failed."""
+        """Ends each request with the tokens that it has: none is left at a server, and caches (also of image
+        features) are empty. Returns, on all ranks, why it failed."""
         if self.own is not None:
             urls, starts = map(list, zip(*on_first_rank(self.own.states)))
             if starts != self._starts:
@@ -193,8 +188,8 @@ class ServerEngine(RolloutEngine):
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
     def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial=None) -> list[Response]:
-        """The first half of generate; collect is the second. Weights may be synced between the two. partial: of each
-        response a Generated with the tokens that there are already, or None."""
+        """The first half of generate; collect is the second. Weights may be synced in between. partial: a Generated
+        with the tokens that there are already of each response, or None."""
         self.check_weights()
         raw_ids, responses = prompts.non_tensor_batch["raw_prompt_ids"], []
         places = self.turns_and_pictures(raw_ids, media_of(prompts))
@@ -289,12 +284,8 @@ class ServerEngine(RolloutEngine):
         self, prompt_ids: list[int], sampling: Sampling, seed: int, turn: int, row=None, pictures=None
     ) -> Generated:
         """One response, from server number `turn`. row: a Generated with what there is of it, and where its tokens go.
-        pictures: of the prompt.
-
-        If a sync of weights stops the request, another one goes on from the tokens sampled so far. Its seed is made
-        from theirs and their number.
-
-        Raises ValueError when the prompt is too long for the server."""
+        pictures: of the prompt. If a sync of weights stops the request, another one goes on from the tokens sampled so
+        far, with a seed made from theirs and their number. Raises ValueError when the prompt is too long."""
         length = len(pictures.ids if pictures else prompt_ids)
         if length >= self.max_length:
             raise ValueError(f"a prompt of {length} tokens; the server's max_model_len is {self.max_length}")
@@ -337,8 +328,7 @@ class ServerEngine(RolloutEngine):
         self._ended.set()
 
     def metrics(self) -> dict[str, Metric]:
-        """Requests that were sampled again since the last call, because one of the managed servers was lost, and
-        starts of these servers after their first."""
+        """Requests sampled again since the last call, as a managed server was lost; restarts of these servers."""
         resampled, self._resampled = self._resampled, 0
         again = sum(self._starts) - len(self._starts)
         return {"perf/requests_resampled": Sum(resampled), "perf/server_restarts": Max(again)}
@@ -369,10 +359,9 @@ class ServerEngine(RolloutEngine):
         """What _complete returns. /v1/completions would ignore the images without a word."""
         sampling = self._whole(settings) | {"detokenize": "stop" in settings}
         body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": sampling}
-        body["return_token_ids"] = True
         for attempt in range(1, PICTURE_ATTEMPTS + 1):
             try:
-                reply = await self.servers.request(url, "POST", GENERATE, json=body)
+                reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
                 break
             except InputError as error:
                 if isinstance(error, ServerLost) or attempt == PICTURE_ATTEMPTS:

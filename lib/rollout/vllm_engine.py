@@ -24,16 +24,11 @@ from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
 
-BY_FLAG = {  # settings of vLLM: the flag that sets each
-    "model": "--model",
-    "tokenizer": "--model",
-    "dtype": "--compute-dtype",
-    "max_model_len": "--max-prompt-length and --max-response-length",
-    "gpu_memory_utilization": "--gpu-memory-utilization",
-    "tensor_parallel_size": "--rollout-tensor-parallel-size",
-    "seed": "--seed",
-    "limit_mm_per_prompt": "--max-images",
-}
+# settings of vLLM: the flag that sets each
+BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype", "seed": "--seed"}
+BY_FLAG |= {"max_model_len": "--max-prompt-length and --max-response-length", "limit_mm_per_prompt": "--max-images"}
+BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
+BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
 FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
 FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
 FIXED += ["pipeline_parallel_size", "quantization", "enable_lora"]
@@ -66,7 +61,6 @@ def engine_settings(
     model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, processor=None, max_images=0
 ) -> dict[str, Any]:
     """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
-
     Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
     otherwise than training."""
     on_gpu = compute_device(model).type == "cuda"
@@ -77,15 +71,11 @@ def engine_settings(
     if processor is not None and family_of(model.config).bidirectional and not on_gpu:
         why = "the tokens of an image see each other in this model, in vLLM on a CPU only those before"
         raise InputError(f"--rollout-engine vllm: {why}: take hf")
-    settings: dict[str, Any] = {
-        "load_format": "dummy",
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
-        "seed": 0,
-        "generation_config": "vllm",  # the model's own would change requests
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, after top-p, top-k and min-p
-        "tensor_parallel_size": ranks,
-    }
+    settings: dict[str, Any] = {"load_format": "dummy", "seed": 0, "tensor_parallel_size": ranks}
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    settings["max_model_len"] = max(max_length, 33)  # the probe of sync_weights has 32 tokens and samples one
+    settings["generation_config"] = "vllm"  # the model's own would change requests
+    settings["logprobs_mode"] = "processed_logprobs"  # at the sampling temperature, after top-p, top-k and min-p
     if max_images:
         settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
         settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
@@ -97,14 +87,11 @@ def engine_settings(
 
 
 class VLLMEngine(SteppedEngine):
-    """A vLLM engine inside this process, on CPU or GPU. It takes weights in memory.
-
-    It starts with dummy weights, from a folder that holds only config and tokenizer. A generate before the first
-    load_weights is refused.
+    """A vLLM engine inside this process, on CPU or GPU, which takes weights in memory. It starts with dummy weights,
+    from a folder that holds only config and tokenizer. A generate before the first load_weights is refused.
 
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
-    the same requests in the same order on all of them. So generate, step and the end of a session are collectives of
-    these ranks. vLLM encodes an image once for all prompts that have it.
+    the same requests in the same order on all of them: generate, step and the end of a session are their collectives.
 
     more: further settings of vLLM, which check_vllm_kwargs has seen. start: of engine_settings. Raises InputError as
     engine_settings, or if vLLM refuses a setting."""
@@ -299,13 +286,9 @@ def request_params(**settings):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        detokenize="stop" in settings,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # no other request uses this object
-        flat_logprobs=True,  # lists of numbers, not two objects a token
-        **settings,
-    )
+    # flat_logprobs: lists of numbers, not two objects a token; skip_clone: no other request uses this object
+    fixed = {"output_kind": RequestOutputKind.FINAL_ONLY, "skip_clone": True, "flat_logprobs": True}
+    return SamplingParams(detokenize="stop" in settings, **fixed, **settings)
 
 
 def generated(output) -> Generated:
