@@ -428,7 +428,6 @@ class DataProto:
 @dataclass(eq=False)
 class DataProtoFuture:
     """A DataProto that is still being computed, in parts. Only get() waits, and raises the exception of a part.
-
     `collect_fn` joins the results of the parts; `dispatch_fn`, if given, returns this future's share of them."""
 
     collect_fn: Callable[[list[DataProto]], DataProto]

@@ -53,8 +53,7 @@ class SeededEnvironment(BaseInteraction):
         """The action is the turn's text without its thinking."""
         return await self.step(messages[-1]["content"].rpartition("</think>")[2].strip())
 
-    def configure(self) -> None:
-        pass
+    def configure(self) -> None: ...
 
     async def reset(self, options: dict) -> str:
         raise NotImplementedError

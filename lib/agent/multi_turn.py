@@ -249,7 +249,6 @@ async def add_messages(
     request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list, images: list[Image]
 ) -> bool:
     """Adds the turn and its answers to the messages, and the answers' tokens to the row. False if the row has no room.
-
     versions: the same messages in several forms: the first that keeps the sampled text is used, else the first that the
     template takes. ended: whether the policy sampled an end token. images: those that the answers show."""
     encode = partial(_encode_messages, request, settings, turn, versions, images)

@@ -72,8 +72,7 @@ class BaseTool:
             raise NotImplementedError
         return self.schema
 
-    async def create(self, instance_id: str, **kwargs) -> None:
-        pass
+    async def create(self, instance_id: str, **kwargs) -> None: ...
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs) -> tuple[str, float, dict]:
         raise NotImplementedError
@@ -81,8 +80,7 @@ class BaseTool:
     async def calc_reward(self, instance_id: str, **kwargs) -> float:
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs) -> None:
-        pass
+    async def release(self, instance_id: str, **kwargs) -> None: ...
 
 
 class FunctionTool(BaseTool):
@@ -267,11 +265,7 @@ async def _checked_arguments(tool: BaseTool, arguments: dict, timeout_s: float) 
 
 
 async def run_tool_call(
-    tools: dict[str, BaseTool],
-    call: ToolCall,
-    instance_id: str,
-    limits: MultiTurnArgs,
-    tools_kwargs: dict | None = None,
+    tools: dict[str, BaseTool], call: ToolCall, instance_id: str, limits: MultiTurnArgs, tools_kwargs=None
 ) -> ToolResult:
     """Runs a call and returns the answer for the model. Whatever the model or the tool does, it does not raise."""
 

@@ -151,7 +151,6 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
 
 def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
     """A prefix for the keys of this start of the job in the store: all ranks agree on it, and no earlier start had it.
-
     torchrun's store outlives a restart: a rank that finds there the address of a rank that is gone waits for it forever
     (pytorch issue 135712). The launchers of several nodes count restarts on their own, so the count would not do."""
     mine = uuid.uuid4().hex

@@ -159,11 +159,9 @@ STATE_LAYERS = {  # model_type: class of its layers that carry a state; tests/mo
 
 SAMPLED_BY_HF = STATE_LAYERS.keys() - {"nemotron_h", "zamba2"}  # with a cache, these two clamp time steps differently
 
-UNPACKABLE = {  # model_type: why it cannot be packed, where no flag of transformers shows it
-    "doge": "its attention has a mask of its own",
-    "nemotron": "its layers give their attention no keywords",
-    "stablelm": "its layers give their attention no keywords",
-}
+# model_type: why it cannot be packed, where no flag of transformers shows it
+UNPACKABLE = dict.fromkeys(("nemotron", "stablelm"), "its layers give their attention no keywords")
+UNPACKABLE["doge"] = "its attention has a mask of its own"
 
 
 def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) -> tuple[str, str | None]:

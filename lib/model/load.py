@@ -19,13 +19,7 @@ from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
@@ -99,10 +93,10 @@ def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
         raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
 
 
-def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> ProcessorMixin | None:
+def load_processor(path: str, *, trust_remote_code: bool = False) -> transformers.ProcessorMixin | None:
     """The processor of `path`, which makes tokens and tensors of images. None if the model takes no images or comes
     without one, as a .gguf file does: it then runs on text alone."""
-    if family_of(_config(path, flag, trust_remote_code)) is None:
+    if family_of(_config(path, "--model", trust_remote_code)) is None:
         return None
     files = ("processor_config.json", "preprocessor_config.json")
     try:
@@ -110,9 +104,9 @@ def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "-
             return None
         return transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except ImportError as error:
-        raise InputError(f"{flag} {path}: its processor needs torchvision: install it") from error
+        raise InputError(f"--model {path}: its processor needs torchvision: install it") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{flag} {path}: cannot load its processor: {str(error).splitlines()[0]}") from error
+        raise InputError(f"--model {path}: cannot load its processor: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
@@ -151,7 +145,6 @@ class LoadOptions:
 
 def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTrainedModel:
     """A causal LM from a Hugging Face id, a folder or a .gguf file, without dropout. options: those of `LoadOptions`.
-
     The model gets the method `token_log_probs`, which FSDP treats as a forward; a vision model also gets
     `prompt_logits`."""
     how = LoadOptions(**options)
@@ -187,9 +180,8 @@ def load_critic(path: str, **options: Any) -> PreTrainedModel:
 
 def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A sequence classifier with one output, frozen, and its own tokenizer. The model gets the method `token_values`.
-    options: those of `LoadOptions`.
-
-    Raises InputError: the model has no head (a causal LM), a head with more than one output, or no chat template."""
+    options: those of `LoadOptions`. Raises InputError: the model has no head (a causal LM), a head with more than one
+    output, or no chat template."""
     flag, how = "--reward-model", LoadOptions(**options)
     model, missing = _from_pretrained(transformers.AutoModelForSequenceClassification, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_values, how).requires_grad_(False).eval()
@@ -199,7 +191,7 @@ def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTr
 
 
 def _from_pretrained(
-    auto_class: Any, path: str, flag: str, how: LoadOptions, **settings: Any
+    auto_class, path: str, flag: str, how: LoadOptions, **settings
 ) -> tuple[PreTrainedModel, set[str]]:
     """(the model, with its config changed by `settings`; the names of the parameters that `path` did not hold)."""
     check_model_path(path, flag)
@@ -252,9 +244,7 @@ def class_of(auto_class: Any, config: PreTrainedConfig) -> Any:
     return auto_class
 
 
-def _meta_model(
-    auto_class: Any, path: str, config: PreTrainedConfig, **options: Any
-) -> tuple[PreTrainedModel | None, set[str]]:
+def _meta_model(auto_class, path: str, config: PreTrainedConfig, **options) -> tuple[PreTrainedModel | None, set[str]]:
     """(the model with its parameters on the meta device, the names of those that the files of `path` do not hold). The
     model is None if transformers would do more than read each weight by its name."""
     folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"])
@@ -318,14 +308,11 @@ def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:
     return model
 
 
-def _prepare(
-    model: PreTrainedModel, missing: set[str], name: str, forward: Callable, how: LoadOptions
-) -> PreTrainedModel:
+def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable, how: LoadOptions) -> PreTrainedModel:
     """Puts the model in train mode, without which there is no gradient checkpointing, and binds `forward` as a method
     that FSDP treats as a forward. Raises InputError if a weight is missing."""
     if missing:
-        what = f"no {min(missing)} in it ({len(missing)} missing)"
-        raise InputError(f"{name}: not a {type(model).__name__}: {what}")
+        raise InputError(f"{name}: not a {type(model).__name__}: no {min(missing)} in it ({len(missing)} missing)")
     lay_out(model, name, how.attn_implementation, how.padding_free, how.share_prompts)
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -362,18 +349,13 @@ def _keeping_activations_on_cpu(forward):
 def add_lora(
     model: PreTrainedModel, *, rank: int, alpha: float, seed: int, target_modules: str = "all-linear"
 ) -> PreTrainedModel:
-    """Freezes the model and adds LoRA adapters by peft, in place: W x becomes W x + alpha / rank x B A x
-    (arXiv 2106.09685). Call it before `shard_model`.
+    """Freezes the model and adds LoRA adapters by peft, in place: W x becomes W x + alpha / rank x B A x (arXiv
+    2106.09685). Call it before `shard_model`. B starts at 0, and A is the same on every rank. Both are at least fp32,
+    even if W is bfloat16. A critic's value head is trained as a whole, without adapters.
 
-    B starts at 0, and A is the same on every rank. Both are at least fp32, even if W is bfloat16. A critic's value head
-    is trained as a whole, without adapters.
-
-    Args:
-        target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a
-            regular expression that matches the whole names of linear layers.
-
-    Raises InputError: no layer matches, or a layer that is not linear does (peft also adapts a mixture's experts).
-    """
+    target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a regular
+    expression that matches the whole names of linear layers. Raises InputError: no layer matches, or a layer that is
+    not linear does (peft also adapts a mixture's experts)."""
     from peft import LoraConfig  # its import takes seconds
     from peft.tuners.lora import LoraLayer
 

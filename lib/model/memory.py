@@ -105,10 +105,8 @@ def estimate_memory(
     build = partial(meta_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
     train = partial(build, lora_rank=lora_rank, **of_trained)
     actor = train(AutoModelForCausalLM, model, "--model")
-    token_model, row_model = (
-        transformers.AutoModelForTokenClassification,
-        transformers.AutoModelForSequenceClassification,
-    )
+    token_model = transformers.AutoModelForTokenClassification
+    row_model = transformers.AutoModelForSequenceClassification
     critic = train(token_model, critic_model, "--critic-model") if critic_model else None
     scorer = build(row_model, reward_model, "--reward-model") if reward_model else None
 

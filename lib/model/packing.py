@@ -165,9 +165,8 @@ def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
 ) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """(inputs, select, target). inputs: what the decoder takes. select (n,): for each trained token, the index in the
-    decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
-
-    A row may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0."""
+    decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask. A row
+    may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0."""
     padding_free = padding_free and model.padding_free
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")
     keys = [name for name in (*LAYOUT, "multi_modal_hash") if name in batch.batch]

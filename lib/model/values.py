@@ -71,7 +71,6 @@ def reward_model_scores(
 
 def _conversation_batch(conversations: list[list[int]], device: torch.device) -> DataProto:
     """Left-padded rows, each with one dummy response token behind it. The value at that token is the whole row's score.
-
     transformers' own pooling is not used: it reads the last token that is not the pad token. That is the wrong token if
     the pad token also ends a message."""
     L = max(len(ids) for ids in conversations)

@@ -171,11 +171,7 @@ def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None
 
 
 def add_responses(
-    prompts: DataProto,
-    rows: list[Generated],
-    pad_token_id: int,
-    masks: list[list[int]] | None = None,
-    position_ids: list[torch.Tensor] | list[list[int]] | None = None,
+    prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: list | None = None, position_ids=None
 ) -> DataProto:
     """The prompts with their responses: what every engine returns. A collective.
 
@@ -205,15 +201,9 @@ def add_responses(
         own = torch.as_tensor(own)
         position[..., : own.shape[-1]] = own
     responses = responses.to(device)
-    tensors = {
-        "prompts": ids,
-        "responses": responses,
-        "input_ids": torch.cat([ids, responses], 1),  # (B, L)
-        "attention_mask": torch.cat([mask, attended], 1),
-        "position_ids": torch.cat([before, positions], -1),
-        "response_mask": response_mask.to(device),
-        "rollout_log_probs": rollout_log_probs.to(device),
-    }
+    tensors = {"prompts": ids, "responses": responses, "input_ids": torch.cat([ids, responses], 1)}  # the last: (B, L)
+    tensors |= {"attention_mask": torch.cat([mask, attended], 1), "position_ids": torch.cat([before, positions], -1)}
+    tensors |= {"response_mask": response_mask.to(device), "rollout_log_probs": rollout_log_probs.to(device)}
     if "multi_modal_hash" in prompts.batch:
         tensors["multi_modal_hash"] = prompts.batch["multi_modal_hash"]
     objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}

@@ -2,10 +2,8 @@
 
 They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
 URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" = n stops server i if the
-number of its start, "started i", is <= n; OVER ends all.
-
-Every request to a server needs the run's key (vllm_batches.py). Any local user can read the store of a job on one node,
-so rank 0 writes the key to the file `key` instead, for the owner alone. A store of several nodes has it.
+number of its start, "started i", is <= n; OVER ends all. Every request to a server needs the run's key. Any local user
+can read the store of a job on one node, so rank 0 writes the key to a file instead; a store of several nodes has it.
 
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
 only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
@@ -141,13 +139,9 @@ def order_servers(
     settings = engine_settings(model, processor=processor, **start)
     if dist.get_rank() == 0:
         save_files(folder / "model", model, tokenizer, processor)
-    settings |= {
-        "worker_extension_cls": "lib.rollout.vllm_weights.WorkerExtension",
-        "weight_transfer_config": {"backend": "broadcast"},
-        "middleware": "lib.rollout.vllm_batches.Batches",
-        "disable_log_stats": True,  # as in process; they are a fifth of the API server's work
-        "uvicorn_log_level": "warning",
-    }
+    settings |= {"worker_extension_cls": "lib.rollout.vllm_weights.WorkerExtension", "uvicorn_log_level": "warning"}
+    settings |= {"weight_transfer_config": {"backend": "broadcast"}, "middleware": "lib.rollout.vllm_batches.Batches"}
+    settings["disable_log_stats"] = True  # as in process; they are a fifth of the API server's work
     if processor is not None:
         settings["enable_scale_out"] = True  # for the route that takes images
     own.order(folder, settings | dict(more))
@@ -157,9 +151,8 @@ def order_servers(
 
 
 def serve(world: World, tensor_parallel_size: int) -> NoReturn:
-    """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs.
-
-    Raises JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost."""
+    """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs. Raises
+    JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost."""
     number, place = divmod(world.rank - world.size, tensor_parallel_size)
     store = job_store()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends first
@@ -215,9 +208,8 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
 
 
 class Server:
-    """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends.
-
-    Each start has a port of its own: a request for the one before must not reach a server that has no weights yet."""
+    """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends. Each
+    start has a port of its own: a request for the one before must not reach a server that has no weights yet."""
 
     process: subprocess.Popen
     url = ""
@@ -242,15 +234,10 @@ class Server:
         read, self._guard = os.pipe()
         with self.log.open("a") as log:
             self._log_begins = log.tell()
-            self.process = subprocess.Popen(
-                ["sh", "-c", GUARD, str(GRACE_S), *self.command],
-                stdin=read,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.env,
-                start_new_session=True,
-                umask=0o077,  # sockets between its processes, which obey whoever can connect
-            )
+            command = ["sh", "-c", GUARD, str(GRACE_S), *self.command]
+            options: dict[str, Any] = {"stdin": read, "stdout": log, "stderr": subprocess.STDOUT, "env": self.env}
+            options["umask"] = 0o077  # of sockets between its processes, which obey whoever can connect
+            self.process = subprocess.Popen(command, start_new_session=True, **options)
         os.close(read)
         begin = time.monotonic()
         while self.process.poll() is None and (not start_s or time.monotonic() < begin + start_s):

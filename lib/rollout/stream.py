@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from lib.rollout.managed_servers import ManagedServers
     from lib.rollout.server_engine import ServerEngine
 
-ENGINES: dict[str, str] = {
-    "hf": "lib.rollout.hf_engine:HFEngine",
-    "vllm": "lib.rollout.vllm_engine:VLLMEngine",
-    "://": "lib.rollout.server_engine:ServerEngine",  # for any URL
-}
+ENGINES = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.rollout.vllm_engine:VLLMEngine"}
+ENGINES["://"] = "lib.rollout.server_engine:ServerEngine"  # for any URL
 
 
 def make_engine(
@@ -68,18 +65,15 @@ def make_engine(
         order_servers(own, model, tokenizer, **settings)
         name = ",".join(own.urls())
     make = engine_class(name)
-    if "://" in name:
-        engine = make(name, model, tokenizer, **settings, own=own)
-    else:
-        engine = make(model, tokenizer, **settings)
+    of_url = "://" in name
+    engine = make(name, model, tokenizer, **settings, own=own) if of_url else make(model, tokenizer, **settings)
     engine.image_probe = probe
     return engine
 
 
 def engine_class(name: str) -> Any:
-    """The class of --rollout-engine: one of ENGINES, or a class in path/to/file.py:Class.
-
-    Raises InputError if there is none, or if a class of the user lacks a method."""
+    """The class of --rollout-engine: one of ENGINES, or a class in path/to/file.py:Class. Raises InputError if there is
+    none, or if a class of the user lacks a method."""
     kind = "://" if "://" in name else name
     if kind in ENGINES:
         return resolve_name(ENGINES[kind])
@@ -142,16 +136,11 @@ class Rollouts:
         self._steps = iter(self.steps)
         if self.async_level and not self.recorder.replays:
             assert self.engine.asynchronous
+            engine, sizes = cast("ServerEngine", self.engine), self.sizes
+            shape: dict[str, Any] = {"groups": sizes.local_prompts, "group_size": sizes.group_size}
+            shape |= {"level": self.async_level, "order": self.async_order, "last_started": self.steps.start - 1}
             self._async = AsyncRollouts(
-                cast("ServerEngine", self.engine),
-                self.sampler,
-                lambda number: self._batch_of(number, 0)[1:],
-                self.sampling,
-                level=self.async_level,
-                order=self.async_order,
-                groups=self.sizes.local_prompts,
-                group_size=self.sizes.group_size,
-                last_started=self.steps.start - 1,
+                engine, self.sampler, lambda n: self._batch_of(n, 0)[1:], self.sampling, **shape
             )
         # the prompts of such a step are known from the record alone
         any_order = self.async_order == "finished" or (self.loader is not None and self.loader.needs_scores)

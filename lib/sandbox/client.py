@@ -160,7 +160,6 @@ def sandbox_level() -> str:
 
 def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
     """function(argument), computed in a sandbox; both are JSON. None if it raises, dies or takes longer than `seconds`.
-
     function: "module:name" of this project. The zygote calls the module's warm() once. Each call then runs in a new
     fork, which knows the argument and nothing else of this process."""
     module, _, name = function.partition(":")
