@@ -1,7 +1,5 @@
-"""Multi-turn episodes: the model's turns, the tools that it calls, simulated users.
-
-A run without --multi-turn needs agent_metrics only. The other names are imported when they are first used.
-"""
+"""Multi-turn episodes: the model's turns, the tools that it calls, simulated users. A run without --multi-turn needs
+agent_metrics only. The other names are imported when they are first used."""
 
 from importlib import import_module
 

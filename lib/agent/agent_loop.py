@@ -29,7 +29,7 @@ from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_r
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states
 
 if TYPE_CHECKING:
-    from lib.rollout.server_engine import Pictures, ServerEngine
+    from lib.rollout.server_engine import ServerEngine
 
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
 LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes
@@ -254,9 +254,7 @@ class ServerEpisodes(Episodes):
         places = self.engine.turns_and_pictures(contexts, media)
         return [self._start(request, sampling, *place) for request, place in zip(requests, places)]
 
-    def _start(
-        self, request: AsyncRolloutRequest, sampling: Sampling, server: int, pictures: "Pictures | None"
-    ) -> EpisodeResponse:
+    def _start(self, request: AsyncRolloutRequest, sampling: Sampling, server: int, pictures) -> EpisodeResponse:
         parts = list(pictures.parts) if pictures else []  # the PNGs so far
 
         async def generate(name: str, prompt_ids: list[int], limited: Sampling, seed: int, *media: Media) -> Generated:

@@ -277,9 +277,7 @@ class Added(NamedTuple):
     follows: bool  # whether this is what follows the turn; otherwise it is the whole text
 
 
-def _encode_messages(
-    request: AsyncRolloutRequest, settings: MultiTurn, turn: str, versions: list, images: list[Image]
-) -> Added:
+def _encode_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, versions: list, images) -> Added:
     """Only reads the request."""
     rewritten = refusal = None
     for new in versions:

@@ -74,10 +74,8 @@ class Vision:
         there are. A relative path is one in `folder`. Raises InputError."""
         if videos and not self.takes_videos:
             raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
-        data: dict[str, list] = {
-            "image": [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)],
-            "video": [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)],
-        }
+        data: dict = {"image": [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)]}
+        data["video"] = [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)]
         return {kind: found for kind, found in data.items() if found}
 
     def fitted(self, images: list[Image.Image]) -> list[Image.Image]:

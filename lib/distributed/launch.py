@@ -144,9 +144,8 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    listening: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach(), "wait_for_workers": False}
+    return dist.TCPStore(address, port, timeout=timeout, **listening)
 
 
 def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
@@ -291,7 +290,6 @@ def wait_for_all() -> None:
 
 
 # ---- an early end --------------------------------------------------------------------------------
-
 _advice: Callable[[str], str] | None = None
 _at_early_end: Callable[[bool], None] | None = None
 _interrupted_at = -math.inf
@@ -320,8 +318,7 @@ def _end_early(interrupted: bool) -> None:
 
 
 def _interrupt(*_) -> None:
-    """Ignores a second SIGINT within a second: the terminal sends one to all processes of the job, then torchrun sends
-    its own to the ranks."""
+    """Ignores a second SIGINT within a second: the terminal sends one to all processes, then torchrun to the ranks."""
     global _interrupted_at
     again_s, _interrupted_at = time.monotonic() - _interrupted_at, time.monotonic()
     if again_s > 1:
@@ -329,8 +326,7 @@ def _interrupt(*_) -> None:
 
 
 def print_last(line: str, launcher: int | None) -> None:
-    """Prints on stderr. If a launcher (given by its pid) started this process, the line comes below what the launcher
-    prints when it ends."""
+    """Prints on stderr, if a launcher (its pid) started this process below what the launcher prints when it ends."""
     if launcher is None:
         print(line, file=sys.stderr, flush=True)
         return

@@ -1,9 +1,7 @@
-"""Metrics over micro-batches and ranks: each rank reports totals and counts, which `reduce_metrics` combines.
-
-A mean of the ranks' means would be wrong where they hold different counts. A metric without data is left out, not 0. A
-number may be a tensor without dimensions: it stays on its device until `reduce_metrics` reads all of them at once, so
-that the host does not wait for the GPU in the middle of an update.
-"""
+"""Metrics over micro-batches and ranks: each rank reports totals and counts, which `reduce_metrics` combines. A mean of
+the ranks' means would be wrong where they hold different counts. A metric without data is left out, not 0. A number may
+be a tensor without dimensions: it stays on its device until `reduce_metrics` reads all of them at once, so that the
+host does not wait for the GPU in the middle of an update."""
 
 import math
 from collections.abc import Mapping

@@ -29,8 +29,6 @@ from lib.distributed import all_to_all
 from lib.model.vision import family_of
 
 # ---- attention over packed rows ------------------------------------------------------------------
-
-
 PACKED = ("packed_sdpa", "varlen")  # the names of packed_attention
 TELL_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes grouped heads untold
 
@@ -138,8 +136,6 @@ for name in PACKED:
 
 
 # ---- which models can be packed, and their layers that carry a state -----------------------------
-
-
 STATE_LAYERS = {  # model_type: class of its layers that carry a state; tests/model/test_models.py tests each
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",

@@ -111,10 +111,9 @@ def estimate_flops(
         return prompts * update_flops(flops, group, share_prompts).item()
 
     update = log_probs = recomputed = 0.0
-    for auto_class, path, flag, passes in (
-        (AutoModelForCausalLM, model, "--model", log_prob_passes),
-        (AutoModelForTokenClassification, critic_model, "--critic-model", 1),
-    ):
+    policy = AutoModelForCausalLM, model, "--model", log_prob_passes
+    critic = AutoModelForTokenClassification, critic_model, "--critic-model", 1
+    for auto_class, path, flag, passes in (policy, critic):
         if path:
             network = meta_model(auto_class, path, flag, torch.bfloat16, **of_model)
             trained, frozen = flops_of(network), flops_of(network.requires_grad_(False))

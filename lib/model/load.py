@@ -1,7 +1,5 @@
 """Loads policy, reference, critic and reward model. Also what happens to a model before `shard_model`: freeze, LoRA.
-
-Dropout is off everywhere, so that sampling and training compute the same function.
-"""
+Dropout is off everywhere, so that sampling and training compute the same function."""
 
 import logging
 import re
@@ -344,8 +342,6 @@ def _keeping_activations_on_cpu(forward):
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------
-
-
 def add_lora(
     model: PreTrainedModel, *, rank: int, alpha: float, seed: int, target_modules: str = "all-linear"
 ) -> PreTrainedModel:

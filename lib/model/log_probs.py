@@ -1,8 +1,5 @@
-"""Log-probs and entropies of responses, at the sampling temperature.
-
-The full fp32 logits never exist: the vocabulary projection goes in chunks of tokens, and its backward recomputes the
-chunks. This is exact.
-"""
+"""Log-probs and entropies of responses, at the sampling temperature. The full fp32 logits never exist: the vocabulary
+projection goes in chunks of tokens, and its backward recomputes the chunks. This is exact."""
 
 import itertools
 import math
@@ -180,13 +177,7 @@ def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
 
 
 def token_log_probs(
-    self: PreTrainedModel,
-    inputs: dict,
-    select: torch.Tensor,
-    y: torch.Tensor,
-    temperature: float,
-    sum_pi_squared: bool = False,
-    truncation: Truncation | None = None,
+    self, inputs: dict, select: torch.Tensor, y: torch.Tensor, temperature: float, sum_pi_squared=False, truncation=None
 ) -> tuple[torch.Tensor, ...]:
     """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,). A method that `load_model` binds.
     inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat."""
@@ -212,13 +203,7 @@ def token_log_probs(
 
 
 def response_log_probs(
-    model: PreTrainedModel,
-    batch: DataProto,
-    temperature: float,
-    *,
-    sum_pi_squared: bool = False,
-    truncation: Truncation | None = None,
-    **layout: Any,
+    model: PreTrainedModel, batch: DataProto, temperature: float, *, sum_pi_squared=False, truncation=None, **layout
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens, under the distribution that they were sampled from.
 

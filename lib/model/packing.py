@@ -1,8 +1,5 @@
-"""From a batch to a forward over packed rows, and back.
-
-Padding never enters the model. The sequences of a micro-batch are packed into one row, in which a prompt that
-several rows share occurs once. lib/model/attention.py keeps the sequences apart.
-"""
+"""From a batch to a forward over packed rows, and back. Padding never enters the model: the sequences of a micro-batch
+are packed into one row, in which a prompt that several rows share occurs once. attention.py keeps them apart."""
 
 import itertools
 import math
@@ -74,13 +71,7 @@ LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # wha
 
 
 def of_responses(
-    model: PreTrainedModel,
-    batch: DataProto,
-    forward: Forward,
-    *,
-    padding_free: bool = True,
-    share_prompts: bool = True,
-    row_group: RowGroup | None = None,
+    model: PreTrainedModel, batch: DataProto, forward: Forward, *, padding_free=True, share_prompts=True, row_group=None
 ) -> tuple[torch.Tensor, ...]:
     """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), which
     are zero where response_mask is.

@@ -1,8 +1,7 @@
 """Vision-language models: image features replace the embeddings of their placeholders before the decoder.
 
-A processor has expanded each image's placeholder to as many tokens as the image has features. A placeholder is a token
-of that id which was not sampled: a sampled one is text. So the decoder only ever gets embeddings, and rows are
-packed and prompts shared as in a text model.
+A processor has expanded each image's placeholder to as many tokens as the image has features. A sampled token of that
+id is text. So the decoder only ever gets embeddings, and rows are packed and prompts shared as in a text model.
 """
 
 import inspect
@@ -21,9 +20,8 @@ from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_m
 
 from lib import InputError
 
+
 # ---- families ------------------------------------------------------------------------------------
-
-
 class Family(NamedTuple):
     tower: str  # path of the module that encodes images
     projector: tuple[str, ...]
@@ -73,8 +71,6 @@ def patches_per_feature(config: PreTrainedConfig) -> int:
 
 
 # ---- which images a forward needs, and where their features go -----------------------------------
-
-
 @dataclass
 class Images:
     """The images of a forward, as a part of its `inputs`."""
@@ -183,9 +179,7 @@ def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
     return {kind: _Kind(token_id[kind], _inputs_of(features)) for kind, features in of_kind.items() if features}
 
 
-def _without_first(
-    model: PreTrainedModel, inputs: dict, kind: _Kind, dim: int, tokens: int, unseen: int
-) -> tuple[dict, int]:
+def _without_first(model, inputs: dict, kind: _Kind, dim: int, tokens: int, unseen: int) -> tuple[dict, int]:
     """(a row's inputs without the first images, as far as all their tokens are among the first `unseen`; how many
     tokens these have). tokens: of all its images."""
     if unseen == 0:
@@ -217,8 +211,6 @@ def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
 
 
 # ---- the forward ---------------------------------------------------------------------------------
-
-
 def with_images(model: PreTrainedModel, inputs: dict) -> dict:
     """The decoder's inputs, with `images` laid over the embeddings. Raises InputError: an image has another number of
     features than its row has placeholders."""
@@ -272,8 +264,6 @@ def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> 
 
 
 # ---- the critic ----------------------------------------------------------------------------------
-
-
 @cache
 def value_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The model with one output, `score`, in place of its head. transformers has no token classifiers of these."""

@@ -1,6 +1,5 @@
-"""Rollout engines behind one small interface (engine.py), and a weight sync that checks itself (weight_sync.py).
-
-A run imports only the engine that it uses: see ENGINES in stream.py."""
+"""Rollout engines behind one small interface (engine.py), and a weight sync that checks itself (weight_sync.py). A run
+imports only the engine that it uses: see ENGINES in stream.py."""
 
 # ruff: noqa: F401, I001  these names are what the package offers
 

@@ -271,7 +271,8 @@ class GroupLayer(DynamicLayer):
         self.attended = False
         t, new = self.get_seq_length(), (key_states, value_states)
         if t % ROOM == 0:
-            self._buffers = [_with_room(filled, own) for filled, own in zip((self.keys, self.values), new)]
+            room = [own.new_empty(*own.shape[:2], ROOM, own.shape[3]) for own in new]
+            self._buffers = [torch.cat(pair, 2) for pair in zip((self.keys, self.values), room)] if t else room
             self.is_initialized = True
         for buffer, own in zip(self._buffers, new):
             buffer[:, :, t : t + 1] = own
@@ -282,11 +283,6 @@ class GroupLayer(DynamicLayer):
         if t := self.get_seq_length():
             self._buffers = [buffer[indices] for buffer in self._buffers]
             self.keys, self.values = (buffer[:, :, :t] for buffer in self._buffers)
-
-
-def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    room = new.new_empty(*new.shape[:2], ROOM, new.shape[3])
-    return room if filled is None else torch.cat([filled, room], 2)
 
 
 def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:

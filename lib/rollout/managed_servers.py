@@ -148,8 +148,6 @@ def order_servers(
 
 
 # ---- engine ranks --------------------------------------------------------------------------------
-
-
 def serve(world: World, tensor_parallel_size: int) -> NoReturn:
     """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs. Raises
     JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost."""

@@ -1,7 +1,5 @@
-"""Recording and replaying the inputs of a step: --record writes them, --replay reads them without an engine or scorers.
-
-A replay computes everything else of a step anew, to the same bits, and sees what its own flags change. The files are
-those of DataProto.save_to_disk:
+"""Recording and replaying the inputs of a step: --record writes them, --replay reads them without an engine or scorers
+and computes the rest anew, to the same bits but for what its own flags change. Files of DataProto.save_to_disk:
 
     DIR/config.json                            the flags of the run that recorded
     DIR/step_000003/rank_0_of_2/               step 3, as rank 0 of 2 saw it

@@ -1,8 +1,5 @@
-"""vLLM servers over HTTP. Requests run on an event loop in a thread of their own.
-
-aiohttp, because httpx looks at all open connections for each request: with hundreds at a time that costs more CPU than
-the sampling.
-"""
+"""vLLM servers over HTTP. Requests run on an event loop in a thread of their own. aiohttp, because httpx looks at all
+open connections for each request: with hundreds at a time that costs more CPU than the sampling."""
 
 import asyncio
 import json
@@ -77,8 +74,7 @@ class Servers:
             reply.result()
 
     def on_workers(self, url: str, method: str, **kwargs) -> Future:
-        """Calls a method of the server's workers, on a connection of its own: if the method fails, the server silently
-        closes the connection."""
+        """Calls a method of its workers, on a connection of its own, which the server closes if the method fails."""
         order = {"method": method, "kwargs": kwargs}
         return self.post(url, "/collective_rpc", json=order, headers={"Connection": "close"})
 

@@ -154,7 +154,7 @@ class VLLMEngine(SteppedEngine):
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
-        _check_images(out, media)
+        out = _checked(out, media)
         return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
 
     def sleep(self) -> None:
@@ -211,7 +211,7 @@ class VLLMEngine(SteppedEngine):
                 engine.add_request(f"{place} {request_id}", prompt, params)
         ended = {out.request_id: out for out in engine.step() if out.finished}
         mine = {name: ended[full] for name in self._running if (full := f"{self._place} {name}") in ended}
-        done = {name: _checked(out, self._running.pop(name)) for name, out in mine.items()}
+        done = {name: generated(_checked(out, self._running.pop(name))) for name, out in mine.items()}
         return done, all(leaves for *_, leaves in everyones)
 
     def _exchange(self, mine) -> list:
@@ -225,7 +225,7 @@ class VLLMEngine(SteppedEngine):
         params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
         outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        rows = [_checked(out, own) for out, own in zip(outputs[before:], media)]
+        rows = [generated(_checked(out, own)) for out, own in zip(outputs[before:], media)]
         return add_responses(prompts, rows, self.pad_token_id)
 
     def _params(self, max_tokens: int, **settings):
@@ -271,14 +271,11 @@ def _prompt(ids, media: Media | None) -> dict:
     return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": media.data} if media else {})
 
 
-def _check_images(output, media: Media | None) -> None:
+def _checked(output, media: Media | None):
+    """The output, whose prompt has the same tokens as in training."""
     if media:
         check_expanded("vllm", media.ids, output.prompt_token_ids)
-
-
-def _checked(output, media: Media | None) -> Generated:
-    _check_images(output, media)
-    return generated(output)
+    return output
 
 
 def request_params(**settings):

@@ -121,8 +121,7 @@ class BroadcastEngine(DirectEngine):
 
 
 class WorkerExtension:
-    """Methods for every worker of a server. The server's flag that names it imports this module, which registers the
-    backends."""
+    """Methods for every worker of a server, whose flag imports this module, which registers the backends."""
 
     # attributes of the worker; vLLM makes this class a base of the worker's
     vllm_config: Any

@@ -47,9 +47,8 @@ LONGEST_MESSAGE = 2**40  # bytes, between trainer and supervisor
 ALIVE_S, SILENCE_S = 5.0, 120.0  # how often a supervisor sends a sign of life; silence after which it is given up
 ID = struct.Struct("!Q")  # a task's id; every task and every answer begins with it
 
+
 # ---- in a worker -----------------------------------------------------------------------------------
-
-
 def _failure(error: BaseException) -> list[str]:
     traceback.clear_frames(error.__traceback__)  # frees the memory that the scorer held
     text = "".join(traceback.format_exception(error))
@@ -93,8 +92,6 @@ def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memo
 
 
 # ---- in the supervisor -----------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class _Task:
     id: int
@@ -309,8 +306,6 @@ def _raise(error: BaseException, **_):
 
 
 # ---- in the trainer --------------------------------------------------------------------------------
-
-
 class Pool:
     """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments and batched. memory_mb: MiB that a
     worker may take beyond what the imports took. seed: for what the imports draw.
@@ -341,8 +336,7 @@ class Pool:
         return ids
 
     def collect(self, ids: range) -> Iterator[tuple[int, list]]:
-        """Yields (index of the task, [kind, value] of each sample) as answers come. kind: ok (value is a dict), error,
-        crash or timeout (value is a text)."""
+        """Yields (the task's index, [kind, value] of each sample): ok, a dict; or error, crash or timeout, a text."""
         self._send(("collect", ids))
         for _ in ids:
             message = self._receive()

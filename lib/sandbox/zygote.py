@@ -91,8 +91,6 @@ def check(result: int, what: str) -> int:
 
 
 # ---- messages: the length in four bytes, then JSON ----
-
-
 def send(sock, message) -> None:
     data = json.dumps(message).encode()
     sock.sendall(struct.pack("!I", len(data)) + data)
@@ -177,8 +175,6 @@ def unpack(value, deref):
 
 
 # ---- the program's side ----
-
-
 def load(program: str, name: str, prelude: str = "") -> dict:
     """Runs the program as module `name` and returns its namespace."""
     module = sys.modules[name] = types.ModuleType(name)
@@ -250,8 +246,6 @@ def answer_once(program: str, prelude: str) -> None:
 
 
 # ---- the tests' side ----
-
-
 class Died(BaseException):
     """The program's process is gone or sends nonsense. A BaseException: a test's own `except` must not swallow it."""
 
@@ -372,8 +366,6 @@ def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
 
 
 # ---- walls ----
-
-
 @functools.cache
 def processes_can_be_limited() -> bool:
     """Whether RLIMIT_NPROC holds. It does not hold for root, nor for a user that a user namespace makes of root."""
@@ -541,8 +533,6 @@ def become_program(spec: dict, folder: str, files: list[int]) -> None:
 
 
 # ---- the processes ----
-
-
 def run_program(spec: dict, folder: str, files: list[int], body) -> int:
     """Forks the program's process, which runs body() and exits. Returns its process id."""
     pid = os.fork()
