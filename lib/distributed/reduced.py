@@ -43,8 +43,7 @@ Metric = Mean | Sum | Max | Min | float
 
 def reduce_metrics(local: Mapping[str, Metric]) -> dict[str, float]:
     """The metrics of all ranks as plain floats, equal on every rank. A collective; without a process group: local only.
-    A rank may lack keys. A plain number, such as a learning rate, is the same on all ranks: the lowest rank's is
-    taken."""
+    A rank may lack keys. A plain number, such as a learning rate, is the same on all ranks: the lowest's is used."""
     mine = _read(local)
     ranks = [mine]
     if dist.is_initialized():

@@ -99,10 +99,9 @@ def estimate_flops(
     critic_model: str = "",
     **of_model: Any,
 ) -> StepFlops:
-    """Of a step in which each prompt (without images) and each response is as long as it may be.
-    Models: Hugging Face ids, folders or config.json files. update_epochs: passes of the update over the step's rows.
-    log_prob_passes: forward passes with the policy or its reference before the update. of_model: what `meta_model`
-    takes by name, such as `lora_rank`."""
+    """Of a step in which each prompt (without images) and each response is as long as it may be. Models: as in
+    `meta_model`, which also takes of_model, such as `lora_rank`. update_epochs: passes of the update over the step's
+    rows. log_prob_passes: forward passes with the policy or its reference before the update."""
     mask = torch.ones(group_size, max_prompt_length + max_response_length, dtype=torch.long)
     responses = mask[:, max_prompt_length:]
     group = DataProto.from_dict({"input_ids": mask, "attention_mask": mask, "response_mask": responses})

@@ -129,9 +129,8 @@ class LoadOptions:
     dtype: torch.dtype = torch.float32
     """of the weights; explicit because transformers takes the checkpoint's, and AdamW on bf16 weights loses updates"""
     attn_implementation: str = "packed_sdpa"
+    # how `response_log_probs` lays out its rows; where a model does not allow it, its own attributes are False
     padding_free: bool = True
-    """it and share_prompts: how `response_log_probs` lays out its rows. Where the model does not allow it, its
-    attributes of these names are False, and one line says why"""
     share_prompts: bool = True
     gradient_checkpointing: bool = False
     offload_activations: bool = False  # what autograd keeps of the forward waits in CPU memory for the backward pass
@@ -143,8 +142,7 @@ class LoadOptions:
 
 def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTrainedModel:
     """A causal LM from a Hugging Face id, a folder or a .gguf file, without dropout. options: those of `LoadOptions`.
-    The model gets the method `token_log_probs`, which FSDP treats as a forward; a vision model also gets
-    `prompt_logits`."""
+    Its method `token_log_probs`, and `prompt_logits` of a vision model, are forwards to FSDP."""
     how = LoadOptions(**options)
     model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_log_probs, how)
@@ -158,12 +156,9 @@ def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTraine
 
 def load_critic(path: str, **options: Any) -> PreTrainedModel:
     """A token classifier with one output, the value. `path` is what `load_model` takes, or a critic or reward model.
-
-    If `path` has no value head (a causal LM), the head starts at zero and so the first values are 0: a random head
-    would differ from rank to rank. The model gets the method `token_values`. A vision model, of which transformers has
-    no token classifiers, is `value_class`. options: those of `LoadOptions`.
-
-    Raises InputError: the architecture has no token classification, or the head has another number of outputs."""
+    options: those of `LoadOptions`. If `path` has no value head (a causal LM), the head starts at zero: a random one
+    would differ from rank to rank. The model gets the method `token_values`. A vision model is `value_class`. Raises
+    InputError: the architecture has no token classification, or the head has another number of outputs."""
     flag, how = "--critic-model", LoadOptions(**options)
     # classifier_dropout must be set: transformers' default drops 10 % of the head's input
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
@@ -188,9 +183,7 @@ def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     return model, load_tokenizer(path, trust_remote_code=how.trust_remote_code, flag=flag)
 
 
-def _from_pretrained(
-    auto_class, path: str, flag: str, how: LoadOptions, **settings
-) -> tuple[PreTrainedModel, set[str]]:
+def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **settings) -> tuple[PreTrainedModel, set]:
     """(the model, with its config changed by `settings`; the names of the parameters that `path` did not hold)."""
     check_model_path(path, flag)
     enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends this stage

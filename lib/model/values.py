@@ -48,11 +48,9 @@ def _values(model: PreTrainedModel, inputs: dict, select: torch.Tensor, y: torch
 def reward_model_scores(
     model: PreTrainedModel, rm_tokenizer, batch: DataProto, policy_tokenizer, micro_batch_tokens: int
 ) -> torch.Tensor:
-    """The reward model's score (B,) float32 of each conversation: `raw_prompt`, then the response as a message.
-
-    The policy's tokenizer decodes the response. The conversation then goes through the reward model's own chat template
-    and tokenizer; text that spells one of its special tokens stays text. A row without a trained token scores 0. A
-    collective over equally many rows."""
+    """The reward model's score (B,) float32 of each conversation: `raw_prompt`, then the response as a message. The
+    policy's tokenizer decodes the response; the reward model's own chat template and tokenizer take it from there. Text
+    that spells special tokens stays text. A row without a trained token scores 0. A collective of equal row counts."""
     responses, trained = batch.batch["responses"], batch.batch["response_mask"].any(1)
     attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
     conversations, escape_special_tokens = [], SpecialTokenEscaper(rm_tokenizer)

@@ -104,8 +104,8 @@ def images_of(
     rows: the multi_modal_inputs of each row, {} without images; None if no row can have any. ids, trained: input_ids
     (B, L), and which of the last T are sampled (B, T), and so no placeholders. attended (B, L): the tokens in the
     layout; place (B * L,): where each of them stands in it; shape: the layout's. run_tower: what other ranks encode.
-    Without any of it here, one dummy is encoded, whose features go nowhere: the towers' collectives must match. Raises
-    InputError: placeholders without an image, or images with a model that takes none."""
+    Without any here, a dummy is encoded, whose features go nowhere: the towers' collectives must match.
+    Raises InputError: placeholders without an image, or images with a model that takes none."""
     if rows is None or not (run_tower or any(rows)):
         return None
     family = family_of(model.config)

@@ -161,9 +161,7 @@ class PendingScores:
         """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at each row's last trained
         token; the scorer's other keys, each a list of B values, None where it gave none; and the metrics
         reward/timeout_count, crash_count, error_count and dropped_key_count (values that unfit() refuses). With several
-        scorers, each gives its own score as <name>, also when it failed, and its keys as <name>/<key>. Only "pred"
-        keeps its name, from the first that gives one.
-
+        scorers, each gives its own score as <name>, also when it failed, and its keys as <name>/<key>, but "pred".
         Raises InputError if a scorer failed on all of its first 16 responses, RuntimeError if the pool is gone."""
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -67,9 +66,7 @@ class ServerEngine(RolloutEngine):
 
     takes_images = asynchronous = True
 
-    def __init__(
-        self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype, processor=None, own=None, **_
-    ):
+    def __init__(self, urls: str, model, tokenizer, *, folder, max_length: int, dtype, processor=None, own=None, **_):
         self.own: ManagedServers | None = own
         self.servers = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY"))
         self._starts = own.starts() if own else []

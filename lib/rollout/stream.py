@@ -50,10 +50,9 @@ def make_engine(
 ) -> RolloutEngine:
     """The engine called `name` (engine_class; several URLs have commas between).
 
-    folder: of its files; it need not exist. max_length: tokens of the longest prompt and response together. dtype: that
-    the trainer computes in. gpu_memory: share of the GPU that the engine may take. ranks: how many neighbouring ranks
-    share one engine. processor: of a vision model, whose prompts have at most max_images images. vllm_kwargs: further
-    settings of vLLM, which an engine gets as `more`. own: what "vllm" means if given."""
+    folder: of its files; it need not exist. max_length: tokens of prompt and response. dtype: that the trainer computes
+    in. gpu_memory: share of the GPU for the engine. ranks: how many neighbouring ranks share one. processor: of a
+    vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine. own: what "vllm" means."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
@@ -98,8 +97,7 @@ def check_capabilities(name: str, images: bool, episodes: bool) -> None:
 
 
 def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None) -> None:
-    """Raises InputError if the engine's package cannot be imported, or takes no such settings. Call it before a model
-    loads."""
+    """Raises InputError if the engine's package is missing or takes no such settings. Call it before a model loads."""
     if name == "vllm":
         try:
             from vllm import EngineArgs
@@ -139,9 +137,8 @@ class Rollouts:
             engine, sizes = cast("ServerEngine", self.engine), self.sizes
             shape: dict[str, Any] = {"groups": sizes.local_prompts, "group_size": sizes.group_size}
             shape |= {"level": self.async_level, "order": self.async_order, "last_started": self.steps.start - 1}
-            self._async = AsyncRollouts(
-                engine, self.sampler, lambda n: self._batch_of(n, 0)[1:], self.sampling, **shape
-            )
+            shape["begin"] = lambda number: self._batch_of(number, 0)[1:]
+            self._async = AsyncRollouts(engine, self.sampler, sampling=self.sampling, **shape)
         # the prompts of such a step are known from the record alone
         any_order = self.async_order == "finished" or (self.loader is not None and self.loader.needs_scores)
         self._replays_any_order = bool(self.async_level) and self.recorder.replays and any_order

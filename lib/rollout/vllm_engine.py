@@ -99,9 +99,7 @@ class VLLMEngine(SteppedEngine):
     takes_images = True
     long_steps = False  # a step is one token; requests come and go at each step
 
-    def __init__(
-        self, model, tokenizer, *, folder: Path, dtype: torch.dtype, ranks=1, processor=None, more=None, **start: Any
-    ):
+    def __init__(self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, **start: Any):
         on_gpu = compute_device(model).type == "cuda"
         settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
