@@ -1,9 +1,9 @@
 """Tools of multi-turn episodes: what a tool is, and how it is called.
 
-A tool is a plain typed Python function, a subclass of BaseTool, or a tool of an MCP server. A tool's failure does not
-end a run: run_tool_call answers it with a text for the model and a kind to count it by. A function that is not async
-runs in a thread, and is left there when its time is over. Not caught: an async function that blocks or ignores its
-cancellation for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
+A tool is a typed Python function, a subclass of BaseTool, or a tool of an MCP server. Its failure does not end a run:
+run_tool_call answers with a text for the model and a kind to count it by. A function that is not async runs in a
+thread, and is left there when its time is over. Not caught: an async function that blocks or ignores its cancellation
+for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
 """
 
 import asyncio
@@ -58,7 +58,6 @@ class ToolResult:
 
 class BaseTool:
     """A tool. All methods except get_openai_tool_schema are async. An instance_id names an episode's state of the tool.
-
     kwargs come from the row: tools_kwargs[name] = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs",
     "release_kwargs"}. execute may also return only the text, a number, or (text, reward). With returns_images a text
     may be a ToolResponse, and create also gets images=[PIL], those of the prompt."""

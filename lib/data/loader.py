@@ -191,9 +191,8 @@ def make_loader(
     across an epoch's end, and rank r takes every world_size-th of them from the r-th on. So each epoch has each row
     once, and the union over the ranks does not depend on their number. Raises InputError for impossible sizes.
 
-    sampling: "skip" leaves rows of the stream out, and "variance" draws the rows of a step by itself, both by the
-    scores that `record_scores` got (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
-    workers take rows before the scores of the step before are known."""
+    sampling: "skip" leaves rows of the stream out, "variance" draws the rows of a step, by the scores of earlier steps
+    (lib/data/difficulty.py has skip_after and share); they need num_workers 0, as workers take rows in advance."""
     if prompts_per_step < 1 or prompts_per_step % world_size:
         above = (max(prompts_per_step, 1) // world_size + 1) * world_size
         rest = f"(prompts_per_step % world_size = {prompts_per_step % world_size})"

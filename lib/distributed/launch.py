@@ -169,10 +169,10 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
 def run(main: Callable[[T], None], args: T) -> None:
     """Runs `main(args)`. An InputError is shown as one line (once a node), without a traceback; the exit code is 2.
 
-    Ctrl-C ends it without a traceback, with exit code 130. So does a full disk, with exit code 1. Another exception is
-    raised as usual, and recorded for the report of torchrun and accelerate. Before each of these, the function given to
-    `on_early_end` is called. User code that ends the process, with whatever exit code, is reported: a run whose exit
-    code is 0 has done its last step. A closed terminal (SIGHUP) does not end a run that no launcher started."""
+    Ctrl-C ends it without a traceback, with exit code 130, a full disk with exit code 1. Another exception is raised,
+    and recorded for the launcher's report. Before each of these, the function given to `on_early_end` is called. User
+    code that ends the process is reported: a run whose exit code is 0 has done its last step. A closed terminal
+    (SIGHUP) does not end a run that no launcher started."""
     gc.enable()
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_interrupted):  # not if it is ignored
         signal.signal(signal.SIGINT, _interrupt)

@@ -39,10 +39,9 @@ def packed_attention(
 ):
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
-    A whole sequence, or a prompt that rows share, attends to its own earlier tokens; a response to a shared prompt
-    attends to the prompt and to its own earlier tokens. packing.py's `packed_runs` (packed_sdpa) or `packed_sequences`
-    (varlen) say which tokens these are. A `group_cache` (lib/rollout/hf_engine.py) computes the attention itself.
-    With none of them this is transformers' own SDPA attention.
+    A whole sequence, or a shared prompt, attends to its own earlier tokens; a response to a shared prompt also attends
+    to that. packing.py's `packed_runs` (packed_sdpa) or `packed_sequences` (varlen) say which tokens these are. A
+    `group_cache` (hf_engine.py) computes the attention itself. With none of them this is transformers' own SDPA.
 
     In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all N
     tokens. An all-to-all before and one after switch between the two (DeepSpeed-Ulysses, arXiv 2309.14509)."""
@@ -136,22 +135,13 @@ for name in PACKED:
 
 
 # ---- which models can be packed, and their layers that carry a state -----------------------------
-STATE_LAYERS = {  # model_type: class of its layers that carry a state; tests/model/test_models.py tests each
-    "bamba": "BambaMixer",
-    "falcon_h1": "FalconH1Mixer",
-    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
-    "jamba": "JambaMambaMixer",
-    "kimi_linear": "KimiLinearDeltaAttention",
-    "lfm2": "Lfm2ShortConv",
-    "lfm2_moe": "Lfm2MoeShortConv",
-    "mamba2": "Mamba2Mixer",
-    "nemotron_h": "NemotronHMamba2Mixer",
-    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
-    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
-    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "zamba2": "Zamba2MambaMixer",
-}
+# model_type: class of its layers that carry a state; tests/model/test_models.py tests each
+STATE_LAYERS = {"bamba": "BambaMixer", "falcon_h1": "FalconH1Mixer", "granitemoehybrid": "GraniteMoeHybridMambaLayer"}
+STATE_LAYERS |= {"jamba": "JambaMambaMixer", "mamba2": "Mamba2Mixer", "nemotron_h": "NemotronHMamba2Mixer"}
+STATE_LAYERS |= {"zamba2": "Zamba2MambaMixer", "lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv"}
+STATE_LAYERS |= {"kimi_linear": "KimiLinearDeltaAttention", "olmo_hybrid": "OlmoHybridGatedDeltaNet"}
+STATE_LAYERS |= {"qwen3_5_text": "Qwen3_5GatedDeltaNet", "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet"}
+STATE_LAYERS["qwen3_next"] = "Qwen3NextGatedDeltaNet"
 
 SAMPLED_BY_HF = STATE_LAYERS.keys() - {"nemotron_h", "zamba2"}  # with a cache, these two clamp time steps differently
 

@@ -5,11 +5,10 @@ With N weights in matrix products, a token takes 2 N FLOPs forward and 4 N backw
 L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked.
 
 Not counted, as in PaLM: what is computed twice (gradient checkpointing, the logits in the backward), padding, norms,
-softmax. Otherwise it follows what is computed here: a prompt that rows share counts once, the output head counts at
-trained tokens only, and the last token of a row, which predicts nothing, not at all. Of a mixture of experts those
-count that a token goes to. A frozen weight has no gradient of its own and takes 4. Too much is counted for sliding
-windows and episodes of several sequences (as if each token saw all before it), too little for layers that carry a state
-and for the tower of a vision model (their weights only). A tower that is frozen has no backward, and takes 2.
+softmax. A prompt that rows share counts once, the output head at trained tokens only, the last token of a row not at
+all, and of a mixture the experts that a token goes to. A frozen weight takes 4, a frozen tower, which has no backward,
+2. Too much is counted for sliding windows and episodes of several sequences (as if each token saw all before it), too
+little for layers that carry a state and for the tower of a vision model (their weights only).
 """
 
 from typing import Any, NamedTuple

@@ -54,7 +54,6 @@ from lib.model.vision import family_of, patches_per_feature, vision_names
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device
-
 Moments = dict[str, dict[str, int]]  # moment -> part -> bytes on one rank
 
 

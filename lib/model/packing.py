@@ -75,7 +75,6 @@ def of_responses(
 ) -> tuple[torch.Tensor, ...]:
     """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), which
     are zero where response_mask is.
-
     batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T). padding_free,
     share_prompts: False switches them off here; True is what `load_model` has decided. row_group: ranks that run their
     batches as one (packed_sdpa only), in collectives. A rank's batch may be empty, but not those of all ranks."""

@@ -92,8 +92,6 @@ class AsyncRollouts:
             own = slice(i, i + self.group_size)
             self.in_flight.append(Group(rows[own], responses[own], version))
 
-    # ---- checkpoints
-
     def state_dict(self) -> dict[str, Any]:
         """`last_started`, and the in-flight groups of all ranks with the tokens they have so far. A collective."""
         parts = []

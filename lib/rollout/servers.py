@@ -107,8 +107,6 @@ class Servers:
         kind = ServerLost if path == "/health" and status not in (401, 404) else InputError
         raise kind(f"--rollout-engine {url}: {what}")
 
-    # ---- requests in batches
-
     async def generate(self, url: str, prompt_ids: list[int], settings: dict) -> Generated:
         """What a server with the route of vllm_batches.py samples. Requests of one moment travel together."""
         name, answer = f"{self._name} {next(self._numbers)}", self.loop.create_future()

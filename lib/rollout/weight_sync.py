@@ -28,9 +28,8 @@ class WeightSyncError(RuntimeError):
 def sync_weights(engine: RolloutEngine, model, version: int, *, tolerance: float) -> Mapping[str, float]:
     """Gives the engine the trainer's weights as `version`, unless it already has it, and checks them. A collective.
 
-    A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a fixed probe text find
-    weights that arrived but are not used (a stale tied head); for a vision model those of a text after an image, too
-    (features that an engine kept from old weights, another image processor).
+    A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a fixed probe text, for a
+    vision model also of one after an image, find weights that are not used (a stale tied head, kept image features).
 
     Raises InputError if a weight of the trainer, or a log-prob, is not finite; WeightSyncError if a check failed. The
     mean |log-prob difference| on the probe may be at most `tolerance`."""

@@ -148,11 +148,9 @@ def sandbox_level() -> str:
     failed = "; ".join(f"{name}: {error}" for name, error in errors.items())
     levels = list(HOLDS)
     if levels.index(level) > levels.index(os.environ.get(ACCEPTED, "namespaces")):
-        raise InputError(
-            f"what the model writes would be run in a sandbox of level {level} ({HOLDS[level]}), as others fail here "
-            f"({failed}): --sandbox-level {level} accepts that. In Docker, --security-opt seccomp=unconfined "
-            f"--security-opt apparmor=unconfined allows namespaces"
-        )
+        what = f"what the model writes would be run in a sandbox of level {level} ({HOLDS[level]})"
+        docker = "In Docker, --security-opt seccomp=unconfined --security-opt apparmor=unconfined allows namespaces"
+        raise InputError(f"{what}, as others fail here ({failed}): --sandbox-level {level} accepts that. {docker}")
     if is_first_on_node():
         print(f"sandbox: {level}: {HOLDS[level]}{failed and f' ({failed})'}", flush=True)
     return level

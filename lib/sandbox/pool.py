@@ -309,7 +309,6 @@ def _raise(error: BaseException, **_):
 class Pool:
     """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments and batched. memory_mb: MiB that a
     worker may take beyond what the imports took. seed: for what the imports draw.
-
     A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's arguments; only a
     batched scorer gets several. key: what the scorer draws depends on it alone, see lib/seeds.py."""
 
