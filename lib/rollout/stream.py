@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lib.rollout.managed_servers import ManagedServers
     from lib.rollout.server_engine import ServerEngine
 
-ENGINES = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.rollout.vllm_engine:VLLMEngine"}
+ENGINES: dict[str, str] = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.rollout.vllm_engine:VLLMEngine"}
 ENGINES["://"] = "lib.rollout.server_engine:ServerEngine"  # for any URL
 
 
