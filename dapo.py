@@ -129,7 +129,7 @@ class Args(shared.ScriptArgs):
 
 
 if __name__ == "__main__":  # before the slow imports, so that --help and errors in flags answer at once
-    given_args = read_flags(Args, shared.CONDITIONS)
+    given_args = read_flags(Args)
 
 import torch
 

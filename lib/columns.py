@@ -75,7 +75,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     "lib/model/trained.py: batched_log_probs": (
         Column("old_log_probs", "B, T", "float32", "log-probs before the update", "losses", "if read", ": float"),
         Column("entropys", "B, T", "float32", "entropy before the update", "token masks", "if read"),
-        Column("sum_pi_squared", "B, T", "float32", "sum of p^2 over the vocabulary", "advantages", "if read"),
+        Column("squared_score", "B, T", "float32", "1 - 2 p + sum of p^2 over the vocabulary", "advantages", "if read"),
     ),
     "grpo.py: main": (
         Column("ref_log_prob", "B, T", "float32", "log-probs of reference", "KL", "if read", "ref_log_probs: float"),

@@ -49,6 +49,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     lines = [f"model: {shown((args.model.model,))}"]
     if train_data is not None:
         lines += [f"training prompts: {rows_of(train_data, args.data.train_files)}"]
+    lines += [f"no effect here: {'; '.join(args.no_effect)}"] * bool(args.no_effect)
     lines += [f"validation prompts: {rows_of(val_data, args.validation.val_files) if val_data else 'none'}"]
     if train_data is None:
         assert val_data is not None  # --val-only

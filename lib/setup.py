@@ -14,11 +14,10 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 
 from lib import InputError, core_algos
 from lib import model as models
-from lib.args import DataArgs, ModelArgs, OptimizerArgs, ScriptArgs, ShardArgs, Sizes
+from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read
 from lib.cli.flags import non_default, parse_json
 from lib.columns import COLUMNS
-from lib.core_algos import ADV_TENSORS, LOSS_TENSORS, TOKEN_MASKS
-from lib.data import PromptDataset, RLHFDataset, load_dataset_class, make_loader
+from lib.data import PromptDataset, RLHFDataset, check_template_kwargs, load_dataset_class, make_loader
 from lib.data.vision import Vision
 from lib.distributed import World, init_distributed, make_mesh, make_row_group, shard_model, trainable_parameters
 from lib.model import Critic, ForwardConfig, Policy, Reference
@@ -81,16 +80,13 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
     if args.adv_estimator:
         settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
         core_algos.get_adv_estimator_fn(args.adv_estimator, settings)
-    if args.loss != "vanilla":
-        core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
-    elif non_default(args.loss_kwargs):
-        raise InputError("--loss vanilla takes --clip-ratio-low, -high and -c, and no --loss-kwargs")
+    core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
     core_algos.check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and not engine_class(args.rollout.rollout_engine).shares_weights
     # the engine gets W + dW, which 16 bits may round to W
     rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
-    loss_corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in LOSS_TENSORS.get(args.loss, ())
+    loss_corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in Reads(args).columns()[1]
     if (args.rollout.async_level or rounded) and not loss_corrects:
         correction = correction or {"level": "token", "bounds": (0, 2)}
     if correction:
@@ -100,29 +96,18 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
 
 def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
     """What must be computed with the policy before the update: old_log_probs and entropys, and for some estimators
-    sum_pi_squared. Nothing, where nothing reads it: with one update a step the ratio is 1."""
-    read = advantage_columns(args, correction)
-    if "sum_pi_squared" in read:
-        return "old_log_probs", "entropys", "sum_pi_squared"
-    needed = (
-        sizes.updates_per_step > 1
-        or args.old_log_probs == "recompute"
-        or args.loss in LOSS_TENSORS
-        or {"old_log_probs", "entropys"} & {*read}
-    )
+    squared_score. Nothing, where nothing reads it: with one update a step the ratio is 1."""
+    read = set.union(*Reads(args, correction=correction).columns())
+    if "squared_score" in read:
+        return "old_log_probs", "entropys", "squared_score"
+    needed = sizes.updates_per_step > 1 or args.old_log_probs == "recompute" or {"old_log_probs", "entropys"} & read
     return ("old_log_probs", "entropys") if needed else ()
 
 
 def advantage_columns(args: ScriptArgs, correction: dict) -> list[str]:
     """Columns of the rows of all ranks that this run's estimator, correction, token masks and KL read, besides those
     that are always gathered."""
-    read = {*ADV_TENSORS.get(args.adv_estimator, ())}
-    if correction:
-        read |= {"old_log_probs", "rollout_log_probs"}
-    if args.kl_coef > 0 and args.kl_placement == "reward":
-        read |= {"old_log_probs", "ref_log_prob"}
-    for mask in args.token_masks.settings(args.loss):
-        read |= {*TOKEN_MASKS[mask][1]}
+    read, _ = Reads(args, correction=correction).columns()
     return [name for name, column in COLUMNS.items() if name in read and column.gathered == "if read"]
 
 
@@ -189,9 +174,12 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     accept_sandbox(reward.sandbox_level)
     tokenizer = models.load_tokenizer(model.model, **trust)
     vision = load_vision(model, data)
+    check_read(args, vision=vision is not None)
     if not args.run.replay:
         check_capabilities(engine, vision is not None, args.multi_turn.enabled)
     template, multi_turn = parse_json("chat_template_kwargs", data.chat_template_kwargs), None
+    if not data.dataset_class:  # your own class may read others
+        check_template_kwargs(tokenizer, template)
     if args.multi_turn.enabled:
         from lib.agent import load_multi_turn  # 0.1 s, which other runs do not need
 

@@ -85,6 +85,17 @@ def save_tiny(
     return str(folder)
 
 
+def float64_norms(model):
+    """transformers' RMSNorm computes in float32, whose rounding (6e-8) would hide what rtol 1e-8 looks for."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model
+
+
 def give_generation_config(folder: str) -> None:
     """The model's own way to sample, none of which may reach a rollout. vLLM's server takes from it what a request
     leaves out, transformers' generate all of it."""

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup():
-    gc.enable()  # for each test: read_flags leaves it off, and a process that runs a thousand tests then fills the memory
+    gc.enable()  # read_flags leaves it off, and a thousand tests without it fill the memory
 
 
 @pytest.fixture(scope="module")

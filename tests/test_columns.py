@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import grpo
-from lib.args import CONDITIONS
 from lib.cli.flags import parse_flags
 from lib.columns import COLUMNS, Column, page
 from lib.core_algos import ADV_TENSORS, LOSS_TENSORS, TOKEN_MASKS
@@ -36,7 +35,7 @@ Run.save_rollouts = save
 CASES = {  # flags that add columns, and some of these
     "grpo": (
         "--adv-estimator optimal_token_baseline --rollout-correction.level token --loss clip_cov",
-        "sum_pi_squared",
+        "squared_score",
     ),
     "ppo": ("--loss kl_cov", "values ref_log_prob cov_pick"),
     "remax": ("--kl-coef 0.01", "reward_baselines ref_log_prob"),
@@ -79,7 +78,7 @@ def test_code_reads_columns_of_the_table():
 
 READ = {  # what a run declares, besides the columns that are always gathered
     "": "",
-    "--adv-estimator optimal_token_baseline": "old_log_probs sum_pi_squared",
+    "--adv-estimator optimal_token_baseline": "squared_score",
     "--kl-coef 0.1 --kl-placement reward": "old_log_probs ref_log_prob",
     "--kl-coef 0.1": "",
     "--rollout-correction.level token --token-masks.top-entropy 0.5": "rollout_log_probs old_log_probs entropys",
@@ -89,10 +88,10 @@ READ = {  # what a run declares, besides the columns that are always gathered
 
 @pytest.mark.parametrize("flags", READ)
 def test_estimator_correction_masks_and_kl_declare_what_they_read(flags):
-    args = parse_flags(grpo.Args, flags.split(), CONDITIONS)
+    args = parse_flags(grpo.Args, flags.split())
     names = advantage_columns(args, args.rollout_correction.settings())
     assert names == READ[flags].split()
-    default = parse_flags(grpo.Args, [], CONDITIONS)
+    default = parse_flags(grpo.Args, [])
     assert gathered_bytes_per_token(args) == gathered_bytes_per_token(default) + 4 * len(names)
 
 

@@ -19,7 +19,7 @@ DOCS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHAN
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 SCRIPT_OF = (
-    {page.name: "grpo" for page in PAGES if page.name != "your_own.md"}
+    {page.name: "grpo" for page in PAGES if page.name not in ("your_own.md", "flags_read.md")}
     | {"README.md": "grpo"}
     | {f"{name}.md": name for name in SCRIPTS}
 )

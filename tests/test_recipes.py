@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data import toy, toy_tools
 from lib.agent import load_tools
-from lib.args import CONDITIONS, Sizes, step_sizes
+from lib.args import Sizes, step_sizes
 from lib.cli.flags import parse_flags
 from lib.estimate import H100, describe_needs, memory_of
 from lib.model.memory import GIB, worst_moment
@@ -54,7 +54,7 @@ def trainings(page: Path) -> list[Command]:
 
 
 def parsed(run: Command, *more: str) -> Any:
-    return parse_flags(importlib.import_module(run.script).Args, [*run.words, *more], CONDITIONS)
+    return parse_flags(importlib.import_module(run.script).Args, [*run.words, *more])
 
 
 # ---- figures -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 A script's Args nests the groups (--lr) and the settings (--multi-turn.tools).
 """
 
-from lib.args.checks import CONDITIONS, HUB_ID, check_common_flags, check_hub, check_model_path, check_source
+from lib.args.checks import HUB_ID, check_common_flags, check_hub, check_model_path, check_source
 from lib.args.groups import (
     FILES,
     ROOT,
@@ -19,6 +19,7 @@ from lib.args.groups import (
     check_engine,
     check_output_dir,
 )
+from lib.args.reads import Reads, check_read
 from lib.args.script import ScriptArgs
 from lib.args.settings import (
     AdvEstimator,

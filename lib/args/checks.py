@@ -9,50 +9,13 @@ from pathlib import Path
 
 from lib import InputError, is_first_on_node, node_begins
 from lib.args.groups import TOY, TOY_VAL
+from lib.args.reads import Reads, check_read
 from lib.args.script import ScriptArgs
 from lib.args.sizes import step_sizes, training_ranks
-from lib.cli.flags import ReadIf, as_flag
+from lib.cli.flags import as_flag
 
 HUB_ANSWER_S = 5.0
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
-PASS_READ_BY = {"optimal_token_baseline", "tir_optimal_token_baseline", "top_entropy"}  # entropies, or sums of pi^2
-PASS_READ_BY |= {"decoupled", "m2po", "off_policy_sequence"}  # pi_old / pi_rollout, which would be 1
-"""estimators, losses and token masks that need the trainer's own pass over the responses before the update"""
-
-CLIP_RATIOS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-CLIP_COV = ("token_masks.clip_cov_ratio", "token_masks.clip_cov_bounds")
-WEIGHTS = ("rollout_correction.action", "rollout_correction.bounds", "rollout_correction.batch_normalize")
-SUM_NORM = "seq-mean-token-sum-norm"
-
-# Not here: flags of what a run shows, saves and validates, whose switch is off on purpose. --loss-kwargs and
-# --adv-kwargs are checked against the parameters of the loss and the estimator (lib/core_algos/settings.py).
-CONDITIONS = (
-    ReadIf(("lora_alpha", "lora_target_modules"), lambda a: a.model.lora_rank, "without --lora-rank"),
-    ReadIf(("freeze",), lambda a: not a.model.lora_rank, "with --lora-rank, which trains the adapters only"),
-    ReadIf(("truncation",), lambda a: a.data.may_truncate, "where --filter-overlong-prompts drops longer prompts"),
-    ReadIf(("prompt_skip_after",), lambda a: a.data.prompt_sampling == "skip", "without --prompt-sampling skip"),
-    ReadIf(("prompt_share",), lambda a: a.data.prompt_sampling != "uniform", "with --prompt-sampling uniform"),
-    ReadIf(("shuffle",), lambda a: a.data.prompt_sampling != "variance", "with --prompt-sampling variance"),
-    ReadIf(("gpu_memory_utilization",), lambda a: a.rollout.starts_vllm, "where this job starts no vLLM"),
-    ReadIf(("reward_weights", "reward_model_coef"), lambda a: a.adv_estimator != "gdpo", "with --adv-estimator gdpo"),
-    ReadIf(("reward_model_coef",), lambda a: a.reward.reward_model, "without --reward-model"),
-    ReadIf(("reward_timeout", "reward_memory"), lambda a: a.reward.reward_workers, "with --reward-workers 0"),
-    ReadIf(("singleton",), lambda a: a.adv_estimator != "maxrl", "with --adv-estimator maxrl: it is always 0"),
-    ReadIf(("singleton",), lambda a: a.adv_estimator != "reinforce_plus_plus", "with reinforce_plus_plus: no groups"),
-    ReadIf(("adv_kwargs.norm_adv_by_std_in_grpo",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it is off"),
-    ReadIf(("adv_kwargs.epsilon",), lambda a: a.adv_estimator != "dr_grpo", "with dr_grpo: it does not divide"),
-    ReadIf(("adv_kwargs.epsilon",), lambda a: a.adv_kwargs.norm_adv_by_std_in_grpo is not False, "without a division"),
-    ReadIf(("zero_variance",), lambda a: a.group_size > 1 or a.zero_variance == "keep", "with --group-size 1"),
-    ReadIf(("max_gen_batches",), lambda a: a.zero_variance == "refill", "without --zero-variance refill"),
-    ReadIf(("overlong_factor",), lambda a: a.overlong_buffer, "with --overlong-buffer 0"),
-    ReadIf(CLIP_RATIOS, lambda a: a.loss == "vanilla", "without --loss vanilla (the other losses have --loss-kwargs)"),
-    ReadIf(("loss_scale_factor",), lambda a: a.loss_agg_mode == SUM_NORM, f"without --loss-agg-mode {SUM_NORM}"),
-    ReadIf(CLIP_COV, lambda a: a.loss == "clip_cov", "without --loss clip_cov"),
-    ReadIf(("token_masks.kl_cov_ratio",), lambda a: a.loss == "kl_cov", "without --loss kl_cov"),
-    ReadIf(WEIGHTS, lambda a: a.rollout_correction.level != "measure", "with level measure, which has no weights"),
-    ReadIf(("kl_estimator", "kl_placement"), lambda a: a.kl_coef, "without --kl-coef"),
-    ReadIf(("kl_horizon",), lambda a: a.kl_target is not None, "without --kl-target"),
-)
 
 
 def check_common_flags(args: ScriptArgs) -> None:
@@ -60,7 +23,6 @@ def check_common_flags(args: ScriptArgs) -> None:
     world_size = training_ranks(args)
     step_sizes(args, world_size)
     _check_engine_ranks(args, world_size)
-    args.multi_turn.check()
     _check_models_and_files(args)
     _set_val_files(args)
     _check_sampling(args)
@@ -72,6 +34,7 @@ def check_common_flags(args: ScriptArgs) -> None:
         raise InputError(f"{flag} is about training steps, and --val-only has none: drop one")
     if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction):
         raise InputError("--reward without a scorer: name one, or a --reward-model")
+    check_read(args)
 
 
 def _check_engine_ranks(args: ScriptArgs, world_size: int) -> None:
@@ -116,11 +79,8 @@ def _check_sampling(args: ScriptArgs) -> None:
         raise InputError(f"--prompt-sampling {sampling} compares the responses to a prompt: it needs --group-size 2")
     if args.rollout.starts_vllm and not args.run.replay and importlib.util.find_spec("vllm") is None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
-    if args.old_log_probs == "rollout" and args.rollout_correction.settings():
-        raise InputError("--old-log-probs rollout is the correction itself: drop it or --rollout-correction")
-    names = {args.loss, args.adv_estimator, *args.token_masks.settings(args.loss)}
-    if args.old_log_probs == "rollout" and (reading := PASS_READ_BY & names):
-        raise InputError(f"--old-log-probs rollout spares the forward pass that {reading.pop()} needs: drop one")
+    for choice in Reads(args).needs_pass() if args.old_log_probs == "rollout" else ():
+        raise InputError(f"--old-log-probs rollout spares the forward pass that {choice} needs: drop one")
     if args.loss == "decoupled" and args.rollout_correction.settings() and args.rollout_correction.level != "measure":
         why = "--loss decoupled has the weight pi_old / pi_rollout, and a rollout correction would apply it twice"
         raise InputError(f"{why}: drop it, or set --rollout-correction.level measure, which may still reject")
@@ -128,13 +88,15 @@ def _check_sampling(args: ScriptArgs) -> None:
 
 def _check_groups(args: ScriptArgs) -> None:
     estimator, turns = args.adv_estimator, args.multi_turn
-    if args.group_size == 1 and (estimator == "maxrl" or args.singleton == "zero"):
-        flag = "--adv-estimator maxrl" if estimator == "maxrl" else "--singleton zero"
+    if args.group_size == 1 and (estimator in ("maxrl", "grpo_passk") or args.singleton == "zero"):
+        flag = "--singleton zero" if args.singleton == "zero" else f"--adv-estimator {estimator}"
         raise InputError(f"{flag} with --group-size 1: every advantage is 0, and nothing trains; raise --group-size")
-    if (estimator == "gdpo") != bool(args.reward_keys):
-        raise InputError("--adv-estimator gdpo and --reward-keys, the rewards that it weighs, go together")
+    if args.zero_variance == "drop_from_denominator" and args.loss_agg_mode == "token-sum":
+        raise InputError("--zero-variance drop_from_denominator: --loss-agg-mode token-sum has none; use mask")
     if estimator != "gdpo":
         return
+    if not args.reward_keys:
+        raise InputError("--adv-estimator gdpo weighs --reward-keys: name them")
     ignored = {
         "--kl-placement loss": args.kl_coef > 0 and args.kl_placement == "reward",
         "--overlong-buffer 0": args.overlong_buffer > 0,
@@ -148,8 +110,6 @@ def _check_groups(args: ScriptArgs) -> None:
 
 
 def _check_kl(args: ScriptArgs) -> None:
-    if args.kl_target is not None and not (args.kl_coef and args.kl_placement == "reward"):
-        raise InputError("--kl-target steers the KL in the reward: it needs --kl-placement reward and a --kl-coef")
     if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
         raise InputError(f"--kl-horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
 

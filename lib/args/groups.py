@@ -129,10 +129,6 @@ class DataArgs(Group):
     prompt_share: Annotated[float, Interval(gt=0, le=1), ROWS] = 0.1
     """share of left out prompts that come nevertheless; with variance, of the draws that are uniform"""
 
-    @property
-    def may_truncate(self) -> bool:
-        return not self.filter_overlong_prompts or bool(self.dataset_class)
-
     def check(self) -> None:
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
         if self.min_pixels > self.max_pixels:
@@ -190,8 +186,7 @@ class RolloutArgs(Group):
         if self.stop and self.async_level:
             why = "a server misses a stop string that a weight sync cuts in two"
             raise InputError(f"--stop with --async-level {self.async_level}: {why}: drop one")
-        if parse_json("vllm_kwargs", self.vllm_kwargs) and not self.starts_vllm:
-            raise InputError(f"--vllm-kwargs {self.vllm_kwargs}: needs --rollout-engine vllm")
+        parse_json("vllm_kwargs", self.vllm_kwargs)
         if self.async_level and not self.on_servers:
             raise InputError(
                 f"--async-level {self.async_level} needs --rollout-gpus or --rollout-engine http://host:port"
@@ -373,8 +368,6 @@ class RunArgs(Group):
             raise InputError(f"--replay {self.replay}: no config.json there; give the folder of a run with --record")
         if self.resume == "auto" and not self.run_name:
             raise InputError("--resume auto needs the --run-name of the run to resume")
-        if self.profile_memory and not self.profile_steps:
-            raise InputError("--profile-memory needs --profile-steps, the steps to profile")
         if self.total_epochs is None:
             self.check_profile_steps()
 

@@ -1,5 +1,6 @@
 """What lib reads of a script's Args."""
 
+from collections.abc import Collection
 from dataclasses import Field
 from typing import Any, ClassVar, Literal
 
@@ -38,10 +39,15 @@ class ScriptArgs:
     kl_target: float | None
     kl_horizon: int
 
+    # not flags: the names of those that the command line gives (parse_flags), and those of them that change nothing
+    given: Collection[str] = ()
+    no_effect: tuple[str, ...] = ()
+
     # flags of some scripts only; in a class that is no dataclass they are not flags of the others
     adv_estimator = ""
     adv_kwargs = settings.AdvKwargs()
     singleton = "raw"
+    zero_variance = "keep"
     reward_keys: tuple[str, ...] = ()
     overlong_buffer = 0
     critic_model: str | None = None

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
-from lib import InputError
 from lib.cli.flags import Names, OnReplay, non_default
 
 FILES, AS_RECORDED = Names.FILES, OnReplay.AS_RECORDED
@@ -56,10 +55,6 @@ class MultiTurnArgs:
     @property
     def enabled(self) -> bool:
         return bool(self.tools or self.interaction)
-
-    def check(self) -> None:
-        if self != MultiTurnArgs() and not self.enabled:
-            raise InputError("--multi-turn without tools and without an interaction: name one, or drop its flags")
 
 
 @dataclass

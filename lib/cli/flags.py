@@ -15,12 +15,12 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, astuple, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import tyro
 import yaml
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
-OF_ONE_START |= {"history", "start", "effective", "profile_steps", "profile_memory", "record", "replay", "recorded_by"}
+OF_ONE_START |= {"history", "start", "effective", "no_effect", "profile_steps", "profile_memory", "record", "replay"}
+OF_ONE_START |= {"recorded_by"}
 AS_PYTHON = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False"}
 DEEPEST = 5  # levels of a config, of which flags have three
 LONGEST = 100  # characters of a name that a message repeats, and digits of a number
@@ -76,17 +77,7 @@ class Names(Enum):
     ROWS = "the training rows or their order"
 
 
-class ReadIf(NamedTuple):
-    """Flags that the run reads only under a condition. Where it does not hold, giving one of them is a mistake."""
-
-    flags: tuple[str, ...]
-    holds: Callable[[Any], Any]
-    """of the script's Args"""
-    otherwise: str
-    """why the flag has no effect, for the message: with ..., without ..."""
-
-
-def read_flags(args_class: type[T], conditions: Sequence[ReadIf] = ()) -> T:
+def read_flags(args_class: type[T]) -> T:
     """The Args of the command line, checked. A mistake is printed and ends the process with exit code 2. Python's
     garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on."""
     guard_output()
@@ -94,7 +85,7 @@ def read_flags(args_class: type[T], conditions: Sequence[ReadIf] = ()) -> T:
     said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
-            args = parse_flags(args_class, sys.argv[1:], conditions)
+            args = parse_flags(args_class, sys.argv[1:])
         threads_of_environment()  # torch's import would print a line of its own
         sys.stderr.write(said.getvalue())
     except InputError as error:
@@ -118,11 +109,18 @@ def threads_of_environment() -> int:
     return int(text)
 
 
-def parse_flags(args_class: type[T], words: list[str], conditions: Sequence[ReadIf] = ()) -> T:
-    """The Args of these words of a command line, checked. Raises InputError; tyro raises SystemExit, for --help too."""
+def parse_flags(args_class: type[T], words: list[str]) -> T:
+    """The Args of these words of a command line, checked. Their `given` has the names of the flags that were typed, and
+    of those that a config changes: one with its default asks for nothing. Raises InputError; tyro raises SystemExit,
+    for --help too."""
     args = tyro.cli(args_class, args=_words(args_class, words))
+    typed = {word.partition("=")[0].replace("_", "-") for word in words}
+    typed_values = {name: value for name, value, _ in walk(args) if as_flag(name) in typed}
+    vars(args)["given"] = changed_flags(args).keys() | typed_values.keys()
     _check(args)
-    _check_read(args, {word.partition("=")[0].replace("_", "-") for word in words}, conditions)
+    for name, value, _ in walk(args):
+        if value != (given := typed_values.get(name, value)):
+            raise InputError(f"{as_flag(name)} {given}: the other flags make it {value}: drop it")
     return args
 
 
@@ -298,15 +296,6 @@ def _check(args: Any) -> None:
         if isinstance(value, Group):
             value.check()
     args.check()
-
-
-def _check_read(args: DataclassInstance, typed: set[str], conditions: Sequence[ReadIf]) -> None:
-    """Raises InputError for a flag that nothing reads, if it was typed or a config changes its default."""
-    is_given = changed_flags(args).keys() | {name for name, *_ in walk(args) if as_flag(name) in typed}
-    for flags, holds, otherwise in conditions:
-        unread = [name for name in flags if name in is_given]
-        if unread and not holds(args):
-            raise InputError(f"{as_flag(unread[0])} has no effect {otherwise}: drop it")
 
 
 def check_range(name: str, value: Any, marks: tuple) -> None:

@@ -32,7 +32,7 @@ from lib.core_algos.reductions import (
     masked_sum,
     masked_whiten,
 )
-from lib.core_algos.settings import _bind, _lookup
+from lib.core_algos.settings import _bind, _lookup, _tensors
 
 Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
 
@@ -194,10 +194,9 @@ def compute_grpo_passk_outcome_advantage(
 ) -> Pair:
     """Pass@k, arXiv 2503.19595: A = (R_max − R_second) / (std_g + epsilon) for a group's best, 0 for the others.
 
-    A tie gives 0. A group of one has no second: "raw" raises InputError (verl: ValueError)."""
-    scores, _, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
-    if singleton == "raw" and (size == 1).any():
-        raise InputError("grpo_passk needs at least 2 live rows a group: raise group_size, or take singleton 'zero'")
+    A tie gives 0, and so does a group of one, "raw" or "zero": it has no second (verl: ValueError, so that a run ends
+    at a group of which a failed scorer or a rejection leaves one row)."""
+    scores, _, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     advantages = torch.zeros_like(scores)
     for rows in _groups(scores, group):
         ordered = scores[rows]
@@ -323,17 +322,18 @@ def compute_remax_outcome_advantage(
 
 @torch.no_grad()
 def compute_optimal_token_baseline_advantage(
-    token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights=None, singleton="raw"
+    token_level_rewards, response_mask, index, squared_score, rollout_is_weights=None, singleton="raw"
 ) -> Pair:
     """Optimal token baseline, arXiv 2602.07078: A_it = G_it − B_t, B_t = Σ_i G_it·W_it / (Σ_i W_it + 1e-8), the sums
-    over the group's rows valid at t; G = Σ_{k≥t} r_k; W_t = Σ_{j≤t} (1 − 2π_j + Σ_v π_v²)·w_j², w the IS weights or 1.
+    over the group's rows valid at t; G = Σ_{k≥t} r_k; W_t = Σ_{j≤t} squared_score_j·w_j², w the IS weights or 1.
 
-    All (B, T); sum_pi_squared is Σ_v π_v² over the vocabulary. Returns A, G. Where only the longest response reaches,
+    All (B, T); squared_score is 1 − 2π_y + Σ_v π_v², the squared norm of the gradient of log π_y by the logits, of the
+    policy that the gradient is of, whoever sampled y. Returns A, G. Where only the longest response reaches,
     it would be its own baseline, so B = 0 there. In a group of one that is everywhere: "raw" is A = G."""
     _, _, group, size, _ = _outcomes(token_level_rewards, response_mask, index, singleton)
     alive = response_mask.bool().any(-1).cpu()
     returns = _gae(token_level_rewards, None, response_mask, 1.0, 1.0)
-    energy = 1 - 2 * old_log_probs.double().exp() + sum_pi_squared
+    energy = squared_score.double()
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.double().square()
     energy = _keep(energy, response_mask)
@@ -353,15 +353,14 @@ def compute_optimal_token_baseline_advantage(
 
 
 def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards, response_mask, index, old_log_probs, sum_pi_squared, rollout_is_weights=None, singleton="raw"
+    token_level_rewards, response_mask, index, squared_score, rollout_is_weights=None, singleton="raw"
 ) -> Pair:
     """The optimal token baseline for several turns, as in verl: a row's nth valid token is compared with the others'
     nth valid token, however much tool output comes before them."""
     order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first
-    tensors = (token_level_rewards, response_mask, old_log_probs, sum_pi_squared)
-    rewards, mask, old, squared = (x.gather(1, order) for x in tensors)
+    rewards, mask, squared = (x.gather(1, order) for x in (token_level_rewards, response_mask, squared_score))
     weights = None if rollout_is_weights is None else rollout_is_weights.gather(1, order)
-    pair = compute_optimal_token_baseline_advantage(rewards, mask, index, old, squared, weights, singleton)
+    pair = compute_optimal_token_baseline_advantage(rewards, mask, index, squared, weights, singleton)
     advantages, returns = (torch.zeros_like(x).scatter(1, order, x) for x in pair)
     return advantages, returns
 
@@ -384,12 +383,8 @@ ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
 }
 
-_OTB_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")  # the last if a correction has weights
-ADV_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch that an estimator takes by keyword
-    "gdpo": ("reward_components",),
-    "optimal_token_baseline": _OTB_TENSORS,
-    "tir_optimal_token_baseline": _OTB_TENSORS,
-}
+# {name: columns that it takes by keyword}; rollout_is_weights only if a correction has weights
+ADV_TENSORS = {name: _tensors(estimator, 3) for name, estimator in ADV_ESTIMATORS.items()}
 
 
 def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Pair]:
@@ -398,10 +393,10 @@ def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable
 
     Raises InputError for an unknown estimator (it lists the names) or a bad setting."""
     estimator = _lookup("advantage estimator", ADV_ESTIMATORS, name)
-    return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS.get(name, ()))
+    return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS[name])
 
 
 def estimate_advantages(name: str, settings: Mapping, rewards, response_mask, tensors: Mapping[str, Tensor]) -> Pair:
     """(advantages, returns) (B, T) by the estimator of that name. tensors: `group` (B,), and those that it needs."""
-    others = {key: tensors[key] for key in ADV_TENSORS.get(name, ()) if key in tensors}
+    others = {key: tensors[key] for key in ADV_TENSORS[name] if key in tensors}
     return get_adv_estimator_fn(name, settings)(rewards, response_mask, tensors["group"], **others)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lib import InputError
 from lib.core_algos.noise import GOLDEN, mix64
 from lib.core_algos.reductions import _keep, masked_mean
-from lib.core_algos.settings import _bind, _lookup
+from lib.core_algos.settings import _bind, _lookup, _tensors
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -214,11 +214,7 @@ def kl_cov(old_log_prob, log_prob, advantages, response_mask, *, cov_pick, kl_co
 _LOSSES = (gpg, reinforce, cispo, gspo, geo_mean, sapo, dppo_tv, dppo_kl, dro, two_sided, decoupled, clip_cov, kl_cov)
 POLICY_LOSSES = {"vanilla": compute_policy_loss} | {loss.__name__: loss for loss in _LOSSES}
 
-LOSS_TENSORS: dict[str, tuple[str, ...]] = {  # keys of the batch, (B, T), that a loss takes by keyword
-    "decoupled": ("rollout_log_probs",),
-    "clip_cov": ("cov_keep",),
-    "kl_cov": ("cov_pick",),
-}
+LOSS_TENSORS = {name: _tensors(loss, 4) for name, loss in POLICY_LOSSES.items()}  # columns that it takes by keyword
 
 
 def get_policy_loss_fn(name: str, settings: Mapping[str, float]) -> Callable[..., Loss]:
@@ -228,12 +224,12 @@ def get_policy_loss_fn(name: str, settings: Mapping[str, float]) -> Callable[...
     Raises InputError for an unknown loss (it lists the names), an unknown hyper-parameter, or a missing one that has no
     default."""
     loss = _lookup("policy loss", POLICY_LOSSES, name)
-    return _bind(f"policy loss {name!r}", loss, settings, 4, LOSS_TENSORS.get(name, ()))
+    return _bind(f"policy loss {name!r}", loss, settings, 4, LOSS_TENSORS[name])
 
 
 def named_policy_loss(name: str, settings: Mapping, old_log_prob, log_prob, tensors: Mapping[str, Tensor]) -> Loss:
     """The policy loss of that name on a micro-batch's tensors (b, T). Raises InputError as get_policy_loss_fn does."""
-    others = {key: tensors[key] for key in LOSS_TENSORS.get(name, ())}
+    others = {key: tensors[key] for key in LOSS_TENSORS[name]}
     loss = get_policy_loss_fn(name, settings)
     return loss(old_log_prob, log_prob, tensors["advantages"], tensors["response_mask"], **others)
 

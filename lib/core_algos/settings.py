@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from lib import InputError
+from lib.columns import COLUMNS
 
 
 def _lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:
@@ -33,6 +34,11 @@ def _bind(what: str, function: Callable, settings: Mapping, positional: int, ten
         if kind == "a number" and value < 0:
             raise InputError(f"{what}: {name} must be at least 0, not {value!r}")
     return partial(function, **settings)
+
+
+def _tensors(function: Callable, positional: int) -> tuple[str, ...]:
+    """The columns of a batch that the function takes besides its positional arguments: its parameters of that name."""
+    return tuple(name for name in [*inspect.signature(function).parameters][positional:] if name in COLUMNS)
 
 
 def _is_number(value) -> bool:

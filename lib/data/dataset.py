@@ -1,8 +1,10 @@
 """RLHFDataset: rows -> tokenized prompts, with their images and videos."""
 
 import bisect
+import inspect
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jinja2 import Environment, TemplateError, meta
 from torch.utils.data import Dataset
 
 from lib import InputError
@@ -23,9 +26,27 @@ from lib.data.vision import Encoded, Vision, media_hash
 if TYPE_CHECKING:
     import datasets
 
+GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # of transformers
 MEDIA_COLUMNS = ("images", "videos")
 SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizing in one
 SERIAL_ROWS_OF_IMAGES = 500  # decoding and resizing take longer
+
+
+def check_template_kwargs(tokenizer, kwargs: dict) -> None:
+    """Raises InputError for a keyword that the chat template does not read."""
+    template = kwargs.get("chat_template") or tokenizer.chat_template or ""
+    text = template if isinstance(template, str) else "".join(template.values())
+    try:
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
+    except TemplateError:  # the first row will say why
+        return
+    reads = meta.find_undeclared_variables(tree)
+    arguments = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
+    if unknown := kwargs.keys() - reads - arguments:
+        known = ", ".join(sorted(reads - arguments - {"messages"})) or "none"
+        raise InputError(
+            f"--chat-template-kwargs: the model's template does not read {unknown.pop()}; it reads {known}"
+        )
 
 
 class Prompt(NamedTuple):

@@ -131,12 +131,16 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
             print(f"warning: {what}; launch/one_node.sh opens none to the network", file=sys.stderr, flush=True)
     elif size == 1:
         return dist.HashStore(), rank, size
-    if from_launcher or not is_on_one_node():
-        return next(dist.rendezvous("env://", timeout=timeout))
     address = "127.0.0.1", int(env["MASTER_PORT"])
-    if rank == 0:
-        return listening_store(*address, timeout), rank, size
-    return dist.TCPStore(*address, is_master=False, timeout=timeout), rank, size
+    try:
+        if from_launcher or not is_on_one_node():
+            return next(dist.rendezvous("env://", timeout=timeout))
+        if rank == 0:
+            return listening_store(*address, timeout), rank, size
+        return dist.TCPStore(*address, is_master=False, timeout=timeout), rank, size
+    except dist.DistNetworkError:
+        where = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+        _end_with(f"nobody answers at {where}: rank 0 has not started or has ended, or this is not its address")
 
 
 def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -229,7 +233,7 @@ def _run(main: Callable[[T], None], args: T) -> None:
 
 def _end_with(what: str, code: Any = 1) -> NoReturn:
     """Ends the process at once, with one line from the rank where it happened."""
-    line = f"error: rank {_job.rank if _job else 0} in {current_stage()}: {what}"
+    line = f"error: rank {os.environ.get('RANK', 0)} in {current_stage()}: {what}"
     report_mistake(line)
     if not is_first_on_node():
         print(line, file=sys.stderr, flush=True)

@@ -130,12 +130,17 @@ class Policy(RowIsolationCheck, TrainedModel):
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-        """old_log_probs, entropys and, if in `names`, sum_pi_squared, each (B, T), without gradients. A collective."""
+        """old_log_probs, entropys and, if in `names`, squared_score, each (B, T), without gradients. A collective."""
         f, temperature = self.forward, self.forward.sampling.temperature
-        options: dict[str, Any] = {"truncation": f.sampling.truncation, "sum_pi_squared": "sum_pi_squared" in names}
+        options: dict[str, Any] = {"truncation": f.sampling.truncation, "sum_pi_squared": "squared_score" in names}
         options["row_group"] = f.row_group
         outputs = batched_log_probs(self.module, batch, temperature, f.micro_batch_tokens, **options)
-        return dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), outputs))
+        columns = dict(zip(("old_log_probs", "entropys", "squared_score"), outputs))
+        if "squared_score" in columns:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
+            squares = columns["squared_score"]
+            score = (1 - 2 * columns["old_log_probs"].double().exp() + squares).to(squares)
+            columns["squared_score"] = score.where(batch.batch["response_mask"].bool(), 0)
+        return columns
 
 
 class Critic(TrainedModel):

@@ -329,7 +329,8 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
         history = (read_json(run.folder / "config.json") or {}).get("history", [])
     start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
     starts = _next_number(logs / "starts")
-    run.config |= {"history": [*history, start], "start": int(starts.name), "effective": dict(effective)}
+    run.config |= {"history": [*history, start], "start": int(starts.name)}
+    run.config |= {"effective": dict(effective), "no_effect": list(args.no_effect)}
     if effective:
         print(f"in effect: {', '.join(f'{as_flag(name)} {value}' for name, value in effective.items())}", flush=True)
     run.tracker = Tracker(

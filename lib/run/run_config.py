@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 # keys of config.json that are not flags; "script" is compared like a flag
-NO_FLAGS = {"contents", "history", "start", "effective"}
+NO_FLAGS = {"contents", "history", "start", "effective", "no_effect"}
 
 
 def describe_run(args: DataclassInstance, script: Path) -> dict[str, Any]:

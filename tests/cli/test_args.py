@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import grpo
 from lib import InputError
-from lib.args import CONDITIONS, check_engine, check_model_path, check_output_dir
+from lib.args import check_engine, check_model_path, check_output_dir, check_read
 from lib.cli.flags import Names, OnReplay, OnResume, check_range, parse_flags, threads_of_environment, walk
 from tests.common import PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
@@ -66,7 +66,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--output-dir README.md: README.md is not a folder": ["--output-dir", "README.md"],
     "at --val-temperature 0": ["--val-samples", "4"],
     "--vllm-kwargs {: not JSON": ["--vllm-kwargs", "{"],
-    '--vllm-kwargs {"seed": 1}: needs --rollout-engine vllm': ["--vllm-kwargs", '{"seed": 1}'],
+    "--vllm-kwargs has no effect without --rollout-engine vllm": ["--vllm-kwargs", '{"seed": 1}'],
     "must be hf, vllm, the URL": ["--rollout-engine", "sglang"],
     "--model ./absent: no such folder": ["--model", "./absent"],
     "--reward-model ./absent: no such folder": ["--reward-model", "./absent"],
@@ -88,13 +88,21 @@ BAD_FLAGS = {  # what the message says, by flags
     "--rollout-correction.bounds has no effect with": [
         *("--rollout-correction.level", "measure", "--rollout-correction.bounds", "0", "3")
     ],
-    "that decoupled needs": ["--old-log-probs", "rollout", "--loss", "decoupled"],
-    "that m2po needs": ["--old-log-probs", "rollout", "--token-masks.m2po", "0.04"],
-    "that off_policy_sequence needs": ["--old-log-probs", "rollout", "--token-masks.off-policy-sequence", "0.1"],
+    "that --loss decoupled needs": ["--old-log-probs", "rollout", "--loss", "decoupled"],
+    "that --token-masks.m2po needs": ["--old-log-probs", "rollout", "--token-masks.m2po", "0.04"],
+    "that --token-masks.off-policy-sequence needs": [
+        "--old-log-probs",
+        "rollout",
+        "--token-masks.off-policy-sequence",
+        "0.1",
+    ],
     "would apply it twice": ["--loss", "decoupled", "--rollout-correction.reject.token-k2", "0.1"],  # level token
-    "--kl-target steers": ["--kl-target", "0.1", "--kl-coef", "0"],
+    "--kl-target has no effect without": ["--kl-target", "0.1", "--kl-coef", "0"],
+    "--kl-target has no effect without --kl-placement reward": [
+        *("--kl-coef", "0.1", "--kl-placement", "loss", "--kl-target", "0.1")
+    ],
     "--kl-horizon 1": ["--kl-target", "0.1", "--kl-placement", "reward", "--kl-coef", "0.1", "--kl-horizon", "1"],
-    "drop it or --rollout-correction": ["--old-log-probs", "rollout", "--rollout-correction.level", "token"],
+    "that a rollout correction needs": ["--old-log-probs", "rollout", "--rollout-correction.level", "token"],
     "--rollout-tensor-parallel-size 2 splits a vLLM": ["--rollout-tensor-parallel-size", "2", "--dry-run", "2"],
     "--rollout-tensor-parallel-size 2: the number": ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"],
     "--async-level -1: must be at least 0": ["--async-level", "-1"],
@@ -104,7 +112,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--rollout-gpus 1: this is one process": ["--rollout-gpus", "1"],
     "--rollout-gpus -1: must be at least 0": ["--rollout-gpus", "-1"],
     "--rollout-gpus 1 runs vLLM servers": ["--rollout-gpus", "1", "--rollout-engine", "http://127.0.0.1:1"],
-    "top_entropy": ["--old-log-probs", "rollout", "--token-masks.top-entropy", "0.2"],
+    "that --token-masks.top-entropy needs": ["--old-log-probs", "rollout", "--token-masks.top-entropy", "0.2"],
     "--tensor-parallel-size 2: must divide": ["--tensor-parallel-size", "2"],
     "--resume auto needs the --run-name": ["--resume", "auto"],
     "--run-name '../x': must be one folder's name": ["--run-name", "../x"],
@@ -123,7 +131,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--record is about training steps": ["--record", "a", "--val-only"],
     "--record /proc/kept: /proc cannot be written": ["--record", "/proc/kept"],
     "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
-    "--profile-memory needs --profile-steps": ["--profile-memory"],
+    "--profile-memory has no effect without --profile-steps": ["--profile-memory"],
 }
 SERVER = ["--rollout-engine", "http://127.0.0.1:1", "--async-order", "finished"]
 GDPO = ["--adv-estimator", "gdpo", "--reward-keys", "x"]
@@ -131,29 +139,43 @@ OWN_BAD_FLAGS = {
     "grpo": {
         "invalid choice 'gae'": ["--adv-estimator", "gae"],
         "invalid choice 'remax'": ["--adv-estimator", "remax"],
-        "go together": ["--adv-estimator", "gdpo"],
+        "gdpo weighs --reward-keys: name them": ["--adv-estimator", "gdpo"],
         "--kl-placement loss": [*GDPO, "--kl-placement", "reward", "--kl-coef", "0.1"],
         "--reward-weights has no effect with --adv-estimator gdpo": [*GDPO, "--reward-weights", "2"],
         "--reward-keys ... reward_model": [*GDPO, "--reward-model", TOY_MODEL],
         "--multi-turn.reward-coef 0": [*GDPO, "--multi-turn.tools", "calculator"],
         "drop it from --reward-keys": [*GDPO, "--adv-kwargs.reward-weights", "0"],
         "maxrl with --group-size 1: every advantage is 0": ["--adv-estimator", "maxrl", "--group-size", "1"],
+        "grpo_passk with --group-size 1: every advantage is 0": ["--adv-estimator", "grpo_passk", "--group-size", "1"],
         "zero with --group-size 1: every advantage is 0": ["--singleton", "zero", "--group-size", "1"],
-        "--singleton has no effect": ["--adv-estimator", "reinforce_plus_plus", "--singleton", "zero"],
+        "drop_from_denominator: --loss-agg-mode token-sum has none": [
+            *("--zero-variance", "drop_from_denominator", "--loss-agg-mode", "token-sum")
+        ],
+        "--old-log-probs has no effect with --loss gpg": ["--loss", "gpg", "--old-log-probs", "rollout"],
+        "--singleton has no effect without --adv-estimator grpo, grpo_leave_one_out": [
+            "--adv-estimator",
+            "reinforce_plus_plus",
+            "--singleton",
+            "zero",
+        ],
         "--adv-kwargs.epsilon has no effect": ["--adv-estimator", "dr_grpo", "--adv-kwargs.epsilon", "1"],
         "--zero-variance has no effect with --group-size 1": ["--zero-variance", "mask", "--group-size", "1"],
         "--async-level 1 needs --rollout-gpus or": ["--async-level", "1"],
         "--async-order finished: needs --async-level 2": [*SERVER, "--async-level", "1"],
-        "without tools and without an interaction": ["--multi-turn.max-turns", "2"],
+        "--multi-turn.max-turns has no effect without --multi-turn.tools or --multi-turn.interaction": [
+            *("--multi-turn.max-turns", "2")
+        ],
+        "--loss-kwargs.cap has no effect without --loss decoupled": ["--loss", "gspo", "--loss-kwargs.cap", "2"],
     },
     "ppo": {
         "--critic-model ./absent: no such folder": ["--critic-model", "./absent"],
+        "--kl-target has no effect without --kl-coef": ["--kl-target", "0.1", "--kl-coef", "0"],
         "--gamma 1.5: must be at least 0 and at most 1": ["--gamma", "1.5"],
         "drop one": ["--gae-lambda-policy", "1", "--length-adaptive-alpha", "1"],
     },
     "remax": {},
     "dapo": {
-        "go together": ["--reward-keys", "right"],
+        "--reward-keys has no effect without --adv-estimator gdpo": ["--reward-keys", "right"],
         "ignores all other rewards: --overlong-buffer 0": GDPO,
         "--overlong-factor has no effect": ["--overlong-buffer", "0", "--overlong-factor", "2"],
         "--max-gen-batches has no effect": ["--zero-variance", "keep", "--max-gen-batches", "2"],
@@ -187,20 +209,15 @@ def test_every_number_has_its_range_at_the_field():
                 assert others, f"{script}: {name} has no range"
 
 
-def test_every_condition_is_about_flags_that_there_are():
-    names = {name for script in OWN_BAD_FLAGS for name, *_ in walk(importlib.import_module(script).Args())}
-    assert {name for condition in CONDITIONS for name in condition.flags} <= names
-
-
 def test_a_flag_that_nothing_reads_is_named_where_a_config_sets_it(tmp_path):
     """A run's config.json has all flags: one with its default asks for nothing."""
     file = tmp_path / "flags.yaml"
     flags = ["--config", str(file), "--loss", "gspo"]
     file.write_text("clip_ratio_low: 0.2\nkl_horizon: 10000\n")
-    parse_flags(grpo.Args, flags, CONDITIONS)
+    parse_flags(grpo.Args, flags)
     file.write_text("clip_ratio_low: 0.3\n")
     with pytest.raises(InputError, match="--clip-ratio-low has no effect"):
-        parse_flags(grpo.Args, flags, CONDITIONS)
+        parse_flags(grpo.Args, flags)
 
 
 @given(st.floats(), st.floats(), st.floats())
@@ -241,18 +258,67 @@ def test_the_help_ends_with_the_algorithms_own_flags():
     assert "--adv-estimator" in done.stdout, done.stderr
 
 
+def test_a_flag_that_changes_no_result_is_noted():
+    words = "--val-top-p 0.9 --export-dtype float32 --no-export-model --share-prompts --attn-implementation sdpa"
+    args = parse_flags(grpo.Args, words.split())
+    assert args.no_effect == (
+        "--export-dtype (without --export-model)",
+        "--share-prompts (without --attn-implementation auto, packed_sdpa or varlen)",
+        "--val-top-p (without --val-temperature)",
+    )
+    assert parse_flags(grpo.Args, ["--lr", "1e-4"]).no_effect == ()
+
+
+def test_what_a_part_of_a_run_leaves_out_is_noted(tmp_path):
+    """With one update a step, --val-only and --replay; the flags are those of another run, such as --config gives."""
+    assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3"]).no_effect == (
+        "--clip-ratio-high (without a second update a step)",
+    )
+    assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3", "--update-epochs", "2"]).no_effect == ()
+    words = ["--val-only", "--loss", "cispo", "--loss-kwargs.cliprange-high", "3", "--temperature", "0.5"]
+    [note] = parse_flags(grpo.Args, [*words, "--val-temperature", "0.5", "--lora-rank", "2"]).no_effect
+    assert note == "--temperature, --loss, --loss-kwargs.cliprange-high (with --val-only)"
+    with pytest.raises(InputError, match=r"^--loss-kwargs\.cap has no effect without --loss decoupled"):
+        parse_flags(grpo.Args, [*words, "--loss-kwargs.cap", "2"])
+    (tmp_path / "config.json").write_text("{}")
+    words = ["--replay", str(tmp_path), "--rollout-engine", "vllm", "--gpu-memory-utilization", "0.5"]
+    [note] = parse_flags(grpo.Args, words).no_effect
+    assert note == "--rollout-engine, --gpu-memory-utilization (with --replay)"
+
+
+def test_a_flag_that_the_others_change_is_a_mistake(monkeypatch):
+    """--rollout-gpus makes the engine vllm."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["--rollout-gpus", "2", "--rollout-engine"]
+    parse_flags(grpo.Args, [*words, "vllm"])
+    with pytest.raises(InputError, match="--rollout-engine hf: the other flags make it vllm"):
+        parse_flags(grpo.Args, [*words, "hf"])
+
+
+def test_flags_of_images_are_for_models_that_read_them():
+    args = parse_flags(grpo.Args, ["--max-pixels", "5000"])
+    check_read(args, vision=True)
+    with pytest.raises(InputError, match="--max-pixels has no effect without a --model that reads images"):
+        check_read(args, vision=False)
+
+
 def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     """A run's config.json: of its flags, settings among them, all but those of its start; also YAML."""
-    shared = ["--dry-run", "1", "--model", TOY_MODEL]
-    first = ran(fork("grpo", tmp_path, "--total-steps", "1", *SMALL, "--clip-ratio-high", "0.5", "--no-shuffle"))
+    shared, unread = ["--dry-run", "1", "--model", TOY_MODEL], ["--keep-checkpoints", "3"]
+    first = ran(
+        fork("grpo", tmp_path, "--total-steps", "1", *SMALL, "--clip-ratio-high", "0.5", "--no-shuffle", *unread)
+    )
     config = next(tmp_path.glob("*/config.json"))
     dumped = json.loads(config.read_text())
     assert (dumped["clip_ratio_high"], dumped["shuffle"]) == (0.5, False), first.stdout
+    notes = ["--keep-checkpoints (without --save-every)", "--clip-ratio-high (without a second update a step)"]
+    assert dumped["no_effect"] == notes and f"no effect here: {'; '.join(notes)}\n" in first.stdout
     again = tmp_path / "again"
     ran(fork("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
     now = json.loads((again / "run/config.json").read_text())
     differ = {name for name in now if now[name] != dumped[name]}
-    assert differ == {"output_dir", "run_name", "config", "history", "clip_ratio_low"}
+    assert differ == {"output_dir", "run_name", "config", "history", "clip_ratio_low", "no_effect"}
     (tmp_path / "flags.yaml").write_text("prompts_per_step: 10\nmulti_turn:\n  max_turns: 0\n")
     done = fork("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared)
     assert "--multi-turn.max-turns 0: must be above 0" in done.stderr
@@ -310,7 +376,7 @@ def test_values_of_a_config_are_as_typed(tmp_path):
     [
         (TORCHRUN, ["--group-size", "0"], "--group-size 0: must be at least 1"),
         (TORCHRUN, ["--max-grad-nom", "1"], "--max-grad-norm"),
-        ([*TORCHRUN[:-1], "1"], ["--adv-kwargs.gamma", "1"], "gamma"),  # found by torch's side
+        ([*TORCHRUN[:-1], "1"], ["--loss", "dro"], "dro_beta"),  # found by torch's side
     ],
     ids=["value", "typo", "with torch"],
 )

@@ -73,7 +73,7 @@ from dataclasses import dataclass
 from lib.cli.flags import Group, read_flags
 class Args(Group):
     pass
-read_flags(dataclass(Args), {})
+read_flags(dataclass(Args))
 print("imports", flush=True)
 time.sleep(1000)
 """

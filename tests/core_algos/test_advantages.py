@@ -5,6 +5,7 @@ import json
 import math
 import random
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
+from lib.args import AdvKwargs
 from lib.core_algos import (
     ADV_ESTIMATORS,
     ADV_TENSORS,
@@ -34,6 +36,7 @@ from lib.core_algos.advantages import (
     compute_optimal_token_baseline_advantage,
 )
 from remax import remax_advantages
+from tests.reference_formulas import grpo_advantages, ppo_advantages, rewards_to_go
 
 GAMMA, LAM, ALPHA, WEIGHTS = 0.97, 0.9, 0.3, [0.5, 2.0]
 GARBAGE = [math.nan, 1e9, -1e9, math.inf, -math.inf]
@@ -79,231 +82,82 @@ def random_batch(seed, dtype=torch.float64, size=1):
         "index": np.array(index),
         "values": randn(rows, width),
         "log_probs": -randn(rows, width).abs(),
-        "sum_pi_squared": torch.rand(rows, width, generator=g, dtype=dtype),
+        "squared_score": torch.rand(rows, width, generator=g, dtype=dtype),
         "is_weights": torch.rand(rows, width, generator=g, dtype=dtype) * 2,
         "baselines": randn(rows),
         "components": torch.stack([rewards.sum(1), randn(rows).round()], 1),
     }
 
 
-# ------------------------------------------------------------------------------ the formulas, as loops
-
-
-def scores_of(b):
-    """{row: R} of the live rows."""
-    return {
-        i: math.fsum(r for r, m in zip(b["rewards"][i].tolist(), b["mask"][i].tolist()) if m)
-        for i in range(len(b["mask"]))
-        if b["mask"][i].any()
-    }
-
-
-def to_tokens(b, rows):
-    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
-    for i, value in rows.items():
-        for t in range(out.shape[1]):
-            out[i, t] = value if b["mask"][i, t] else 0
-    return out
-
-
-def slow_whiten(b, tokens):
-    kept = [x for x, m in zip(tokens.flatten().tolist(), b["mask"].flatten().tolist()) if m]
-    if len(kept) < 2:
-        return tokens
-    mean, var = statistics.mean(kept), statistics.variance(kept)
-    out = torch.zeros_like(tokens)
-    for i in range(out.shape[0]):
-        for t in range(out.shape[1]):
-            if b["mask"][i, t]:
-                out[i, t] = (tokens[i, t].item() - mean) / math.sqrt(var + 1e-8)
-    return out
-
-
-def slow_rows(b, singleton, formula, alone=lambda r: r):
-    """formula(R, the R of the whole group, the R of the others, row) for each live row."""
-    scores, rows = scores_of(b), {}
-    for i, r in scores.items():
-        mates = [j for j in scores if b["index"][j] == b["index"][i]]
-        if len(mates) == 1:
-            rows[i] = alone(r) if singleton == "raw" else 0.0
-        else:
-            rows[i] = formula(r, [scores[j] for j in mates], [scores[j] for j in mates if j != i], mates)
-    return rows
-
-
-def slow_grpo(b, singleton):
-    formula = lambda r, group, others, mates: (r - statistics.mean(group)) / (statistics.stdev(group) + 1e-6)  # noqa: E731
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: r / (1 + 1e-6)))
-
-
-def slow_passk(b, singleton):
-    def formula(r, group, others, mates):
-        return (r - max(others)) / (statistics.stdev(group) + 1e-6) if r > max(others) else 0.0
-
-    return to_tokens(b, slow_rows(b, singleton, formula))
-
-
-def slow_leave_one_out(b, singleton):
-    def formula(r, group, others, mates):
-        advantage = r - statistics.mean(others)
-        return advantage if len(set(others)) == 1 else advantage / (statistics.stdev(others) + 1e-6)
-
-    return to_tokens(b, slow_rows(b, singleton, formula))
-
-
-def slow_batch_std(b, singleton):
-    every = list(scores_of(b).values())
-    std = statistics.stdev(every) + 1e-4 if len(set(every)) > 1 else 1
-    formula = lambda r, group, others, mates: (r - statistics.mean(group)) / std  # noqa: E731
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: r / std))
-
-
-def slow_opo(b, singleton):
-    def formula(r, group, others, mates):
-        lengths = [b["mask"][j].sum().item() for j in mates]
-        return r - sum(n * s for n, s in zip(lengths, group)) / sum(lengths)
-
-    return to_tokens(b, slow_rows(b, singleton, formula))
-
-
-def slow_gpg(b, singleton):
-    every = list(scores_of(b).values())
-    alpha = len(every) / max(sum(r != 0 for r in every), 1)
-    formula = lambda r, group, others, mates: alpha * (r - statistics.mean(group))  # noqa: E731
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: alpha * r))
-
-
-def slow_maxrl(b, singleton):
-    def formula(r, group, others, mates):
-        mean = statistics.mean(group)
-        return (r - mean) / mean if mean > 0 else 0.0
-
-    return to_tokens(b, slow_rows(b, singleton, formula, alone=lambda r: 0.0))
-
-
-def slow_gdpo(b, singleton):
-    total = torch.zeros(b["mask"].shape, dtype=torch.float64)
-    for k, weight in enumerate(WEIGHTS):
-        one = torch.zeros(b["mask"].shape, dtype=torch.float64)
-        for i in range(len(one)):
-            if b["mask"][i].any():
-                one[i, b["mask"][i].nonzero()[0]] = b["components"][i, k].item()
-        total += weight * slow_grpo(b | {"rewards": one}, singleton)
-    return slow_whiten(b, total)
+# ------------------------------------------------------------------- the formulas, as loops, on a batch
 
 
 def valid_tokens(b, i):
     return b["mask"][i].nonzero()[:, 0].tolist()
 
 
-def slow_to_go(b, gamma=1.0):
-    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
-    for i in range(len(out)):
-        steps = valid_tokens(b, i)
-        for n, t in enumerate(steps):
-            out[i, t] = math.fsum(gamma**k * b["rewards"][i, u].item() for k, u in enumerate(steps[n:]))
-    return out
+def at_tokens(b, name):
+    return {(i, t): b[name][i, t].item() for i in range(len(b["mask"])) for t in valid_tokens(b, i)}
 
 
-def slow_gae(b, lams):
-    """The sum over future TD errors of the tokens that the policy wrote -> unwhitened A."""
-    out = torch.zeros(b["mask"].shape, dtype=torch.float64)
-    for i, lam in enumerate(lams):
-        steps = valid_tokens(b, i)
-        v = [b["values"][i, t].item() for t in steps] + [0.0]
-        delta = [b["rewards"][i, t].item() + GAMMA * v[n + 1] - v[n] for n, t in enumerate(steps)]
-        for n, t in enumerate(steps):
-            out[i, t] = math.fsum((GAMMA * lam) ** (k - n) * delta[k] for k in range(n, len(steps)))
-    return out
+def live_rows(b):
+    return {i: valid_tokens(b, i) for i in range(len(b["mask"])) if b["mask"][i].any()}
 
 
-def slow_otb(b, singleton):
-    returns, weights = slow_to_go(b), torch.zeros(b["mask"].shape, dtype=torch.float64)
-    advantages = torch.zeros_like(returns)
-    for i in range(len(returns)):
-        total = 0.0
-        for t in valid_tokens(b, i):
-            pi, is_weight = math.exp(b["log_probs"][i, t].item()), b["is_weights"][i, t].item()
-            total += (1 - 2 * pi + b["sum_pi_squared"][i, t].item()) * is_weight**2
-            weights[i, t] = total
-    live = scores_of(b)
-    for i in live:
-        mates = [j for j in live if b["index"][j] == b["index"][i]]
-        end = max((valid_tokens(b, j)[-1] for j in mates if j != i), default=-1)  # of the other rows
-        for t in valid_tokens(b, i):
-            here = [j for j in mates if b["mask"][j, t]]
-            above = math.fsum(returns[j, t].item() * weights[j, t].item() for j in here)
-            baseline = above / (math.fsum(weights[j, t].item() for j in here) + 1e-8) if t <= end else 0.0
-            advantages[i, t] = returns[i, t].item() - baseline
-            if len(mates) == 1 and singleton == "zero":
-                advantages[i, t] = 0
-    return advantages, returns
+def as_tensor(b, numbers):
+    tokens = torch.zeros(b["mask"].shape, dtype=torch.float64)
+    for (i, t), x in numbers.items():
+        tokens[i, t] = x
+    return tokens
 
 
-def slow_turn_aligned_otb(b, singleton):
-    """As slow_otb, but the nth token that the policy wrote meets the nth of the others, wherever they stand."""
-    returns, advantages = slow_to_go(b), torch.zeros(b["mask"].shape, dtype=torch.float64)
-    energy = {}  # by row: W up to its nth token
-    for i in scores_of(b):
-        energy[i], total = [], 0.0
-        for t in valid_tokens(b, i):
-            pi, is_weight = math.exp(b["log_probs"][i, t].item()), b["is_weights"][i, t].item()
-            total += (1 - 2 * pi + b["sum_pi_squared"][i, t].item()) * is_weight**2
-            energy[i].append(total)
-    for i in energy:
-        mates = [j for j in energy if b["index"][j] == b["index"][i]]
-        second = max((len(energy[j]) for j in mates if j != i), default=0)
-        for n, t in enumerate(valid_tokens(b, i)):
-            here = [j for j in mates if n < len(energy[j])]
-            above = math.fsum(returns[j, valid_tokens(b, j)[n]].item() * energy[j][n] for j in here)
-            baseline = above / (math.fsum(energy[j][n] for j in here) + 1e-8) if n < second else 0.0
-            advantages[i, t] = returns[i, t].item() - baseline
-            if len(mates) == 1 and singleton == "zero":
-                advantages[i, t] = 0
-    return advantages, returns
+def slow(name, **kwargs):
+    """The loop of --adv-estimator, on a batch and a singleton rule -> advantages, returns."""
 
+    def estimate(b, singleton):
+        keys = range(b["components"].shape[1])
+        args = SimpleNamespace(
+            adv_estimator=name, adv_kwargs=AdvKwargs(**kwargs), singleton=singleton, reward_keys=keys
+        )
+        rows = [SimpleNamespace(uid=u, components=x.tolist()) for u, x in zip(b["index"], b["components"])]
+        tensors = (at_tokens(b, key) for key in ("rewards", "squared_score", "is_weights"))
+        return [as_tensor(b, numbers) for numbers in grpo_advantages(args, rows, live_rows(b), *tensors)]
 
-def lams_of(b):
-    return [max(0.0, 1 - 1 / (ALPHA * max(int(m.sum()), 1))) for m in b["mask"]]
-
-
-def with_values(b, returns_lams, advantage_lams):
-    returns = slow_gae(b, returns_lams) + torch.where(b["mask"].bool(), b["values"], 0)
-    return slow_whiten(b, slow_gae(b, advantage_lams)), returns
-
-
-# name: (the estimator on a batch and a singleton rule, the loop); both -> advantages, returns
-def outcome(name, slow):
-    fast = lambda b, s: ADV_ESTIMATORS[name](b["rewards"], b["mask"], b["index"], singleton=s)  # noqa: E731
-    return fast, lambda b, s: (slow(b, s),) * 2
-
-
-def slow_rf_baseline(b, singleton):
-    centred = slow_rows(b, singleton, lambda r, group, others, mates: r - statistics.mean(group))
-    return slow_whiten(b, to_tokens(b, centred))
+    return estimate
 
 
 def slow_remax(b, singleton):
-    returns = slow_to_go(b)
+    returns = as_tensor(b, rewards_to_go(live_rows(b), at_tokens(b, "rewards")))
     return torch.where(b["mask"].bool(), returns - b["baselines"][:, None], 0), returns
 
 
-def slow_rloo(b, singleton):
-    return to_tokens(b, slow_rows(b, singleton, lambda r, group, others, mates: r - statistics.mean(others)))
+def slow_gae(lam, lam_policy=None, alpha=None):
+    args = SimpleNamespace(gamma=GAMMA, gae_lambda=lam, gae_lambda_policy=lam_policy, length_adaptive_alpha=alpha)
+
+    def estimate(b, singleton):
+        numbers = ppo_advantages(args, live_rows(b), at_tokens(b, "rewards"), at_tokens(b, "values"))
+        return [as_tensor(b, x) for x in numbers]
+
+    return estimate
+
+
+# name: (the estimator on a batch and a singleton rule, the loop); both -> advantages, returns
+def outcome(name):
+    return lambda b, s: ADV_ESTIMATORS[name](b["rewards"], b["mask"], b["index"], singleton=s), slow(name)
 
 
 ESTIMATORS = {
-    "grpo_passk": outcome("grpo_passk", slow_passk),
-    "grpo_leave_one_out": outcome("grpo_leave_one_out", slow_leave_one_out),
-    "grpo_batch_std": outcome("grpo_batch_std", slow_batch_std),
-    "rloo": outcome("rloo", slow_rloo),
-    "opo": outcome("opo", slow_opo),
-    "gpg": outcome("gpg", slow_gpg),
-    "maxrl": outcome("maxrl", slow_maxrl),
-    "reinforce_plus_plus_baseline": outcome("reinforce_plus_plus_baseline", slow_rf_baseline),
+    "grpo_passk": outcome("grpo_passk"),
+    "grpo_leave_one_out": outcome("grpo_leave_one_out"),
+    "grpo_batch_std": outcome("grpo_batch_std"),
+    "rloo": outcome("rloo"),
+    "opo": outcome("opo"),
+    "gpg": outcome("gpg"),
+    "maxrl": outcome("maxrl"),
+    "reinforce_plus_plus_baseline": outcome("reinforce_plus_plus_baseline"),
     "reinforce_plus_plus": (
         lambda b, s: ADV_ESTIMATORS["reinforce_plus_plus"](b["rewards"], b["mask"], b["index"], gamma=GAMMA),
-        lambda b, s: (slow_whiten(b, slow_to_go(b, GAMMA)), slow_to_go(b, GAMMA)),
+        slow("reinforce_plus_plus", gamma=GAMMA),
     ),
     "remax": (
         lambda b, s: remax_advantages(b["rewards"] * 1.0, b["baselines"], b["mask"].bool()),
@@ -313,36 +167,32 @@ ESTIMATORS = {
         lambda b, s: compute_gdpo_outcome_advantage(
             b["rewards"], b["mask"], b["index"], reward_components=b["components"], reward_weights=WEIGHTS, singleton=s
         ),
-        lambda b, s: (slow_gdpo(b, s),) * 2,
+        slow("gdpo", reward_weights=tuple(WEIGHTS)),
     ),
     "optimal_token_baseline": (
         lambda b, s: compute_optimal_token_baseline_advantage(
-            *(b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared", "is_weights")), singleton=s
+            *(b[k] for k in ("rewards", "mask", "index", "squared_score", "is_weights")), singleton=s
         ),
-        slow_otb,
+        slow("optimal_token_baseline"),
     ),
     "tir_optimal_token_baseline": (
         lambda b, s: compute_multi_turn_optimal_token_baseline_advantage(
-            *(b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared", "is_weights")), singleton=s
+            *(b[k] for k in ("rewards", "mask", "index", "squared_score", "is_weights")), singleton=s
         ),
-        slow_turn_aligned_otb,
+        slow("tir_optimal_token_baseline"),
     ),
     "gae": (
         lambda b, s: compute_gae_advantage_return(b["rewards"], b["values"], b["mask"], GAMMA, LAM),
-        lambda b, s: with_values(b, [LAM] * len(b["mask"]), [LAM] * len(b["mask"])),
+        slow_gae(LAM),
     ),
     "vapo": (
         lambda b, s: compute_gae_advantage_return(
             b["rewards"], b["values"], b["mask"], GAMMA, 1.0, length_adaptive_lam(b["mask"], ALPHA)
         ),
-        lambda b, s: with_values(b, [1.0] * len(b["mask"]), lams_of(b)),
+        slow_gae(1.0, alpha=ALPHA),
     ),
 }
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
-
-
-def rules_for(name):
-    return ["zero"] if name == "grpo_passk" else ["raw", "zero"]
 
 
 def poisoned(b, seed):
@@ -367,7 +217,7 @@ def rearranged(b, rows):
 TENSORS = {  # of the shape that each has beside rewards (B, T)
     "values": lambda x: x,
     "old_log_probs": lambda x: x,
-    "sum_pi_squared": lambda x: x,
+    "squared_score": lambda x: x,
     "rollout_is_weights": lambda x: x,
     "reward_baselines": lambda x: x[:, 0],
     "reward_components": lambda x: x,
@@ -399,7 +249,7 @@ def test_equals_the_loop(name, seed):
     """With garbage in the masked positions, in 64 and 32 bits."""
     fast, slow = ESTIMATORS[name]
     b = random_batch(seed)
-    for singleton in rules_for(name):
+    for singleton in ("raw", "zero"):
         expected = slow(b, singleton)
         for result, wanted in zip(fast(poisoned(b, seed), singleton), expected):
             close(result, wanted)
@@ -419,7 +269,7 @@ def check_dead_rows_row_order_and_garbage(name, seed, dtype, size):
     more["mask"][rows:] = 0
     order = torch.tensor(rng.sample(range(rows + dead), rows + dead))
     more = poisoned(rearranged(more, order), seed)
-    for singleton in rules_for(name):
+    for singleton in ("raw", "zero"):
         for result, expected in zip(fast(more, singleton), fast(b, singleton)):
             back = result[order.argsort()]
             assert bits_equal(back[:rows], expected)
@@ -448,7 +298,7 @@ def test_nothing_or_one_token_lives(name):
     for result in fast(poisoned(b, 0), "zero"):
         assert (result == 0).all()
     b["mask"][0, 0] = 1
-    for singleton in rules_for(name):  # a whitening of one token would raise
+    for singleton in ("raw", "zero"):  # a whitening of one token would raise
         for result, expected in zip(fast(b, singleton), slow(b, singleton)):
             close(result, expected)
     empty = {k: v[:0] for k, v in b.items()}
@@ -491,7 +341,7 @@ SINGLETONS = {  # A of a group of one with R = 2, "raw", beside a group with R =
 @pytest.mark.parametrize("name", SINGLETONS)
 def test_singletons(name):
     b = {"rewards": torch.tensor([[2.0], [0.0], [1.0]]), "mask": torch.ones(3, 1), "index": ["a", "b", "b"]}
-    b |= {"log_probs": -torch.ones(3, 1), "sum_pi_squared": torch.zeros(3, 1), "is_weights": torch.ones(3, 1)}
+    b |= {"log_probs": -torch.ones(3, 1), "squared_score": torch.ones(3, 1), "is_weights": torch.ones(3, 1)}
     fast, _ = ESTIMATORS[name]
     assert fast(b, "raw")[0][0].item() == pytest.approx(SINGLETONS[name], rel=1e-6)
     assert fast(b, "zero")[0][0].item() == pytest.approx(0, abs=1e-7)
@@ -502,11 +352,9 @@ def test_singletons(name):
 
 def test_singletons_of_passk_and_gdpo():
     rewards, mask, index = torch.tensor([[2.0], [0.0], [1.0]]), torch.tensor([[1], [1], [1]]), ["a", "b", "b"]
-    passk = ADV_ESTIMATORS["grpo_passk"]
-    with pytest.raises(InputError, match="at least 2 live rows"):
-        passk(rewards, mask, index)
-    plain, _ = passk(rewards, mask, index, norm_adv_by_std_in_grpo=False, singleton="zero")
-    assert plain.tolist() == [[0], [0], [1]]
+    for singleton in ("raw", "zero"):
+        settings = {"norm_adv_by_std_in_grpo": False, "singleton": singleton}
+        assert ADV_ESTIMATORS["grpo_passk"](rewards, mask, index, **settings)[0].tolist() == [[0], [0], [1]]
     raw, _ = compute_gdpo_outcome_advantage(rewards, mask, index, reward_components=rewards)
     zero, _ = compute_gdpo_outcome_advantage(rewards, mask, index, reward_components=rewards, singleton="zero")
     rows = torch.tensor([[2.0], [-math.sqrt(1 / 2)], [math.sqrt(1 / 2)]])
@@ -618,7 +466,7 @@ def test_leave_one_out_of_equal_others_is_not_divided(odd):
 
 def test_optimal_token_baseline_without_is_weights():
     b = random_batch(11)
-    args = [b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared")]
+    args = [b[k] for k in ("rewards", "mask", "index", "squared_score")]
     ones = compute_optimal_token_baseline_advantage(*args, torch.ones_like(b["rewards"]))
     assert bits_equal(compute_optimal_token_baseline_advantage(*args)[0], ones[0])
 
@@ -627,18 +475,18 @@ def test_optimal_token_baseline_without_is_weights():
 def test_turn_aligned_baseline_is_the_plain_one_where_no_tool_wrote(seed):
     b = random_batch(seed)
     b["mask"] = torch.arange(b["mask"].shape[1]) < b["mask"].sum(1, keepdim=True)  # responses of one turn
-    args = [b[k] for k in ("rewards", "mask", "index", "log_probs", "sum_pi_squared")]
+    args = [b[k] for k in ("rewards", "mask", "index", "squared_score")]
     aligned = compute_multi_turn_optimal_token_baseline_advantage(*args)
     plain = compute_optimal_token_baseline_advantage(*args)
     assert bits_equal(plain[0], aligned[0]) and bits_equal(plain[1], aligned[1])
 
 
 def test_turn_aligned_baseline_by_hand():
-    """pi = 0 and no squares: every token weighs 1, so W_n = n. The second row's tool wrote one token before its second.
+    """Every token weighs 1, so W_n = n. The second row's tool wrote one token before its second.
 
     Its second token has index 1 in both rows: B = mean of G there, which by position would have no partner."""
     mask, rewards = torch.tensor([[1, 1, 0], [1, 0, 1]]), torch.tensor([[0.0, 1, 0], [0, 0, 3]])
-    args = rewards, mask, ["u", "u"], torch.full((2, 3), -math.inf), torch.zeros(2, 3)
+    args = rewards, mask, ["u", "u"], torch.ones(2, 3)
     aligned, returns = compute_multi_turn_optimal_token_baseline_advantage(*args)
     assert returns.tolist() == [[1, 1, 0], [3, 0, 3]]
     torch.testing.assert_close(aligned, torch.tensor([[-1.0, -1, 0], [1, 0, 1]]))
@@ -650,7 +498,7 @@ def test_estimator_inputs():
     mask = torch.ones(2, 1)
     whole, index = torch.tensor([[0, 3], [1, 2], [0, 1], [0, 0], [5, 0]]), ["a", "a", "a", "b", "b"]
     b = {"mask": torch.ones(5, 2), "index": index} | dict.fromkeys(("values", "log_probs"), -torch.ones(5, 2))
-    b |= {"sum_pi_squared": torch.zeros(5, 2), "is_weights": torch.ones(5, 2), "baselines": torch.ones(5) / 2}
+    b |= {"squared_score": torch.ones(5, 2), "is_weights": torch.ones(5, 2), "baselines": torch.ones(5) / 2}
     for name, (fast, _) in ESTIMATORS.items():  # integers must not truncate
         results = [fast(b | {"rewards": x, "components": x}, "raw") for x in (whole, whole.float())]
         assert all(bits_equal(x, y) for x, y in zip(*results)), name

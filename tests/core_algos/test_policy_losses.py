@@ -6,7 +6,6 @@ differences would not see it.
 
 import math
 import random
-import statistics
 from itertools import product
 
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
+from lib.args.settings import RejectArgs, RolloutCorrectionArgs
 from lib.core_algos import CRITERIA, LOSS_AGG_MODES, agg_loss, compute_rollout_correction, get_rollout_correction_fn
 from lib.core_algos import policy_losses as pl
 from lib.core_algos.policy_losses import compute_policy_loss
@@ -28,6 +28,7 @@ from tests.core_algos.test_core_algos import (
     random_batch,
     slow_weights,
 )
+from tests.reference_formulas import correction, splitmix64
 
 LOW, HIGH = 0.2, 0.28
 CLIP = {"cliprange_low": LOW, "cliprange_high": HIGH}
@@ -393,11 +394,7 @@ def slow_covariance(advantages, new, mask):
 
 
 def slow_noise(seed, row, position):
-    """splitmix64 in integers without bound, as a signed number."""
-    x = (row * 2**32 + position + seed * 0x9E3779B97F4A7C15) % 2**64
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        x = (x ^ (x >> shift)) * factor % 2**64
-    return x - 2**64 if x >= 2**63 else x
+    return splitmix64((row * 2**32 + position + seed * 0x9E3779B97F4A7C15) % 2**64)
 
 
 def slow_clip_cov(old, advantages, mask, row_ids, seed):
@@ -539,10 +536,6 @@ def test_masks_of_nothing_and_ties():
 # --------------------------------------------------------------------------------- rollout correction
 
 
-def clamp_exp(x):
-    return math.exp(min(max(x, -20.0), 20.0))
-
-
 def mismatch_batch(seed, scale=0.7):
     """old_log_prob, rollout_log_probs, mask; now and then a huge ratio."""
     rollout, _, noise, mask = random_batch(seed)
@@ -551,51 +544,12 @@ def mismatch_batch(seed, scale=0.7):
     return old, rollout, mask
 
 
-def rows_of_x(old, rollout, mask):
-    return [
-        {t: (old[i, t] - rollout[i, t]).item() for t in range(mask.shape[1]) if mask[i, t]} for i in range(len(mask))
-    ]
-
-
-def slow_weights_of(rows, kept, level, action, low, high, normalize):
-    weights = {}
-    for i, row in enumerate(rows):
-        for t, x in row.items():
-            log_r = {"token": x, "sequence": sum(row.values()), "geometric": sum(row.values()) / len(row)}[level]
-            r = clamp_exp(log_r)
-            weights[i, t] = r if low <= r <= high else 0 if action == "mask" else low if r < low else high
-    units = kept if level == "token" else {min(at for at in kept if at[0] == i) for i in {i for i, _ in kept}}
-    mean = math.fsum(weights[at] for at in units) / max(len(units), 1)
-    return {at: weights[at] / mean if normalize and mean else weights[at] for at in kept}
-
-
-def slow_rejection(row, criterion, limit):
-    """The positions of one row that a criterion keeps."""
-    scope, kind = criterion.rsplit("_", 1)
-    divergence = {
-        "k2": lambda x: min(max(x, -20.0), 20.0) ** 2 / 2,
-        "k3": lambda x: clamp_exp(x) - 1 - min(max(x, -20.0), 20.0),
-    }
-    if kind == "k1":
-        reduced = {
-            "token": {t: [x] for t, x in row.items()},
-            "seq_sum": [sum(row.values())],
-            "seq_mean": [sum(row.values()) / max(len(row), 1)],
-            "seq_max": list(row.values()),
-        }[scope]
-        ok = lambda xs: all(limit[0] <= clamp_exp(x) <= limit[1] for x in xs)  # noqa: E731
-    else:
-        each = {t: divergence[kind](x) for t, x in row.items()}
-        reduced = {
-            "token": {t: [d] for t, d in each.items()},
-            "seq_sum": [sum(each.values())],
-            "seq_mean": [sum(each.values()) / max(len(each), 1)],
-            "seq_max": [max(each.values(), default=0)],
-        }[scope]
-        ok = lambda ds: all(d <= limit for d in ds)  # noqa: E731
-    if scope == "token":
-        return {t for t, values in reduced.items() if ok(values)}
-    return set(row) if ok(reduced) else set()
+def correction_by_loops(old, rollout, mask, level=None, action=None, bounds=None, batch_normalize=None, reject=None):
+    """-> weights of the kept tokens (None without level), kept tokens, metrics."""
+    criteria = RejectArgs(**(reject or {}))
+    flags = RolloutCorrectionArgs(level or "measure", action, bounds, batch_normalize, criteria)
+    at = [tuple(token) for token in mask.nonzero().tolist()]
+    return correction(flags, *({token: x[token].item() for token in at} for x in (old, rollout)), at)
 
 
 def grid(mask, weights):
@@ -611,48 +565,29 @@ def grid(mask, weights):
 @for_all(15, seed=seeds)
 def test_correction_weights_equal_the_loop(level, action, normalize, seed):
     old, rollout, mask = mismatch_batch(seed)
-    rows = rows_of_x(old, rollout, mask)
-    for low, high, reject in ((0.5, 3.0, None), (0.0, 1.5, {"token_k1": (0.25, 9.0)}), (0.9, math.inf, None)):
-        limit = (reject or {"token_k1": (0, math.inf)})["token_k1"]
-        kept = {(i, t) for i, row in enumerate(rows) for t in slow_rejection(row, "token_k1", limit)}
-        expected = slow_weights_of(rows, kept, level, action, low, high, normalize)
-        keywords = {"level": level, "action": action, "bounds": (low, high), "batch_normalize": normalize}
+    for *bounds, reject in ((0.5, 3.0, None), (0.0, 1.5, {"token_k1": (0.25, 9.0)}), (0.9, math.inf, None)):
+        keywords = {"level": level, "action": action, "bounds": tuple(bounds), "batch_normalize": normalize}
+        expected, kept, numbers = correction_by_loops(old, rollout, mask, **keywords, reject=reject)
         for clean in (True, False):
             pair = (old, rollout) if clean else (poison(old, mask, seed), poison(rollout, mask, seed + 1))
             weights, new_mask, metrics = compute_rollout_correction(*pair, mask, **keywords, reject=reject)
             torch.testing.assert_close(weights, grid(mask, expected), rtol=1e-9, atol=1e-12)
-            assert {tuple(at) for at in new_mask.nonzero().tolist()} == kept and new_mask.dtype == mask.dtype
-        rows_kept = {i for i, _ in kept}
-        units = sorted(kept) if level == "token" else [min(at for at in kept if at[0] == i) for i in rows_kept]
-        assert ("rollout/is_weight" in metrics) == bool(units)
-        if units:
-            mean = math.fsum(expected[at] for at in units) / len(units)
-            assert metrics["rollout/is_weight"] == pytest.approx(mean, rel=1e-9)
-            assert not normalize or mean in (0, pytest.approx(1))
+            assert [tuple(at) for at in new_mask.nonzero().tolist()] == kept and new_mask.dtype == mask.dtype
+            assert metrics == pytest.approx(numbers, rel=1e-9, abs=1e-12)
+        assert not (normalize and kept) or metrics["rollout/is_weight"] in (0, pytest.approx(1))
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 @for_all(25, seed=seeds)
 def test_rejection_equals_the_loop(criterion, seed):
     old, rollout, mask = mismatch_batch(seed, scale=0.4)
-    rows = rows_of_x(old, rollout, mask)
     for limit in ((0.5, 3.0), (0.9, 10.0), (0.99, 1.05)) if criterion.endswith("k1") else (0.02, 0.3):
-        expected = {(i, t): 1 for i, row in enumerate(rows) for t in slow_rejection(row, criterion, limit)}
+        _, kept, numbers = correction_by_loops(old, rollout, mask, reject={criterion: limit})
         for clean in (True, False):
             pair = (old, rollout) if clean else (poison(old, mask, seed), poison(rollout, mask, seed + 1))
             weights, new_mask, metrics = compute_rollout_correction(*pair, mask, level=None, reject={criterion: limit})
-            assert weights is None and torch.equal(new_mask.double(), grid(mask, expected))
-        alive = [i for i, row in enumerate(rows) if row]
-        gone = len([i for i in alive if not any(at[0] == i for at in expected)])
-        tokens_gone = int(mask.sum()) - len(expected)
-        if not alive:
-            assert metrics == {}
-            continue
-        rows_share, tokens_share = gone / len(alive), tokens_gone / int(mask.sum())
-        assert metrics["rollout/rejected_rows"] == pytest.approx(rows_share, rel=1e-12)
-        assert metrics["rollout/rejected_tokens"] == pytest.approx(tokens_share, rel=1e-12)
-        by_criterion = tokens_share if criterion.startswith("token") else rows_share
-        assert metrics[f"rollout/rejected_{criterion}"] == pytest.approx(by_criterion, rel=1e-12)
+            assert weights is None and torch.equal(new_mask.double(), grid(mask, dict.fromkeys(kept, 1)))
+            assert metrics == pytest.approx(numbers, rel=1e-9, abs=1e-12)
 
 
 def test_bounds_are_on_train_over_rollout():
@@ -703,41 +638,6 @@ def test_denominators_before_and_after_rejection(mode, seed):
     full = -advantages * old * weights * new_mask
     close(before, (full * slow_weights(mask, mode)).sum())
     close(after, (full * slow_weights(new_mask, mode)).sum())
-
-
-@for_all(30, seed=seeds)
-def test_correction_metrics_equal_the_loop(seed):
-    old, rollout, mask = mismatch_batch(seed)
-    rows, at = rows_of_x(old, rollout, mask), mask.nonzero().tolist()
-    metrics = compute_rollout_correction(poison(old, mask, 1), poison(rollout, mask, 2), mask)[2]
-    if not at:
-        assert metrics == {}
-        return
-    alive = [i for i, row in enumerate(rows) if row]
-    nll = {
-        n: [-math.fsum(x[i, t].item() for t in rows[i]) / len(rows[i]) for i in alive]
-        for n, x in (("t", old), ("r", rollout))
-    }
-    mean = lambda values: math.fsum(values) / len(values)  # noqa: E731
-    expected = {
-        "ppl_train": mean([math.exp(v) for v in nll["t"]]),
-        "ppl_rollout": mean([math.exp(v) for v in nll["r"]]),
-        "log_ppl_diff": mean([a - b for a, b in zip(nll["t"], nll["r"])]),
-        "log_ppl_abs_diff": mean([abs(a - b) for a, b in zip(nll["t"], nll["r"])]),
-        "chi2_seq": mean([clamp_exp(sum(rows[i].values())) ** 2 for i in alive]) - 1,
-        "is_clipped": mean([float(clamp_exp(x) > 2) for row in rows for x in row.values()]),
-    }
-    ratios = [clamp_exp(x) for row in rows for x in row.values()]
-    expected["is_weight"] = mean([min(r, 2.0) for r in ratios])
-    expected["ess"] = math.fsum(ratios) ** 2 / (len(at) * math.fsum(r * r for r in ratios))
-    expected |= {"rejected_rows": 0.0, "rejected_tokens": 0.0}
-    p, q = ([math.exp(x[i, t].item()) for i, t in at] for x in (old, rollout))
-    if len(at) > 1:
-        expected["prob_pearson"] = statistics.correlation(p, q)
-    for name, value in expected.items():
-        assert metrics[f"rollout/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-9), name
-    assert all(type(value) is float for value in metrics.values())
-    assert {name.removeprefix("rollout/") for name in metrics} == set(expected)
 
 
 def test_correlation_of_a_constant_is_left_out_and_equal_policies_are_all_there():

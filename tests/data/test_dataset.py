@@ -20,8 +20,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
 from lib import InputError
-from lib.data import RLHFDataset, collate_fn, load_dataset_class, load_split, make_loader
-from tests.common import ROOT
+from lib.data import RLHFDataset, check_template_kwargs, collate_fn, load_dataset_class, load_split, make_loader
+from lib.model import load_tokenizer
+from tests.common import ROOT, TOY_MODEL
 
 # One token a character: "<user: hi><assistant: " has 6 + 3 + 12 tokens, and thinking adds "!".
 TEMPLATE = (
@@ -623,3 +624,14 @@ def test_loader_errors():
     for other in ({"n": 11}, {"seed": 1}):
         with pytest.raises(InputError, match="resume: the saved data stream"):
             make(**other).load_state_dict(make().state_dict())
+
+
+def test_a_chat_template_reads_the_keywords_that_it_names():
+    tokenizer = load_tokenizer(TOY_MODEL)
+    template = "{% generation %}{% if enable_thinking is defined %}x{% endif %}{% endgeneration %}{{ messages }}"
+    for kwargs in ({}, {"enable_thinking": True, "chat_template": template}, {"add_generation_prompt": False}):
+        check_template_kwargs(tokenizer, kwargs)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": template}
+    check_template_kwargs(tokenizer, {"enable_thinking": True})
+    with pytest.raises(InputError, match="does not read thinking; it reads enable_thinking"):
+        check_template_kwargs(tokenizer, {"thinking": True})

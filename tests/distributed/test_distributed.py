@@ -75,8 +75,8 @@ def launch(launcher: list[str], script: Path, *args: str) -> subprocess.Complete
 
 
 def test_accelerate_gives_all_ranks_sharding_and_weights(tmp_path):
-    """Traps 2 to 4: separate runs instead of ranks, DDP instead of FSDP2, weights of zero off rank 0. With our file, and
-    with accelerate's own FSDP, whose variables reach the ranks. torchrun: test_waits.py; python: tests/scripts/."""
+    """Traps 2 to 4: separate runs instead of ranks, DDP instead of FSDP2, weights of zero off rank 0. With our
+    file and accelerate's own FSDP, whose variables reach the ranks. torchrun: test_waits.py; python: tests/scripts/."""
     (tmp_path / "probe.py").write_text(PROBE)
     path = save_tiny(tmp_path / "model")
     total = sum(p.abs().sum().item() for p in AutoModelForCausalLM.from_pretrained(path).parameters())

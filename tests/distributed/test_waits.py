@@ -45,6 +45,7 @@ from tests.common import (
     TORCHRUN,
     environment,
     fork,
+    free_port,
     save_tiny,
 )
 
@@ -181,6 +182,22 @@ def test_a_rank_that_does_not_start_is_named(tmp_path, start_ranks):
     assert exit_code(alone) == 124
     reason = (tmp_path / "0").read_text().rsplit("StageTimeout: rank 0 ends after 2 s in start; ", 1)[1]
     assert re.search(r"rank 1: not started for \d+ s, silent for \d+ s", reason)
+
+
+def test_a_rank_0_that_never_opens_its_store_is_named(tmp_path, start_ranks):
+    """Without a launcher's store, as where srun starts the ranks: rank 0 has ended before rank 1 comes."""
+
+    def join(_):
+        if os.environ["RANK"] == "1":
+            os.environ.update(MASTER_PORT=str(free_port()), LOCAL_WORLD_SIZE="2")
+            del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+            init_distributed(2)
+
+    _, rank = start_ranks(2, join)
+    assert exit_code(rank) == 1
+    said = (tmp_path / "1").read_text()
+    assert re.search(r"error: rank 1 in \w+: nobody answers at 127.0.0.1:\d+: rank 0 has not started", said)
+    assert "Traceback" not in said
 
 
 def test_the_end_of_the_store_ends_the_job_at_once(tmp_path, store, start_ranks):

@@ -59,7 +59,7 @@ def test_a_replay_repeats_the_metrics_to_the_bit_and_neither_samples_nor_scores(
     installed where it is replayed."""
     (tmp_path / "chance.py").write_text(BY_CHANCE)
     (tmp_path / "refuse.py").write_text(NOTHING_SAMPLES_OR_SCORES)
-    args = [*SMALL, "--total-steps", "2", "--reward", f"{tmp_path / 'chance.py'}:score"]
+    args = [*SMALL, "--total-steps", "2", "--update-epochs", "2", "--reward", f"{tmp_path / 'chance.py'}:score"]
     ran(fork(script, tmp_path, *args, "--run-name", "live", "--record", str(tmp_path / "kept"), ranks=ranks))
     args += ["--val-reward", f"{tmp_path / 'refuse.py'}:score", "--rollout-engine", "vllm"]
     done = ran(fork(script, tmp_path, *args, "--run-name", "again", "--replay", str(tmp_path / "kept"), ranks=ranks))

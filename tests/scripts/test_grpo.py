@@ -460,11 +460,16 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
         "low < high",
     ),
     "a correction's bounds": (lambda t: ["--rollout-correction.bounds", "2", "3"], "needs bounds on r"),
+    "images for a text model": (lambda t: ["--max-images", "2"], "--max-images has no effect without a --model that"),
+    "keyword of no template": (
+        lambda t: ["--chat-template-kwargs", '{"enable_thinkin": true}'],
+        "--chat-template-kwargs: the model's template does not read enable_thinkin",
+    ),
     "no such dataset class": (lambda t: ["--dataset-class", "absent.py:Mine"], "--dataset-class absent.py:Mine: give"),
     "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward-model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
     "loss with another's": (lambda t: ["--loss", "gspo", "--loss-kwargs.cap", "2"], "cap"),
-    "the script's own loss": (lambda t: ["--loss-kwargs.cap", "2"], "--loss vanilla takes --clip-ratio-low"),
+    "the script's own loss": (lambda t: ["--loss-kwargs.cap", "2"], "has no effect without --loss decoupled"),
     "resume from nowhere": (lambda t: ["--resume", str(t / "step_000001")], "step_000001"),
 }
 

@@ -46,7 +46,7 @@ from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, set_gradient_sync, shard_model, trainable_parameters
 from lib.model import batched_log_probs, load_critic, load_model, response_log_probs, response_values
-from tests.common import rollout_batch, run_ranks, save_tiny
+from tests.common import float64_norms, rollout_batch, run_ranks, save_tiny
 from tests.core_algos.test_core_algos import SCALE, bits_equal, counts, poison, random_batch
 
 SETTINGS = {"dro": {"dro_beta": 0.3}, "gspo": {"cliprange_low": 0.2, "cliprange_high": 0.28}}
@@ -216,17 +216,6 @@ def test_no_loss_depends_on_the_number_of_ranks():
 
 
 # --------------------------------------------------------------------- padded or packed, through a model
-
-
-def float64_norms(model):
-    """transformers' RMSNorm computes in float32, whose rounding (6e-8) would hide what rtol 1e-8 looks for."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    return model
 
 
 def wider(batch, left, right):
@@ -502,7 +491,7 @@ def test_no_row_of_an_estimator_depends_on_dead_rows_row_order_or_padding(name):
     for seed in range(10):
         b, _ = mini_batch(seed)
         g = torch.Generator().manual_seed(seed)
-        b |= {"token_level_rewards": b["returns"].round(), "sum_pi_squared": b["entropys"] / 9}
+        b |= {"token_level_rewards": b["returns"].round(), "squared_score": b["entropys"] / 9}
         b |= {"reward_baselines": torch.randn(ROWS, generator=g).double()}
         b |= {"rollout_is_weights": 2 * torch.rand(b["returns"].shape, generator=g).double()}
         b |= {"reward_components": torch.randn(ROWS, 2, generator=g).round().double()}

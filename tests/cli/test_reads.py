@@ -1,0 +1,261 @@
+"""The table of what a run reads: it names every flag, choice and column; the mathematics of a step reads what it says
+and nothing else; what is given and not read is reported."""
+
+import importlib
+import inspect
+from fnmatch import fnmatchcase
+from functools import cache
+from operator import attrgetter
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import dapo
+from lib import InputError, setup
+from lib.args import Reads, settings
+from lib.args.__main__ import page
+from lib.args.reads import FACTS, NEVER_IDLE, NOTED, TABLE, rows_with
+from lib.cli.flags import parse_flags, walk
+from lib.columns import COLUMNS
+from lib.core_algos import ADV_ESTIMATORS, ADV_TENSORS, LOSS_TENSORS, POLICY_LOSSES, TOKEN_MASKS, agg_loss, kl_penalty
+from lib.data_proto import DataProto
+from tests.common import ROOT
+
+SCRIPTS = [importlib.import_module(name) for name in ("grpo", "ppo", "remax", "dapo")]
+FLAGS = {name: value for script in SCRIPTS for name, value, _ in walk(script.Args())}
+
+
+def terms() -> set[tuple[str, tuple[str, ...]]]:
+    """(name, values) of all choices in the table."""
+    found = {term for row in TABLE for terms in row.when.split(" or ") for term in terms.split(" and ") if term}
+    split = [term.removeprefix("no ").partition(" ") for term in found]
+    return {(name, tuple(values.split("|")) if values else ()) for name, _, values in split}
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def test_every_flag_is_in_the_table():
+    assert [name for name in FLAGS if not rows_with(name)] == []
+
+
+def test_the_table_names_flags_choices_and_columns_that_there_are():
+    for row in TABLE:
+        assert [p for p in row.flags.split() if not any(fnmatchcase(name, p) for name in FLAGS)] == []
+        assert {*f"{row.columns} {row.update}".split()} <= {*COLUMNS}
+    assert {name for name, _ in terms()} <= {*FLAGS, *FACTS}
+    assert {*NOTED, *NEVER_IDLE} <= {*FLAGS, *FACTS}
+    for name, values in terms():
+        for hints in (get_type_hints(dapo.Args), get_type_hints(type(dapo.Args().data))):
+            if choices := [c for c in get_args(hints.get(name)) if isinstance(c, str)]:
+                assert all(any(fnmatchcase(choice, value) for choice in choices) for value in values), name
+
+
+def test_every_estimator_and_loss_has_a_row():
+    for flag, names in (("adv_estimator", ADV_ESTIMATORS), ("loss", POLICY_LOSSES)):
+        assert {value for name, values in terms() if name == flag for value in values} == {*names}
+
+
+def test_the_page_is_the_table():
+    assert (ROOT / "docs/flags_read.md").read_text() == page(), "python -m lib.args > docs/flags_read.md"
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def declared(**choice) -> tuple[set[str], Reads]:
+    args = dapo.Args(**choice)
+    reads = Reads(args)
+    return {name for name in FLAGS if reads.reads(name)}, reads
+
+
+def keywords(function, positional: int) -> set[str]:
+    """The settings of a kernel: its parameters that are no columns, without those that a partial fixes."""
+    names = {*[*inspect.signature(function).parameters][positional:]} - {*COLUMNS, "row_ids", "seed"}
+    return names - getattr(function, "keywords", {}).keys()
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_an_estimators_row_is_its_signature(name):
+    flags, reads = declared(adv_estimator=name)
+    own = {flag.removeprefix("adv_kwargs.") for flag in flags if flag.startswith(("adv_kwargs.", "singleton"))}
+    groups_of_one = {name: {"singleton"} for name in ("maxrl", "reinforce_plus_plus", "grpo_passk")}  # get 0 anyway
+    unused = groups_of_one | {"dr_grpo": {"epsilon"}}
+    assert own == keywords(ADV_ESTIMATORS[name], 3) - unused.get(name, set())
+    assert reads.columns()[0] == {*ADV_TENSORS[name]}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_losses_row_is_its_signature(name):
+    flags, reads = declared(loss=name)
+    own = {flag.removeprefix("loss_kwargs.") for flag in flags if flag.startswith(("loss_kwargs.", "clip_ratio"))}
+    assert {flag.replace("clip_ratio_low", "cliprange_low").replace("clip_ratio_h", "cliprange_h") for flag in own} == (
+        keywords(POLICY_LOSSES[name], 4)
+    )
+    assert reads.columns()[1] - {"old_log_probs"} == {*LOSS_TENSORS[name]}
+    mask = TOKEN_MASKS.get(name, (None, ()))  # of the same name
+    assert reads.columns()[0] == {*mask[1]} - {"response_mask"}
+    of_mask = {flag for flag in flags if flag.startswith(f"token_masks.{name}")}
+    assert len(of_mask) == (len(keywords(mask[0], len(mask[1]))) if mask[0] else 0)
+
+
+def test_a_masks_row_has_its_columns():
+    for mask in ("top_entropy", "m2po", "off_policy_sequence"):
+        _, reads = declared(token_masks=settings.TokenMaskArgs(**{mask: 0.5}))
+        assert reads.columns()[0] == {*TOKEN_MASKS[mask][1]} - {"response_mask"}
+
+
+# ---- perturbed flags -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@cache
+def step_tensors() -> tuple[dict[str, torch.Tensor], np.ndarray, torch.Tensor]:
+    """24 rows of up to 8 tokens, and log-probs of the update. Groups of four, two, one, equal and dead rows."""
+    torch.manual_seed(3)
+    B, T = 24, 8
+    lengths = torch.randint(1, T + 1, (B,))
+    lengths[5] = 0
+    mask = (torch.arange(T) < lengths[:, None]).long()
+    log_probs = lambda: -torch.rand(B, T) * 2  # noqa: E731
+    groups = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [5] * 2 + [6, 7]
+    scores = torch.rand(B) + torch.arange(B) % 2
+    scores[8:12] = 1.0  # a group without a signal
+    rewards = torch.zeros(B, T).scatter(1, (lengths - 1).clamp(min=0)[:, None], scores[:, None]) * mask
+    t = {
+        "response_mask": mask,
+        "attention_mask": mask,
+        "prompts": torch.ones(B, 1).long(),
+        "token_level_scores": rewards + 0.1 * torch.rand(B, T) * mask * (torch.arange(B) // 4 != 2)[:, None],
+        "reward_components": torch.rand(B, 2),
+        "truncated": lengths == T,
+        **{name: log_probs() for name in ("old_log_probs", "rollout_log_probs", "ref_log_prob")},
+        "entropys": torch.rand(B, T),
+        "squared_score": torch.rand(B, T),
+    }
+    return t, np.array([f"1-{g}" for g in groups], dtype=object), log_probs()
+
+
+def outcome(args: dapo.Args) -> tuple[torch.Tensor, ...] | None:
+    """The advantages, masks and loss of a step; None if the mathematics has no such setting."""
+    tensors, uid, log_probs = step_tensors()
+    batch = DataProto.from_dict(dict(tensors), {"uid": uid})
+    try:
+        control = setup.make_kl_control(args)
+        dapo.add_advantages(args, batch, args.rollout_correction.settings(), control, 1)
+        beta, t = control.value, batch.batch  # after the controller's step
+        several = args.num_mini_batches * args.update_epochs > 1
+        log_probs = log_probs.clone().requires_grad_()
+        losses, _ = dapo.policy_loss(args, log_probs, t["old_log_probs"] if several else log_probs.detach(), t)
+    except InputError as error:
+        assert "no setting" in str(error) or "unexpected keyword" in str(error), error
+        return None
+    losses = losses * t.get("rollout_is_weights", 1)
+    if args.kl_coef > 0 and args.kl_placement == "loss":
+        losses = losses + args.kl_coef * kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, t["response_mask"])
+    scale = args.loss_scale_factor or args.rollout.max_response_length
+    tokens, rows = t["denominator_mask"].sum(), t["denominator_mask"].any(1).sum()
+    loss = agg_loss(
+        losses * t["loss_mask"],
+        t["response_mask"],
+        args.loss_agg_mode,
+        global_tokens=tokens,
+        global_rows=rows,
+        loss_scale_factor=scale,
+    )
+    loss.backward()
+    return t["advantages"], t["loss_mask"], losses, loss, log_probs.grad, torch.tensor(beta)
+
+
+VALUES = {  # what a flag is changed to, where it is no choice among two
+    "adv_kwargs.epsilon": 0.5,
+    "adv_kwargs.norm_adv_by_std_in_grpo": False,
+    "adv_kwargs.gamma": 0.5,
+    "adv_kwargs.f_norm": 3.0,
+    "adv_kwargs.reward_weights": (1.0, 3.0),
+    "singleton": "zero",
+    "clip_ratio_low": 0.01,
+    "clip_ratio_high": 0.01,
+    "clip_ratio_c": 1.01,
+    "loss_kwargs.cliprange_low": 0.05,
+    "loss_kwargs.cliprange_high": 0.05,
+    "loss_kwargs.ratio_high": 1.1,
+    "loss_kwargs.tau_pos": 2.0,
+    "loss_kwargs.tau_neg": 2.0,
+    "loss_kwargs.delta_low": 0.01,
+    "loss_kwargs.delta_high": 0.01,
+    "loss_kwargs.dro_beta": 2.0,
+    "loss_kwargs.delta": 1.3,
+    "loss_kwargs.cap": 1.1,
+    "loss_kwargs.kl_coef": 3.0,
+    "token_masks.clip_cov_ratio": 0.5,
+    "token_masks.clip_cov_bounds": (-1.0, 1.0),
+    "token_masks.kl_cov_ratio": 0.5,
+    "loss_scale_factor": 3.0,
+    "rollout_correction.action": "mask",
+    "rollout_correction.bounds": (0.5, 1.5),
+    "rollout_correction.batch_normalize": True,
+    "overlong_factor": 3.0,
+    "kl_estimator": "abs",
+    "kl_placement": "reward",
+    "kl_target": 0.01,
+    "kl_horizon": 5000,
+}
+OF_LOSS = [name for name in VALUES if name.startswith(("loss_kwargs", "clip_ratio", "token_masks"))]
+OF_ADVANTAGE = [name for name in VALUES if name.startswith(("adv_kwargs", "singleton"))]
+OF_CORRECTION = [name for name in VALUES if name.startswith("rollout_correction")]
+OF_KL = [name for name in VALUES if name.startswith("kl_")]
+ONE = "--num-mini-batches 1"
+CASES: dict[str, tuple[str, list[str]]] = {
+    **{name: (f"--adv-estimator {name}", OF_ADVANTAGE) for name in ADV_ESTIMATORS},
+    "gdpo": ("--adv-estimator gdpo --reward-keys a b --overlong-buffer 0", OF_ADVANTAGE),
+    "grpo_passk, not divided": (
+        "--adv-estimator grpo_passk --adv-kwargs.norm-adv-by-std-in-grpo False",
+        [*OF_ADVANTAGE[:1], *OF_ADVANTAGE[2:]],
+    ),
+    **{name: (f"--loss {name}", OF_LOSS) for name in POLICY_LOSSES if name != "dro"},
+    "dro": ("--loss dro --loss-kwargs.dro-beta 1", OF_LOSS),
+    **{f"{name}, one update": (f"--loss {name} {ONE}", OF_LOSS) for name in POLICY_LOSSES if name != "dro"},
+    "dro, one update": (f"--loss dro --loss-kwargs.dro-beta 1 {ONE}", OF_LOSS),
+    **{mode: (f"--loss-agg-mode {mode}", ["loss_scale_factor"]) for mode in get_args(settings.AggMode)},
+    **{
+        f"correction, {level}": (f"--rollout-correction.level {level}", OF_CORRECTION)
+        for level in ("token", "sequence", "geometric", "measure")
+    },
+    "overlong penalty": ("--overlong-buffer 4 --max-response-length 8", ["overlong_factor"]),
+    "no overlong penalty": ("--overlong-buffer 0", ["overlong_factor"]),
+    "no KL": ("", OF_KL),
+    "KL in the loss": ("--kl-coef 0.1", OF_KL),
+    "KL in the reward": ("--kl-coef 0.1 --kl-placement reward", [name for name in OF_KL if name != "kl_placement"]),
+    "KL with a target": ("--kl-coef 0.1 --kl-placement reward --kl-target 0.1", ["kl_horizon"]),
+}
+
+
+def same(ours: tuple, theirs: tuple) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_flag_changes_the_step_where_the_table_says_so_and_nowhere_else(case, one_rank):
+    words, flags = CASES[case]
+
+    args = parse_flags(dapo.Args, ["--zero-variance", "keep", *words.split()])
+    before, reads = outcome(args), Reads(args)
+    assert before is not None
+    for name in flags:
+        owner, _, field = name.rpartition(".")
+        group = attrgetter(owner)(args) if owner else args
+        value = getattr(group, field)
+        setattr(group, field, VALUES[name])
+        after = outcome(args)
+        setattr(group, field, value)
+        assert (after is not None and not same(before, after)) == reads.reads(name), name
