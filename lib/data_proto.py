@@ -17,8 +17,7 @@ Where it departs from verl:
 - Files are safetensors, with the rest as JSON: loading executes no code. Loaded and unpickled tensors are on the CPU.
 - all_gather returns a new DataProto and accepts different numbers of rows on the ranks.
 - DataProtoFuture wraps concurrent.futures.Future; the parts of one chunk() call share one concatenation.
-- Not here: nested tensors and TensorDicts, num_batch_dims, fold / unfold, an environment switch for auto-padding.
-"""
+- Not here: nested tensors and TensorDicts, num_batch_dims, fold / unfold, an environment switch for auto-padding."""
 
 import base64
 import copy

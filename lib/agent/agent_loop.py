@@ -3,8 +3,7 @@
 One episode is one row: B rows in, B rows out, in order. `prompts` is the first prompt, `responses` all that comes after
 it: sampled turns, and between them the tools' or the user's messages as the chat template writes them. response_mask is
 1 only on sampled tokens (a turn's end token is sampled too), attention_mask on all. A turn's seed comes from its row's
-seed and the turn's number: neither timing nor other episodes change what is sampled.
-"""
+seed and the turn's number: neither timing nor other episodes change what is sampled."""
 
 import asyncio
 import copy

@@ -1,8 +1,6 @@
-"""External environments as interactions: OpenEnv, gymnasium, verifiers (docs/environments.md).
-
-The policy's turn is the action, and the observation is the next user message. A row is one initial state: its prompt
-holds the first observation, its interaction_kwargs reproduce it, so that responses to one prompt start alike.
-"""
+"""External environments as interactions: OpenEnv, gymnasium, verifiers (docs/environments.md). The policy's turn is the
+action, and the observation is the next user message. A row is one initial state: its prompt holds the first
+observation, its interaction_kwargs reproduce it, so that responses to one prompt start alike."""
 
 import asyncio
 import importlib

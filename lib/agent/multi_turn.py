@@ -6,8 +6,7 @@ and write JSON their own way. Then only the rest is encoded, and goes behind the
 template's end token, which is dropped if the policy sampled one; the newline behind it stays.
 
 If the text begins differently (a template may drop the thinking of earlier turns), the next turn starts a new segment
-of the row: the whole text is its prompt, position_ids start from 0, and lib/model takes it as a sequence of its own.
-"""
+of the row: the whole text is its prompt, position_ids start from 0, and lib/model takes it as a sequence of its own."""
 
 import copy
 from bisect import bisect_left

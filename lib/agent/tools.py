@@ -3,8 +3,7 @@
 A tool is a typed Python function, a subclass of BaseTool, or a tool of an MCP server. Its failure does not end a run:
 run_tool_call answers with a text for the model and a kind to count it by. A function that is not async runs in a
 thread, and is left there when its time is over. Not caught: an async function that blocks or ignores its cancellation
-for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
-"""
+for ever, C code that keeps the interpreter's lock, a crash of the interpreter."""
 
 import asyncio
 import inspect

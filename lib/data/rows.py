@@ -5,8 +5,7 @@ A row is {"prompt": [{"role": ..., "content": ...}, ...], "data_source": ..., "r
 
 In a struct column Arrow gives every row all the fields that any row has, with None for those that it lacked. So a null
 field means an absent one, and is removed. Columns of several files are not merged: ground_truth may be a string in one
-file and a number in the next.
-"""
+file and a number in the next."""
 
 import json
 from collections.abc import Sequence

@@ -3,8 +3,7 @@
 Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`. accelerate only launches; it
 does not wrap the model (on a CPU it silently replaces FSDP2 by DDP). Sharding is `fully_shard` itself, at every world
 size, so that one process and eight run the same code. FSDP averages gradients over ranks, so multiply a loss that is
-normalised by *global* counts by `world_size`.
-"""
+normalised by *global* counts by `world_size`."""
 
 # ruff: noqa: F401, I001  these names are what the package offers
 

@@ -3,8 +3,7 @@
 Attention runs inside each sequence: packed_sdpa on any device, varlen on a GPU. A recurrent or convolutional layer
 would carry its state from one packed sequence into the next. So it gets the sequences as rows, and its output is packed
 again, on any device and with any kernel. transformers can also pass `cu_seq_lens_q` or `seq_idx` to such layers, but
-only some kernels look at them: with others, as on a CPU, sequences silently leak into each other.
-"""
+only some kernels look at them: with others, as on a CPU, sequences silently leak into each other."""
 
 import inspect
 import math

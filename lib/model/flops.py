@@ -8,8 +8,7 @@ Not counted, as in PaLM: what is computed twice (gradient checkpointing, the log
 softmax. A prompt that rows share counts once, the output head at trained tokens only, the last token of a row not at
 all, and of a mixture the experts that a token goes to. A frozen weight takes 4, a frozen tower, which has no backward,
 2. Too much is counted for sliding windows and episodes of several sequences (as if each token saw all before it), too
-little for layers that carry a state and for the tower of a vision model (their weights only).
-"""
+little for layers that carry a state and for the tower of a vision model (their weights only)."""
 
 from typing import Any, NamedTuple
 

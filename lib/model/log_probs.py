@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lib import InputError, is_first_on_node
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup, all_gather_lists
+from lib.distributed import all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import in_micro_batches, of_responses
 from lib.model.vision import with_images
@@ -246,12 +246,7 @@ ROW_TOLERANCE = {
 
 @torch.no_grad()
 def check_rows(
-    model: PreTrainedModel,
-    batch: DataProto,
-    temperature: float,
-    micro_batch_tokens: int,
-    compute_dtype: torch.dtype,
-    row_group: RowGroup | None = None,
+    model: PreTrainedModel, batch: DataProto, temperature: float, micro_batch_tokens: int, compute_dtype, row_group=None
 ) -> None:
     """Measures on the first micro-batch that a row's log-probs depend on that row alone. A collective, of some 6
     forwards. First, every second row gets another response of the same shape: the rows between must not change. Second,

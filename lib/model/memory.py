@@ -29,8 +29,7 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
 Weights, Adam and gradients are exact. Activations and work are measured: the model runs forward and backward on the
 meta device, where attention keeps what a flash kernel keeps. HEADROOM is left for the CUDA context, NCCL's buffers and
 memory that the allocator cannot use again. With LoRA only adapters have gradients and Adam. What is offloaded counts in
-the moment "host", which is the host's memory.
-"""
+the moment "host", which is the host's memory."""
 
 import sys
 import weakref

@@ -1,8 +1,6 @@
-"""Vision-language models: image features replace the embeddings of their placeholders before the decoder.
-
-A processor has expanded each image's placeholder to as many tokens as the image has features. A sampled token of that
-id is text. So the decoder only ever gets embeddings, and rows are packed and prompts shared as in a text model.
-"""
+"""Vision-language models: image features replace the embeddings of their placeholders before the decoder. A processor
+has expanded each image's placeholder to as many tokens as the image has features. A sampled token of that id is text.
+So the decoder only ever gets embeddings, and rows are packed and prompts shared as in a text model."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,7 +9,6 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
@@ -89,14 +86,7 @@ register_dataclass(Images)
 
 
 def images_of(
-    model: PreTrainedModel,
-    rows: Sequence[dict] | np.ndarray | None,
-    ids: torch.Tensor,
-    trained: torch.Tensor,
-    attended: torch.Tensor,
-    place: torch.Tensor,
-    shape: Sequence[int],
-    run_tower: Sequence[str] = (),
+    model: PreTrainedModel, rows, ids, trained, attended, place, shape: Sequence[int], run_tower: Sequence[str] = ()
 ) -> Images | None:
     """The images that a forward over this layout needs; None if it needs none. An image of which no token is in the
     layout is not encoded: so a prompt that rows share is encoded once.

@@ -4,8 +4,7 @@ A scorer is the user's own code, so it runs in other processes (lib/sandbox/pool
 it hangs, crashes, raises or returns no finite number, its response gets failure_score. The failure is counted, the
 first of each kind is shown, and the run goes on. Without workers, scorers run in this process, one after the other, and
 an exception stops the run: this is for breakpoint(). verl's naive manager is workers=0, prime is workers of 1 or more,
-batch is a batched scorer.
-"""
+batch is a batched scorer."""
 
 import math
 from collections import Counter, defaultdict

@@ -6,8 +6,7 @@ The rest of lib/ asks an engine what it can do, and not which one it is.
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and responses stay tokens up
 to the loss. Each response has its own seed, so it depends on neither its batch nor its rank. rollout_log_probs belong
-to the distribution that was sampled from (temperature, top-p, top-k and min-p applied).
-"""
+to the distribution that was sampled from (temperature, top-p, top-k and min-p applied)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,7 @@ number of its start, "started i", is <= n; OVER ends all. Every request to a ser
 can read the store of a job on one node, so rank 0 writes the key to a file instead; a store of several nodes has it.
 
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
-only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
-"""
+only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session."""
 
 import json
 import os

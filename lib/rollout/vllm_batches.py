@@ -4,8 +4,7 @@ take a millisecond of CPU for each request.
 POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [ids of earlier ones]}; settings by the
 names of SamplingParams. As soon as a request ends there is a line of JSON: [its id, the fields of Generated], or [its
 id, {"error": why}]. Those whose connection closes are aborted. With VLLM_API_KEY in the server's environment every
-route needs it, also those that vLLM leaves open to all: they pause the server and load weights.
-"""
+route needs it, also those that vLLM leaves open to all: they pause the server and load weights."""
 
 import asyncio
 import json

@@ -3,8 +3,7 @@
 "direct": engine and trainer are one process, and the engine takes the trainer's tensors by reference. "broadcast": the
 workers of a server join a process group with the trainer's first rank and receive buckets of tensors. Both also work on
 a CPU, where vLLM's own do not. There two of vLLM's caches silently survive a reload, and are rebuilt here: the packed
-copy of a tied output head, and the packed experts of a mixture.
-"""
+copy of a tied output head, and the packed experts of a mixture."""
 
 import logging
 from collections.abc import Callable

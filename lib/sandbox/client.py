@@ -1,9 +1,7 @@
-"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes.
-
-The other side is zygote.py: a zygote is a warmed-up process, started once by each process, that forks the sandboxes.
-The kernel provides their walls: sandbox_level() says which, docs/rewards.md says what each level lets through. The
-memory limit is per process, so a sandbox takes at most memory_mb * processes.
-"""
+"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes. The other side is
+zygote.py: a zygote is a warmed-up process, started once by each process, that forks the sandboxes. The kernel provides
+their walls: sandbox_level() says which, docs/rewards.md says what each level lets through. The memory limit is per
+process, so a sandbox takes at most memory_mb * processes."""
 
 import importlib
 import os

@@ -9,8 +9,7 @@ threads or touch a GPU when called, not when imported: a fork keeps neither.
 
 When the trainer ends, also by kill -9, the supervisor sees it within a second and ends the workers. Tasks go out as
 pickles, answers come back as JSON, both in frames (frames.py). Of the pool's descriptors a scorer reaches only its own
-worker's socket. If a scorer changes its process (folder, environment, globals), later samples of that worker see it.
-"""
+worker's socket. If a scorer changes its process (folder, environment, globals), later samples of that worker see it."""
 
 import ctypes
 import faulthandler

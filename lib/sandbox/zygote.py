@@ -11,8 +11,7 @@ interpreter's libraries, read only, and a /tmp of its own. init is their process
 process and send no signals, and with landlock opens the same files only. At every level seccomp closes the network.
 
 A test sees a Remote, which sends plain values (JSON) to the program's process and gets plain values back. So the
-program's __eq__, patched builtins, frames and exit codes cannot change a verdict.
-"""
+program's __eq__, patched builtins, frames and exit codes cannot change a verdict."""
 
 import ast
 import builtins
