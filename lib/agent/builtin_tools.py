@@ -41,8 +41,7 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     """The tools of --multi-turn.tools, by name. A spec is one of
 
         calculator | python | zoom | path/to/file.py:function_or_class
-        search:corpus.jsonl           BM25; each line is {"contents"} or {"title", "text"}. Other file names: a line is
-                                      a passage
+        search:corpus.jsonl           BM25; a line is {"contents"} or {"title", "text"}, in other files a passage
         search:http://host/retrieve   a retriever with Search-R1's interface (arXiv:2503.09516)
         mcp:command args | mcp:http://host/mcp   all tools of an MCP server. A command gets only PATH, HOME and the
                                       like of this environment, and what "mcp:NAME=$NAME command args" names. A URL

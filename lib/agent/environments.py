@@ -70,11 +70,10 @@ class Refused(Exception):
 
 
 class OpenEnv(SeededEnvironment):
-    """A session of an OpenEnv server, over its WebSocket /ws. A step's reward is the turn's.
-
-    action: the field that the text becomes; or the whole action, in which "{text}" stands for the text; or "{json}":
-    the text is the action, as JSON. observation: the field that the policy is shown; None: all but metadata, as JSON.
-    interaction_kwargs may have both. A refused action is answered with "Error: ...", and counted as `errors`."""
+    """A session of an OpenEnv server, over its WebSocket /ws. A step's reward is the turn's. action: the field that the
+    text becomes; or the whole action, in which "{text}" stands for the text; or "{json}": the text is the action, as
+    JSON. observation: the field that the policy is shown; None: all but metadata, as JSON. interaction_kwargs may have
+    both. A refused action is answered with "Error: ...", and counted as `errors`."""
 
     def __init__(self, url: str, action: str | dict | None = None, observation: str | None = None):
         self.url, self.action, self.observation = url, action, observation

@@ -61,11 +61,10 @@ def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
 
 
 def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share_prompts: bool) -> list[float]:
-    """FLOPs of a forward pass of each group, as a multiple of one token's FLOPs in the linear layers.
-
-    With N weights there, a token takes 2 N FLOPs in them. With L attention layers and D = heads x head size, it takes
-    4 L D in attention for each token before it. So s tokens cost s + s^2 L D / N, and p patches of images p M / N, with
-    M weights in the vision tower. With `share_prompts` a prompt counts once. N leaves out a mixture's experts."""
+    """FLOPs of a forward pass of each group, as a multiple of one token's FLOPs in the linear layers. With N weights
+    there, a token takes 2 N FLOPs in them. With L attention layers and D = heads x head size, it takes 4 L D in
+    attention for each token before it. So s tokens cost s + s^2 L D / N, and p patches of images p M / N, with M
+    weights in the vision tower. With `share_prompts` a prompt counts once. N leaves out a mixture's experts."""
     linear = {layer: layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
     weights, of_tower, patches = sum(linear.values()), 0, torch.zeros(len(batch))
     if hasattr(model.config, "vision_config"):

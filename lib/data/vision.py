@@ -128,8 +128,7 @@ class Vision:
         kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
         rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)
         rope = rope[:, 0].to(text.dtype)  # (3, L)
-        # What follows a video begins after its largest position, as in training and in vLLM. transformers 5.19 leaves
-        # out the temporal one (Qwen2.5-VL).
+        # what follows a video begins after its largest position; transformers 5.19 leaves out the temporal (Qwen2.5-VL)
         for start in (kinds[0].diff().nonzero()[:, 0] + 1).tolist():
             rope[:, start:] += rope[:, :start].max() + 1 - rope[0, start]
         return torch.cat([text[None], rope])

@@ -29,7 +29,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
     """The mesh, whose dimension "shard" splits parameters, gradients and optimizer state, by default over all ranks.
-
     replicas (HSDP): each is split over size / replicas consecutive ranks, which gather weights among themselves; only
     gradients are added up between replicas. Raises InputError for unequal replicas. tensor_parallel: so many neighbours
     form the dimension "tensor", along which `shard_model` splits layers; there is one replica then."""

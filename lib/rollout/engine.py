@@ -172,11 +172,10 @@ def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None
 def add_responses(
     prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: list | None = None, position_ids=None
 ) -> DataProto:
-    """The prompts with their responses: what every engine returns. A collective.
-
-    P and T are the longest prompt (left-padded) and response (right-padded) over all ranks, not the limits. Rows with
-    finish_reason "abort" or "error" have no trained token. masks: which tokens were sampled, if not all. position_ids,
-    (n,) or with mrope (4, n) each: those of responses that do not simply follow their prompts."""
+    """The prompts with their responses: what every engine returns. A collective. P and T are the longest prompt
+    (left-padded) and response (right-padded) over all ranks, not the limits. Rows with finish_reason "abort" or "error"
+    have no trained token. masks: which tokens were sampled, if not all. position_ids, (n,) or with mrope (4, n) each:
+    those of responses that do not simply follow their prompts."""
     B, device = len(rows), prompts.batch["input_ids"].device
     lengths = torch.tensor([len(row.token_ids) for row in rows])
     longest_prompt = int(prompts.batch["attention_mask"].sum(1).max())

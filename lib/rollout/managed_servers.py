@@ -177,8 +177,7 @@ def serve(world: World, tensor_parallel_size: int) -> NoReturn:
 
 
 def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoReturn:
-    """Starts the server, and starts it again when it ends. Raises JobOver, or InputError if it does not start, or has
-    been started RESTARTS times in a row without being healthy for STEADY_S."""
+    """Starts the server, again when it ends. Raises JobOver, or InputError if it does not start or ends too often."""
     starts = failures = 0
     while True:
         store.set(f"started {server.number}", str(starts + 1))

@@ -114,8 +114,6 @@ class ServerEngine(RolloutEngine):
             return False
         return True
 
-    # ---- weights
-
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Gives the servers the trainer's weights. Responses in progress go on with them. A collective."""
         stream = CheckedStream(model, self.dtype)
@@ -178,8 +176,6 @@ class ServerEngine(RolloutEngine):
     def close(self) -> None:
         self.weights.leave()
         self.servers.close()
-
-    # ---- responses
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))

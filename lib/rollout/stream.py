@@ -48,11 +48,10 @@ def make_engine(
     vllm_kwargs: Mapping[str, Any] | None = None,
     own: "ManagedServers | None" = None,
 ) -> RolloutEngine:
-    """The engine called `name` (engine_class; several URLs have commas between).
-
-    folder: of its files; it need not exist. max_length: tokens of prompt and response. dtype: that the trainer computes
-    in. gpu_memory: share of the GPU for the engine. ranks: how many neighbouring ranks share one. processor: of a
-    vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine. own: what "vllm" means."""
+    """The engine called `name` (engine_class; several URLs have commas between). folder: of its files; it need not
+    exist. max_length: tokens of prompt and response. dtype: that the trainer computes in. gpu_memory: share of the GPU
+    for the engine. ranks: how many neighbouring ranks share one. processor: of a vision model. max_images: of a prompt.
+    vllm_kwargs: settings, `more` for the engine. own: what "vllm" means."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
