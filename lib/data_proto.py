@@ -5,8 +5,7 @@ dim 0. Slices, int index, chunk, split, unpad_dataproto, make_iterator without s
 share the tensors' memory; everything else that returns rows copies them. Only select(deepcopy=True) copies objects.
 
 Where it departs from verl:
-- Misuse raises ValueError, KeyError or IndexError with the key's name, before anything has changed (rename
-  goes key by key); verl asserts.
+- Misuse raises ValueError, KeyError or IndexError with the key's name before anything changes; rename goes key by key.
 - A list of equally long lists becomes a 1-D object array; np.array(..., dtype=object) would make it two-dimensional.
 - union and concat count NaN as equal to NaN, and compare the values of tensors and arrays in meta_info.
 - A result has its own meta_info dict; in verl a slice, a chunk or a repetition shares its parent's.
@@ -15,12 +14,10 @@ Where it departs from verl:
 - padding takes "first" or "last" (default) and leaves meta_info alone, `metrics` included.
 - concat skips parts without rows; `metrics` need not have the same keys in every part.
 - rename also reaches non_tensor_batch, and never overwrites a key.
-- Files are safetensors, with all that is no tensor as JSON, so loading executes no code. Loaded tensors are on the CPU,
-  and so are unpickled ones.
+- Files are safetensors, with the rest as JSON: loading executes no code. Loaded and unpickled tensors are on the CPU.
 - all_gather returns a new DataProto and accepts different numbers of rows on the ranks.
 - DataProtoFuture wraps concurrent.futures.Future; the parts of one chunk() call share one concatenation.
-- Not here: nested tensors and TensorDicts, num_batch_dims, fold / unfold, an environment switch for auto-padding.
-"""
+- Not here: nested tensors and TensorDicts, num_batch_dims, fold / unfold, an environment switch for auto-padding."""
 
 import base64
 import copy
@@ -86,8 +83,7 @@ class DataProto:
     def _derive(self, batch, non_tensor_batch, meta_info=None) -> "DataProto":
         """A new DataProto without the check, since its rows are consistent by construction."""
         new = object.__new__(type(self))
-        new.batch = batch
-        new.non_tensor_batch = non_tensor_batch
+        new.batch, new.non_tensor_batch = batch, non_tensor_batch
         new.meta_info = dict(self.meta_info) if meta_info is None else meta_info
         return new
 
@@ -265,8 +261,7 @@ class DataProto:
 
     @staticmethod
     def concat(data: list["DataProto"]) -> "DataProto":
-        """The rows of all parts, in order. meta_info is merged (ValueError on a conflict); `metrics`, dicts or lists of
-        dicts, become one dict of lists."""
+        """All rows, in order. meta_info is merged (ValueError on a conflict); `metrics` become one dict of lists."""
         if not data:
             return DataProto()
         meta_info: dict = {}
@@ -398,8 +393,7 @@ class DataProto:
             raise InputError(message) from e
 
     def add_rows_of(self, whole: dict) -> None:
-        """Add this rank's rows of `whole` to the batch. `whole` has tensors over the rows of all ranks, in all_gather's
-        order."""
+        """Add this rank's rows of `whole`, tensors over the rows of all ranks in all_gather's order."""
         first = dist.get_rank() * len(self)
         # copies: views would keep the rows of all ranks in memory
         self.batch.update({key: x[first : first + len(self)].clone() for key, x in whole.items()})
@@ -433,7 +427,6 @@ class DataProto:
 @dataclass(eq=False)
 class DataProtoFuture:
     """A DataProto that is still being computed, in parts. Only get() waits, and raises the exception of a part.
-
     `collect_fn` joins the results of the parts; `dispatch_fn`, if given, returns this future's share of them."""
 
     collect_fn: Callable[[list[DataProto]], DataProto]
@@ -460,8 +453,7 @@ class DataProtoFuture:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append rows from the start, going round if need be, until `size_divisor` divides the length.
-    Returns (data, number of rows appended)."""
+    """(data with rows from the start appended until `size_divisor` divides the length, number of rows appended)."""
     pad_size = -len(data) % size_divisor
     return data.select_idxs(np.arange(len(data) + pad_size) % len(data)) if pad_size else data, pad_size
 
@@ -557,8 +549,7 @@ def _gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
 
 
 class _Encoder:
-    """encode(value, where) gives it as JSON; a type that JSON lacks becomes {"!tag": ...}, and tensors and pixels are
-    put into `tensors`."""
+    """encode(value, where): JSON, {"!tag": ...} for a type that JSON lacks; tensors and pixels go into `tensors`."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.tensors = tensors

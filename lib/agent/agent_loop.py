@@ -1,11 +1,9 @@
 """Multi-turn episodes: each is a coroutine of its own, and tools run while other episodes generate.
 
-One episode is one row: B rows in, B rows out, in order. `prompts` is the first prompt. `responses` is all that comes
-after it: sampled turns, and between them the tools' or the user's messages as the chat template writes them.
-response_mask is 1 only on sampled tokens (a turn's end token is sampled too), attention_mask is 1 on all of it.
-
-A turn's seed comes from its row's seed and the turn's number: neither timing nor other episodes change what is sampled.
-"""
+One episode is one row: B rows in, B rows out, in order. `prompts` is the first prompt, `responses` all that comes after
+it: sampled turns, and between them the tools' or the user's messages as the chat template writes them. response_mask is
+1 only on sampled tokens (a turn's end token is sampled too), attention_mask on all. A turn's seed comes from its row's
+seed and the turn's number: neither timing nor other episodes change what is sampled."""
 
 import asyncio
 import copy
@@ -30,7 +28,7 @@ from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_r
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states
 
 if TYPE_CHECKING:
-    from lib.rollout.server_engine import Pictures, ServerEngine
+    from lib.rollout.server_engine import ServerEngine
 
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
 LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes
@@ -74,15 +72,12 @@ class Episodes:
             )
         ids, longest = self.settings.encode(requests[0].rendered), self.settings.max_prompt_length
         if ids != requests[0].raw_context and len(ids) <= (longest or len(ids)):  # a longer prompt was cut
-            raise InputError(
-                "multi-turn: raw_prompt_ids differ from the chat template's output for raw_prompt and the tools; give "
-                "the data set the same tools and chat_template_kwargs"
-            )
+            advice = "give the data set the same tools and chat_template_kwargs"
+            made = "raw_prompt_ids differ from the chat template's output for raw_prompt and the tools"
+            raise InputError(f"multi-turn: {made}; {advice}")
         return requests
 
-    def _as_batch(
-        self, prompts: DataProto, requests: list[AsyncRolloutRequest], errors: list[BaseException | None]
-    ) -> DataProto:
+    def _as_batch(self, prompts: DataProto, requests: list[AsyncRolloutRequest], errors: list) -> DataProto:
         """The prompts with their episodes. errors: what each raised. Raises InputError if all failed. A collective."""
         if all(error is not None for error in errors):
             raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with{story(errors[0])}")
@@ -90,13 +85,9 @@ class Episodes:
             if error is not None:
                 request.finish_reason = FinishReason.ERROR
                 show_once("an episode", error)
-        batch = add_responses(
-            prompts,
-            [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests],
-            self.engine.pad_token_id,
-            [request.response_mask for request in requests],
-            [request.position_ids for request in requests],
-        )
+        rows = [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests]
+        masks, positions = [r.response_mask for r in requests], [r.position_ids for r in requests]
+        batch = add_responses(prompts, rows, self.engine.pad_token_id, masks, positions)
         if MEDIA_COLUMNS[1] in prompts.non_tensor_batch:
             grown = [[request.data for request in requests], [request.row_inputs for request in requests]]
             batch.non_tensor_batch |= DataProto.from_dict(non_tensors=dict(zip(MEDIA_COLUMNS, grown))).non_tensor_batch
@@ -112,9 +103,9 @@ class Episodes:
 
 
 class EngineRequests:
-    """The requests of all episodes to one engine. Its steps run in the event loop, because a thread would cost vLLM
-    0.5 ms a step and an OpenMP thread pool of its own. But a long step runs in a thread, so that the tools' timeouts go
-    on. Requests that come meanwhile wait in `todo`."""
+    """The requests of all episodes to one engine. It steps in the event loop, as a thread would cost vLLM 0.5 ms a step
+    and an OpenMP thread pool of its own. A long step runs in a thread, so that the tools' timeouts go on; requests that
+    come meanwhile wait in `todo`."""
 
     def __init__(self, engine: SteppedEngine):
         self.engine = engine
@@ -123,9 +114,7 @@ class EngineRequests:
         self.running: set[str] = set()
         self.wake = asyncio.Event()
 
-    async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling: Sampling, seed: int, *media: Media
-    ) -> Generated:
+    async def generate(self, request_id: str, prompt_ids, sampling: Sampling, seed: int, *media: Media) -> Generated:
         self.futures[request_id] = asyncio.get_running_loop().create_future()
         self._later(self._submit, request_id, prompt_ids, sampling, seed, *media)
         try:
@@ -200,20 +189,17 @@ class LocalEpisodes(Episodes):
         A row's raw_prompt_ids must be what the template makes of raw_prompt and settings.schemas. The row may have
         tools_kwargs and interaction_kwargs. sampling.max_response_length limits the whole episode.
 
-        Besides what a single turn gives, a row gets finish_reason (a FinishReason's value), messages, num_turns,
-        segments (their starts and ends in the response), weight_version, agent_metrics and turn_rewards (B, T). A
-        reward of a tool call or of an interaction's answer stands on the last token of the turn that was answered. The
-        tools' calc_reward and the interaction's score stand on the last token of all.
-
-        Raises InputError: the prompts were made without the tools, or all episodes failed.
-        """
+        Adds finish_reason (a FinishReason's value), messages, num_turns, segments (their starts and ends in the
+        response), weight_version, agent_metrics and turn_rewards (B, T). A reward of a tool call or of an answer stands
+        on the last token of the turn that was answered; the tools' calc_reward and the interaction's score on the last
+        token of all. Raises InputError: the prompts were made without the tools, or all episodes failed."""
         requests = self._make_requests(prompts, sampling, seeds)
         with self.engine.session():
             errors = _runner(os.getpid()).run(self._run(requests, sampling))
         return self._as_batch(prompts, requests, errors)
 
     async def _run(self, requests: list[AsyncRolloutRequest], sampling: Sampling) -> list[BaseException | None]:
-        """Runs all episodes. Returns for each the exception that it raised, or None."""
+        """The exception that each episode raised, or None."""
         shared = EngineRequests(self.engine)
         episodes = [Episode(request, shared.generate, sampling, self.settings) for request in requests]
         tasks = [asyncio.create_task(episode.run()) for episode in episodes]
@@ -246,13 +232,12 @@ class EngineFailed(Exception):
 
 @dataclass(eq=False)
 class EpisodeResponse(Response):
-    request: AsyncRolloutRequest
-    """also future's result"""
+    request: AsyncRolloutRequest  # also future's result
 
 
 class ServerEpisodes(Episodes):
-    """Episodes on vLLM servers. They run in the thread and event loop of the engine's requests, also while this thread
-    trains. When new weights come, a turn that is being sampled keeps its tokens, as a single turn does."""
+    """Episodes on vLLM servers. They run in the event loop of the engine's requests, also while this thread trains.
+    When new weights come, a turn that is being sampled keeps its tokens, as a single turn does."""
 
     engine: "ServerEngine"
 
@@ -260,17 +245,15 @@ class ServerEpisodes(Episodes):
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
     def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial=None) -> list[EpisodeResponse]:
-        """The first half of generate; collect is the second. Weights may be synced between the two. partial: not used.
-        An episode restarts, because the state of its tools is lost."""
+        """The first half of generate; collect is the second. Weights may be synced between the two. partial: not used,
+        as an episode restarts, because the state of its tools is lost."""
         self.engine.check_weights()
         requests = self._make_requests(prompts, sampling, seeds)
         contexts, media = zip(*((request.raw_context, request.media) for request in requests))
         places = self.engine.turns_and_pictures(contexts, media)
         return [self._start(request, sampling, *place) for request, place in zip(requests, places)]
 
-    def _start(
-        self, request: AsyncRolloutRequest, sampling: Sampling, server: int, pictures: "Pictures | None"
-    ) -> EpisodeResponse:
+    def _start(self, request: AsyncRolloutRequest, sampling: Sampling, server: int, pictures) -> EpisodeResponse:
         parts = list(pictures.parts) if pictures else []  # the PNGs so far
 
         async def generate(name: str, prompt_ids: list[int], limited: Sampling, seed: int, *media: Media) -> Generated:
@@ -291,8 +274,7 @@ class ServerEpisodes(Episodes):
         return EpisodeResponse(request.seed, Generated([], [], "abort"), future, request)
 
     def collect(self, prompts: DataProto, sampling: Sampling, responses: list[EpisodeResponse]) -> DataProto:
-        """What LocalEpisodes.generate returns, and weight_versions (B, T): each token's, -1 where none was sampled. A
-        collective."""
+        """What LocalEpisodes.generate returns, and weight_versions (B, T), -1 where none was sampled. A collective."""
         self.engine.wait_until(lambda: all(response.future.done() for response in responses))
         errors = [response.future.exception() for response in responses]
         for error in errors:

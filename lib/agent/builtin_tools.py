@@ -30,8 +30,8 @@ TOP_K = 3  # passages that a search returns
 REMOTE_S = 30.0  # how long an MCP server may take to start, and a retriever to answer
 LONGEST_ANSWER = 2**24  # bytes, of a retriever
 LONGEST_SCHEMAS = 2**18  # characters: the schemas are part of every prompt
-# A relay to the server's standard input. It is the end of the input when this process ends, in whatever way; GRACE_S
-# later the relay ends the server's process group, in which there may also be what the server started.
+# A relay to the server's standard input, which ends when this process does, in whatever way. GRACE_S later the relay
+# ends the server's process group, with all that the server started.
 GUARD = """exec 3<&0; exec "$@" < <(cat <&3; exec >&-; sleep $0; kill -KILL -$$) 3<&-"""
 GRACE_S = 2
 SCHEMA_ERRORS = (TypeError, ValueError, KeyError, NotImplementedError, RecursionError, jsonschema.SchemaError)
@@ -41,16 +41,13 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     """The tools of --multi-turn.tools, by name. A spec is one of
 
         calculator | python | zoom | path/to/file.py:function_or_class
-        search:corpus.jsonl           BM25; each line is {"contents"} or {"title", "text"}. Other file names: a line is
-                                      a passage
+        search:corpus.jsonl           BM25; a line is {"contents"} or {"title", "text"}, in other files a passage
         search:http://host/retrieve   a retriever with Search-R1's interface (arXiv:2503.09516)
-        mcp:command args | mcp:http://host/mcp   all tools of an MCP server. A command is started here. From this
-                                      process's environment it gets only PATH, HOME and the like, and what
-                                      "mcp:NAME=$NAME command args" names. A URL gets a header by
-                                      "mcp:Authorization=$NAME http://host/mcp", also from this environment
+        mcp:command args | mcp:http://host/mcp   all tools of an MCP server. A command gets only PATH, HOME and the
+                                      like of this environment, and what "mcp:NAME=$NAME command args" names. A URL
+                                      gets a header by "mcp:Authorization=$NAME http://host/mcp"
 
-    Raises InputError: a spec cannot be loaded, a schema is not valid, or two tools have one name.
-    """
+    Raises InputError: a spec cannot be loaded, a schema is not valid, or two tools have one name."""
     tools: dict[str, BaseTool] = {}
     size = 0
     for spec in specs:
@@ -101,7 +98,6 @@ def as_schema(name: str, description: str, parameters: dict) -> dict:
 
 
 def _line(error: BaseException) -> str:
-    """What happened, in one line that is not too long."""
     return say(error).splitlines()[0][:300]
 
 
@@ -208,12 +204,12 @@ class Zoom(BaseTool):
         image = self.images[instance_id]
         x0, x1 = (min(max(round(parameters[name]), 0), image.width) for name in ("x0", "x1"))
         y0, y1 = (min(max(round(parameters[name]), 0), image.height) for name in ("y0", "y1"))
-        box = (x0, y0, x1, y1)
         if x0 >= x1 or y0 >= y1:
-            raise ValueError(f"nothing of the image, which is {image.width} x {image.height} pixels, is within {box}")
+            what = f"nothing of the image, which is {image.width} x {image.height} pixels, is within {(x0, y0, x1, y1)}"
+            raise ValueError(what)
         scale = min(image.width / (x1 - x0), image.height / (y1 - y0))
         size = (max(1, round((x1 - x0) * scale)), max(1, round((y1 - y0) * scale)))
-        return ToolResponse("", [image.crop(box).resize(size, Resampling.BICUBIC)])
+        return ToolResponse("", [image.crop((x0, y0, x1, y1)).resize(size, Resampling.BICUBIC)])
 
     async def release(self, instance_id: str, **kwargs) -> None:
         self.images.pop(instance_id, None)

@@ -1,9 +1,6 @@
-"""External environments as interactions: OpenEnv, gymnasium, verifiers (docs/environments.md).
-
-The policy's turn is the action, and the observation is the next user message. A row is one initial state: its
-prompt holds the first observation, its interaction_kwargs reproduce it. Responses to one prompt are compared, so they
-must start alike.
-"""
+"""External environments as interactions: OpenEnv, gymnasium, verifiers (docs/environments.md). The policy's turn is the
+action, and the observation is the next user message. A row is one initial state: its prompt holds the first
+observation, its interaction_kwargs reproduce it, so that responses to one prompt start alike."""
 
 import asyncio
 import importlib
@@ -25,11 +22,7 @@ CONNECT_S = 10.0
 LONGEST_MESSAGE = 2**24  # bytes of an observation, and of a schema
 ACTION = {"type": "object", "properties": {"properties": {"type": "object"}}}
 SCHEMAS = {"type": "object", "required": ["action"], "properties": {"action": ACTION}}  # what /schema answers
-OBSERVED = {
-    "type": "object",
-    "required": ["observation"],
-    "properties": {"observation": {"type": "object"}, "reward": {"type": ["number", "boolean", "null"]}},
-}
+OBSERVED = {"observation": {"type": "object"}, "reward": {"type": ["number", "boolean", "null"]}}
 WRONG_FIELD = {"type": "object", "required": ["loc", "msg"], "properties": {"loc": {"type": "array"}}}
 REFUSED = {"type": "object", "properties": {"errors": {"type": ["array", "null"], "items": WRONG_FIELD}}}
 REPLY = {  # what /ws answers
@@ -37,15 +30,13 @@ REPLY = {  # what /ws answers
     "required": ["type", "data"],
     "if": {"properties": {"type": {"const": "error"}}},
     "then": {"properties": {"data": REFUSED}},
-    "else": {"properties": {"data": OBSERVED}},
+    "else": {"properties": {"data": {"type": "object", "required": ["observation"], "properties": OBSERVED}}},
 }
 
 
 class SeededEnvironment(BaseInteraction):
-    """An environment with reset and step. Subclasses say what these are.
-
-    interaction_kwargs: reset, the arguments of reset, such as {"seed": 3}; first, what reset must then show.
-    """
+    """An environment with reset and step. Subclasses say what these are. interaction_kwargs: reset, the arguments of
+    reset, such as {"seed": 3}; first, what reset must then show."""
 
     async def start(self, instance_id: str, *, reset: dict | None = None, first: str | None = None, **kwargs) -> None:
         """kwargs: options of `configure`. Raises InputError if the environment begins otherwise than the row says."""
@@ -60,8 +51,7 @@ class SeededEnvironment(BaseInteraction):
         """The action is the turn's text without its thinking."""
         return await self.step(messages[-1]["content"].rpartition("</think>")[2].strip())
 
-    def configure(self) -> None:
-        pass
+    def configure(self) -> None: ...
 
     async def reset(self, options: dict) -> str:
         raise NotImplementedError
@@ -80,14 +70,10 @@ class Refused(Exception):
 
 
 class OpenEnv(SeededEnvironment):
-    """A session of an OpenEnv server, over its WebSocket /ws. A step's reward is the turn's.
-
-    action: the field of the action that the text becomes, or the whole action, in which "{text}" stands for the text;
-    or "{json}": the text is the action, as JSON. observation: the field that the policy is shown; None: all but
-    metadata, as JSON. interaction_kwargs may have both.
-
-    An action that the server refuses is answered with "Error: ...", and counted in the metric `errors`.
-    """
+    """A session of an OpenEnv server, over its WebSocket /ws. A step's reward is the turn's. action: the field that the
+    text becomes; or the whole action, in which "{text}" stands for the text; or "{json}": the text is the action, as
+    JSON. observation: the field that the policy is shown; None: all but metadata, as JSON. interaction_kwargs may have
+    both. A refused action is answered with "Error: ...", and counted as `errors`."""
 
     def __init__(self, url: str, action: str | dict | None = None, observation: str | None = None):
         self.url, self.action, self.observation = url, action, observation
@@ -187,9 +173,7 @@ def as_action(action: Any, text: str) -> dict:
 
 def load_openenv(spec: str) -> Callable[[], OpenEnv]:
     """openenv:[action=... ][observation=FIELD ]http://host:port. Without action: the only field that an action has.
-
-    Raises InputError: another form, no server there, or an action without such a field.
-    """
+    Raises InputError: another form, no server there, or an action without such a field."""
     flag = f"--multi-turn.interaction {spec}"
     *words, url = spec.removeprefix("openenv:").split() or [""]
     options = dict(word.partition("=")[::2] for word in words)
@@ -228,10 +212,8 @@ async def _get(url: str) -> bytes:
 
 
 class Gym(SeededEnvironment):
-    """An object with gymnasium's reset(seed=, options=), step(action) and close(), whose observations are texts.
-
-    It gets the text as its action. A step's reward is the turn's. Its methods run in threads.
-    """
+    """An object with gymnasium's reset(seed=, options=), step(action) and close(), whose observations are texts. It
+    gets the text as its action. A step's reward is the turn's. Its methods run in threads."""
 
     def __init__(self, make: Callable[[], Any]):
         self.make = make
@@ -253,15 +235,12 @@ class Gym(SeededEnvironment):
     def _shown(self, observation: Any) -> str:
         if isinstance(observation, str):
             return observation
-        kind = type(observation).__name__
-        raise InputError(f"gym: the observation is a {kind}; wrap the environment so that it uses text")
+        what = f"the observation is a {type(observation).__name__}; wrap the environment so that it uses text"
+        raise InputError(f"gym: {what}")
 
 
 def load_gym(spec: str) -> Callable[[], Gym]:
-    """gym:ID of gymnasium, or gym:path/to/file.py:name, a class or function that makes an environment.
-
-    Raises InputError.
-    """
+    """gym:ID of gymnasium, or gym:path/to/file.py:name, what makes an environment. Raises InputError."""
     name = spec.removeprefix("gym:")
     if ".py:" in name:
         if not callable(make := load_object("--multi-turn.interaction", name)):
@@ -280,9 +259,7 @@ def load_gym(spec: str) -> Callable[[], Gym]:
 
 class Verifiers(BaseInteraction):
     """A rollout of an environment of the package verifiers. The score is its rubric's, which is asked at the end.
-
-    interaction_kwargs: row, the row of the environment's data set, as JSON.
-    """
+    interaction_kwargs: row, the row of the environment's data set, as JSON."""
 
     def __init__(self, rollout: Callable):
         self.rollout = rollout()

@@ -24,19 +24,16 @@ from lib.agent.multi_turn import (
     content_of,
 )
 from lib.agent.tools import ToolCall, ToolResult, attempt, check_metrics, run_tool_call
-from lib.rollout import Generated, Sampling, turn_seed
+from lib.rollout import Sampling, turn_seed
 
 
 class Episode:
     """Runs one request from its prompt to a finish_reason."""
 
     def __init__(
-        self,
-        request: AsyncRolloutRequest,
-        generate: Callable[..., Awaitable[Generated]],  # (name, prompt ids, sampling, seed, Media if there are images)
-        sampling: Sampling,
-        settings: MultiTurn,
+        self, request: AsyncRolloutRequest, generate: Callable[..., Awaitable], sampling: Sampling, settings: MultiTurn
     ):
+        """generate(name, prompt ids, sampling, seed, Media if there are images) gives a Generated."""
         self.request, self.generate, self.sampling, self.settings = request, generate, sampling, settings
         self.interaction: BaseInteraction | None = None
         self.created: list[str] = []  # names of tools
@@ -131,8 +128,7 @@ class Episode:
         return text, sampled.finish_reason, has_end_token
 
     async def _call_tools(self, calls: list[ToolCall]) -> tuple[list[dict], list[Image]]:
-        """Runs the calls and returns their messages, and the images in these. One after the other: a later call may
-        build on an earlier one."""
+        """Runs the calls, in order, as a later one may build on an earlier one. Returns their messages and images."""
         request, settings = self.request, self.settings
         request.state = RequestState.TOOL_CALLING
         answers: list[dict] = []
@@ -160,8 +156,8 @@ class Episode:
         return answers, images
 
     async def _fit_images(self, result: ToolResult, before: int) -> None:
-        """Gives the result's images the size of the run, or makes it an error if they cannot be shown. before: how many
-        images the turn's earlier calls returned."""
+        """Gives the result's images the size of the run, or makes it an error if they cannot be shown. before: number
+        of images that the turn's earlier calls returned."""
         request, vision = self.request, self.settings.vision
         images, result.images = result.images, []
         placeholders = {vision.config.image_token_id, getattr(vision.config, "video_token_id", None)}
@@ -183,8 +179,7 @@ class Episode:
         over, text, reward, metrics = await self._interact("respond", copy.deepcopy(messages))
         self.request.reward(reward)
         check_metrics(metrics, "the interaction")
-        for key, value in metrics.items():
-            self.request.metrics[f"interaction/{key}"] = value
+        self.request.metrics |= {f"interaction/{key}": value for key, value in metrics.items()}
         return over, [{"role": "user", "content": self.settings.answer(self.settings.escaped(text))}]
 
     async def _final_reward(self) -> float:

@@ -23,16 +23,13 @@ class BaseInteraction:
     async def score(self) -> float:
         return 0.0
 
-    async def stop(self) -> None:
-        pass
+    async def stop(self) -> None: ...
 
 
 class ReasoningGym(BaseInteraction):
     """Tells the model that its answer to a reasoning-gym question is wrong, until it is right or no tries are left.
-
     interaction_kwargs: ground_truth, as in rows of data/reasoning_gym.py; max_tries. A turn's reward is 0. The score is
-    the task's score of the last answer.
-    """
+    the task's score of the last answer."""
 
     async def start(self, instance_id: str, *, ground_truth: str, max_tries=3, **kwargs):  # type: ignore[override]
         self.scorer = importlib.import_module("rewards.reasoning_gym")  # by name: rewards/ imports lib
@@ -54,13 +51,8 @@ class ReasoningGym(BaseInteraction):
 
 
 def load_interaction(spec: str) -> Callable[[], BaseInteraction]:
-    """Makes the interaction of an episode. A spec is one of
-
-        reasoning_gym | path/to/file.py:Class
-        openenv:http://host:port | gym:ID | verifiers:ENVIRONMENT   see lib/agent/environments.py
-
-    Raises InputError.
-    """
+    """Makes the interaction of an episode. A spec is reasoning_gym, path/to/file.py:Class, or one that is described in
+    lib/agent/environments.py: openenv:http://host:port, gym:ID, verifiers:ENVIRONMENT. Raises InputError."""
     if spec == "reasoning_gym":
         return ReasoningGym
     kind, colon, _ = spec.partition(":")

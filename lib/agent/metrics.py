@@ -26,8 +26,7 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     Means are per episode, but timing_s/tool_call is per call. agent/tool_errors/<kind> counts calls answered with an
     error, and failures of create, calc_reward and release. agent/failed and agent/aborted are episodes that are not
     trained on. agent/tool/<key> and agent/interaction/<key> are metrics that tools and interactions report, as a mean
-    over the episodes that have them: a tool's add up over its calls, an interaction's are those of the last turn.
-    """
+    over the episodes that have them: a tool's add up over its calls, an interaction's are those of the last turn."""
     rows, B = batch.non_tensor_batch, len(batch)
     if "agent_metrics" not in rows:
         return {}

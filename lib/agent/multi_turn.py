@@ -2,13 +2,11 @@
 
 Tokens in, tokens out: a sampled token is never decoded and encoded again. After each turn the chat template renders the
 whole conversation. Usually this text begins with the earlier text and then the turn, up to whitespace: templates trim,
-and write JSON their own way. Then only the rest is encoded, and goes behind the sampled tokens. The rest begins with
-the template's end token. That is dropped if the policy sampled one; the newline that templates write behind it stays.
+and write JSON their own way. Then only the rest is encoded, and goes behind the sampled tokens. It begins with the
+template's end token, which is dropped if the policy sampled one; the newline behind it stays.
 
 If the text begins differently (a template may drop the thinking of earlier turns), the next turn starts a new segment
-of the row. The whole text is its prompt, position_ids start again from 0, and lib/model takes it as a sequence of its
-own.
-"""
+of the row: the whole text is its prompt, position_ids start from 0, and lib/model takes it as a sequence of its own."""
 
 import copy
 from bisect import bisect_left
@@ -52,10 +50,8 @@ class RequestState(Enum):
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """What an episode may do. Tools answer a turn that calls them. The interaction, if any, answers other turns.
-
-    Raises InputError for a chat template that cannot show a tool's output.
-    """
+    """What an episode may do. Tools answer a turn that calls them. The interaction, if any, answers other turns. Raises
+    InputError for a chat template that cannot show a tool's output."""
 
     tokenizer: PreTrainedTokenizerBase
     tools: dict[str, BaseTool] = field(default_factory=dict)
@@ -107,9 +103,8 @@ class MultiTurn:
         return readable(text, self.limits.max_tool_output, self.limits.truncate)
 
     def escaped(self, text: str) -> str:
-        """The text of a tool or user, changed so that none of it becomes a special token and ends its message."""
-        text = text.encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
-        return self.escape_special_tokens(text)
+        """The text of a tool or user, without special tokens, of which one would end its message."""
+        return self.escape_special_tokens(text.encode("utf-8", "replace").decode())  # no tokenizer takes surrogates
 
     @cached_property
     def image_tools(self) -> list[str]:
@@ -120,17 +115,12 @@ class MultiTurn:
         return SpecialTokenEscaper(self.tokenizer, self.vision.placeholders)
 
     def without_placeholders(self, message: dict) -> dict:
-        """A turn's message in which the placeholder of an image, if the policy sampled one, stays text when a template
-        that rewrites history has the conversation encoded anew."""
+        """A turn's message in which an image placeholder that the policy sampled stays text when it is encoded anew."""
         return message if self.vision is None else self._escape_placeholders(message)
 
 
 def load_multi_turn(
-    args: MultiTurnArgs,
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: dict,
-    max_prompt_length: int,
-    vision: Vision | None = None,
+    args: MultiTurnArgs, tokenizer, chat_template_kwargs: dict, max_prompt_length: int, vision: Vision | None = None
 ) -> MultiTurn:
     """Raises InputError: what load_tools, get_tool_parser and load_interaction raise."""
     # where episodes have a thread, a data set's truncation would cut their text
@@ -181,8 +171,7 @@ class AsyncRolloutRequest:
     @property
     def sampled(self) -> list[int]:
         """Which tokens of `context` the policy sampled (1)."""
-        start = self.starts[-1]
-        return ([] if start else [0] * len(self.prompt_ids)) + self.response_mask[start:]
+        return ([] if self.starts[-1] else [0] * len(self.prompt_ids)) + self.response_mask[self.starts[-1] :]
 
     @property
     def media(self) -> Media | None:
@@ -259,10 +248,8 @@ async def add_messages(
     request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list, images: list[Image]
 ) -> bool:
     """Adds the turn and its answers to the messages, and the answers' tokens to the row. False if the row has no room.
-
-    versions: the same messages in several forms. The first form that keeps the sampled text is used, or else the first
-    that the template takes. ended: whether the policy sampled an end token. images: those that the answers show.
-    """
+    versions: the same messages in several forms: the first that keeps the sampled text is used, else the first that the
+    template takes. ended: whether the policy sampled an end token. images: those that the answers show."""
     encode = partial(_encode_messages, request, settings, turn, versions, images)
     takes_long = images or any(len(message["content"]) > LONG_TEXT for message in versions[0])
     added = await in_thread(encode) if takes_long else encode()  # other episodes go on meanwhile
@@ -289,9 +276,7 @@ class Added(NamedTuple):
     follows: bool  # whether this is what follows the turn; otherwise it is the whole text
 
 
-def _encode_messages(
-    request: AsyncRolloutRequest, settings: MultiTurn, turn: str, versions: list, images: list[Image]
-) -> Added:
+def _encode_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, versions: list, images) -> Added:
     """Only reads the request."""
     rewritten = refusal = None
     for new in versions:
@@ -322,8 +307,7 @@ def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_i
     # the content is the longest beginning without which the turn has the same calls
     start = bisect_left(range(1, len(turn)), True, key=lambda i: parse(turn[i:]) != calls)
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-    numbered = enumerate(functions, first_id)
-    tool_calls = [{"id": call_id(i), "type": "function", "function": function} for i, function in numbered]
+    tool_calls = [{"id": call_id(first_id + i), "type": "function", "function": f} for i, f in enumerate(functions)]
     return {"role": "assistant", "content": turn[:start].rstrip(), "tool_calls": tool_calls}
 
 
@@ -377,6 +361,5 @@ def _check_shows_images(settings: MultiTurn, question: dict, turn: dict, answer:
     except REFUSALS as error:
         text, why = "", f"refuses it: {error}"
     if text.count(settings.vision.processor.image_token) != 1:
-        name = getattr(settings.tokenizer, "name_or_path", "")
-        tool = settings.image_tools[0]
-        raise InputError(f"--multi-turn.tools {tool}: returns an image; the chat template of tokenizer {name} {why}")
+        what = f"the chat template of tokenizer {getattr(settings.tokenizer, 'name_or_path', '')} {why}"
+        raise InputError(f"--multi-turn.tools {settings.image_tools[0]}: returns an image; {what}")

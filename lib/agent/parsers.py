@@ -19,10 +19,8 @@ def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = No
 
     name: hermes | llama3_json | qwen3_coder | vllm:NAME (one of vLLM's) | auto (from the tokenizer's chat template, or
     else its response_template). A call that cannot be read has .error; vLLM's parsers take it for plain text. A call in
-    the model's thoughts, before </think>, does not count.
-
-    Raises InputError: there is no such parser, vLLM is not installed, or the template shows no known format.
-    """
+    the model's thoughts, before </think>, does not count. Raises InputError: there is no such parser, vLLM is not
+    installed, or the template shows no known format."""
     schemas = [tool.get_openai_tool_schema() for tool in (tools or {}).values()]
     own = {"hermes": parse_hermes, "llama3_json": parse_llama3_json}
     own["qwen3_coder"] = functools.partial(parse_qwen3_coder, tools or {})

@@ -1,10 +1,9 @@
 """Tools of multi-turn episodes: what a tool is, and how it is called.
 
-A tool is a plain typed Python function, a subclass of BaseTool, or a tool of an MCP server. A tool's failure does not
-end a run: run_tool_call answers it with a text for the model and a kind to count it by. A function that is not async
-runs in a thread of its own, and is left there when its time is over. Three failures are not caught: an async function
-that blocks or ignores its cancellation for ever, C code that keeps the interpreter's lock, a crash of the interpreter.
-"""
+A tool is a typed Python function, a subclass of BaseTool, or a tool of an MCP server. Its failure does not end a run:
+run_tool_call answers with a text for the model and a kind to count it by. A function that is not async runs in a
+thread, and is left there when its time is over. Not caught: an async function that blocks or ignores its cancellation
+for ever, C code that keeps the interpreter's lock, a crash of the interpreter."""
 
 import asyncio
 import inspect
@@ -58,16 +57,12 @@ class ToolResult:
 
 class BaseTool:
     """A tool. All methods except get_openai_tool_schema are async. An instance_id names an episode's state of the tool.
-
     kwargs come from the row: tools_kwargs[name] = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs",
-    "release_kwargs"}. execute may also return only the text, a number, or (text, reward).
-
-    Where returns_images is set, a text may be a ToolResponse, and create also gets images=[PIL], those of the prompt.
-    """
+    "release_kwargs"}. execute may also return only the text, a number, or (text, reward). With returns_images a text
+    may be a ToolResponse, and create also gets images=[PIL], those of the prompt."""
 
     returns_images = False
     own_schema = True  # False: somebody else wrote the schema, and to check arguments by it may take any time
-
     schema: dict | None = None
 
     def get_openai_tool_schema(self) -> dict:
@@ -75,8 +70,7 @@ class BaseTool:
             raise NotImplementedError
         return self.schema
 
-    async def create(self, instance_id: str, **kwargs) -> None:
-        pass
+    async def create(self, instance_id: str, **kwargs) -> None: ...
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs) -> tuple[str, float, dict]:
         raise NotImplementedError
@@ -84,8 +78,7 @@ class BaseTool:
     async def calc_reward(self, instance_id: str, **kwargs) -> float:
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs) -> None:
-        pass
+    async def release(self, instance_id: str, **kwargs) -> None: ...
 
 
 class FunctionTool(BaseTool):
@@ -270,11 +263,7 @@ async def _checked_arguments(tool: BaseTool, arguments: dict, timeout_s: float) 
 
 
 async def run_tool_call(
-    tools: dict[str, BaseTool],
-    call: ToolCall,
-    instance_id: str,
-    limits: MultiTurnArgs,
-    tools_kwargs: dict | None = None,
+    tools: dict[str, BaseTool], call: ToolCall, instance_id: str, limits: MultiTurnArgs, tools_kwargs=None
 ) -> ToolResult:
     """Runs a call and returns the answer for the model. Whatever the model or the tool does, it does not raise."""
 

@@ -3,7 +3,7 @@
 
 from lib.data.balance import attention_width, balance_groups, count_patches, exchange_groups, gather_columns
 from lib.data.dataset import PromptDataset, RLHFDataset, check_template_kwargs, load_dataset_class
-from lib.data.loader import ROW, PromptLoader, collate_fn, make_loader
+from lib.data.loader import ROW, collate_fn, make_loader
 from lib.data.micro_batches import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.rows import load_split
 from lib.data.special_tokens import SpecialTokenEscaper

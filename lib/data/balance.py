@@ -22,8 +22,7 @@ def balance_groups(
 
     Returns (plan, metrics): plan[r] are the groups of rank r, numbered over all ranks, for `exchange_groups`. The
     metrics perf/imbalance_sampled (before the exchange) and perf/imbalance (after it) are the cost of the costliest
-    rank of each mini-batch, summed over mini-batches, over the mean cost of a rank.
-    """
+    rank of each mini-batch, summed over mini-batches, over the mean cost of a rank."""
     ranks, cost = dist.get_world_size(), all_gather_lists(group_costs(batch, model, group_size, share_prompts))
     numbers = np.arange(len(cost)).reshape(ranks, num_mini_batches, -1)  # of the groups
     plan: list[list[int]] = [[] for _ in range(ranks)]
@@ -62,13 +61,10 @@ def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
 
 
 def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share_prompts: bool) -> list[float]:
-    """FLOPs of a forward pass of each group, as a multiple of one token's FLOPs in the linear layers.
-
-    With N weights there, a token takes 2 N FLOPs in them. With L attention layers and D = heads x head size, it takes
-    4 L D in attention for each token before it. So s tokens cost s + s^2 L D / N, and p patches of images p M / N, with
-    M weights in the vision model's tower. With `share_prompts` a prompt counts once. N does not include the experts of
-    a mixture of experts.
-    """
+    """FLOPs of a forward pass of each group, as a multiple of one token's FLOPs in the linear layers. With N weights
+    there, a token takes 2 N FLOPs in them. With L attention layers and D = heads x head size, it takes 4 L D in
+    attention for each token before it. So s tokens cost s + s^2 L D / N, and p patches of images p M / N, with M
+    weights in the vision tower. With `share_prompts` a prompt counts once. N leaves out a mixture's experts."""
     linear = {layer: layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
     weights, of_tower, patches = sum(linear.values()), 0, torch.zeros(len(batch))
     if hasattr(model.config, "vision_config"):

@@ -72,10 +72,9 @@ class RLHFDataset(Dataset):
 
     The constructor templates and tokenizes every row once, so that a bad row stops the run before a model loads. It
     leaves out a prompt longer than P if filter_overlong_prompts; otherwise `truncation` says what is cut: "left" (the
-    start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` counts
-    those that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row.
-    Unless allow_special_tokens, a space breaks up message text that spells a special token, in raw_prompt too;
-    `escaped` counts the prompts with such text.
+    start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` those
+    that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row. Unless
+    allow_special_tokens, a space breaks up text that spells a special token, in raw_prompt too; `escaped` counts these.
 
     With `vision`, a row's images and videos are those of its columns "images" and "videos", in the order of <image> and
     <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature of an image, and their
@@ -83,8 +82,7 @@ class RLHFDataset(Dataset):
     with more than vision.max_images is left out, and a prompt with images is never cut.
 
     num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16. Raises
-    InputError, with file and row (counted from 0), for anything wrong in the files.
-    """
+    InputError, with file and row (counted from 0), for anything wrong in the files."""
 
     def __init__(
         self,
@@ -145,7 +143,6 @@ class RLHFDataset(Dataset):
             has = f"each of {n_read} has more than max_images={max_media} images; raise max_images"
             raise InputError(f"{names}: no row left: {has}")
         if len(self.kept) == 0:
-            lengths = lengths[~too_many]
             left = f"{n_read} read, {len(lengths)} too long for max_prompt_length={max_prompt_length}"
             shortest = f"the shortest prompt has {lengths.min()} tokens"
             raise InputError(f"{names}: no row left: {left} ({shortest}); raise max_prompt_length")
@@ -255,8 +252,8 @@ class RLHFDataset(Dataset):
         return text
 
     def _check_row(self, row: int) -> tuple[int, bool, bool, int]:
-        """Checks a row's form. Returns the prompt's tokens (0 with too many images), whether it has a ground truth,
-        whether a special token in it was broken up, and the number of its images or videos, whichever is more."""
+        """Checks a row. Returns the prompt's tokens (0 with too many images), whether it has a ground truth, whether a
+        special token in it was broken up, and the number of its images or videos, whichever is more."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(value := fields.get(column, {}), dict):
@@ -336,7 +333,7 @@ class RLHFDataset(Dataset):
 
 class UndecodedRows:
     """The rows of a data set, with images as files hold them, {"bytes": ..., "path": ...}: the datasets library would
-    decode them whenever a row is read, and its errors name neither file nor row."""
+    decode them at each reading, and its errors name neither file nor row."""
 
     def __init__(self, rows: "datasets.Dataset"):
         self.rows = rows.with_format("arrow")
@@ -357,8 +354,8 @@ def _check_rows_of_forked(rows: range) -> np.ndarray:
 
 
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
-    """The class that "path/to/file.py:ClassName" names. Scripts call it with the arguments of RLHFDataset. Raises
-    InputError, also for a class that is no torch.utils.data.Dataset or has no length."""
+    """The class of "path/to/file.py:ClassName", which scripts call with RLHFDataset's arguments. Raises InputError,
+    also for a class that is no torch.utils.data.Dataset or has no length."""
     found = load_object("--dataset-class", spec)
     is_data_set = isinstance(found, type) and issubclass(found, Dataset)
     if not is_data_set:

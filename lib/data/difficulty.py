@@ -11,11 +11,9 @@ from lib.distributed import all_gather_lists
 
 
 class Difficulty:
-    """The history of each of N rows of a data set, the same on all ranks.
-
-    skip_after: a row is skipped after so many groups in a row whose scores were equal. share: probability that a
-    skipped row is sampled anyway; in `draw`, the part of the probability that is uniform over all rows.
-    """
+    """The history of each of N rows of a data set, the same on all ranks. skip_after: a row is skipped after so many
+    groups in a row whose scores were equal. share: probability that a skipped row is sampled anyway; in `draw`, the
+    part of the probability that is uniform over all rows."""
 
     def __init__(self, num_rows: int, skip_after: int, share: float):
         self.skip_after, self.share = skip_after, share

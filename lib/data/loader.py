@@ -23,9 +23,8 @@ ROW = "data_row"  # column of the row's number in the data set
 
 
 def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). In input_ids, attention_mask
-    and position_ids (B, P), with mrope (B, 4, P), P is the length of the longest prompt: columns that are padding in
-    all rows are cut."""
+    """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). input_ids, attention_mask and
+    position_ids (B, P), with mrope (B, 4, P), lose the columns that are padding in all rows."""
     batch: dict[str, torch.Tensor | np.ndarray] = {}
     for key in items[0]:
         values = [item[key] for item in items]
@@ -61,10 +60,8 @@ class _StepSampler:
     sampling: PromptSampling
     difficulty: Difficulty
     start: int = 0
-    skipped: int = 0
-    """rows of the stream that --prompt-sampling skip has left out"""
-    given: Sequence[int] = ()
-    """what was yielded last"""
+    skipped: int = 0  # rows of the stream that --prompt-sampling skip has left out
+    given: Sequence[int] = ()  # what was yielded last
     _epoch: int = -1
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -118,9 +115,8 @@ class _SeededRows:
 
 
 class PromptLoader(StatefulDataLoader):
-    """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks, without
-    those that workers have only prepared. The state is the position and what the order depends on, so it fits any world
-    size and any num_workers; torchdata's own fits only as many workers."""
+    """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks, not those
+    that workers have only prepared. The state fits any world size and num_workers; torchdata's only as many workers."""
 
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
         # Its own generator: otherwise worker seeds come from the global one, at another point of it after a resume.
@@ -195,10 +191,8 @@ def make_loader(
     across an epoch's end, and rank r takes every world_size-th of them from the r-th on. So each epoch has each row
     once, and the union over the ranks does not depend on their number. Raises InputError for impossible sizes.
 
-    sampling: "skip" leaves rows of the stream out, and "variance" draws the rows of a step by itself, both by the
-    scores that `record_scores` got (lib/data/difficulty.py has skip_after and share); they need num_workers 0, since
-    workers take rows before the scores of the step before are known.
-    """
+    sampling: "skip" leaves rows of the stream out, "variance" draws the rows of a step, by the scores of earlier steps
+    (lib/data/difficulty.py has skip_after and share); they need num_workers 0, as workers take rows in advance."""
     if prompts_per_step < 1 or prompts_per_step % world_size:
         above = (max(prompts_per_step, 1) // world_size + 1) * world_size
         rest = f"(prompts_per_step % world_size = {prompts_per_step % world_size})"

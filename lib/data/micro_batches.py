@@ -20,16 +20,10 @@ def prompt_groups(batch: DataProto) -> torch.Tensor:
 
 
 def prepare_dynamic_batch(
-    batch: DataProto,
-    max_tokens: int,
-    *,
-    share_prompts: bool = False,
-    padding_free: bool = True,
-    row_group: RowGroup | None = None,
+    batch: DataProto, max_tokens: int, *, share_prompts=False, padding_free=True, row_group: RowGroup | None = None
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank. A collective: every
-    rank calls it, with the same number of rows. Returns (micro_batches, rows): rows[i] are the row numbers in
-    micro_batches[i], for `restore_dynamic_batch`.
+    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank. A collective over
+    equally many rows. Returns (micro_batches, rows): the row numbers of each, for `restore_dynamic_batch`.
 
     Rows are placed first-fit decreasing; a row longer than `max_tokens` is alone. Then ranks with fewer micro-batches
     split those of most rows. Every rank runs its longest micro-batches first, so that ranks wait little for each other.
@@ -37,10 +31,8 @@ def prepare_dynamic_batch(
     rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts their prompt once; it
     has the column prompt_group (b,), the numbers of `prompt_groups`. meta_info["run_tower"]: see `_run_tower`.
 
-    A `row_group` of n ranks makes its micro-batches together, over the rows of all its ranks; each rank is given its
-    own rows of every micro-batch, which may be none. If the group splits tokens, a micro-batch holds at most
-    n x max_tokens tokens, so that each rank computes at most max_tokens.
-    """
+    A `row_group` of n ranks makes its micro-batches together; each rank is given its own rows of every micro-batch,
+    perhaps none. If the group splits tokens, a micro-batch holds n x max_tokens tokens, max_tokens of each rank."""
     attention = batch.batch["attention_mask"]
     own, prompt = attention.sum(1).tolist(), [0] * len(batch)
     group: list = list(range(len(batch)))  # equal for rows of one prompt

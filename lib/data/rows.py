@@ -3,10 +3,9 @@
 A row is {"prompt": [{"role": ..., "content": ...}, ...], "data_source": ..., "reward_model": {"ground_truth": ...},
 "extra_info": {"index": ..., "tools_kwargs": ..., "interaction_kwargs": ...}} (extra_info and its keys may be absent).
 
-In a struct column Arrow gives every row all the fields that any row has, with None for those that the row lacked
-(tools_kwargs of two tools, say). So a null field means an absent one, and is removed, whatever the kind of file.
-Columns of several files are not merged: ground_truth may be a string in one file and a number in the next.
-"""
+In a struct column Arrow gives every row all the fields that any row has, with None for those that it lacked. So a null
+field means an absent one, and is removed. Columns of several files are not merged: ground_truth may be a string in one
+file and a number in the next."""
 
 import json
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
-"""Text from data, tools, users and models stays text: if it spells a special token, it does not become that token.
-
-A chat template writes special tokens and messages into one string, in which the tokenizer cannot tell them apart. So a
-space breaks up a special token in a message: "<|im_end|>" becomes "< |im_end|>".
-"""
+"""Text from data, tools, users and models stays text, also if it spells a special token. A chat template writes special
+tokens and messages into one string, in which the tokenizer cannot tell them apart. So a space breaks up a special token
+in a message: "<|im_end|>" becomes "< |im_end|>"."""
 
 import re
 from collections.abc import Sequence

@@ -1,10 +1,7 @@
-"""Images and videos of prompts: from a row's files to what the model and the engines take.
-
-The processor and the engine get the same picture, made here: turned as its EXIF says, without alpha, of the size that
---max-pixels and --min-pixels allow. Each processor then resizes by its own rules. A small file may hold billions of
-pixels: its size is checked before it is decoded (LARGEST_IMAGE). A template may leave an image out without an error:
-the placeholders in the text are counted.
-"""
+"""Images and videos of prompts: from a row's files to what the model and the engines take. The processor and the engine
+get the same picture, made here: turned as its EXIF says, without alpha, of the size that --max-pixels and --min-pixels
+allow. Each processor then resizes by its own rules. A small file may hold billions of pixels: its size is checked
+before it is decoded. A template may leave an image out: its placeholders are counted."""
 
 from __future__ import annotations
 
@@ -75,10 +72,8 @@ class Vision:
         there are. A relative path is one in `folder`. Raises InputError."""
         if videos and not self.takes_videos:
             raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
-        data: dict[str, list] = {
-            "image": [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)],
-            "video": [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)],
-        }
+        data: dict = {"image": [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)]}
+        data["video"] = [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)]
         return {kind: found for kind, found in data.items() if found}
 
     def fitted(self, images: list[Image.Image]) -> list[Image.Image]:
@@ -91,18 +86,15 @@ class Vision:
         """The messages with text as content parts, and <image> and <video> in it as parts too; as many as data has.
         In a list of parts, text is text. Raises InputError."""
         for kind in ("image", "video"):
-            places = sum(part.get("type") == kind for part in _parts(messages))
-            there = len(data.get(kind, ()))
+            places, there = sum(part.get("type") == kind for part in _parts(messages)), len(data.get(kind, ()))
             if places and kind == "video" and not self.takes_videos:
                 raise InputError(f"{where}: has a <video>; models of type {self.config.model_type} take none")
             if places != there:
-                found = f"{places} <{kind}> in the messages, but {there} {kind}s in the row"
                 advice = "write one for each (text that is to stay text: in a list of content parts)"
+                found = f"{places} <{kind}> in the messages, but {there} {kind}s in the row"
                 raise InputError(f"{where}: {found}; {advice}")
-        return [
-            {**message, "content": [_bare(part) for part in _parts([message])]} if message.get("content") else message
-            for message in messages
-        ]
+        contents = [{"content": [_bare(part) for part in _parts([m])]} if m.get("content") else {} for m in messages]
+        return [message | content for message, content in zip(messages, contents)]
 
     def encode(self, text: str, data: dict) -> Encoded:
         """A templated text, whose placeholders are those of the images and videos in `data`. Raises InputError."""
@@ -117,8 +109,7 @@ class Vision:
             return Encoded(raw_ids, raw_ids, {})
         kwargs: dict[str, Any] = {"images": data.get("image")}
         if "video" in data:
-            frames, metadata = map(list, zip(*data["video"]))
-            metadata = copy.deepcopy(metadata)  # Qwen3-VL's processor appends to frames_indices
+            frames, metadata = map(list, zip(*copy.deepcopy(data["video"])))  # Qwen3-VL's appends to frames_indices
             kwargs |= {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
         try:
             out = self.processor(text=[text], return_tensors="pt", add_special_tokens=False, **kwargs)
@@ -137,18 +128,15 @@ class Vision:
         kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
         rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)
         rope = rope[:, 0].to(text.dtype)  # (3, L)
-        # What follows a video begins after its largest position, as in training and in vLLM. transformers 5.19 leaves
-        # out the temporal one (Qwen2.5-VL).
+        # what follows a video begins after its largest position; transformers 5.19 leaves out the temporal (Qwen2.5-VL)
         for start in (kinds[0].diff().nonzero()[:, 0] + 1).tolist():
             rope[:, start:] += rope[:, :start].max() + 1 - rope[0, start]
         return torch.cat([text[None], rope])
 
     def joined(self, first: dict, more: dict) -> dict:
         """The inputs of one row whose later turn has more images."""
-        # SmolVLM's and Idefics 3's tensors are (1, images, ...), and only they have this mask
-        dim = int("pixel_attention_mask" in first | more)
-        both = {name: torch.cat([first[name], more[name]], dim) for name in first.keys() & more.keys()}
-        return first | more | both
+        dim = int("pixel_attention_mask" in first | more)  # SmolVLM's, Idefics 3's, whose tensors are (1, images, ...)
+        return first | more | {name: torch.cat([first[name], more[name]], dim) for name in first.keys() & more.keys()}
 
     @property
     def placeholders(self) -> list[str]:
@@ -157,8 +145,7 @@ class Vision:
 
     @property
     def takes_later_images(self) -> bool:
-        """Whether images may follow what was sampled. In Gemma 3 an image's tokens see each other, which packing of
-        responses to a shared prompt does not do."""
+        """Whether images may follow sampled tokens. In Gemma 3 an image's tokens see each other, across packed rows."""
         return self.config.model_type != "gemma3"
 
     @property

@@ -3,55 +3,18 @@
 Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`. accelerate only launches; it
 does not wrap the model (on a CPU it silently replaces FSDP2 by DDP). Sharding is `fully_shard` itself, at every world
 size, so that one process and eight run the same code. FSDP averages gradients over ranks, so multiply a loss that is
-normalised by *global* counts by `world_size`.
-"""
+normalised by *global* counts by `world_size`."""
 
-# ruff: noqa: F401  these names are what the package offers
+# ruff: noqa: F401, I001  these names are what the package offers
 
 from lib.distributed.clock import start_step, step_timing, timed
-from lib.distributed.collectives import (
-    TakeOwn,
-    address_towards,
-    all_gather_lists,
-    all_reduce_max,
-    all_to_all,
-    all_to_all_objects,
-    broadcast,
-    global_counts,
-    join_group,
-    new_cpu_group,
-    new_cpu_subgroup,
-    on_first_rank,
-)
-from lib.distributed.launch import (
-    OVER,
-    JobOver,
-    World,
-    advise_out_of_memory,
-    init_distributed,
-    is_on_one_node,
-    job_store,
-    listening_store,
-    on_early_end,
-    print_last,
-    run,
-    wait_for_all,
-)
+from lib.distributed.collectives import TakeOwn, all_gather_lists, all_to_all, all_to_all_objects, global_counts
+from lib.distributed.collectives import address_towards, all_reduce_max, broadcast, on_first_rank
+from lib.distributed.collectives import join_group, new_cpu_group, new_cpu_subgroup
+from lib.distributed.launch import OVER, JobOver, World, init_distributed, is_on_one_node, run, wait_for_all
+from lib.distributed.launch import advise_out_of_memory, job_store, listening_store, on_early_end, print_last
 from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, check_number, reduce_metrics, token_means
-from lib.distributed.sharding import (
-    TENSOR_PARALLEL_STYLES,
-    RowGroup,
-    clip_grad_norm,
-    compute_device,
-    fsdp_modules,
-    full_tensor,
-    iter_full_params,
-    make_mesh,
-    make_row_group,
-    merged_shards,
-    set_gradient_sync,
-    shard_model,
-    trainable_parameters,
-    unsharded,
-)
+from lib.distributed.sharding import TENSOR_PARALLEL_STYLES, RowGroup, make_mesh, make_row_group, shard_model
+from lib.distributed.sharding import clip_grad_norm, compute_device, fsdp_modules, set_gradient_sync
+from lib.distributed.sharding import full_tensor, iter_full_params, merged_shards, trainable_parameters, unsharded
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage, note_waits_in

@@ -25,11 +25,9 @@ def start_step(step: int) -> None:
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """`with timed("rollout")`, or as a decorator, adds the seconds of the block to the step's timing_s/rollout.
-
-    The block is also a stage for the watchdog (`enter_stage`), and so is what follows it, and it has its name in a
-    profile. A stage within a stage counts as part of the outer one.
-    """
+    """`with timed("rollout")`, or as a decorator, adds the seconds of the block to the step's timing_s/rollout. The
+    block is also a stage for the watchdog (`enter_stage`), and so is what follows it, and it has its name in a profile.
+    A stage within a stage counts as part of the outer one."""
     global _open
     if _open:
         yield

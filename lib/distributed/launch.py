@@ -66,9 +66,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
     their GPU alone. On a CPU a process computes with one thread unless OMP_NUM_THREADS is set.
 
-    Raises:
-        InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process.
-    """
+    Raises InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process."""
     global _job, _timeout
     env = os.environ
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
@@ -150,17 +148,14 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    listening: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach(), "wait_for_workers": False}
+    return dist.TCPStore(address, port, timeout=timeout, **listening)
 
 
 def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
     """A prefix for the keys of this start of the job in the store: all ranks agree on it, and no earlier start had it.
-
     torchrun's store outlives a restart: a rank that finds there the address of a rank that is gone waits for it forever
-    (pytorch issue 135712). The launchers of several nodes count restarts on their own, so the count would not do.
-    """
+    (pytorch issue 135712). The launchers of several nodes count restarts on their own, so the count would not do."""
     mine = uuid.uuid4().hex
     store.set(f"hello/{rank}", mine)
     if rank > 0:
@@ -178,11 +173,10 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
 def run(main: Callable[[T], None], args: T) -> None:
     """Runs `main(args)`. An InputError is shown as one line (once a node), without a traceback; the exit code is 2.
 
-    Ctrl-C ends it without a traceback, with exit code 130. So does a full disk, with exit code 1. Another exception is
-    raised as usual, and recorded for the report of torchrun and accelerate. Before each of these, the function given to
-    `on_early_end` is called. User code that ends the process, with whatever exit code, is reported: a run whose exit
-    code is 0 has done its last step. A closed terminal (SIGHUP) does not end a run that no launcher started.
-    """
+    Ctrl-C ends it without a traceback, with exit code 130, a full disk with exit code 1. Another exception is raised,
+    and recorded for the launcher's report. Before each of these, the function given to `on_early_end` is called. User
+    code that ends the process is reported: a run whose exit code is 0 has done its last step. A closed terminal
+    (SIGHUP) does not end a run that no launcher started."""
     gc.enable()
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_interrupted):  # not if it is ignored
         signal.signal(signal.SIGINT, _interrupt)
@@ -300,7 +294,6 @@ def wait_for_all() -> None:
 
 
 # ---- an early end --------------------------------------------------------------------------------
-
 _advice: Callable[[str], str] | None = None
 _at_early_end: Callable[[bool], None] | None = None
 _interrupted_at = -math.inf
@@ -329,8 +322,7 @@ def _end_early(interrupted: bool) -> None:
 
 
 def _interrupt(*_) -> None:
-    """Ignores a second SIGINT within a second: the terminal sends one to all processes of the job, then torchrun sends
-    its own to the ranks."""
+    """Ignores a second SIGINT within a second: the terminal sends one to all processes, then torchrun to the ranks."""
     global _interrupted_at
     again_s, _interrupted_at = time.monotonic() - _interrupted_at, time.monotonic()
     if again_s > 1:
@@ -338,8 +330,7 @@ def _interrupt(*_) -> None:
 
 
 def print_last(line: str, launcher: int | None) -> None:
-    """Prints on stderr. If a launcher (given by its pid) started this process, the line comes below what the launcher
-    prints when it ends."""
+    """Prints on stderr, if a launcher (its pid) started this process below what the launcher prints when it ends."""
     if launcher is None:
         print(line, file=sys.stderr, flush=True)
         return

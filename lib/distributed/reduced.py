@@ -1,9 +1,7 @@
-"""Metrics over micro-batches and ranks: each rank reports totals and counts, which `reduce_metrics` combines.
-
-A mean of the ranks' means would be wrong where they hold different counts. A metric without data is left out, not 0. A
-number may be a tensor without dimensions: it stays on its device until `reduce_metrics` reads all of them at once, so
-that the host does not wait for the GPU in the middle of an update.
-"""
+"""Metrics over micro-batches and ranks: each rank reports totals and counts, which `reduce_metrics` combines. A mean of
+the ranks' means would be wrong where they hold different counts. A metric without data is left out, not 0. A number may
+be a tensor without dimensions: it stays on its device until `reduce_metrics` reads all of them at once, so that the
+host does not wait for the GPU in the middle of an update."""
 
 import math
 from collections.abc import Mapping
@@ -43,16 +41,14 @@ class Min(NamedTuple):
 Metric = Mean | Sum | Max | Min | float
 
 
-def reduce_metrics(local: Mapping[str, Metric], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+def reduce_metrics(local: Mapping[str, Metric]) -> dict[str, float]:
     """The metrics of all ranks as plain floats, equal on every rank. A collective; without a process group: local only.
-
-    A rank may lack keys. A plain number, such as a learning rate, is the same on all ranks: the lowest rank's is taken.
-    """
+    A rank may lack keys. A plain number, such as a learning rate, is the same on all ranks: the lowest's is used."""
     mine = _read(local)
     ranks = [mine]
     if dist.is_initialized():
-        ranks = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(ranks, mine, group=group)
+        ranks = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(ranks, mine)
     total: dict[str, Any] = {}
     for metrics in ranks:
         add_metrics(total, metrics)

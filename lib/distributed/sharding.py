@@ -23,19 +23,15 @@ if TYPE_CHECKING:
 
 # torch warns on every rank that weights split over two mesh dimensions take two collectives to gather
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-# torch.distributed.checkpoint says so of a single process, which is told to do without collectives: the group of one
-# that init_distributed makes has, in torch 2.11, an empty gather
+# torch.distributed.checkpoint says so of a single process: in torch 2.11 its group has an empty gather
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
     """The mesh, whose dimension "shard" splits parameters, gradients and optimizer state, by default over all ranks.
-
-    replicas (HSDP): each is split over size / replicas consecutive ranks (a node, say). So weights are gathered within
-    a replica, and only gradients are added up between replicas. Raises InputError for unequal replicas.
-    tensor_parallel: this many neighbouring ranks form the dimension "tensor", along which `shard_model` splits layers.
-    It divides the number of ranks, and there is one replica.
-    """
+    replicas (HSDP): each is split over size / replicas consecutive ranks, which gather weights among themselves; only
+    gradients are added up between replicas. Raises InputError for unequal replicas. tensor_parallel: so many neighbours
+    form the dimension "tensor", along which `shard_model` splits layers; there is one replica then."""
     if tensor_parallel > 1:
         return _mesh(world, shard=world.size // tensor_parallel, tensor=tensor_parallel)
     if world.size % replicas:
@@ -54,12 +50,10 @@ def _mesh(world: World, **sizes: int) -> DeviceMesh:
 
 
 class RowGroup(NamedTuple):
-    """Neighbouring ranks that run their rows together. It is an argument of functions in lib/model and lib/data, not a
-    state of the model, because the same model also samples, on each rank alone."""
+    """Neighbouring ranks that run their rows together. No state of the model, which also samples on each rank alone."""
 
     ranks: dist.ProcessGroup
-    split: Literal["tokens", "weights"]
-    """what each rank has a share of: tokens if sequence parallel, weights if tensor parallel"""
+    split: Literal["tokens", "weights"]  # what each rank has a share of: sequence parallel, tensor parallel
 
 
 def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -> RowGroup | None:
@@ -87,14 +81,11 @@ def shard_model(
     """Applies FSDP2 to a transformers model, in place: a group for each decoder layer, for each layer of a vision
     model's tower and for an embedding that is not tied to the head, and the rest in the root group.
 
-    Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for the forward and backward pass;
-    gradients are reduced in the trained parameters' dtype. The model may be on any device. Each rank reads its own
-    shards of parameters on the meta device (`on_meta` of load_model) from the model's files. A mesh with the dimension
-    "tensor" also splits the layers' projections, by transformers' plan for the model.
-
+    Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for forward and backward; gradients are
+    reduced in the trained parameters' dtype. Of parameters on the meta device (`on_meta` of load_model) each rank reads
+    its own shards. A mesh with the dimension "tensor" also splits the layers' projections, by transformers' plan.
     cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer is
-    copied to the device when it computes. `model.device` is then the CPU: see `compute_device`.
-    """
+    copied to the device when it computes. `model.device` is then the CPU: see `compute_device`."""
     wait_for_all()  # other ranks may still be loading it
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:

@@ -1,33 +1,14 @@
-"""Policy, reference, critic and reward model: load, and forward to log-probs and entropies, values, or scores.
+"""Policy, reference, critic and reward model: load, and forward to log-probs and entropies, values, or scores. Two
+things keep the forward cheap, and both are exact. Padding never enters it (packing.py, attention.py), and full fp32
+logits never exist (log_probs.py). memory.py estimates how much GPU memory a step needs; it is also a command."""
 
-Two things keep the forward cheap, and both are exact. Padding never enters it (packing.py, attention.py), and full fp32
-logits never exist (log_probs.py). memory.py estimates how much GPU memory a step needs; it is also a command.
-"""
-
-# ruff: noqa: F401  these names are what the package offers
+# ruff: noqa: F401, I001  these names are what the package offers
 
 from lib.model.attention import PACKED, SAMPLED_BY_HF, carries_state
-from lib.model.load import (
-    add_lora,
-    check_sequence_parallel,
-    check_tensor_parallel,
-    compile_layers,
-    freeze,
-    load_critic,
-    load_model,
-    load_processor,
-    load_reward_model,
-    load_tokenizer,
-    without_adapters,
-)
-from lib.model.log_probs import (
-    NEVER,
-    LinearLogProbs,
-    batched_log_probs,
-    check_rows,
-    check_sampling,
-    least_kept,
-    response_log_probs,
-)
+from lib.model.load import add_lora, compile_layers, freeze, without_adapters
+from lib.model.load import check_sequence_parallel, check_tensor_parallel
+from lib.model.load import load_critic, load_model, load_processor, load_reward_model, load_tokenizer
+from lib.model.log_probs import NEVER, LinearLogProbs, check_rows, check_sampling, least_kept
+from lib.model.log_probs import batched_log_probs, response_log_probs
 from lib.model.trained import Critic, ForwardConfig, Policy, Reference, TrainedModel, micro_batches
 from lib.model.values import batched_values, response_values, reward_model_scores

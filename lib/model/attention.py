@@ -2,10 +2,8 @@
 
 Attention runs inside each sequence: packed_sdpa on any device, varlen on a GPU. A recurrent or convolutional layer
 would carry its state from one packed sequence into the next. So it gets the sequences as rows, and its output is packed
-again: this works on any device and with any kernel. transformers can also pass `cu_seq_lens_q` or `seq_idx` to such
-layers, but only some kernels look at them: on a CPU, or without those kernels' packages, sequences silently leak into
-each other.
-"""
+again, on any device and with any kernel. transformers can also pass `cu_seq_lens_q` or `seq_idx` to such layers, but
+only some kernels look at them: with others, as on a CPU, sequences silently leak into each other."""
 
 import inspect
 import math
@@ -30,8 +28,6 @@ from lib.distributed import all_to_all
 from lib.model.vision import family_of
 
 # ---- attention over packed rows ------------------------------------------------------------------
-
-
 PACKED = ("packed_sdpa", "varlen")  # the names of packed_attention
 TELL_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 takes grouped heads untold
 
@@ -42,15 +38,12 @@ def packed_attention(
 ):
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
-    A whole sequence, or a prompt that rows share, attends to its own earlier tokens; a response to a shared prompt
-    attends to the prompt and to its own earlier tokens. packing.py's `packed_runs` (packed_sdpa) or `packed_sequences`
-    (varlen) say which tokens these are. A `group_cache` (lib/rollout/hf_engine.py) computes the attention itself.
-    With none of them this is transformers' own SDPA attention.
+    A whole sequence, or a shared prompt, attends to its own earlier tokens; a response to a shared prompt also attends
+    to that. packing.py's `packed_runs` (packed_sdpa) or `packed_sequences` (varlen) say which tokens these are. A
+    `group_cache` (hf_engine.py) computes the attention itself. With none of them this is transformers' own SDPA.
 
-    In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all
-    N tokens. One all-to-all before the attention and one after it switch between the two (DeepSpeed-Ulysses, arXiv
-    2309.14509).
-    """
+    In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all N
+    tokens. An all-to-all before and one after switch between the two (DeepSpeed-Ulysses, arXiv 2309.14509)."""
     sequence_group, window = kwargs.pop("sequence_group", None), kwargs.get("sliding_window")
     if (group_cache := kwargs.pop("group_cache", None)) is not None:
         return group_cache.attend(module, query, key, value, scaling), None
@@ -141,42 +134,25 @@ for name in PACKED:
 
 
 # ---- which models can be packed, and their layers that carry a state -----------------------------
-
-
-STATE_LAYERS = {  # model_type: class of its layers that carry a state; tests/model/test_models.py tests each
-    "bamba": "BambaMixer",
-    "falcon_h1": "FalconH1Mixer",
-    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
-    "jamba": "JambaMambaMixer",
-    "kimi_linear": "KimiLinearDeltaAttention",
-    "lfm2": "Lfm2ShortConv",
-    "lfm2_moe": "Lfm2MoeShortConv",
-    "mamba2": "Mamba2Mixer",
-    "nemotron_h": "NemotronHMamba2Mixer",
-    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
-    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
-    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "zamba2": "Zamba2MambaMixer",
-}
+# model_type: class of its layers that carry a state; tests/model/test_models.py tests each
+STATE_LAYERS = {"bamba": "BambaMixer", "falcon_h1": "FalconH1Mixer", "granitemoehybrid": "GraniteMoeHybridMambaLayer"}
+STATE_LAYERS |= {"jamba": "JambaMambaMixer", "mamba2": "Mamba2Mixer", "nemotron_h": "NemotronHMamba2Mixer"}
+STATE_LAYERS |= {"zamba2": "Zamba2MambaMixer", "lfm2": "Lfm2ShortConv", "lfm2_moe": "Lfm2MoeShortConv"}
+STATE_LAYERS |= {"kimi_linear": "KimiLinearDeltaAttention", "olmo_hybrid": "OlmoHybridGatedDeltaNet"}
+STATE_LAYERS |= {"qwen3_5_text": "Qwen3_5GatedDeltaNet", "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet"}
+STATE_LAYERS["qwen3_next"] = "Qwen3NextGatedDeltaNet"
 
 SAMPLED_BY_HF = STATE_LAYERS.keys() - {"nemotron_h", "zamba2"}  # with a cache, these two clamp time steps differently
 
-UNPACKABLE = {  # model_type: why it cannot be packed, where no flag of transformers shows it
-    "doge": "its attention has a mask of its own",
-    "nemotron": "its layers give their attention no keywords",
-    "stablelm": "its layers give their attention no keywords",
-}
+# model_type: why it cannot be packed, where no flag of transformers shows it
+UNPACKABLE = dict.fromkeys(("nemotron", "stablelm"), "its layers give their attention no keywords")
+UNPACKABLE["doge"] = "its attention has a mask of its own"
 
 
 def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) -> tuple[str, str | None]:
-    """(the attention implementation to load with, why rows cannot be packed or None if they can).
-
-    For a model that packed_attention cannot handle, this is transformers' own sdpa or eager.
-
-    Raises:
-        InputError: `sdpa` would silently leave out the model's soft caps.
-    """
+    """(the attention implementation to load with, why rows cannot be packed or None if they can). For a model that
+    packed_attention cannot handle, this is transformers' own sdpa or eager. Raises InputError if `sdpa` would silently
+    leave out the model's soft caps."""
     text, family = config.get_text_config(), family_of(config)
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if family is None else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     cls = mapping.get(type(config), None)  # None: remote code
@@ -213,21 +189,16 @@ def carries_state(model: PreTrainedModel) -> bool:
     return model._is_stateful or not other_layers(model.config).isdisjoint(stateful)
 
 
-def lay_out(
-    model: PreTrainedModel, name: str, attn_implementation: str, padding_free: bool, share_prompts: bool
-) -> None:
+def lay_out(model: PreTrainedModel, name: str, attention: str, padding_free: bool, share_prompts: bool) -> None:
     """Decides how rows go through the model, and sets its attributes padding_free and share_prompts. If that is not
     what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row from
-    their parent's `forward`, because not every parent passes its keywords on.
-
-    Raises:
-        InputError: the model's output at a token depends on later tokens, or on chance.
-    """
+    their parent's `forward`, because not every parent passes its keywords on. Raises InputError if the model's output
+    at a token depends on later tokens, or on chance."""
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise InputError(f"{name}: its attention is not causal; use a decoder")
     if model.config.get_text_config().model_type == "phimoe":
         raise InputError(f"{name}: PhiMoE draws its experts at random in training")
-    reason = attention_and_packing(model.config, attn_implementation)[1]
+    reason = attention_and_packing(model.config, attention)[1]
     kind = STATE_LAYERS.get(model.config.get_text_config().model_type)
     pairs = [(p, layer) for p in model.modules() for layer in p.children() if type(layer).__name__ == kind]
     if reason is None and other_layers(model.config) and not pairs:
@@ -239,7 +210,7 @@ def lay_out(
         _say(f"{name}: rows are padded and prompts not shared, because {reason}")
     model.takes_rows = bool(pairs)
     model.padding_free = padding_free and reason is None
-    model.share_prompts = share_prompts and model.padding_free and not attn_implementation.startswith("flash")
+    model.share_prompts = share_prompts and model.padding_free and not attention.startswith("flash")
 
 
 def layout(*models: PreTrainedModel) -> dict[str, bool]:

@@ -5,12 +5,10 @@ With N weights in matrix products, a token takes 2 N FLOPs forward and 4 N backw
 L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked.
 
 Not counted, as in PaLM: what is computed twice (gradient checkpointing, the logits in the backward), padding, norms,
-softmax. Otherwise it follows what is computed here: a prompt that rows share counts once, the output head counts at
-trained tokens only, and the last token of a row, which predicts nothing, not at all. Of a mixture of experts those
-count that a token goes to. A frozen weight has no gradient of its own and takes 4. Too much is counted for sliding
-windows and episodes of several sequences (as if each token saw all before it), too little for layers that carry a state
-and for the tower of a vision model (their weights only). A tower that is frozen has no backward, and takes 2.
-"""
+softmax. A prompt that rows share counts once, the output head at trained tokens only, the last token of a row not at
+all, and of a mixture the experts that a token goes to. A frozen weight takes 4, a frozen tower, which has no backward,
+2. Too much is counted for sliding windows and episodes of several sequences (as if each token saw all before it), too
+little for layers that carry a state and for the tower of a vision model (their weights only)."""
 
 from typing import Any, NamedTuple
 
@@ -99,14 +97,9 @@ def estimate_flops(
     critic_model: str = "",
     **of_model: Any,
 ) -> StepFlops:
-    """Of a step in which each prompt (without images) and each response is as long as it may be.
-
-    Args:
-        model: a Hugging Face id, a folder or a config.json file; so is critic_model.
-        update_epochs: passes of the update over the step's rows.
-        log_prob_passes: forward passes with the policy or its reference before the update.
-        of_model: what `meta_model` takes by name, such as `lora_rank`.
-    """
+    """Of a step in which each prompt (without images) and each response is as long as it may be. Models: as in
+    `meta_model`, which also takes of_model, such as `lora_rank`. update_epochs: passes of the update over the step's
+    rows. log_prob_passes: forward passes with the policy or its reference before the update."""
     mask = torch.ones(group_size, max_prompt_length + max_response_length, dtype=torch.long)
     responses = mask[:, max_prompt_length:]
     group = DataProto.from_dict({"input_ids": mask, "attention_mask": mask, "response_mask": responses})
@@ -115,10 +108,9 @@ def estimate_flops(
         return prompts * update_flops(flops, group, share_prompts).item()
 
     update = log_probs = recomputed = 0.0
-    for auto_class, path, flag, passes in (
-        (AutoModelForCausalLM, model, "--model", log_prob_passes),
-        (AutoModelForTokenClassification, critic_model, "--critic-model", 1),
-    ):
+    policy = AutoModelForCausalLM, model, "--model", log_prob_passes
+    critic = AutoModelForTokenClassification, critic_model, "--critic-model", 1
+    for auto_class, path, flag, passes in (policy, critic):
         if path:
             network = meta_model(auto_class, path, flag, torch.bfloat16, **of_model)
             trained, frozen = flops_of(network), flops_of(network.requires_grad_(False))

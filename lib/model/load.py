@@ -1,7 +1,5 @@
 """Loads policy, reference, critic and reward model. Also what happens to a model before `shard_model`: freeze, LoRA.
-
-Dropout is off everywhere, so that sampling and training compute the same function.
-"""
+Dropout is off everywhere, so that sampling and training compute the same function."""
 
 import logging
 import re
@@ -14,25 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoProcessor,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
@@ -101,32 +86,32 @@ def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_cod
 def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
     folder, gguf = split_gguf(path)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except (OSError, ValueError) as error:
         raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
 
 
-def load_processor(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> ProcessorMixin | None:
+def load_processor(path: str, *, trust_remote_code: bool = False) -> transformers.ProcessorMixin | None:
     """The processor of `path`, which makes tokens and tensors of images. None if the model takes no images or comes
     without one, as a .gguf file does: it then runs on text alone."""
-    if family_of(_config(path, flag, trust_remote_code)) is None:
+    if family_of(_config(path, "--model", trust_remote_code)) is None:
         return None
     files = ("processor_config.json", "preprocessor_config.json")
     try:
         if not any(cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in files):
             return None
-        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except ImportError as error:
-        raise InputError(f"{flag} {path}: its processor needs torchvision: install it") from error
+        raise InputError(f"--model {path}: its processor needs torchvision: install it") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{flag} {path}: cannot load its processor: {str(error).splitlines()[0]}") from error
+        raise InputError(f"--model {path}: cannot load its processor: {str(error).splitlines()[0]}") from error
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
     """The tokenizer of `path`, which must have a chat template; a missing pad token becomes the eos token."""
     folder, gguf = split_gguf(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
     if tokenizer.chat_template is None:
@@ -144,9 +129,8 @@ class LoadOptions:
     dtype: torch.dtype = torch.float32
     """of the weights; explicit because transformers takes the checkpoint's, and AdamW on bf16 weights loses updates"""
     attn_implementation: str = "packed_sdpa"
+    # how `response_log_probs` lays out its rows; where a model does not allow it, its own attributes are False
     padding_free: bool = True
-    """it and share_prompts: how `response_log_probs` lays out its rows. Where the model does not allow it, its
-    attributes of these names are False, and one line says why"""
     share_prompts: bool = True
     gradient_checkpointing: bool = False
     offload_activations: bool = False  # what autograd keeps of the forward waits in CPU memory for the backward pass
@@ -158,10 +142,7 @@ class LoadOptions:
 
 def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTrainedModel:
     """A causal LM from a Hugging Face id, a folder or a .gguf file, without dropout. options: those of `LoadOptions`.
-
-    The model gets the method `token_log_probs`, which FSDP treats as a forward; a vision model also gets
-    `prompt_logits`.
-    """
+    Its method `token_log_probs`, and `prompt_logits` of a vision model, are forwards to FSDP."""
     how = LoadOptions(**options)
     model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_log_probs, how)
@@ -175,18 +156,13 @@ def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTraine
 
 def load_critic(path: str, **options: Any) -> PreTrainedModel:
     """A token classifier with one output, the value. `path` is what `load_model` takes, or a critic or reward model.
-
-    If `path` has no value head (a causal LM), the head starts at zero and so the first values are 0: a random head
-    would differ from rank to rank. The model gets the method `token_values`. A vision model, of which transformers has
-    no token classifiers, is `value_class`. options: those of `LoadOptions`.
-
-    Raises:
-        InputError: the architecture has no token classification, or the head has another number of outputs.
-    """
+    options: those of `LoadOptions`. If `path` has no value head (a causal LM), the head starts at zero: a random one
+    would differ from rank to rank. The model gets the method `token_values`. A vision model is `value_class`. Raises
+    InputError: the architecture has no token classification, or the head has another number of outputs."""
     flag, how = "--critic-model", LoadOptions(**options)
     # classifier_dropout must be set: transformers' default drops 10 % of the head's input
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
-    model, missing = _from_pretrained(AutoModelForTokenClassification, path, flag, how, **settings)
+    model, missing = _from_pretrained(transformers.AutoModelForTokenClassification, path, flag, how, **settings)
     head = value_head(model)
     new = {name for name in missing if model.get_submodule(name.rpartition(".")[0]) is head}
     for name in new:
@@ -197,28 +173,23 @@ def load_critic(path: str, **options: Any) -> PreTrainedModel:
 
 def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A sequence classifier with one output, frozen, and its own tokenizer. The model gets the method `token_values`.
-    options: those of `LoadOptions`.
-
-    Raises:
-        InputError: the model has no head (a causal LM), a head with more than one output, or no chat template.
-    """
+    options: those of `LoadOptions`. Raises InputError: the model has no head (a causal LM), a head with more than one
+    output, or no chat template."""
     flag, how = "--reward-model", LoadOptions(**options)
-    model, missing = _from_pretrained(AutoModelForSequenceClassification, path, flag, how)
+    model, missing = _from_pretrained(transformers.AutoModelForSequenceClassification, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_values, how).requires_grad_(False).eval()
     if model.config.num_labels != 1:
         raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
     return model, load_tokenizer(path, trust_remote_code=how.trust_remote_code, flag=flag)
 
 
-def _from_pretrained(
-    auto_class: Any, path: str, flag: str, how: LoadOptions, **settings: Any
-) -> tuple[PreTrainedModel, set[str]]:
+def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **settings) -> tuple[PreTrainedModel, set]:
     """(the model, with its config changed by `settings`; the names of the parameters that `path` did not hold)."""
     check_model_path(path, flag)
     enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends this stage
     folder, gguf = split_gguf(path)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=how.trust_remote_code, **gguf)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=how.trust_remote_code, **gguf)
         auto_class = class_of(auto_class, config)
         attn_implementation, _ = attention_and_packing(config, how.attn_implementation)
         parts = (config, config.get_text_config(), *([config.vision_config] if family_of(config) else []))
@@ -257,16 +228,14 @@ def class_of(auto_class: Any, config: PreTrainedConfig) -> Any:
     if family_of(config) is None:
         return auto_class
     if auto_class is AutoModelForCausalLM:
-        return AutoModelForImageTextToText
-    if auto_class is AutoModelForTokenClassification:
-        cls = value_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
+        return transformers.AutoModelForImageTextToText
+    if auto_class is transformers.AutoModelForTokenClassification:
+        cls = value_class(transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
         auto_class.register(type(config), cls, exist_ok=True)
     return auto_class
 
 
-def _meta_model(
-    auto_class: Any, path: str, config: PreTrainedConfig, **options: Any
-) -> tuple[PreTrainedModel | None, set[str]]:
+def _meta_model(auto_class, path: str, config: PreTrainedConfig, **options) -> tuple[PreTrainedModel | None, set[str]]:
     """(the model with its parameters on the meta device, the names of those that the files of `path` do not hold). The
     model is None if transformers would do more than read each weight by its name."""
     folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["model*.safetensors", "*.json"])
@@ -288,7 +257,7 @@ def _meta_model(
     ):
         return None, set()
     if (Path(folder) / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.weights_folder = folder
     return model, missing
 
@@ -330,14 +299,11 @@ def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:
     return model
 
 
-def _prepare(
-    model: PreTrainedModel, missing: set[str], name: str, forward: Callable, how: LoadOptions
-) -> PreTrainedModel:
+def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable, how: LoadOptions) -> PreTrainedModel:
     """Puts the model in train mode, without which there is no gradient checkpointing, and binds `forward` as a method
     that FSDP treats as a forward. Raises InputError if a weight is missing."""
     if missing:
-        what = f"no {min(missing)} in it ({len(missing)} missing)"
-        raise InputError(f"{name}: not a {type(model).__name__}: {what}")
+        raise InputError(f"{name}: not a {type(model).__name__}: no {min(missing)} in it ({len(missing)} missing)")
     lay_out(model, name, how.attn_implementation, how.padding_free, how.share_prompts)
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -369,24 +335,16 @@ def _keeping_activations_on_cpu(forward):
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------
-
-
 def add_lora(
     model: PreTrainedModel, *, rank: int, alpha: float, seed: int, target_modules: str = "all-linear"
 ) -> PreTrainedModel:
-    """Freezes the model and adds LoRA adapters by peft, in place: W x becomes W x + alpha / rank x B A x
-    (arXiv 2106.09685). Call it before `shard_model`.
+    """Freezes the model and adds LoRA adapters by peft, in place: W x becomes W x + alpha / rank x B A x (arXiv
+    2106.09685). Call it before `shard_model`. B starts at 0, and A is the same on every rank. Both are at least fp32,
+    even if W is bfloat16. A critic's value head is trained as a whole, without adapters.
 
-    B starts at 0, and A is the same on every rank. Both are at least fp32, even if W is bfloat16. A critic's value head
-    is trained as a whole, without adapters.
-
-    Args:
-        target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a
-            regular expression that matches the whole names of linear layers.
-
-    Raises:
-        InputError: no layer matches, or a layer that is not linear does (peft also adapts a mixture's experts).
-    """
+    target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a regular
+    expression that matches the whole names of linear layers. Raises InputError: no layer matches, or a layer that is
+    not linear does (peft also adapts a mixture's experts)."""
     from peft import LoraConfig  # its import takes seconds
     from peft.tuners.lora import LoraLayer
 

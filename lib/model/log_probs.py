@@ -1,8 +1,5 @@
-"""Log-probs and entropies of responses, at the sampling temperature.
-
-The full fp32 logits never exist: the vocabulary projection goes in chunks of tokens, and its backward recomputes the
-chunks. This is exact.
-"""
+"""Log-probs and entropies of responses, at the sampling temperature. The full fp32 logits never exist: the vocabulary
+projection goes in chunks of tokens, and its backward recomputes the chunks. This is exact."""
 
 import itertools
 import math
@@ -18,7 +15,7 @@ from transformers import PreTrainedModel
 from lib import InputError, is_first_on_node
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup, all_gather_lists
+from lib.distributed import all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import in_micro_batches, of_responses
 from lib.model.vision import with_images
@@ -57,16 +54,15 @@ def least_kept(z: torch.Tensor, top_p: float = 1.0, top_k: int = -1, min_p: floa
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Log-prob of y and entropy under p = softmax(h W^T / temperature), a chunk of tokens at a time. If asked for, also
-    sum_v p_v^2, without gradient.
+    """Log-prob of y, entropy and, if asked for, sum_v p_v^2 without gradient, under p = softmax(h W^T / temperature), a
+    chunk of tokens at a time.
 
     Forward keeps log-sum-exp and entropy per token; backward recomputes each chunk's logits. With z = h W^T / T:
     d logp / dz = onehot(y) - p and d H / dz = -p (log p + H).
 
     With a truncation, p is renormalised over the tokens that `least_kept` keeps; the gradient takes that set as
     fixed. The sampler kept y, and so all tokens that are likelier than y. After an update, or by rounding, y may be
-    outside the set here: then the set is extended down to y, and the last result is 1 (else 0).
-    """
+    outside the set here: then the set is extended down to y, and the last result is 1 (else 0)."""
 
     @staticmethod
     def forward(ctx, h, weight, y, inv_temperature, chunk, sum_pi_squared=False, truncation=None):
@@ -167,9 +163,9 @@ def _compiled(fn: Callable, device_type: str) -> Callable:
 def check_sampling(sampling: Sampling) -> None:
     """Raises InputError for a parameter of sampling that these log-probs do not account for."""
     if sampling.repetition_penalty != 1:
-        why = "it depends on the tokens before each token, which the log-probs of the loss do not account for, so the"
-        why += " ratio would be wrong: use it with --val-only"
-        raise InputError(f"--repetition-penalty {sampling.repetition_penalty:g}: {why}")
+        why = "it depends on the tokens before each token, which the log-probs of the loss do not account for"
+        what = f"--repetition-penalty {sampling.repetition_penalty:g}: {why}"
+        raise InputError(f"{what}, so the ratio would be wrong: use it with --val-only")
 
 
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
@@ -181,18 +177,10 @@ def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
 
 
 def token_log_probs(
-    self: PreTrainedModel,
-    inputs: dict,
-    select: torch.Tensor,
-    y: torch.Tensor,
-    temperature: float,
-    sum_pi_squared: bool = False,
-    truncation: Truncation | None = None,
+    self, inputs: dict, select: torch.Tensor, y: torch.Tensor, temperature: float, sum_pi_squared=False, truncation=None
 ) -> tuple[torch.Tensor, ...]:
     """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,). A method that `load_model` binds.
-
-    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat.
-    """
+    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat."""
     inputs = with_images(self, inputs)
     if logits_are_a_plain_product(self) and self.get_decoder() is not self:
         h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
@@ -215,28 +203,17 @@ def token_log_probs(
 
 
 def response_log_probs(
-    model: PreTrainedModel,
-    batch: DataProto,
-    temperature: float,
-    *,
-    sum_pi_squared: bool = False,
-    truncation: Truncation | None = None,
-    **layout: Any,
+    model: PreTrainedModel, batch: DataProto, temperature: float, *, sum_pi_squared=False, truncation=None, **layout
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens, under the distribution that they were sampled from.
 
-    Args:
-        batch, layout: as in `of_responses`.
-        sum_pi_squared: also the sum over the vocabulary of the squared probabilities, without gradient, for the
-            optimal token baseline (arXiv 2602.07078).
-        truncation: that of sampling, as in `LinearLogProbs`. Do not cut the reference's distribution: its log-prob
-            would be -inf at a token outside its set. KL(policy as sampled || whole reference) is finite and has the
-            same gradient.
+    batch, layout: as in `of_responses`. sum_pi_squared: also the sum over the vocabulary of the squared probabilities,
+    without gradient, for the optimal token baseline (arXiv 2602.07078). truncation: that of sampling, as in
+    `LinearLogProbs`. Do not cut the reference's distribution: its log-prob would be -inf at a token outside its set.
+    KL(policy as sampled || whole reference) is finite and has the same gradient.
 
-    Returns:
-        (log_probs, entropy), then sum_pi_squared if asked for, then, with a truncation, a tensor that is 1 at tokens
-        that it would not have kept. Each is (B, T), and zero where response_mask is.
-    """
+    Returns (log_probs, entropy), then sum_pi_squared if asked for, then, with a truncation, a tensor that is 1 at
+    tokens that it would not have kept. Each is (B, T), and zero where response_mask is."""
     of_tokens = {"temperature": temperature, "sum_pi_squared": sum_pi_squared, "truncation": truncation}
     return of_responses(model, batch, partial(model.token_log_probs, **of_tokens), **layout)
 
@@ -269,22 +246,12 @@ ROW_TOLERANCE = {
 
 @torch.no_grad()
 def check_rows(
-    model: PreTrainedModel,
-    batch: DataProto,
-    temperature: float,
-    micro_batch_tokens: int,
-    compute_dtype: torch.dtype,
-    row_group: RowGroup | None = None,
+    model: PreTrainedModel, batch: DataProto, temperature: float, micro_batch_tokens: int, compute_dtype, row_group=None
 ) -> None:
     """Measures on the first micro-batch that a row's log-probs depend on that row alone. A collective, of some 6
-    forwards.
-
-    First, every second row gets another response of the same shape: the rows between must not change. Second, four rows
-    are computed alone and not packed, by transformers' own attention.
-
-    Raises:
-        InputError: on some rank the log-probs differ by more than ROW_TOLERANCE.
-    """
+    forwards. First, every second row gets another response of the same shape: the rows between must not change. Second,
+    four rows are computed alone and not packed, by transformers' own attention. Raises InputError if on some rank the
+    log-probs differ by more than ROW_TOLERANCE."""
     [micro, *_], _ = prepare_dynamic_batch(batch, micro_batch_tokens, **layout(model), row_group=row_group)
     forward = partial(response_log_probs, model, temperature=temperature, row_group=row_group)
     trained = micro.batch["response_mask"].bool()
@@ -313,6 +280,5 @@ def check_rows(
     for mean, allowed, what in zip(torch.tensor(means).amax(0).tolist(), ROW_TOLERANCE[compute_dtype], whats):
         if not mean <= allowed:
             fix = "set --no-padding-free" if model.padding_free else "this model cannot be used here"
-            by = f"by {mean:.2g} nats (allowed: {allowed:g})"
-            kind = type(model).__name__.removeprefix("FSDP")
+            kind, by = type(model).__name__.removeprefix("FSDP"), f"by {mean:.2g} nats (allowed: {allowed:g})"
             raise InputError(f"{kind}: the log-probs of a row {what}, {by}; {fix}")

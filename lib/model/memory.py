@@ -27,10 +27,9 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
     vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
 
 Weights, Adam and gradients are exact. Activations and work are measured: the model runs forward and backward on the
-meta device, where tensors have a size and no memory. Attention there keeps what a flash kernel keeps. HEADROOM is left
-for what is not counted: the CUDA context, NCCL's buffers, memory that the allocator cannot use again. With LoRA only
-adapters have gradients and Adam. What is offloaded counts in the moment "host", which is the host's memory.
-"""
+meta device, where attention keeps what a flash kernel keeps. HEADROOM is left for the CUDA context, NCCL's buffers and
+memory that the allocator cannot use again. With LoRA only adapters have gradients and Adam. What is offloaded counts in
+the moment "host", which is the host's memory."""
 
 import sys
 import weakref
@@ -39,16 +38,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
@@ -60,7 +53,6 @@ from lib.model.vision import family_of, patches_per_feature, vision_names
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device
-
 Moments = dict[str, dict[str, int]]  # moment -> part -> bytes on one rank
 
 
@@ -90,31 +82,26 @@ def estimate_memory(
 ) -> Moments:
     """Bytes on each of `ranks` ranks in each moment of a step. Models: Hugging Face ids, folders or config.json files.
 
-    Args:
-        micro_batch_tokens: tokens of one forward and backward; the estimate takes all of them for response tokens.
-        rows: responses that one rank samples at once.
-        accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last one;
-            "sharded": after each.
-        frozen_dtype: dtype of LoRA's base, reference and reward model.
-        reference: a frozen copy of the policy; with LoRA the base is the reference and there is no copy.
-        cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
-        offload_activations: activations of an update wait in the host's memory, except those of one layer.
-        engine_bytes: memory of a vLLM engine while it is awake; 0: the hf engine.
-        engine_ranks: the number of ranks over which vLLM splits the model (tensor parallel).
-        gathered_bytes: columns of the rows of all ranks, which each rank holds while it computes advantages.
-        of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
+    micro_batch_tokens: tokens of one forward and backward, all taken for response tokens. rows: responses that one rank
+    samples at once. accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last
+    one; "sharded": after each. frozen_dtype: of LoRA's base, reference and reward model. reference: a frozen copy of
+    the policy; with LoRA the base is the reference and there is no copy. cpu_offload: weights, gradients and Adam in
+    the host's memory (FSDP2's CPUOffloadPolicy). offload_activations: those of an update wait in the host's memory,
+    except one layer's. engine_bytes: of a vLLM engine while it is awake; 0: the hf engine. engine_ranks: over which
+    vLLM splits the model (tensor parallel). gathered_bytes: columns of the rows of all ranks, which each rank holds
+    while it computes advantages. of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen
+    stays fp32.
 
-    Raises:
-        InputError: there is no such config, or it is of another kind of model.
-    """
+    Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
     tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
-
     build = partial(meta_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
     train = partial(build, lora_rank=lora_rank, **of_trained)
     actor = train(AutoModelForCausalLM, model, "--model")
-    critic = train(AutoModelForTokenClassification, critic_model, "--critic-model") if critic_model else None
-    scorer = build(AutoModelForSequenceClassification, reward_model, "--reward-model") if reward_model else None
+    token_model = transformers.AutoModelForTokenClassification
+    row_model = transformers.AutoModelForSequenceClassification
+    critic = train(token_model, critic_model, "--critic-model") if critic_model else None
+    scorer = build(row_model, reward_model, "--reward-model") if reward_model else None
 
     # ---- what is held from the first step to the last
     held, gradients, accumulated = {}, {}, {}
@@ -152,7 +139,6 @@ def estimate_memory(
             gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
             work = max(forward_peak(network, tokens), TowerCosts.of(network, of_images).work)
             moments[name] = {"gathered weights": gathered, "work": work}
-
     if gathered_bytes:
         moments["advantages"] = {"columns": gathered_bytes}
 
@@ -188,7 +174,6 @@ def estimate_memory(
         if offload_activations:
             host["activations"] = max(host["activations"], kept)
     moments["optimizer"] = dict(gradients)
-
     if cpu_offload:
         del moments["optimizer"]
         if accumulation != "whole":  # whole gradients add up on the device
@@ -202,8 +187,6 @@ def estimate_memory(
 
 
 # ---- exact sizes: what is stored -----------------------------------------------------------------
-
-
 def shard_numel(parameters: Sequence[torch.Tensor], ranks: int) -> int:
     """Elements on the first rank, which has the most: FSDP2 splits the first dimension into chunks of equal size."""
     return sum(-(-p.shape[0] // ranks) * p[0].numel() for p in parameters)
@@ -238,8 +221,6 @@ class FSDPGroups(NamedTuple):
 
 
 # ---- measured sizes: passes on the meta device ---------------------------------------------------
-
-
 def attention_on_meta(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Stands for packed_sdpa. Autograd keeps its inputs, its output and a number per row. query (1, H, N, D)."""
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
@@ -405,8 +386,6 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 
 
 # ---- what fits -----------------------------------------------------------------------------------
-
-
 def worst_moment(moments: Moments) -> tuple[str, int]:
     """(name, bytes) of the moment that needs most of the GPU."""
     sums = {name: sum(sizes.values()) for name, sizes in moments.items() if name != "host"}

@@ -1,8 +1,5 @@
-"""From a batch to a forward over packed rows, and back.
-
-Padding never enters the model. The sequences of a micro-batch are packed into one row, in which a prompt that
-several rows share occurs once. lib/model/attention.py keeps the sequences apart.
-"""
+"""From a batch to a forward over packed rows, and back. Padding never enters the model: the sequences of a micro-batch
+are packed into one row, in which a prompt that several rows share occurs once. attention.py keeps them apart."""
 
 import itertools
 import math
@@ -74,23 +71,13 @@ LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # wha
 
 
 def of_responses(
-    model: PreTrainedModel,
-    batch: DataProto,
-    forward: Forward,
-    *,
-    padding_free: bool = True,
-    share_prompts: bool = True,
-    row_group: RowGroup | None = None,
+    model: PreTrainedModel, batch: DataProto, forward: Forward, *, padding_free=True, share_prompts=True, row_group=None
 ) -> tuple[torch.Tensor, ...]:
     """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), which
     are zero where response_mask is.
-
-    Args:
-        batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
-        padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
-        row_group: ranks that run their batches as one (packed_sdpa only). Forward and backward are then collectives. A
-            rank's batch may be empty, but not those of all ranks.
-    """
+    batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T). padding_free,
+    share_prompts: False switches them off here; True is what `load_model` has decided. row_group: ranks that run their
+    batches as one (packed_sdpa only), in collectives. A rank's batch may be empty, but not those of all ranks."""
     responses = batch.batch["responses"]
     if row_group is None:
         inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
@@ -116,12 +103,9 @@ def in_micro_batches(
 def _of_group(
     model: PreTrainedModel, batch: DataProto, forward: Forward, share_prompts: bool, row_group: RowGroup
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """(results, target) for this rank's trained tokens. All rows of the group make one packed row.
-
-    In sequence parallelism each rank runs a share of the tokens, and then sends a token's results to the rank that owns
-    its row. In tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows'
-    results.
-    """
+    """(results, target) for this rank's trained tokens. All rows of the group make one packed row. In sequence
+    parallelism each rank runs a share of the tokens, and sends a token's results to the rank that owns its row. In
+    tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows' results."""
     group, rank = row_group.ranks, row_group.ranks.rank()
     rows = batch.select([*LAYOUT, "responses"], [])
     rows.batch["rank"] = torch.full((len(rows),), rank, device=batch.batch["responses"].device)
@@ -171,10 +155,8 @@ def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
 ) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """(inputs, select, target). inputs: what the decoder takes. select (n,): for each trained token, the index in the
-    decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
-
-    A row may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0.
-    """
+    decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask. A row
+    may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0."""
     padding_free = padding_free and model.padding_free
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")
     keys = [name for name in (*LAYOUT, "multi_modal_hash") if name in batch.batch]
@@ -256,8 +238,8 @@ def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 
 
 def _prompts_of_sequences(starts: list[list[int]], owner: list[int], shared: list[bool], column: int) -> list:
-    """For each sequence, the number of the shared prompt that it answers, or None. starts: [row, column] of each
-    sequence's first token. column: where responses begin."""
+    """The shared prompt that each sequence answers, or None. starts: [row, column] of its first token. column: where
+    responses begin."""
     prompt_of = {row: i for i, (row, start) in enumerate(starts) if start < column}
     return [prompt_of[owner[row]] if start == column and shared[row] else None for row, start in starts]
 
@@ -266,8 +248,7 @@ def _packed_runs(
     order: list[int], kinds: list[tuple], lengths: list[int], prompt: list[int | None], blocks: torch.Tensor | None
 ) -> list[PackedRun]:
     """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length).
-    blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text.
-    """
+    blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text."""
     runs: list[PackedRun] = []
     run_of: dict[int, int] = {}  # for each sequence, the number of its run
     begin: dict[int, int] = {}  # for each sequence, where it begins in its run
@@ -304,9 +285,7 @@ def _packed_sequences(order: list[int], lengths: list[int], prompt: list[int | N
     return PackedSequences(places, cu_seq_q, cu_seq_k, max(sizes), max(totals))
 
 
-def sequence_rows(
-    order: list[int], lengths: list[int], prompt: list[int | None], *, one_size: bool = False
-) -> SequenceRows:
+def sequence_rows(order: list[int], lengths: list[int], prompt: list, *, one_size: bool = False) -> SequenceRows:
     """SequenceRows of the sequences that stand in `order` in the packed row. prompt[i] is the number of the shared
     prompt that sequence i answers, or None. one_size: all rows get the length of the longest."""
     begin, N = {}, 0  # begin: for each sequence, the index of its first token

@@ -99,12 +99,9 @@ class TrainedModel:
         self.scheduler.step()
         self.optimizer.zero_grad()
         computed, self._computed = self._computed / 1e12, 0.0
-        return metrics | {
-            f"{self.name}/grad_norm": Mean(grad_norm, 1),
-            f"{self.name}/lr": Mean(float(lr), 1),
-            "perf/update_tflops": Sum(computed),
-            "training/skipped_updates": Sum(skipped and self.world.rank == 0),  # all ranks skip the same
-        }
+        metrics |= {f"{self.name}/grad_norm": Mean(grad_norm, 1), f"{self.name}/lr": Mean(float(lr), 1)}
+        skips = skipped and self.world.rank == 0  # all ranks skip the same
+        return metrics | {"perf/update_tflops": Sum(computed), "training/skipped_updates": Sum(skips)}
 
 
 class RowIsolationCheck:
@@ -133,8 +130,7 @@ class Policy(RowIsolationCheck, TrainedModel):
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-        """old_log_probs, entropys and, if `names` has it, squared_score, each (B, T), without gradients. A
-        collective."""
+        """old_log_probs, entropys and, if in `names`, squared_score, each (B, T), without gradients. A collective."""
         f, temperature = self.forward, self.forward.sampling.temperature
         options: dict[str, Any] = {"truncation": f.sampling.truncation, "sum_pi_squared": "squared_score" in names}
         options["row_group"] = f.row_group

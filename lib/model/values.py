@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lib import InputError
 from lib.data import SpecialTokenEscaper
@@ -22,9 +22,7 @@ def value_head(model: PreTrainedModel) -> torch.nn.Module:
 
 def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
     """The head's output (n,) at the selected positions. A method that `load_critic` and `load_reward_model` bind.
-
-    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat.
-    """
+    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat."""
     decoder = self.base_model if family_of(self.config) is None else self.get_decoder()
     h = decoder(**with_images(self, inputs), use_cache=False).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))  # (n, D)
@@ -34,9 +32,7 @@ def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> t
 
 def response_values(model: PreTrainedModel, batch: DataProto, **layout: Any) -> torch.Tensor:
     """The critic's values (B, T), zero where response_mask is; batch and layout as in `of_responses`.
-
-    V_t is read at the position that predicts token t of the response: it is the value of the state before that token.
-    """
+    V_t is read where token t of the response is predicted: it is the value of the state before that token."""
     return of_responses(model, batch, partial(_values, model), **layout)[0]
 
 
@@ -50,18 +46,11 @@ def _values(model: PreTrainedModel, inputs: dict, select: torch.Tensor, y: torch
 
 
 def reward_model_scores(
-    model: PreTrainedModel,
-    rm_tokenizer: PreTrainedTokenizerBase,
-    batch: DataProto,
-    policy_tokenizer: PreTrainedTokenizerBase,
-    micro_batch_tokens: int,
+    model: PreTrainedModel, rm_tokenizer, batch: DataProto, policy_tokenizer, micro_batch_tokens: int
 ) -> torch.Tensor:
-    """The reward model's score (B,) float32 of each conversation: `raw_prompt`, then the response as a message.
-
-    The policy's tokenizer decodes the response. The conversation then goes through the reward model's own chat template
-    and tokenizer; text that spells one of its special tokens stays text. A row without a trained token scores 0. This
-    is a collective: all ranks must have the same number of rows.
-    """
+    """The reward model's score (B,) float32 of each conversation: `raw_prompt`, then the response as a message. The
+    policy's tokenizer decodes the response; the reward model's own chat template and tokenizer take it from there. Text
+    that spells special tokens stays text. A row without a trained token scores 0. A collective of equal row counts."""
     responses, trained = batch.batch["responses"], batch.batch["response_mask"].any(1)
     attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
     conversations, escape_special_tokens = [], SpecialTokenEscaper(rm_tokenizer)
@@ -80,19 +69,12 @@ def reward_model_scores(
 
 def _conversation_batch(conversations: list[list[int]], device: torch.device) -> DataProto:
     """Left-padded rows, each with one dummy response token behind it. The value at that token is the whole row's score.
-
     transformers' own pooling is not used: it reads the last token that is not the pad token. That is the wrong token if
-    the pad token also ends a message.
-    """
+    the pad token also ends a message."""
     L = max(len(ids) for ids in conversations)
     ids = torch.tensor([[0] * (L - len(row)) + row + [0] for row in conversations], device=device)  # (B, L + 1)
     first = L - torch.tensor([len(row) for row in conversations], device=device)[:, None]
     column = torch.arange(L + 1, device=device)
-    tensors = {
-        "input_ids": ids,
-        "attention_mask": ((column >= first) & (column < L)).long(),
-        "position_ids": (column - first).clamp(min=0),
-        "responses": ids[:, L:],
-        "response_mask": torch.ones_like(ids[:, L:]),
-    }
-    return DataProto.from_dict(tensors=tensors)
+    tensors = {"input_ids": ids, "attention_mask": ((column >= first) & (column < L)).long()}
+    tensors |= {"position_ids": (column - first).clamp(min=0)}
+    return DataProto.from_dict(tensors | {"responses": ids[:, L:], "response_mask": torch.ones_like(ids[:, L:])})

@@ -1,9 +1,6 @@
-"""Vision-language models: image features replace the embeddings of their placeholders before the decoder.
-
-A processor has expanded each image's placeholder to as many tokens as the image has features. A placeholder is a token
-of that id which was not sampled: a sampled one is text. So the decoder only ever gets embeddings, and rows are
-packed and prompts shared as in a text model.
-"""
+"""Vision-language models: image features replace the embeddings of their placeholders before the decoder. A processor
+has expanded each image's placeholder to as many tokens as the image has features. A sampled token of that id is text.
+So the decoder only ever gets embeddings, and rows are packed and prompts shared as in a text model."""
 
 import inspect
 from collections.abc import Sequence
@@ -12,7 +9,6 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
@@ -21,9 +17,8 @@ from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_m
 
 from lib import InputError
 
+
 # ---- families ------------------------------------------------------------------------------------
-
-
 class Family(NamedTuple):
     tower: str  # path of the module that encodes images
     projector: tuple[str, ...]
@@ -58,7 +53,6 @@ def vision_names(model: PreTrainedModel, part: str) -> list[str]:
     family = family_of(model.config)
     if family is None:
         return []
-
     names = [name for name, _ in model.named_parameters()]
     projector = [name for name in names if name.startswith(tuple(f"{path}." for path in family.projector))]
     tower = [name for name in names if name.startswith(f"{family.tower}.") and name not in projector]
@@ -74,8 +68,6 @@ def patches_per_feature(config: PreTrainedConfig) -> int:
 
 
 # ---- which images a forward needs, and where their features go -----------------------------------
-
-
 @dataclass
 class Images:
     """The images of a forward, as a part of its `inputs`."""
@@ -94,30 +86,16 @@ register_dataclass(Images)
 
 
 def images_of(
-    model: PreTrainedModel,
-    rows: Sequence[dict] | np.ndarray | None,
-    ids: torch.Tensor,
-    trained: torch.Tensor,
-    attended: torch.Tensor,
-    place: torch.Tensor,
-    shape: Sequence[int],
-    run_tower: Sequence[str] = (),
+    model: PreTrainedModel, rows, ids, trained, attended, place, shape: Sequence[int], run_tower: Sequence[str] = ()
 ) -> Images | None:
     """The images that a forward over this layout needs; None if it needs none. An image of which no token is in the
     layout is not encoded: so a prompt that rows share is encoded once.
 
-    Args:
-        rows: the multi_modal_inputs of each row, {} without images; None if no row can have any.
-        ids, trained: input_ids (B, L), and which of the last T are sampled (B, T), not of placeholders therefore.
-        attended: (B, L), the tokens in the layout.
-        place: (B * L,), where each of them stands in it.
-        shape: the layout's.
-        run_tower: what other ranks encode. Without any of it here, one dummy is encoded, whose features go nowhere:
-            the towers' collectives must match.
-
-    Raises:
-        InputError: placeholders without an image, or images with a model that takes none.
-    """
+    rows: the multi_modal_inputs of each row, {} without images; None if no row can have any. ids, trained: input_ids
+    (B, L), and which of the last T are sampled (B, T), and so no placeholders. attended (B, L): the tokens in the
+    layout; place (B * L,): where each of them stands in it; shape: the layout's. run_tower: what other ranks encode.
+    Without any here, a dummy is encoded, whose features go nowhere: the towers' collectives must match.
+    Raises InputError: placeholders without an image, or images with a model that takes none."""
     if rows is None or not (run_tower or any(rows)):
         return None
     family = family_of(model.config)
@@ -180,23 +158,18 @@ class _Kind(NamedTuple):
     inputs: tuple[str, ...]  # what get_image_features or get_video_features takes; a processor may give more
 
 
-def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
-    kinds = {}
-    for kind in ("image", "video"):
-        if features := getattr(type(model.base_model), f"get_{kind}_features", None):
-            names = tuple(n for n in _arguments(features) if n.startswith("pixel_") or n.endswith("_grid_thw"))
-            kinds[kind] = _Kind(getattr(model.config, f"{kind}_token_id"), names)
-    return kinds
-
-
 @cache
-def _arguments(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
+def _inputs_of(features: Any) -> tuple[str, ...]:
+    return tuple(n for n in inspect.signature(features).parameters if n.startswith("pixel_") or n.endswith("_grid_thw"))
 
 
-def _without_first(
-    model: PreTrainedModel, inputs: dict, kind: _Kind, dim: int, tokens: int, unseen: int
-) -> tuple[dict, int]:
+def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
+    of_kind = {kind: getattr(type(model.base_model), f"get_{kind}_features", None) for kind in ("image", "video")}
+    token_id = {kind: getattr(model.config, f"{kind}_token_id", None) for kind in of_kind}
+    return {kind: _Kind(token_id[kind], _inputs_of(features)) for kind, features in of_kind.items() if features}
+
+
+def _without_first(model, inputs: dict, kind: _Kind, dim: int, tokens: int, unseen: int) -> tuple[dict, int]:
     """(a row's inputs without the first images, as far as all their tokens are among the first `unseen`; how many
     tokens these have). tokens: of all its images."""
     if unseen == 0:
@@ -228,14 +201,9 @@ def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
 
 
 # ---- the forward ---------------------------------------------------------------------------------
-
-
 def with_images(model: PreTrainedModel, inputs: dict) -> dict:
-    """The decoder's inputs, with `images` laid over the embeddings.
-
-    Raises:
-        InputError: an image has another number of features than its row has placeholders.
-    """
+    """The decoder's inputs, with `images` laid over the embeddings. Raises InputError: an image has another number of
+    features than its row has placeholders."""
     images: Images | None = inputs.get("images")
     rest = {name: x for name, x in inputs.items() if name != "images"}
     if images is None:
@@ -286,8 +254,6 @@ def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> 
 
 
 # ---- the critic ----------------------------------------------------------------------------------
-
-
 @cache
 def value_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The model with one output, `score`, in place of its head. transformers has no token classifiers of these."""

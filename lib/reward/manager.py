@@ -2,11 +2,9 @@
 
 A scorer is the user's own code, so it runs in other processes (lib/sandbox/pool.py), with a time and a memory limit. If
 it hangs, crashes, raises or returns no finite number, its response gets failure_score. The failure is counted, the
-first of each kind is shown, and the run goes on. Without workers, scorers run in this process, one response after the
-other, and an exception stops the run: this is for breakpoint().
-
-verl's managers are cases of this one: naive is workers=0, prime is workers of 1 or more, batch is a batched scorer.
-"""
+first of each kind is shown, and the run goes on. Without workers, scorers run in this process, one after the other, and
+an exception stops the run: this is for breakpoint(). verl's naive manager is workers=0, prime is workers of 1 or more,
+batch is a batched scorer."""
 
 import math
 from collections import Counter, defaultdict
@@ -38,14 +36,10 @@ class RewardManager:
 
     scorers: list[Scorer]
     tokenizer: PreTrainedTokenizerBase
-    workers: int = 2
-    """processes, started when there is work; 0: scorers run in this process"""
-    timeout_s: float = 30.0
-    """for one response; a batched scorer has that times the number of responses"""
-    memory_mb: int = 2048
-    """MiB that a worker may take beyond what the scorers' imports took"""
-    failure_score: float | None = None
-    """of a response whose scorer failed; None: NaN"""
+    workers: int = 2  # processes; 0: scorers run in this process
+    timeout_s: float = 30.0  # for one response; a batched scorer has that times the number of responses
+    memory_mb: int = 2048  # MiB that a worker may take beyond what the scorers' imports took
+    failure_score: float | None = None  # of a response whose scorer failed; None: NaN
     recorder: NoRecorder = field(default_factory=NoRecorder)
     seed: int = 0
     """what a scorer draws depends on it, the response's uid and its number in the group, so on no rank or worker"""
@@ -76,10 +70,10 @@ class RewardManager:
             calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
         in_group: dict[str, count] = defaultdict(count)
         keys = [f"{self.seed} {uid} {next(in_group[uid])}" for uid in columns.get("uid", [""] * len(mask))]
-        tasks = [
-            (k, self.timeout_s * len(part), [samples[i] for i in part], f"{keys[part[0]]} {self.scorers[k].name}")
-            for k, part in calls
-        ]
+        tasks = []
+        for k, part in calls:
+            key = f"{keys[part[0]]} {self.scorers[k].name}"
+            tasks.append((k, self.timeout_s * len(part), [samples[i] for i in part], key))
         answers = iter(()) if self.recorder.replaying else self._answers(tasks)
         return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
 
@@ -163,15 +157,11 @@ class PendingScores:
     answers: Iterable[tuple[int, list]]  # (index of the call, [kind, value] of each of its rows)
 
     def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Metric]]:
-        """Waits for the scores. Call it once.
-
-        Returns token_level_scores (B, T), zero except at each row's last trained token; the scorer's other keys, each a
-        list of B values, None where the scorer gave none; the metrics reward/timeout_count, crash_count, error_count
-        and dropped_key_count (values that unfit() refuses). With several scorers, each gives its own score as <name>,
-        also when it failed, and its keys as <name>/<key>. Only "pred" keeps its name, from the first that gives one.
-
-        Raises InputError if a scorer failed on all of its first 16 responses, RuntimeError if the pool is gone.
-        """
+        """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at each row's last trained
+        token; the scorer's other keys, each a list of B values, None where it gave none; and the metrics
+        reward/timeout_count, crash_count, error_count and dropped_key_count (values that unfit() refuses). With several
+        scorers, each gives its own score as <name>, also when it failed, and its keys as <name>/<key>, but "pred".
+        Raises InputError if a scorer failed on all of its first 16 responses, RuntimeError if the pool is gone."""
         manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
         lengths = [len(rows) for _, rows in self.calls]

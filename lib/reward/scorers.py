@@ -26,9 +26,7 @@ class Scorer:
     takes_truth: bool  # whether ground_truth(s) is a parameter without a default
 
 
-def load_scorers(
-    specs: Sequence[str], datasets: list, kwargs: dict | None = None, weights: Sequence[float] = ()
-) -> list[Scorer]:
+def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Sequence[float] = ()) -> list[Scorer]:
     """The scorers of --reward, checked before anything else is loaded.
 
     A spec is "path/to/file.py:function", or "data_source": this picks a scorer from rewards/ by each row's data_source.
@@ -38,8 +36,7 @@ def load_scorers(
     returns a number, or a dict with "score" and values to log; a batched one returns a list of these. A row's score is
     the sum of weight x score; without weights, each weight is 1. A parameter time_limit_s gets the seconds of a
     response. Raises InputError for a scorer that is not there, cannot be called so, or lacks a ground truth that it
-    needs; for a data_source without a scorer; and for a sandbox weaker than --sandbox-level.
-    """
+    needs; for a data_source without a scorer; and for a sandbox weaker than --sandbox-level."""
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
         raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
@@ -87,9 +84,8 @@ def _modules_for(datasets: list) -> list[str]:
         module = table.scorer_module(data_source)
         if module is None:
             advice = f"add it to rewards/__init__.py (known: {', '.join(table.SCORERS)})"
-            raise InputError(
-                f"no scorer for data_source {data_source!r}: {advice} or give --reward path/to/file.py:function"
-            )
+            advice += " or give --reward path/to/file.py:function"
+            raise InputError(f"no scorer for data_source {data_source!r}: {advice}")
         modules.add(f"rewards.{module}")
     return sorted(modules)
 

@@ -34,8 +34,7 @@ class RewardModel:
 class Rewards:
     manager: RewardManager
     reward_model: RewardModel | None = None
-    turn_coef: float = 1.0
-    """weight of the rewards that tools and interactions gave"""
+    turn_coef: float = 1.0  # weight of the rewards that tools and interactions gave
 
     @timed("reward")
     def submit(self, batch: DataProto) -> "PendingRewards":
@@ -78,7 +77,6 @@ class PendingRewards:
 
 def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
     """(B, K): the K rewards that a scorer gave each row besides its score; 0 where it gave none (aborted, failed).
-
     scores (B, T) gives B and the device. A collective. Raises InputError on all ranks for a key without any numbers."""
     columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
     # if all values are None, extras has the key because an earlier step had numbers

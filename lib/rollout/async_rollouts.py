@@ -34,15 +34,13 @@ class Group:
 
 @dataclass
 class AsyncRollouts:
-    """Queue of this rank's in-flight groups, taken batch by batch. No token is more than `level` versions older
-    than the weights when it is given, if each version takes one batch (of order "prompts": or more).
+    """Queue of this rank's in-flight groups, taken batch by batch. No token is more than `level` versions older than
+    the weights when it is given, if each version takes one batch (of order "prompts": or more).
 
     order: "prompts": a batch is the groups that began first, out of level + 1 batches in flight. "finished": the
-    groups that are complete, the oldest of them first, out of `level` batches. With one batch fewer in flight,
-    slow groups may take one more version; groups that would then be too old are waited for.
-
-    A response continues across weight syncs and checkpoints.
-    """
+    complete groups, the oldest first, out of `level` batches. With one batch fewer in flight, slow groups may take one
+    more version; groups that would then be too old are waited for. Responses continue across weight syncs and
+    checkpoints."""
 
     engine: "ServerEngine"
     sampler: Any  # has start and collect, like the engine
@@ -57,9 +55,7 @@ class AsyncRollouts:
     _saved: DataProto | None = None
 
     def take(self, last: int | None = None) -> tuple[DataProto, list[Response]]:
-        """(prompts repeated group_size times, their responses) of the next batch. last: the last batch of the run.
-
-        A collective."""
+        """(prompts repeated group_size times, their responses) of the next batch. last: the run's. A collective."""
         self.engine.check_weights()
         version: int = self.engine.version
         self._resume(version)
@@ -75,12 +71,8 @@ class AsyncRollouts:
 
     def _next(self, version: int) -> list[Group] | None:
         """The groups of the next batch, if all of them are complete."""
-        if self.order == "prompts":
-            chosen = self.in_flight[: self.groups]
-        else:
-            chosen = self._finished(version)
-        whole = len(chosen) == self.groups and all(group.complete() for group in chosen)
-        return chosen if whole else None
+        chosen = self.in_flight[: self.groups] if self.order == "prompts" else self._finished(version)
+        return chosen if len(chosen) == self.groups and all(group.complete() for group in chosen) else None
 
     def _finished(self, version: int) -> list[Group]:
         """The complete groups that began first, and those that must come now: of the groups that may be given until
@@ -100,17 +92,13 @@ class AsyncRollouts:
             own = slice(i, i + self.group_size)
             self.in_flight.append(Group(rows[own], responses[own], version))
 
-    # ---- checkpoints
-
     def state_dict(self) -> dict[str, Any]:
         """`last_started`, and the in-flight groups of all ranks with the tokens they have so far. A collective."""
         parts = []
         for group in self.in_flight:
-            columns = {
-                "seed": [response.seed for response in group.responses],
-                "partial": [asdict(row) for row in self.engine.so_far(group.responses)],
-                "version": [group.version] * len(group.rows),
-            }
+            columns: dict[str, list] = {"seed": [response.seed for response in group.responses]}
+            columns["partial"] = [asdict(row) for row in self.engine.so_far(group.responses)]
+            columns["version"] = [group.version] * len(group.rows)
             parts.append(group.rows.select().union(DataProto.from_dict(non_tensors=columns)))
         if not parts:  # on all ranks, which have equally many
             return {"last_started": self.last_started}
@@ -148,8 +136,8 @@ def own_groups(whole: DataProto, group_size: int) -> np.ndarray:
 
 
 def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int | torch.Tensor) -> dict[str, Metric]:
-    """weight_versions (B, T): those of ServerEngine.collect, -1 where no token was sampled. version: that of the
-    weights at the start of the step. level: how old a token may be, or (B, 1) for each row."""
+    """weight_versions (B, T): of ServerEngine.collect, -1 where no token was sampled. version: that of the weights at
+    the start of the step. level: how old a token may be, or (B, 1) for each row."""
     sampled = weight_versions >= 0
     stale = (version - weight_versions) * sampled
     too_old = int((stale - level).max()) if len(stale) else 0

@@ -1,13 +1,12 @@
 """The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
 
 `hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
-`http://host:port` is a vLLM server (server_engine.py). Your own engine, --rollout-engine path/to/file.py:Class,
-inherits RolloutEngine. The rest of lib/ asks an engine what it can do, and not which one it is.
+`http://host:port` is a vLLM server (server_engine.py). --rollout-engine path/to/file.py:Class inherits RolloutEngine.
+The rest of lib/ asks an engine what it can do, and not which one it is.
 
-Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and responses are not decoded
-on their way to the loss. Each response has its own seed, so it depends on neither its batch nor its rank.
-rollout_log_probs belong to the distribution that was sampled from (temperature, top-p, top-k and min-p applied).
-"""
+Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and responses stay tokens up
+to the loss. Each response has its own seed, so it depends on neither its batch nor its rank. rollout_log_probs belong
+to the distribution that was sampled from (temperature, top-p, top-k and min-p applied)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -63,9 +62,7 @@ class ImageProbe(NamedTuple):
 
 class RolloutEngine(Protocol):
     """What every engine has. If the model is split over ranks, all ranks make the calls together (collectives).
-
-    make_engine constructs it as Class(model, tokenizer, **settings); see there for the settings.
-    """
+    make_engine constructs it as Class(model, tokenizer, **settings); see there for the settings."""
 
     in_process: bool = False  # whether it is a SteppedEngine, on which multi-turn episodes run in this process
     asynchronous: bool = False  # whether it also samples between start and collect, while ranks train
@@ -89,8 +86,7 @@ class RolloutEngine(Protocol):
         raise NotImplementedError
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
-        """Log-probs of ids[1:] (with images: of media.ids[1:]) at temperature 1: one row, or a row for each of several
-        servers."""
+        """Log-probs of ids[1:] (with images: of media.ids[1:]) at temperature 1: (n,), or (servers, n)."""
         raise NotImplementedError
 
     def sleep(self) -> None:
@@ -145,8 +141,8 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All end tokens that the tokenizer and the model's generation config name (chat models often have two), and that
-    of the chat template, which a base model's often do not name."""
+    """All end tokens of the tokenizer and the model's generation config (chat models often have two), and that of the
+    chat template, which a base model's often do not name."""
     eos = model.generation_config.eos_token_id
     ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id, _end_of_turn(tokenizer)}
     return sorted(i for i in ids if i is not None)
@@ -165,11 +161,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None:
-    """Raises InputError unless a prompt with images has the same tokens in the engine as in training. The engine
-    expands the placeholders itself, and says nothing if it lacks an image or already gets expanded ones.
-
-    expected: Media.ids; got: the prompt that the engine says it used; engine: what --rollout-engine is.
-    """
+    """Raises InputError unless a prompt with images has the same tokens in the engine (`got`) as in training. The
+    engine expands the placeholders itself, and says nothing if it lacks an image or already gets expanded ones."""
     if expected != list(got):
         advice = "start the server with this run's --model" if "://" in engine else "see --vllm-kwargs"
         made = f"of a prompt with images the engine made {len(got)} tokens, training {len(expected)}, or other ones"
@@ -177,21 +170,12 @@ def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None
 
 
 def add_responses(
-    prompts: DataProto,
-    rows: list[Generated],
-    pad_token_id: int,
-    masks: list[list[int]] | None = None,
-    position_ids: list[torch.Tensor] | list[list[int]] | None = None,
+    prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: list | None = None, position_ids=None
 ) -> DataProto:
-    """The prompts with their responses: what every engine returns. A collective.
-
-    P and T are the longest prompt and response over all ranks, not the prompts' padding or the limits. Prompts are
-    left-padded, responses right-padded.
-
-    A row's finish_reason may also be one of lib/agent's. Rows with "abort" or "error" have no trained token. masks:
-    which tokens were sampled, if not all. position_ids, (n,) or with mrope (4, n) each: those of responses that do not
-    simply follow their prompts.
-    """
+    """The prompts with their responses: what every engine returns. A collective. P and T are the longest prompt
+    (left-padded) and response (right-padded) over all ranks, not the limits. Rows with finish_reason "abort" or "error"
+    have no trained token. masks: which tokens were sampled, if not all. position_ids, (n,) or with mrope (4, n) each:
+    those of responses that do not simply follow their prompts."""
     B, device = len(rows), prompts.batch["input_ids"].device
     lengths = torch.tensor([len(row.token_ids) for row in rows])
     longest_prompt = int(prompts.batch["attention_mask"].sum(1).max())
@@ -215,15 +199,9 @@ def add_responses(
         own = torch.as_tensor(own)
         position[..., : own.shape[-1]] = own
     responses = responses.to(device)
-    tensors = {
-        "prompts": ids,
-        "responses": responses,
-        "input_ids": torch.cat([ids, responses], 1),  # (B, L)
-        "attention_mask": torch.cat([mask, attended], 1),
-        "position_ids": torch.cat([before, positions], -1),
-        "response_mask": response_mask.to(device),
-        "rollout_log_probs": rollout_log_probs.to(device),
-    }
+    tensors = {"prompts": ids, "responses": responses, "input_ids": torch.cat([ids, responses], 1)}  # the last: (B, L)
+    tensors |= {"attention_mask": torch.cat([mask, attended], 1), "position_ids": torch.cat([before, positions], -1)}
+    tensors |= {"response_mask": response_mask.to(device), "rollout_log_probs": rollout_log_probs.to(device)}
     if "multi_modal_hash" in prompts.batch:
         tensors["multi_modal_hash"] = prompts.batch["multi_modal_hash"]
     objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}

@@ -76,8 +76,7 @@ class HFEngine(SteppedEngine):
         self._waiting.pop(request_id, None)
 
     def step(self) -> dict[str, Generated]:
-        """Samples the waiting requests as one batch, to their end. Requests whose sampling differs in more than the
-        length wait for the next step."""
+        """Samples the waiting requests as one batch, to their end. Those with other sampling wait for the next step."""
         if self.gpu is not None:
             torch.cuda.set_device(self.gpu)  # each thread has its own current device
         settings = [replace(sampling, max_response_length=0) for _, sampling, *_ in self._waiting.values()]
@@ -170,8 +169,8 @@ class HFEngine(SteppedEngine):
     def _logits_with_images(
         self, ids: torch.Tensor, mask: torch.Tensor, media: list[Media | None], select: torch.Tensor, cache=None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits (m, V) after `select`, which indexes the n x P tokens; the tokens' positions (n, P), with mrope the
-        largest of the three). ids, mask (n, P), left-padded; fills the cache."""
+        """(logits (m, V) after `select`, which indexes the n x P tokens; positions (n, P), with mrope the largest of
+        the three). ids, mask (n, P), left-padded; fills the cache."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         shown = [(i, own) for i, own in enumerate(media) if own is not None]
         if any(own.positions.ndim == 2 for _, own in shown):
@@ -203,9 +202,7 @@ def cache_keyword(model: PreTrainedModel) -> str:
 
 class GroupCache(Cache):
     """The keys and values of each prompt, stored once for all rows that answer it, and those of each row's response.
-
-    prompts: the cache that the prefill of the n prompts left; hidden (n, P): their padding; prompt_of_row (R,).
-    """
+    prompts: the cache that the prefill of the n prompts left; hidden (n, P): their padding; prompt_of_row (R,)."""
 
     def __init__(self, prompts: DynamicCache, hidden: torch.Tensor, prompt_of_row: torch.Tensor):
         super().__init__(layers=[GroupLayer(layer) for layer in prompts.layers])
@@ -232,10 +229,8 @@ class GroupCache(Cache):
         self.slot = prompt_of_row * self.largest + torch.empty_like(order).index_copy(0, order, within)  # (R,)
 
     def attend(self, module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None):
-        """Attention of each row's one new token to its prompt and its response so far. packed_attention calls this.
-
-        query (R, H, 1, D); key, value (R, H_kv, t, D) of the responses. Returns (R, 1, H, D).
-        """
+        """Attention of each row's one new token to its prompt and its response so far, called by packed_attention.
+        query (R, H, 1, D); key, value (R, H_kv, t, D) of the responses. Returns (R, 1, H, D)."""
         layer = self.layers[module.layer_idx]
         layer.attended = True
         if key.data_ptr() != layer.keys.data_ptr() or value.data_ptr() != layer.values.data_ptr():
@@ -276,7 +271,8 @@ class GroupLayer(DynamicLayer):
         self.attended = False
         t, new = self.get_seq_length(), (key_states, value_states)
         if t % ROOM == 0:
-            self._buffers = [_with_room(filled, own) for filled, own in zip((self.keys, self.values), new)]
+            room = [own.new_empty(*own.shape[:2], ROOM, own.shape[3]) for own in new]
+            self._buffers = [torch.cat(pair, 2) for pair in zip((self.keys, self.values), room)] if t else room
             self.is_initialized = True
         for buffer, own in zip(self._buffers, new):
             buffer[:, :, t : t + 1] = own
@@ -287,11 +283,6 @@ class GroupLayer(DynamicLayer):
         if t := self.get_seq_length():
             self._buffers = [buffer[indices] for buffer in self._buffers]
             self.keys, self.values = (buffer[:, :, :t] for buffer in self._buffers)
-
-
-def _with_room(filled: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    room = new.new_empty(*new.shape[:2], ROOM, new.shape[3])
-    return room if filled is None else torch.cat([filled, room], 2)
 
 
 def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:

@@ -2,14 +2,11 @@
 
 They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
 URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" = n stops server i if the
-number of its start, "started i", is <= n; OVER ends all.
-
-Every request to a server needs the run's key (vllm_batches.py). Any local user can read the store of a job on one node,
-so rank 0 writes the key to the file `key` instead, for the owner alone. A store of several nodes has it.
+number of its start, "started i", is <= n; OVER ends all. Every request to a server needs the run's key. Any local user
+can read the store of a job on one node, so rank 0 writes the key to a file instead; a store of several nodes has it.
 
 A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
-only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session.
-"""
+only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session."""
 
 import json
 import os
@@ -34,18 +31,8 @@ import yaml
 
 from lib import InputError, how_it_ended, is_first_on_node
 from lib.cli.secrets import private
-from lib.distributed import (
-    OVER,
-    JobOver,
-    StoreLost,
-    World,
-    address_towards,
-    broadcast,
-    current_stage,
-    enter_stage,
-    is_on_one_node,
-    job_store,
-)
+from lib.distributed import OVER, JobOver, World, address_towards, broadcast, is_on_one_node, job_store
+from lib.distributed.watchdog import StoreLost, current_stage, enter_stage
 from lib.rollout.servers import ANSWER_S, HEALTH_S
 from lib.rollout.vllm_engine import engine_settings, save_files
 
@@ -75,21 +62,16 @@ exec "$@" < /dev/null 3<&-
 
 
 class ManagedServers:
-    """The vLLM servers that the job's engine ranks run, as its training ranks see them.
-
-    number: of servers. start_s: how long a server may take to start; 0: without a limit. Making it is a collective.
-    """
+    """The `number` vLLM servers that the job's engine ranks run, as its training ranks see them. start_s: how long one
+    may take to start; 0: without a limit. Making it is a collective."""
 
     def __init__(self, number: int, start_s: float):
         self._store, self.number, self.start_s = job_store(), number, start_s
         self.key: str = broadcast(secrets.token_urlsafe(32))
 
     def order(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Rank 0 tells the engine ranks what to start; other ranks' calls do nothing.
-
-        folder: for logs and settings; its model/ holds config and tokenizer, which engine ranks write where they do not
-        see it. settings: by the names of vLLM's EngineArgs.
-        """
+        """Rank 0 tells the engine ranks what to start. folder: for logs and settings; engine ranks that do not see
+        it write its model/, with config and tokenizer. settings: by the names of vLLM's EngineArgs."""
         if dist.get_rank() > 0:
             return
         self._folder = folder = folder.resolve()
@@ -107,8 +89,8 @@ class ManagedServers:
         self._store.set("order", json.dumps(order | {"program": PROGRAM}))
 
     def states(self) -> list[tuple[str, int]]:
-        """(URL, starts) of each server, in the same order always. starts: how often it has come to be healthy; it has
-        lost its weights when the number rises. Waits until all are healthy. Raises InputError if one does not start."""
+        """(URL, starts) of each server, in one order. starts: how often it has become healthy; each time it has lost
+        its weights. Waits until all are healthy. Raises InputError if one does not start."""
         stage, states = current_stage(), self._states()
         if None in states:
             enter_stage(f"{stage}: start of vLLM servers")
@@ -132,8 +114,7 @@ class ManagedServers:
         return [starts for _, starts in self.states()]
 
     def start_anew(self, starts: list[int]) -> None:
-        """Ends the servers that are still those of these starts. `states` waits until they are back, without weights. A
-        collective."""
+        """Ends the servers of these starts. `states` waits until they are back, without weights. A collective."""
         if dist.get_rank() == 0:
             for i, number in enumerate(starts):
                 self._store.set(f"bad start {i}", str(number))
@@ -152,31 +133,23 @@ class ManagedServers:
 def order_servers(
     own: ManagedServers, model, tokenizer, *, folder: Path, processor=None, more: Mapping[str, Any], **start: Any
 ) -> None:
-    """Orders servers that are started as VLLMEngine starts its engine, and take weights by broadcast. Raises InputError
-    if vLLM cannot serve the model so."""
+    """Orders servers started as VLLMEngine starts its engine, which take weights by broadcast. Raises InputError if
+    vLLM cannot serve the model so."""
     settings = engine_settings(model, processor=processor, **start)
     if dist.get_rank() == 0:
         save_files(folder / "model", model, tokenizer, processor)
-    settings |= {
-        "worker_extension_cls": "lib.rollout.vllm_weights.WorkerExtension",
-        "weight_transfer_config": {"backend": "broadcast"},
-        "middleware": "lib.rollout.vllm_batches.Batches",
-        "disable_log_stats": True,  # as in process; they are a fifth of the API server's work
-        "uvicorn_log_level": "warning",
-    }
+    settings |= {"worker_extension_cls": "lib.rollout.vllm_weights.WorkerExtension", "uvicorn_log_level": "warning"}
+    settings |= {"weight_transfer_config": {"backend": "broadcast"}, "middleware": "lib.rollout.vllm_batches.Batches"}
+    settings["disable_log_stats"] = True  # as in process; they are a fifth of the API server's work
     if processor is not None:
         settings["enable_scale_out"] = True  # for the route that takes images
     own.order(folder, settings | dict(more))
 
 
 # ---- engine ranks --------------------------------------------------------------------------------
-
-
 def serve(world: World, tensor_parallel_size: int) -> NoReturn:
-    """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs.
-
-    Raises JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost.
-    """
+    """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs. Raises
+    JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost."""
     number, place = divmod(world.rank - world.size, tensor_parallel_size)
     store = job_store()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends first
@@ -204,8 +177,7 @@ def serve(world: World, tensor_parallel_size: int) -> NoReturn:
 
 
 def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoReturn:
-    """Starts the server, and starts it again when it ends. Raises JobOver, or InputError if it does not start, or has
-    been started RESTARTS times in a row without being healthy for STEADY_S."""
+    """Starts the server, again when it ends. Raises JobOver, or InputError if it does not start or ends too often."""
     starts = failures = 0
     while True:
         store.set(f"started {server.number}", str(starts + 1))
@@ -232,10 +204,8 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
 
 
 class Server:
-    """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends.
-
-    Each start has a port of its own: a request for the one before must not reach a server that has no weights yet.
-    """
+    """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends. Each
+    start has a port of its own: a request for the one before must not reach a server that has no weights yet."""
 
     process: subprocess.Popen
     url = ""
@@ -260,15 +230,10 @@ class Server:
         read, self._guard = os.pipe()
         with self.log.open("a") as log:
             self._log_begins = log.tell()
-            self.process = subprocess.Popen(
-                ["sh", "-c", GUARD, str(GRACE_S), *self.command],
-                stdin=read,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.env,
-                start_new_session=True,
-                umask=0o077,  # sockets between its processes, which obey whoever can connect
-            )
+            command = ["sh", "-c", GUARD, str(GRACE_S), *self.command]
+            options: dict[str, Any] = {"stdin": read, "stdout": log, "stderr": subprocess.STDOUT, "env": self.env}
+            options["umask"] = 0o077  # of sockets between its processes, which obey whoever can connect
+            self.process = subprocess.Popen(command, start_new_session=True, **options)
         os.close(read)
         begin = time.monotonic()
         while self.process.poll() is None and (not start_s or time.monotonic() < begin + start_s):

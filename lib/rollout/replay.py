@@ -1,7 +1,5 @@
-"""Recording and replaying the inputs of a step: --record writes them, --replay reads them without an engine or scorers.
-
-A replay computes everything else of a step anew, to the same bits, and sees what its own flags change. The files are
-those of DataProto.save_to_disk:
+"""Recording and replaying the inputs of a step: --record writes them, --replay reads them without an engine or scorers
+and computes the rest anew, to the same bits but for what its own flags change. Files of DataProto.save_to_disk:
 
     DIR/config.json                            the flags of the run that recorded
     DIR/step_000003/rank_0_of_2/               step 3, as rank 0 of 2 saw it
@@ -159,11 +157,9 @@ class Replayer(_RecordOnDisk):
         self.at, self.replaying = None, False
 
     def _other_flags(self, why: str) -> InputError:
-        return InputError(
-            f"--replay {self.folder}: {why}: what decides which prompts a step samples must be as recorded (script, "
-            "model's tokenizer, data files, --seed, --prompts-per-step, --group-size); "
-            f"--config {self.folder}/config.json reads all flags"
-        )
+        needed = "script, model's tokenizer, data files, --seed, --prompts-per-step, --group-size"
+        what = f"what decides which prompts a step samples must be as recorded ({needed})"
+        return InputError(f"--replay {self.folder}: {why}: {what}; --config {self.folder}/config.json reads all flags")
 
 
 def _asked(rows: DataProto) -> list[tuple[list[int], int]]:
@@ -175,9 +171,6 @@ def _asked(rows: DataProto) -> list[tuple[list[int], int]]:
 
 def _group_sizes(rows: DataProto) -> list[int]:
     return [len([*group]) for _, group in groupby(rows.non_tensor_batch["uid"])]
-
-
-# ---- the folder ----------------------------------------------------------------------------------
 
 
 def forget_after(folder: Path, step: int) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,18 +21,8 @@ from lib import InputError
 from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
-from lib.rollout.engine import (
-    REPORT_S,
-    Generated,
-    Response,
-    RolloutEngine,
-    add_responses,
-    add_weight_versions,
-    check_expanded,
-    report_states,
-    stop_token_ids,
-    turn_seed,
-)
+from lib.rollout import Generated, RolloutEngine, add_responses, turn_seed
+from lib.rollout.engine import REPORT_S, Response, add_weight_versions, check_expanded, report_states, stop_token_ids
 from lib.rollout.managed_servers import ManagedServers
 from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers
@@ -41,16 +30,9 @@ from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
 
-NEUTRAL = {  # what a request leaves out, vLLM's server takes from the model's generation_config.json or from its flags
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "watermarking": False,
-}
+# what a request leaves out, vLLM's server takes from the model's generation_config.json or from its flags
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False}
+NEUTRAL |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 GENERATE = "/inference/v1/generate"
 # vLLM sends an image to its engine process once. If a pause ends that request before, those after it fail, each once
 PICTURE_ATTEMPTS = 3
@@ -72,27 +54,19 @@ class ServerEngine(RolloutEngine):
     """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
     If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
-    workers of all servers. Otherwise it writes them to a file in `folder`, and the servers read it; servers on other
-    machines need a shared disk.
-
-    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same.
-
-    A server must run with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and with
-    --logprobs-mode processed_logprobs; for a vision model also with --enable-scale-out. It must serve this run only.
+    workers. Otherwise the servers read them from a file in `folder`; those on other machines need a shared disk.
+    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same. A server
+    must serve this run only, with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and
+    with --logprobs-mode processed_logprobs; for a vision model also with --enable-scale-out.
 
     A response that is being sampled when new weights come keeps its tokens and goes on with the new weights: see start
-    and collect. If one of the job's `own` servers ends, others take its requests, or it takes them itself when it is
-    back and has weights: they are sampled again from the tokens of the last sync, with the same seeds.
-
-    For the parameters see make_engine; processor: of a vision model. Raises InputError if a server cannot be reached,
-    was started differently, or refuses a request or the weights.
-    """
+    and collect. If one of the job's `own` servers ends, its requests are sampled again elsewhere, or there when it is
+    back, from the tokens of the last sync, with the same seeds. For the parameters see make_engine. Raises InputError
+    if a server cannot be reached, was started differently, or refuses a request or the weights."""
 
     takes_images = asynchronous = True
 
-    def __init__(
-        self, urls: str, model, tokenizer, *, folder: Path, max_length: int, dtype, processor=None, own=None, **_
-    ):
+    def __init__(self, urls: str, model, tokenizer, *, folder, max_length: int, dtype, processor=None, own=None, **_):
         self.own: ManagedServers | None = own
         self.servers = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY"))
         self._starts = own.starts() if own else []
@@ -140,8 +114,6 @@ class ServerEngine(RolloutEngine):
             return False
         return True
 
-    # ---- weights
-
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Gives the servers the trainer's weights. Responses in progress go on with them. A collective."""
         stream = CheckedStream(model, self.dtype)
@@ -164,8 +136,8 @@ class ServerEngine(RolloutEngine):
         self._on_loop(self._open.set)
 
     def _pause(self) -> str | None:
-        """Ends each request with the tokens that it has. When it returns, none is at a server, whose caches (also of
-        images' features) are empty. Returns, on all ranks, why it failed."""
+        """Ends each request with the tokens that it has: none is left at a server, and caches (also of image
+        features) are empty. Returns, on all ranks, why it failed."""
         if self.own is not None:
             urls, starts = map(list, zip(*on_first_rank(self.own.states)))
             if starts != self._starts:
@@ -205,14 +177,12 @@ class ServerEngine(RolloutEngine):
         self.weights.leave()
         self.servers.close()
 
-    # ---- responses
-
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
     def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial=None) -> list[Response]:
-        """The first half of generate; collect is the second. Weights may be synced between the two. partial: of each
-        response a Generated with the tokens that there are already, or None."""
+        """The first half of generate; collect is the second. Weights may be synced in between. partial: a Generated
+        with the tokens that there are already of each response, or None."""
         self.check_weights()
         raw_ids, responses = prompts.non_tensor_batch["raw_prompt_ids"], []
         places = self.turns_and_pictures(raw_ids, media_of(prompts))
@@ -307,12 +277,8 @@ class ServerEngine(RolloutEngine):
         self, prompt_ids: list[int], sampling: Sampling, seed: int, turn: int, row=None, pictures=None
     ) -> Generated:
         """One response, from server number `turn`. row: a Generated with what there is of it, and where its tokens go.
-        pictures: of the prompt.
-
-        If a sync of weights stops the request, another one goes on from the tokens sampled so far. Its seed is made
-        from theirs and their number.
-
-        Raises ValueError when the prompt is too long for the server."""
+        pictures: of the prompt. If a sync of weights stops the request, another one goes on from the tokens sampled so
+        far, with a seed made from theirs and their number. Raises ValueError when the prompt is too long."""
         length = len(pictures.ids if pictures else prompt_ids)
         if length >= self.max_length:
             raise ValueError(f"a prompt of {length} tokens; the server's max_model_len is {self.max_length}")
@@ -355,8 +321,7 @@ class ServerEngine(RolloutEngine):
         self._ended.set()
 
     def metrics(self) -> dict[str, Metric]:
-        """Requests that were sampled again since the last call, because one of the managed servers was lost, and
-        starts of these servers after their first."""
+        """Requests sampled again since the last call, as a managed server was lost; restarts of these servers."""
         resampled, self._resampled = self._resampled, 0
         again = sum(self._starts) - len(self._starts)
         return {"perf/requests_resampled": Sum(resampled), "perf/server_restarts": Max(again)}
@@ -387,10 +352,9 @@ class ServerEngine(RolloutEngine):
         """What _complete returns. /v1/completions would ignore the images without a word."""
         sampling = self._whole(settings) | {"detokenize": "stop" in settings}
         body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": sampling}
-        body["return_token_ids"] = True
         for attempt in range(1, PICTURE_ATTEMPTS + 1):
             try:
-                reply = await self.servers.request(url, "POST", GENERATE, json=body)
+                reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
                 break
             except InputError as error:
                 if isinstance(error, ServerLost) or attempt == PICTURE_ATTEMPTS:

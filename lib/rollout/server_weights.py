@@ -29,10 +29,8 @@ HEALTH_S = 2.0  # time between two checks that the servers are alive
 
 class ServerWeights:
     """way: what all servers can do: "broadcast" (they were started with vllm_weights.py's backend), or by a file
-    "reload_from" (only the worker extension), or "reload_weights" (vLLM alone). A collective, as is `give`.
-
-    here: the servers run on this machine, as this user. They then meet in a file that no other user can open; a store
-    on loopback would let anyone join the broadcast."""
+    "reload_from" (only the worker extension), or "reload_weights" (vLLM alone). A collective, as is `give`. here: the
+    servers run on this machine, as this user: they meet in a file of theirs, as anyone may join a store on loopback."""
 
     def __init__(self, servers: Servers, folder: Path, dtype: torch.dtype, here: bool):
         self.servers, self.folder, self.dtype = servers, folder, dtype

@@ -1,8 +1,5 @@
-"""vLLM servers over HTTP. Requests run on an event loop in a thread of their own.
-
-aiohttp, because httpx looks at all open connections for each request: with hundreds at a time that costs more CPU than
-the sampling.
-"""
+"""vLLM servers over HTTP. Requests run on an event loop in a thread of their own. aiohttp, because httpx looks at all
+open connections for each request: with hundreds at a time that costs more CPU than the sampling."""
 
 import asyncio
 import json
@@ -77,8 +74,7 @@ class Servers:
             reply.result()
 
     def on_workers(self, url: str, method: str, **kwargs) -> Future:
-        """Calls a method of the server's workers, on a connection of its own: if the method fails, the server silently
-        closes the connection."""
+        """Calls a method of its workers, on a connection of its own, which the server closes if the method fails."""
         order = {"method": method, "kwargs": kwargs}
         return self.post(url, "/collective_rpc", json=order, headers={"Connection": "close"})
 
@@ -110,8 +106,6 @@ class Servers:
             what = "the server wants a key: start the run with VLLM_API_KEY in its environment"
         kind = ServerLost if path == "/health" and status not in (401, 404) else InputError
         raise kind(f"--rollout-engine {url}: {what}")
-
-    # ---- requests in batches
 
     async def generate(self, url: str, prompt_ids: list[int], settings: dict) -> Generated:
         """What a server with the route of vllm_batches.py samples. Requests of one moment travel together."""

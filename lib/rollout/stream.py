@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from lib.rollout.managed_servers import ManagedServers
     from lib.rollout.server_engine import ServerEngine
 
-ENGINES: dict[str, str] = {
-    "hf": "lib.rollout.hf_engine:HFEngine",
-    "vllm": "lib.rollout.vllm_engine:VLLMEngine",
-    "://": "lib.rollout.server_engine:ServerEngine",  # for any URL
-}
+ENGINES: dict[str, str] = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.rollout.vllm_engine:VLLMEngine"}
+ENGINES["://"] = "lib.rollout.server_engine:ServerEngine"  # for any URL
 
 
 def make_engine(
@@ -51,13 +48,10 @@ def make_engine(
     vllm_kwargs: Mapping[str, Any] | None = None,
     own: "ManagedServers | None" = None,
 ) -> RolloutEngine:
-    """The engine called `name` (engine_class; several URLs have commas between).
-
-    folder: of its files; it need not exist. max_length: tokens of the longest prompt and response together. dtype: that
-    the trainer computes in. gpu_memory: share of the GPU that the engine may take. ranks: how many neighbouring ranks
-    share one engine. processor: of a vision model, whose prompts have at most max_images images. vllm_kwargs: further
-    settings of vLLM, which an engine gets as `more`. own: what "vllm" means if given.
-    """
+    """The engine called `name` (engine_class; several URLs have commas between). folder: of its files; it need not
+    exist. max_length: tokens of prompt and response. dtype: that the trainer computes in. gpu_memory: share of the GPU
+    for the engine. ranks: how many neighbouring ranks share one. processor: of a vision model. max_images: of a prompt.
+    vllm_kwargs: settings, `more` for the engine. own: what "vllm" means."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
@@ -69,18 +63,15 @@ def make_engine(
         order_servers(own, model, tokenizer, **settings)
         name = ",".join(own.urls())
     make = engine_class(name)
-    if "://" in name:
-        engine = make(name, model, tokenizer, **settings, own=own)
-    else:
-        engine = make(model, tokenizer, **settings)
+    of_url = "://" in name
+    engine = make(name, model, tokenizer, **settings, own=own) if of_url else make(model, tokenizer, **settings)
     engine.image_probe = probe
     return engine
 
 
 def engine_class(name: str) -> Any:
-    """The class of --rollout-engine: one of ENGINES, or a class in path/to/file.py:Class.
-
-    Raises InputError if there is none, or if a class of the user lacks a method."""
+    """The class of --rollout-engine: one of ENGINES, or a class in path/to/file.py:Class. Raises InputError if there is
+    none, or if a class of the user lacks a method."""
     kind = "://" if "://" in name else name
     if kind in ENGINES:
         return resolve_name(ENGINES[kind])
@@ -105,8 +96,7 @@ def check_capabilities(name: str, images: bool, episodes: bool) -> None:
 
 
 def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None) -> None:
-    """Raises InputError if the engine's package cannot be imported, or takes no such settings. Call it before a model
-    loads."""
+    """Raises InputError if the engine's package is missing or takes no such settings. Call it before a model loads."""
     if name == "vllm":
         try:
             from vllm import EngineArgs
@@ -143,17 +133,11 @@ class Rollouts:
         self._steps = iter(self.steps)
         if self.async_level and not self.recorder.replays:
             assert self.engine.asynchronous
-            self._async = AsyncRollouts(
-                cast("ServerEngine", self.engine),
-                self.sampler,
-                lambda number: self._batch_of(number, 0)[1:],
-                self.sampling,
-                level=self.async_level,
-                order=self.async_order,
-                groups=self.sizes.local_prompts,
-                group_size=self.sizes.group_size,
-                last_started=self.steps.start - 1,
-            )
+            engine, sizes = cast("ServerEngine", self.engine), self.sizes
+            shape: dict[str, Any] = {"groups": sizes.local_prompts, "group_size": sizes.group_size}
+            shape |= {"level": self.async_level, "order": self.async_order, "last_started": self.steps.start - 1}
+            shape["begin"] = lambda number: self._batch_of(number, 0)[1:]
+            self._async = AsyncRollouts(engine, self.sampler, sampling=self.sampling, **shape)
         # the prompts of such a step are known from the record alone
         any_order = self.async_order == "finished" or (self.loader is not None and self.loader.needs_scores)
         self._replays_any_order = bool(self.async_level) and self.recorder.replays and any_order
@@ -197,8 +181,7 @@ class Rollouts:
         return self._sampled(rows, self.sampling, seeds)
 
     def generate(self, prompts: DataProto, sampling: Sampling, step: int, numbers=None) -> DataProto:
-        """One response to each prompt. step: -1 for validation. numbers: the prompts' numbers, counted over all ranks;
-        None: those of a training step."""
+        """One response to each prompt. step: -1 for validation. numbers: of the prompts; None: those of the step."""
         return self._sampled(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
 
     @timed("rollout")

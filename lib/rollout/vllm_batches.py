@@ -3,11 +3,8 @@ take a millisecond of CPU for each request.
 
 POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [ids of earlier ones]}; settings by the
 names of SamplingParams. As soon as a request ends there is a line of JSON: [its id, the fields of Generated], or [its
-id, {"error": why}]. Requests are sampled and answered as VLLMEngine's are. Those whose connection closes are aborted.
-
-With VLLM_API_KEY in the server's environment every route needs it, also those that vLLM leaves open to all: they pause
-the server, load weights and call methods of its workers.
-"""
+id, {"error": why}]. Those whose connection closes are aborted. With VLLM_API_KEY in the server's environment every
+route needs it, also those that vLLM leaves open to all: they pause the server and load weights."""
 
 import asyncio
 import json

@@ -24,16 +24,11 @@ from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
 
-BY_FLAG = {  # settings of vLLM: the flag that sets each
-    "model": "--model",
-    "tokenizer": "--model",
-    "dtype": "--compute-dtype",
-    "max_model_len": "--max-prompt-length and --max-response-length",
-    "gpu_memory_utilization": "--gpu-memory-utilization",
-    "tensor_parallel_size": "--rollout-tensor-parallel-size",
-    "seed": "--seed",
-    "limit_mm_per_prompt": "--max-images",
-}
+# settings of vLLM: the flag that sets each
+BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype", "seed": "--seed"}
+BY_FLAG |= {"max_model_len": "--max-prompt-length and --max-response-length", "limit_mm_per_prompt": "--max-images"}
+BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
+BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
 FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
 FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
 FIXED += ["pipeline_parallel_size", "quantization", "enable_lora"]
@@ -66,7 +61,6 @@ def engine_settings(
     model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, processor=None, max_images=0
 ) -> dict[str, Any]:
     """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
-
     Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
     otherwise than training."""
     on_gpu = compute_device(model).type == "cuda"
@@ -77,15 +71,11 @@ def engine_settings(
     if processor is not None and family_of(model.config).bidirectional and not on_gpu:
         why = "the tokens of an image see each other in this model, in vLLM on a CPU only those before"
         raise InputError(f"--rollout-engine vllm: {why}: take hf")
-    settings: dict[str, Any] = {
-        "load_format": "dummy",
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
-        "seed": 0,
-        "generation_config": "vllm",  # the model's own would change requests
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, after top-p, top-k and min-p
-        "tensor_parallel_size": ranks,
-    }
+    settings: dict[str, Any] = {"load_format": "dummy", "seed": 0, "tensor_parallel_size": ranks}
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    settings["max_model_len"] = max(max_length, 33)  # the probe of sync_weights has 32 tokens and samples one
+    settings["generation_config"] = "vllm"  # the model's own would change requests
+    settings["logprobs_mode"] = "processed_logprobs"  # at the sampling temperature, after top-p, top-k and min-p
     if max_images:
         settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
         settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
@@ -97,25 +87,19 @@ def engine_settings(
 
 
 class VLLMEngine(SteppedEngine):
-    """A vLLM engine inside this process, on CPU or GPU. It takes weights in memory.
-
-    It starts with dummy weights, from a folder that holds only config and tokenizer. A generate before the first
-    load_weights is refused.
+    """A vLLM engine inside this process, on CPU or GPU, which takes weights in memory. It starts with dummy weights,
+    from a folder that holds only config and tokenizer. A generate before the first load_weights is refused.
 
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
-    the same requests in the same order on all of them. So generate, step and the end of a session are collectives of
-    these ranks. vLLM encodes an image once for all prompts that have it.
+    the same requests in the same order on all of them: generate, step and the end of a session are their collectives.
 
     more: further settings of vLLM, which check_vllm_kwargs has seen. start: of engine_settings. Raises InputError as
-    engine_settings, or if vLLM refuses a setting.
-    """
+    engine_settings, or if vLLM refuses a setting."""
 
     takes_images = True
     long_steps = False  # a step is one token; requests come and go at each step
 
-    def __init__(
-        self, model, tokenizer, *, folder: Path, dtype: torch.dtype, ranks=1, processor=None, more=None, **start: Any
-    ):
+    def __init__(self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, **start: Any):
         on_gpu = compute_device(model).type == "cuda"
         settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
@@ -168,7 +152,7 @@ class VLLMEngine(SteppedEngine):
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
-        _check_images(out, media)
+        out = _checked(out, media)
         return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
 
     def sleep(self) -> None:
@@ -225,7 +209,7 @@ class VLLMEngine(SteppedEngine):
                 engine.add_request(f"{place} {request_id}", prompt, params)
         ended = {out.request_id: out for out in engine.step() if out.finished}
         mine = {name: ended[full] for name in self._running if (full := f"{self._place} {name}") in ended}
-        done = {name: _checked(out, self._running.pop(name)) for name, out in mine.items()}
+        done = {name: generated(_checked(out, self._running.pop(name))) for name, out in mine.items()}
         return done, all(leaves for *_, leaves in everyones)
 
     def _exchange(self, mine) -> list:
@@ -239,7 +223,7 @@ class VLLMEngine(SteppedEngine):
         params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
         outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        rows = [_checked(out, own) for out, own in zip(outputs[before:], media)]
+        rows = [generated(_checked(out, own)) for out, own in zip(outputs[before:], media)]
         return add_responses(prompts, rows, self.pad_token_id)
 
     def _params(self, max_tokens: int, **settings):
@@ -285,14 +269,11 @@ def _prompt(ids, media: Media | None) -> dict:
     return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": media.data} if media else {})
 
 
-def _check_images(output, media: Media | None) -> None:
+def _checked(output, media: Media | None):
+    """The output, whose prompt has the same tokens as in training."""
     if media:
         check_expanded("vllm", media.ids, output.prompt_token_ids)
-
-
-def _checked(output, media: Media | None) -> Generated:
-    _check_images(output, media)
-    return generated(output)
+    return output
 
 
 def request_params(**settings):
@@ -300,13 +281,9 @@ def request_params(**settings):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        detokenize="stop" in settings,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # no other request uses this object
-        flat_logprobs=True,  # lists of numbers, not two objects a token
-        **settings,
-    )
+    # flat_logprobs: lists of numbers, not two objects a token; skip_clone: no other request uses this object
+    fixed = {"output_kind": RequestOutputKind.FINAL_ONLY, "skip_clone": True, "flat_logprobs": True}
+    return SamplingParams(detokenize="stop" in settings, **fixed, **settings)
 
 
 def generated(output) -> Generated:

@@ -2,10 +2,8 @@
 
 "direct": engine and trainer are one process, and the engine takes the trainer's tensors by reference. "broadcast": the
 workers of a server join a process group with the trainer's first rank and receive buckets of tensors. Both also work on
-a CPU; vLLM's own backends need CUDA. docs/scaling.md has the server's flags.
-On a CPU two of vLLM's caches silently survive a reload: the packed copy of a tied output head, and the packed experts
-of a mixture of experts. Both are rebuilt here.
-"""
+a CPU, where vLLM's own do not. There two of vLLM's caches silently survive a reload, and are rebuilt here: the packed
+copy of a tied output head, and the packed experts of a mixture."""
 
 import logging
 from collections.abc import Callable
@@ -121,8 +119,7 @@ class BroadcastEngine(DirectEngine):
 
 
 class WorkerExtension:
-    """Methods for every worker of a server. The server's flag that names it imports this module, which registers the
-    backends."""
+    """Methods for every worker of a server, whose flag imports this module, which registers the backends."""
 
     # attributes of the worker; vLLM makes this class a base of the worker's
     vllm_config: Any

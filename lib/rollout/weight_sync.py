@@ -28,15 +28,11 @@ class WeightSyncError(RuntimeError):
 def sync_weights(engine: RolloutEngine, model, version: int, *, tolerance: float) -> Mapping[str, float]:
     """Gives the engine the trainer's weights as `version`, unless it already has it, and checks them. A collective.
 
-    An engine with takes_weights = False only gets the version.
-
-    There are two checks. A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a
-    fixed probe text find weights that arrived but are not used (a stale tied head); for a vision model those of a text
-    after an image, too (features that an engine kept from old weights, another image processor).
+    A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a fixed probe text, for a
+    vision model also of one after an image, find weights that are not used (a stale tied head, kept image features).
 
     Raises InputError if a weight of the trainer, or a log-prob, is not finite; WeightSyncError if a check failed. The
-    mean |log-prob difference| on the probe may be at most `tolerance`.
-    """
+    mean |log-prob difference| on the probe may be at most `tolerance`."""
     if engine.version == version:
         return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
     since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
@@ -66,8 +62,8 @@ def sync_weights(engine: RolloutEngine, model, version: int, *, tolerance: float
 
 @torch.no_grad()
 def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> tuple[float, bool]:
-    """(the mean |log-prob difference| over the text of the probe, from the server that differs most; whether the
-    trainer's log-probs are finite). probe: None for a text of random tokens."""
+    """(mean |log-prob difference| over the text of the probe, of the server that differs most; whether the trainer's
+    log-probs are finite). probe: None for a text of random tokens."""
     if probe is None:
         ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
         tensors = {"input_ids": torch.tensor([ids]), "position_ids": torch.arange(len(ids))[None]}
@@ -119,8 +115,7 @@ class CheckedStream:
 
 
 def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
-    """An exact checksum of all weights as `dtype`, independent of their order. Each rank reads only its own shards. A
-    collective."""
+    """An exact checksum of all weights as `dtype`, in any order. Each rank reads its own shards. A collective."""
     total, ranks = 0, dist.get_world_size()
     for name, shard in merged_shards(model):
         pieces = 1  # each piece is on ranks / pieces ranks

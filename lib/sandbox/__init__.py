@@ -1,7 +1,5 @@
 """Processes for code that the trainer does not trust: scorers in workers (pool.py), a model's programs in sandboxes.
-
-Workers and sandboxes import this package, so it imports no torch and no numpy, nor pool.py, which needs numpy.
-"""
+Workers and sandboxes import this package, so it imports no torch and no numpy, nor pool.py, which needs numpy."""
 # ruff: noqa: F401
 
 from lib.sandbox.client import GRACE, accept, connect, evaluate, hang_up, make_spec, sandbox_level

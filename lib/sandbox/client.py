@@ -1,9 +1,7 @@
-"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes.
-
-The other side is zygote.py: a zygote is a warmed-up process, started once by each process, that forks the sandboxes.
-The kernel provides their walls: sandbox_level() says which, docs/rewards.md says what each level lets through. The
-memory limit is per process, so a sandbox takes at most memory_mb * processes.
-"""
+"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes. The other side is
+zygote.py: a zygote is a warmed-up process, started once by each process, that forks the sandboxes. The kernel provides
+their walls: sandbox_level() says which, docs/rewards.md says what each level lets through. The memory limit is per
+process, so a sandbox takes at most memory_mb * processes."""
 
 import importlib
 import os
@@ -148,11 +146,9 @@ def sandbox_level() -> str:
     failed = "; ".join(f"{name}: {error}" for name, error in errors.items())
     levels = list(HOLDS)
     if levels.index(level) > levels.index(os.environ.get(ACCEPTED, "namespaces")):
-        raise InputError(
-            f"what the model writes would be run in a sandbox of level {level} ({HOLDS[level]}), as others fail here "
-            f"({failed}): --sandbox-level {level} accepts that. In Docker, --security-opt seccomp=unconfined "
-            f"--security-opt apparmor=unconfined allows namespaces"
-        )
+        what = f"what the model writes would be run in a sandbox of level {level} ({HOLDS[level]})"
+        docker = "In Docker, --security-opt seccomp=unconfined --security-opt apparmor=unconfined allows namespaces"
+        raise InputError(f"{what}, as others fail here ({failed}): --sandbox-level {level} accepts that. {docker}")
     if is_first_on_node():
         print(f"sandbox: {level}: {HOLDS[level]}{failed and f' ({failed})'}", flush=True)
     return level
@@ -160,7 +156,6 @@ def sandbox_level() -> str:
 
 def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
     """function(argument), computed in a sandbox; both are JSON. None if it raises, dies or takes longer than `seconds`.
-
     function: "module:name" of this project. The zygote calls the module's warm() once. Each call then runs in a new
     fork, which knows the argument and nothing else of this process."""
     module, _, name = function.partition(":")

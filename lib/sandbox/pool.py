@@ -3,15 +3,13 @@
     trainer --socket--> supervisor --fork, a socket each--> workers
 
 The supervisor is a new interpreter, never a fork of the trainer with its threads and its GPU. It imports the scorers
-and forks the workers, so that it replaces a lost worker in milliseconds. A worker has one task at a time. At the task's
-time limit the worker is killed with its process group and every orphan that it left; the latter, and the memory limit,
-need Linux. Scorers must start threads or touch a GPU when called, not when imported: a fork keeps neither.
+and forks the workers, so that it replaces a lost worker in milliseconds. At a task's time limit its worker is killed
+with its process group and every orphan that it left; the latter, and the memory limit, need Linux. Scorers must start
+threads or touch a GPU when called, not when imported: a fork keeps neither.
 
 When the trainer ends, also by kill -9, the supervisor sees it within a second and ends the workers. Tasks go out as
-pickles, answers come back as JSON, both in frames (frames.py). Of the pool's descriptors a scorer can reach only its
-own worker's socket; if it writes there, it loses its own sample. Workers are reused: if a scorer changes its process
-(folder, environment, globals), only later samples of that worker see the change.
-"""
+pickles, answers come back as JSON, both in frames (frames.py). Of the pool's descriptors a scorer reaches only its own
+worker's socket. If a scorer changes its process (folder, environment, globals), later samples of that worker see it."""
 
 import ctypes
 import faulthandler
@@ -48,9 +46,8 @@ LONGEST_MESSAGE = 2**40  # bytes, between trainer and supervisor
 ALIVE_S, SILENCE_S = 5.0, 120.0  # how often a supervisor sends a sign of life; silence after which it is given up
 ID = struct.Struct("!Q")  # a task's id; every task and every answer begins with it
 
+
 # ---- in a worker -----------------------------------------------------------------------------------
-
-
 def _failure(error: BaseException) -> list[str]:
     traceback.clear_frames(error.__traceback__)  # frees the memory that the scorer held
     text = "".join(traceback.format_exception(error))
@@ -94,8 +91,6 @@ def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memo
 
 
 # ---- in the supervisor -----------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class _Task:
     id: int
@@ -244,11 +239,10 @@ class _Supervisor:
         code, where = self._kill(worker)
         if worker.task is None:
             return
+        how = why or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
+        failure = ["crash", f"the process died: {how}\n{where}"]
         if worker.overdue:
             failure = ["timeout", f"stopped after {worker.task.limit_s:g} s\n{where}"]
-        else:
-            how = why or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
-            failure = ["crash", f"the process died: {how}\n{where}"]
         self._answer(worker.task.id, json.dumps([failure] * worker.task.samples).encode())
 
     def _kill(self, worker: _Worker) -> tuple[int, str]:
@@ -311,28 +305,19 @@ def _raise(error: BaseException, **_):
 
 
 # ---- in the trainer --------------------------------------------------------------------------------
-
-
 class Pool:
-    """Runs scorers in `workers` processes. scorers: dicts of spec, modules, kwargs, perhaps time_limit_s (see
-    load_scorer), and batched. memory_mb: MiB that a worker may take beyond what the imports took. seed: for what the
-    imports draw.
-
+    """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments and batched. memory_mb: MiB that a
+    worker may take beyond what the imports took. seed: for what the imports draw.
     A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's arguments; only a
-    batched scorer gets several. key: what the scorer draws depends on it alone, see lib/seeds.py.
-    """
+    batched scorer gets several. key: what the scorer draws depends on it alone, see lib/seeds.py."""
 
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed: int = 0):
         ours, theirs = socket.socketpair()
-        fd = theirs.fileno()
         start = f"import sys; sys.path[:] = {sys.path!r}; from lib.sandbox.pool import supervise"
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"{start}; supervise({fd}, {os.getpid()})"],
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # only the trainer gets Ctrl-C
-        )
+        command = [sys.executable, "-P", "-c", f"{start}; supervise({theirs.fileno()}, {os.getpid()})"]
+        fds, null = [theirs.fileno()], subprocess.DEVNULL
+        # in a session of its own: only the trainer gets Ctrl-C
+        self._process = subprocess.Popen(command, pass_fds=fds, stdin=null, stdout=null, start_new_session=True)
         theirs.close()
         self._frames = Frames(ours, LONGEST_MESSAGE)
         self._received: deque[bytes] = deque()
@@ -349,8 +334,7 @@ class Pool:
         return ids
 
     def collect(self, ids: range) -> Iterator[tuple[int, list]]:
-        """Yields (index of the task, [kind, value] of each sample) as answers come. kind: ok (value is a dict), error,
-        crash or timeout (value is a text)."""
+        """Yields (the task's index, [kind, value] of each sample): ok, a dict; or error, crash or timeout, a text."""
         self._send(("collect", ids))
         for _ in ids:
             message = self._receive()

@@ -4,16 +4,14 @@
                             |          |         |
          waits for the end, kills   runs the tests, holds what is expected | holds no test, no expected value
 
-A zygote is a warmed-up process that is forked instead of starting a new one. Each scorer's process has one; it forks a
-supervisor for every socket it is sent. At level "namespaces" the supervisor makes new namespaces (mount, pid, network,
-ipc, uts, user). Their root holds only the interpreter's libraries, read only, and a /tmp of its own. init is their
-process 1, so that everything dies with it. Levels "landlock" and "rlimits" are for machines that refuse namespaces, as
-most containers do: the program can start no process and send no signals to others, and with landlock it can open the
-same files as in namespaces. At every level seccomp closes the network.
+Each scorer's process has one zygote, a warmed-up process that forks a supervisor for every socket it is sent. At level
+"namespaces" the supervisor makes new namespaces (mount, pid, network, ipc, uts, user). Their root holds only the
+interpreter's libraries, read only, and a /tmp of its own. init is their process 1, so that everything dies with it.
+"landlock" and "rlimits" are for machines that refuse namespaces, as most containers do: the program can start no
+process and send no signals, and with landlock opens the same files only. At every level seccomp closes the network.
 
-Tests never touch the program's objects. A test sees a Remote, which sends plain values (JSON) to the program's process
-and gets plain values back. So the program's __eq__, patched builtins, frames and exit codes cannot change a verdict.
-"""
+A test sees a Remote, which sends plain values (JSON) to the program's process and gets plain values back. So the
+program's __eq__, patched builtins, frames and exit codes cannot change a verdict."""
 
 import ast
 import builtins
@@ -92,8 +90,6 @@ def check(result: int, what: str) -> int:
 
 
 # ---- messages: the length in four bytes, then JSON ----
-
-
 def send(sock, message) -> None:
     data = json.dumps(message).encode()
     sock.sendall(struct.pack("!I", len(data)) + data)
@@ -178,8 +174,6 @@ def unpack(value, deref):
 
 
 # ---- the program's side ----
-
-
 def load(program: str, name: str, prelude: str = "") -> dict:
     """Runs the program as module `name` and returns its namespace."""
     module = sys.modules[name] = types.ModuleType(name)
@@ -251,8 +245,6 @@ def answer_once(program: str, prelude: str) -> None:
 
 
 # ---- the tests' side ----
-
-
 class Died(BaseException):
     """The program's process is gone or sends nonsense. A BaseException: a test's own `except` must not swallow it."""
 
@@ -262,8 +254,7 @@ class Wrong(BaseException):
 
 
 class Remote:
-    """A name or an object of the program, in the tests. Only plain values come back. It equals itself and differs from
-    None; any other comparison is a wrong answer."""
+    """A name or an object of the program, in the tests. Equals itself, not None; any other comparison raises Wrong."""
 
     def __init__(self, ask, ref):
         vars(self).update(_ask=ask, _ref=ref)
@@ -374,8 +365,6 @@ def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
 
 
 # ---- walls ----
-
-
 @functools.cache
 def processes_can_be_limited() -> bool:
     """Whether RLIMIT_NPROC holds. It does not hold for root, nor for a user that a user namespace makes of root."""
@@ -543,8 +532,6 @@ def become_program(spec: dict, folder: str, files: list[int]) -> None:
 
 
 # ---- the processes ----
-
-
 def run_program(spec: dict, folder: str, files: list[int], body) -> int:
     """Forks the program's process, which runs body() and exits. Returns its process id."""
     pid = os.fork()
