@@ -223,7 +223,7 @@ def base_args(script):
 
 @cache
 def group_of(script) -> dict[str, str]:
-    """{flag's field: the name of its group in Args}, "" for the script's own flags."""
+    """{field of a flag: the name of its group in Args}, without the script's own flags."""
     args = base_args(script)
     groups = {name: value for name, value in vars(args).items() if isinstance(value, cli.Group)}
     return {field: name for name, group in groups.items() for field, *_ in cli.walk(group)}
@@ -237,7 +237,8 @@ def set_field(args, group: str, field: str, value) -> None:
 
 
 def parsed(script, case: dict[str, str]):
-    """(Args, correction): the real checks of flags, on Args that tyro has made once. Raises InputError."""
+    """The Args of a case: the real checks of flags and of the algorithm, on values that tyro has made once. Raises
+    InputError."""
     words = [words_of(flag, value) for flag, value in case.items()]
     args = copy.deepcopy(base_args(script))
     for given in filter(None, words):
@@ -265,8 +266,8 @@ def quick_checks():
     patches = [
         patch.object(cli, "get_type_hints", cache(cli.get_type_hints)),
         patch.object(cli, "secret_in", lambda *_: ""),
+        patch("lib.args.groups.check_output_dir", lambda *_: None),
     ]
-    patches.append(patch("lib.args.groups.check_output_dir", lambda *_: None))
     for p in patches:
         p.start()
     yield
@@ -532,8 +533,8 @@ def test_every_pair_is_rejected_or_equal(name, one_rank):
         cover.found_equal(case)
         count += 1
     equal = pairs - len(cover.open) - len(cover.rejected)
-    found = f"{len(cover.rejected)} rejected, {equal} equal, {len(cover.open)} not run"
-    print(f"\n{name}: {pairs} pairs of {len(cover.unfit)} values in {count} cases: {found}")
+    counts = f"{len(cover.rejected)} rejected, {equal} equal, {len(cover.open)} not run"
+    print(f"\n{name}: {pairs} pairs of {len(cover.unfit)} values in {count} cases: {counts}")
     assert not wrong, "\n".join([f"{len(wrong)} cases differ", *wrong[:10]])
     assert idle <= count / 20, f"{idle} of {count} cases train nothing, so that they prove little"
     assert not (ALL and cover.open)
