@@ -453,14 +453,15 @@ class Cover:
                 case = fewer
         return [option for option in case.items() if option[1] != self.default[option[0]]]
 
-    def repaired(self, case: dict[str, str], keep: tuple[Option, ...] = ()) -> dict[str, str]:
-        """The case with defaults in place of what is rejected."""
+    def repaired(self, case: dict[str, str], keep: tuple[Option, ...] = ()) -> dict[str, str] | None:
+        """The case with defaults in place of what is rejected; None if that is no more than `keep`."""
         while why := self.reason(case):
             wrong = self.culprits(case)
             if len(wrong) == 2 and (why := self.tried(*wrong)[1]):
                 self.reject(*wrong, why)
             free = [flag for flag, value in wrong if (flag, value) not in keep]
-            assert free, f"{wrong}: {why}"
+            if not free:
+                return None
             case = self.without(case, free[-1])
         return case
 
@@ -497,7 +498,7 @@ class Cover:
                 is_free = all(case[f] == v or f not in given for f, v in more.items())
                 if is_free and all(self.unfit[option].isdisjoint((case | more).items()) for option in more.items()):
                     case, given = case | more, given | more.keys()
-            yield self.repaired(case, keep=tuple(left[0]))
+            yield self.repaired(case, keep=left[0]) or small[left[0]]
 
     def found_equal(self, case: dict[str, str]) -> None:
         self.open -= {pair(a, b) for a, b in combinations(case.items(), 2)}
