@@ -126,10 +126,13 @@ def kl_estimate(name: str, new, ref: float, old):
 
 
 def whitened(values: Numbers) -> Numbers:
+    """Equal values give exactly 0."""
     if len(values) < 2:
         return values
-    center, var = mean(values.values()), variance(values.values())
-    return {at: (x - center) / sqrt(var + 1e-8) for at, x in values.items()}
+    first = next(iter(values.values()))
+    shifted = [x - first for x in values.values()]
+    std = sqrt(variance(shifted) + 1e-8)
+    return {at: x / std for at, x in zip(values, centred(shifted))}
 
 
 def rewards_to_go(at: dict[int, list[int]], rewards: Numbers, gamma: float = 1.0) -> Numbers:
