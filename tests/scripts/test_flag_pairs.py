@@ -328,7 +328,10 @@ def data_of(script, args, steps: int) -> tuple[list[Row], list[list[list[Row]]]]
     if script is not dapo:
         return [], [[rows(1)], [rows(2)]][:steps]
     stale = [Row(**vars(row) | {"uid": "old", "fresh": False}) for row in rows(9)[-args.group_size :]]
-    return stale, [[rows(FEW), rows(3), rows(5)], [rows(2), rows(4), rows(6)]][:steps]
+    return stale if args.zero_variance == "refill" else [], [
+        [rows(FEW), rows(3), rows(5)],
+        [rows(2), rows(4), rows(6)],
+    ][:steps]
 
 
 def by_script(script, args, world: World):
@@ -392,6 +395,7 @@ class Cover:
         options = [(flag, value) for flag, values in self.flags.items() for value in values]
         self.open = {pair(a, b) for a, b in combinations(options, 2) if a[0] != b[0]}
         self.rejected: dict[Pair, str] = {}
+        self.acting: set[Pair] = set()  # in an equal case that names neither of the two flags as without effect
         self.unfit: dict[Option, set[Option]] = {option: set() for option in options}
         for option in options:
             for flag, values in self.needs(option):
@@ -500,8 +504,11 @@ class Cover:
                     case, given = case | more, given | more.keys()
             yield self.repaired(case, keep=left[0]) or small[left[0]]
 
-    def found_equal(self, case: dict[str, str]) -> None:
+    def found_equal(self, case: dict[str, str], named: list[str]) -> None:
+        """named: flags that the run says to have no effect."""
         self.open -= {pair(a, b) for a, b in combinations(case.items(), 2)}
+        acting = {flag: value for flag, value in case.items() if flag not in named}
+        self.acting |= {pair(a, b) for a, b in combinations(acting.items(), 2)}
 
 
 @pytest.fixture
@@ -509,6 +516,15 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield World(0, 1, torch.device("cpu"))
     dist.destroy_process_group()
+
+
+def trains_alike(one: tuple, other: tuple) -> bool:
+    """Of two results of by_loops: whether all gradients are equal."""
+    return len(one[1]) == len(other[1]) and all(
+        torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE)
+        for a, b in zip(one[1], other[1])
+        for x, y in zip(a.values(), b.values())
+    )
 
 
 def shown(case: dict[str, str]) -> str:
@@ -521,7 +537,8 @@ FIRST = {"grpo": 60, "dapo": 25, "ppo": 20, "remax": 10}  # cases of the suite; 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_pair_is_rejected_or_equal(name, one_rank):
-    """PAIRS=all runs the cases of all pairs, some four minutes, and says how many there are."""
+    """And a flag that the run names as without effect has none. PAIRS=all runs the cases of all pairs, some four
+    minutes, and says how many there are."""
     script, cover = SCRIPTS[name], Cover(SCRIPTS[name])
     pairs, count, wrong, idle = len(cover.open), 0, [], 0
     cover.check_needs()
@@ -531,10 +548,18 @@ def test_every_pair_is_rejected_or_equal(name, one_rank):
         if found := differences(by_script(script, args, one_rank), expected):
             wrong.append("\n  ".join([shown(case), *found[:5]]))
         idle += not any(g.any() for gradient in expected[1] for g in gradient.values())
-        cover.found_equal(case)
+        named = [flag for flag in case if re.search(rf"{re.escape(flag)}\b(?![-.])", " ".join(args.no_effect))]
+        for flag in named:
+            without = cover.without(case, flag)
+            if without != case | {flag: without[flag]}:  # others need it
+                continue
+            if not trains_alike(expected, by_loops(script, parsed(script, without))):
+                wrong.append(f"{shown(case)}\n  {flag} has an effect")
+        cover.found_equal(case, named)
         count += 1
     equal = pairs - len(cover.open) - len(cover.rejected)
-    counts = f"{len(cover.rejected)} rejected, {equal} equal, {len(cover.open)} not run"
+    counts = f"{len(cover.rejected)} rejected, {equal} equal ({equal - len(cover.acting - cover.rejected.keys())} only "
+    counts += f"where one is named as without effect), {len(cover.open)} not run"
     print(f"\n{name}: {pairs} pairs of {len(cover.unfit)} values in {count} cases: {counts}")
     assert not wrong, "\n".join([f"{len(wrong)} cases differ", *wrong[:10]])
     assert idle <= count / 20, f"{idle} of {count} cases train nothing, so that they prove little"
@@ -608,11 +633,8 @@ def changes(script, cover: Cover, option: Option) -> str:
     case |= {} if flag == "--update-epochs" else {"--update-epochs": "2"}
     both = [parsed(script, x) for x in (case, cover.without(case, flag))]
     given, without = (by_loops(script, args, steps=max(map(number_of_steps, both))) for args in both)
-    if len(given[1]) != len(without[1]):
+    if not trains_alike(given, without):
         return "training"
-    for a, b in zip(given[1], without[1]):
-        if any(not torch.allclose(x, y, rtol=TOLERANCE, atol=TOLERANCE) for x, y in zip(a.values(), b.values())):
-            return "training"
     return "nothing" if given[0] == without[0] else "metrics"
 
 
