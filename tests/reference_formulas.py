@@ -21,11 +21,15 @@ def mean(values) -> float:
     return fsum(values) / len(values)
 
 
+def centred(values: list[float]) -> list[float]:
+    center = mean(values)
+    return [x - center for x in values]
+
+
 def variance(values) -> float:
     """With N - 1."""
     values = list(values)
-    center = mean(values)
-    return fsum((x - center) ** 2 for x in values) / (len(values) - 1)
+    return fsum(x**2 for x in centred(values)) / (len(values) - 1)
 
 
 def stdev(values) -> float:
@@ -99,7 +103,7 @@ def correction(c, old: Numbers, rollout: Numbers, mask: list[Token]) -> tuple[Nu
         values["log_ppl_abs_diff"] = [abs(a - b) for a, b in zip(*nll)]
         values["chi2_seq"] = [r_of(fsum(row.values())) ** 2 - 1 for row in rows.values()]
         values["ess"] = [mean(ratios) ** 2 / mean(r * r for r in ratios)]
-        p, q = ([exp(x[at]) - mean(exp(x[at]) for at in mask) for at in mask] for x in (old, rollout))
+        p, q = (centred([exp(x[at]) for at in mask]) for x in (old, rollout))
         if any(p) and any(q):
             dot = lambda a, b: fsum(x * y for x, y in zip(a, b))  # noqa: E731
             values["prob_pearson"] = [dot(p, q) / sqrt(dot(p, p) * dot(q, q))]
@@ -122,10 +126,13 @@ def kl_estimate(name: str, new, ref: float, old):
 
 
 def whitened(values: Numbers) -> Numbers:
+    """Equal values give exactly 0."""
     if len(values) < 2:
         return values
-    center, var = mean(values.values()), variance(values.values())
-    return {at: (x - center) / sqrt(var + 1e-8) for at, x in values.items()}
+    first = next(iter(values.values()))
+    shifted = [x - first for x in values.values()]
+    std = sqrt(variance(shifted) + 1e-8)
+    return {at: x / std for at, x in zip(values, centred(shifted))}
 
 
 def rewards_to_go(at: dict[int, list[int]], rewards: Numbers, gamma: float = 1.0) -> Numbers:

@@ -247,7 +247,8 @@ class Trainer:
             b.advantages, b.returns = ppo_advantages(args, at, rewards, b.values)
             error = [b.returns[u] - b.values[u] for u in b.valid]
             spread = variance(b.returns.values()) if len(error) > 1 else 0.0
-            metrics["critic/explained_variance"] = 1 - variance(error) / spread if spread else 0.0
+            is_spread = spread > 1e-14 * mean(x**2 for x in b.returns.values()) if error else False  # not by rounding
+            metrics["critic/explained_variance"] = 1 - variance(error) / spread if is_spread else 0.0
         elif args.adv_estimator:
             scores = {u: x.squared_score for u, x in b.start.items()}
             b.advantages, b.returns = grpo_advantages(args, rows, at, rewards, scores, b.weights)

@@ -180,10 +180,12 @@ def compute_value_loss(
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over the mask, all (B, T), of the batch of all ranks. It is 1 for a
-    perfect critic, 0 for one that knows only the mean, and 0 if the returns are all equal."""
+    perfect critic, 0 for one that knows only the mean, and 0 if the returns are all equal, but for rounding."""
     values, returns = values[mask.bool()].double(), returns[mask.bool()].double()
     variance = float(returns.var(correction=0)) if len(returns) else 0.0
-    return 1 - float((returns - values).var(correction=0)) / variance if variance else 0.0
+    if not variance or variance <= 1e-14 * float(returns.square().mean()):
+        return 0.0
+    return 1 - float((returns - values).var(correction=0)) / variance
 
 
 # ------------------------------------------------------------------------ outcomes against their group

@@ -25,6 +25,7 @@ from lib.core_algos import (
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
     compute_value_loss,
+    explained_variance,
     get_adv_estimator_fn,
     length_adaptive_lam,
     masked_whiten,
@@ -560,6 +561,20 @@ def test_value_loss_inputs():
     assert losses.item() == 3.125 and one.grad.item() == 0 and not metrics["critic/vf_clipfrac"].requires_grad
     with pytest.raises(InputError, match="cliprange_value"):
         compute_value_loss(one, one, one, one, 0.0)
+
+
+def test_explained_variance():
+    g = torch.Generator().manual_seed(0)
+    values, mask = torch.randn(4, 5, generator=g, dtype=torch.float64), torch.ones(4, 5)
+    returns = values + torch.randn(4, 5, generator=g, dtype=torch.float64)
+    expected = 1 - statistics.pvariance((returns - values).flatten().tolist()) / statistics.pvariance(
+        returns.flatten().tolist()
+    )
+    assert explained_variance(values, returns, mask) == pytest.approx(expected, rel=1e-9)
+    assert explained_variance(returns, returns, mask) == 1
+    equal = (0.7 - values) + values  # as the critic's returns are, all equal but for rounding
+    assert len(equal.unique()) > 1 and explained_variance(values, equal, mask) == 0
+    assert explained_variance(values, returns, 0 * mask) == 0
 
 
 # ------------------------------------------------------------------------------------ KL in the reward
