@@ -20,7 +20,7 @@ from lib.columns import COLUMNS
 from lib.data import PromptDataset, RLHFDataset, check_template_kwargs, load_dataset_class, make_loader
 from lib.data.vision import Vision
 from lib.distributed import World, init_distributed, make_mesh, make_row_group, shard_model, trainable_parameters
-from lib.model import Critic, ForwardConfig, Policy, Reference
+from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
 from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import Scorer, check_keywords
 from lib.reward.scores import RewardModel, Rewards
@@ -247,6 +247,7 @@ class ModelFactory:
     forward: ForwardConfig
     updates_per_step: int
     seed: int
+    loss: LossFlags
 
     def place(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
         if self.model.compile:
@@ -305,13 +306,17 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
     if not args.validation.val_only:
         models.check_sampling(sampling)
     forward = ForwardConfig(args.optimizer.micro_batch_tokens, sampling, row_group, dtype)
-    return ModelFactory(model, shard, args.optimizer, world, mesh, forward, sizes.updates_per_step, seed)
+    clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c) if args.loss == "vanilla" else None
+    apart = math.inf if args.run.replay else APART.get(dtype, math.inf)  # a replay may train other weights
+    loss = LossFlags(args.loss_agg_mode, args.loss_scale_factor or rollout.max_response_length, clip, apart)
+    return ModelFactory(model, shard, args.optimizer, world, mesh, forward, sizes.updates_per_step, seed, loss)
 
 
 def load_policy(factory: ModelFactory, name: str, path: str, make_optimizer: MakeOptimizer, total_steps: int) -> Policy:
     """A model that samples and trains. name: the prefix of its metrics. total_steps: of the learning rate schedule."""
     module = models.load_model(path, **factory.options())
-    return Policy(name, **factory.trained(module, name, make_optimizer, total_steps))
+    trained = factory.trained(module, name, make_optimizer, total_steps)
+    return Policy(name, **trained, checks=UpdateChecks(factory.loss))
 
 
 def load_value_model(factory: ModelFactory, name: str, path: str, optimizer: MakeOptimizer, total_steps: int) -> Critic:

@@ -28,6 +28,9 @@ class ScriptArgs:
 
     loss: settings.PolicyLoss
     loss_kwargs: settings.LossKwargs
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
     loss_agg_mode: settings.AggMode
     loss_scale_factor: float | None
     token_masks: settings.TokenMaskArgs

@@ -30,4 +30,5 @@ from lib.model.log_probs import (
     response_log_probs,
 )
 from lib.model.trained import Critic, ForwardConfig, Policy, Reference, TrainedModel, micro_batches
+from lib.model.update_checks import APART, LossFlags, UpdateChecks
 from lib.model.values import batched_values, response_values, reward_model_scores

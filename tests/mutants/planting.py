@@ -1,0 +1,97 @@
+"""Plants a bug in a function, and runs a script in this process to see which of its own checks finds it."""
+
+import contextlib
+import gc
+import importlib
+import inspect
+import io
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lib import InputError
+from lib.args import CONDITIONS
+from lib.cli.flags import parse_flags
+from lib.rollout.weight_sync import WeightSyncError
+from lib.run import tracking
+from tests.common import ROOT
+
+CHEAP = [
+    *("--prompts-per-step", "8", "--group-size", "4", "--total-steps", "5"),
+    *("--train-files", str(ROOT / "data/toy/val.jsonl"), "--val-files", "none", "--reward-workers", "0"),
+    *("--save-every", "0", "--save-rollouts", "0", "--no-export-model", "--stage-timeout", "0"),
+]
+
+
+@contextlib.contextmanager
+def planted(where: str, old: str, new: str) -> Iterator[None]:
+    """In the block the function "module:name" has `new` where its source has `old`, for whoever holds the function."""
+    module, _, path = where.partition(":")
+    function: Any = inspect.unwrap(reduce(getattr, path.split("."), importlib.import_module(module)))
+    source = textwrap.dedent(inspect.getsource(function))
+    source = source[re.search(r"^(async )?def ", source, re.MULTILINE).start() :]  # without decorators
+    assert source.count(old) == 1, f"{where} has {old!r} {source.count(old)} times"
+    made: dict[str, Any] = {}
+    exec(source.replace(old, new), function.__globals__, made)  # noqa: S102
+    [changed], before = made.values(), function.__code__
+    function.__code__ = changed.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+@dataclass
+class Outcome:
+    """The first alert or error of a run. step: 0 before the first step; None if nothing fired."""
+
+    step: int | None
+    alerts: list[str]
+    rows: list[dict[str, float]]
+    printed: str = ""
+
+
+class Found(Exception):
+    """Ends a run at its first alert."""
+
+
+def run(script: str, folder: Path, *flags: str) -> Outcome:
+    """Runs the script with CHEAP and these flags until something fires."""
+    module = importlib.import_module(script)
+    rows: list[dict[str, float]] = []
+    found: list[str] = []
+    log = tracking.Tracker.log
+
+    def log_and_look(self, metrics, step):
+        log(self, metrics, step)
+        rows.append({"step": step, **metrics})
+        found.extend(tracking.alerts_of_step(metrics))
+        if found:
+            raise Found
+
+    args = parse_flags(module.Args, [*CHEAP, "--output-dir", str(folder), *flags], CONDITIONS)
+    before, printed, step = os.environ.copy(), io.StringIO(), 0
+    tracking.Tracker.log = log_and_look
+    try:
+        with contextlib.redirect_stdout(printed):
+            module.main(args)
+        step = None
+    except Found:
+        step = int(rows[-1]["step"])
+    except (InputError, WeightSyncError, AssertionError) as error:
+        found, step = [f"{type(error).__name__}: {error}"], len(rows) + bool("step" in printed.getvalue())
+    finally:
+        tracking.Tracker.log = log
+        os.environ.clear()
+        os.environ.update(before)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+    return Outcome(step, found, rows, printed.getvalue())
