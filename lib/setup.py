@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lib import InputError, core_algos
+from lib import InputError, core_algos, is_first_on_node
 from lib import model as models
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read
 from lib.cli.flags import non_default, parse_json
@@ -28,6 +28,7 @@ from lib.rollout import (
     Rollouts,
     check_capabilities,
     check_engine_import,
+    end_of_turn,
     engine_class,
     make_engine,
 )
@@ -210,7 +211,23 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     if args.run.total_epochs is not None and train_data is not None:
         args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
         args.run.check_profile_steps()
+    if vision is None and not data.dataset_class and not data.may_truncate:
+        check_template(tokenizer, template, trained + validated)
     return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, kwargs: dict, data: list[PromptDataset]) -> None:
+    """Raises InputError if the first prompt's tokens are not the chat template's: two BOS tokens, no generation prompt.
+    Says so if no special token ends the assistant's turn in it."""
+    for row in (rows[0] for rows in data):
+        kwargs = {"add_generation_prompt": True} | kwargs
+        wanted = tokenizer.apply_chat_template(row["raw_prompt"], **kwargs, return_dict=True)["input_ids"]
+        if row["raw_prompt_ids"] != wanted:
+            got = tokenizer.decode(row["raw_prompt_ids"])
+            raise InputError(f"the prompt {got!r} is not what its chat template gives: {tokenizer.decode(wanted)!r}")
+    if end_of_turn(tokenizer) is None and is_first_on_node():
+        name = tokenizer.name_or_path
+        print(f"note: {name}: no special token ends a turn in its chat template: is it this model's?", flush=True)
 
 
 def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:

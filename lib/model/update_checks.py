@@ -20,8 +20,10 @@ SAME = 1e-6  # nats: policy and reference are the same model if their log-probs 
 NOISE = 1e-5  # of a gradient: less is what rounding leaves of a difference
 EDGE = 1e-3  # around a bound of the ratio, where rounding decides
 SHARES = 2 / 3, 1.5  # a loss of one's own may weigh its tokens; a wrong denominator is off by a factor of 2 or more
-SIGMAS, NATS = 6.0, 0.01  # what log p + entropy does not exceed on average by chance, and by rounding
-SPREAD = 10.0  # nats: the variance of log p is below SPREAD x entropy but for the surest of tokens
+ON_POLICY = 0.01  # of the log ratio: the ratio is 1, and the gradient the policy gradient
+SURE, NATS = 9.0, 0.01
+"""The sum of d = log p + entropy over sampled tokens is 0 but for chance. Its variance is one to four times the sum of
+entropies, so SURE x the root of that is 4.5 standard deviations or more; NATS a token is beyond rounding."""
 APART = {torch.float32: 1e-3, torch.float16: 0.02}
 """Nats by which the engine's log-probs may differ on average; they do by 1e-6 and 0.005. In bfloat16, by 0.03, what
 lib/run/alerts.py allows is all that can be said."""
@@ -40,7 +42,7 @@ class LossFlags(NamedTuple):
 
 COUNTS = ("gradients_left", "updates_ahead", "gradient_outside_mask", "tokens_not_trained", "tokens_not_clipped")
 SUMS = ("rows", "rows_seen", "weight", "wanted", "tokens_counted", "rows_counted", "value_push")
-SUMS += ("far", "kl_push", "kl_push_far", "n", "sampled", "surprise", "entropy", "mismatch")
+SUMS += ("far", "kl_push", "away", "away_size", "n", "sampled", "surprise", "entropy", "mismatch")
 
 
 @dataclass
@@ -89,31 +91,35 @@ class UpdateChecks:
         gradient = by_policy = log_probs.grad / factor
         # a loss of whole rows has a gradient at all tokens of a row
         outside = ~(mask & loss_mask.any(1, keepdim=True))
-        self._add(gradient_outside_mask=((gradient != 0) & outside).sum(), n=mask.sum())
+        self._add(gradient_outside_mask=((gradient != 0) & outside).sum())
         old = t.get("old_log_probs", log_probs)
         if (ref := t.get("ref_log_prob")) is not None:
             far = (old - ref).where(mask, 0)
-            self._add(far=far.abs().sum())
+            self._add(far=far.abs().sum(), n=mask.sum())
             if ref.grad is not None:  # the KL is a function of log_probs - ref, so the sum is without it
                 to_ref = ref.grad / factor
                 by_policy = gradient + to_ref
-                self._add(kl_push=to_ref.sum(), kl_push_far=(to_ref * far).sum())
+                away = to_ref * far  # below 0: towards the reference
+                self._add(kl_push=to_ref.sum(), away=away.sum(), away_size=away.abs().sum())
         correction = t.get("rollout_is_weights", torch.ones_like(log_probs))
         counts = loss_mask & (advantages != 0) & (correction != 0)
         weight = (-by_policy / advantages).where(counts, 0)  # each token's
+        log_ratio = log_probs - old
         if self.loss.clip is not None:
             low, high, dual = self.loss.clip
-            ratio = (log_probs - old).exp()
+            ratio = log_ratio.exp()
             cut = torch.where(advantages > 0, ratio > 1 + high, (ratio < 1 - low) | (ratio > dual))
             near = torch.stack([(ratio - bound).abs() < EDGE * bound for bound in (1 - low, 1 + high, dual)]).any(0)
-            none = weight.abs() <= NOISE * weight.abs().sum() / counts.sum()
+            near |= log_ratio.abs() > 19  # the loss clamps it at 20
+            unclipped = (weight / ratio).abs().where(counts & ~near, 0)
+            none = unclipped <= NOISE * unclipped.sum() / counts.sum()
             self._add(tokens_not_trained=(counts & none & ~cut & ~near).sum())
             self._add(tokens_not_clipped=(counts & ~none & cut & ~near).sum())
         if self.on_policy:
             scale, whole = self.loss.scale_factor, {"global_tokens": 1, "global_rows": 1}
+            counts, counted = counts & (log_ratio.abs() < ON_POLICY), t["denominator_mask"].bool()
             wanted = agg_loss(counts * correction, mask, self.loss.agg_mode, **whole, loss_scale_factor=scale)
-            counted = t["denominator_mask"].bool()
-            self._add(weight=weight.sum(), wanted=wanted)
+            self._add(weight=weight[counts].sum(), wanted=wanted)
             self._add(tokens_counted=counted.sum(), rows_counted=counted.any(1).sum())
             if "weight_versions" not in t:  # else older weights may have sampled it
                 mask = mask & t.get("is_fresh", mask.any(1))[:, None]
@@ -131,17 +137,19 @@ class UpdateChecks:
         found = {name: s[name] for name in COUNTS} | {"rows_not_seen": s["rows_seen"].remainder(s["rows"])}
         found["value_push"] = s["value_push"] < 0
         distance = s["far"] / s["n"]
-        found["kl_push"] = (s["kl_push"] > 0) & (s["kl_push_far"] > 0) & (distance > 10 * SAME)
+        # k1 has the same gradient at all tokens, so that some are pushed away; the others' pushes none
+        away = (s["away"] > 0.99 * s["away_size"]) | ((s["away"] > 0) & (s["kl_push"] > 0))
+        found["kl_push"] = away & (distance > 10 * SAME)
         if self.loss is not None and self.on_policy:
             tokens_or_rows = {"token-mean": s["tokens_counted"], "token-sum": 1.0}
             share = s["weight"] / s["wanted"] * tokens_or_rows.get(self.loss.agg_mode, s["rows_counted"])
             found["loss_share"] = torch.where((share < SHARES[0]) | (share > SHARES[1]), share, 0)
-            found["reference_moves"] = (s["far"] > 0) & (distance < SAME) & self.moved
+            found["reference_moves"] = (distance < SAME) & self.moved
             found["engine_apart"] = torch.where(s["mismatch"] > self.loss.apart * s["sampled"], s["mismatch"], 0)
             found["engine_apart"] = found["engine_apart"] / s["sampled"]
             self._of_run = self._of_run + torch.stack([s[x] for x in ("sampled", "surprise", "entropy", "mismatch")])
             n, surprise, entropy, mismatch = self._of_run
-            sure = (surprise > SIGMAS * (SPREAD * entropy).sqrt()) & (surprise > NATS * n + 3 * mismatch)
+            sure = (surprise > SURE * entropy.sqrt()) & (surprise > NATS * n + 3 * mismatch)
             found["sampled_otherwise"] = torch.where(sure, surprise / n, 0)
         self.on_policy, self.moved, self._sums = False, self.moved or moves, {}
         return faults(found)

@@ -17,7 +17,7 @@ STEP, SAMPLE = "lib.model.trained:TrainedModel.step", "lib.rollout.hf_engine:sam
 MASK = "response_mask[i, :n] = 1 if masks is None"
 COPY = ["--rollout-engine", f"{ROOT / 'tests/mutants/engines.py'}:CopyEngine"]
 SMALL_MICRO_BATCHES = ["--micro-batch-tokens", "150"]
-SEVERAL = ["--num-mini-batches", "2", "--update-epochs", "4", "--lr", "3e-3"]
+SEVERAL = ["--num-mini-batches", "2", "--update-epochs", "2", "--lr", "1e-3"]
 
 
 @dataclass
@@ -175,7 +175,7 @@ MUTANTS = {
         "epsilon too large",
         "20 % written as 20",
         plant("grpo:policy_loss", "1 + args.clip_ratio_high", "1 + 100 * args.clip_ratio_high"),
-        SEVERAL,
+        [*SEVERAL, "--lr", "5e-4", "--update-epochs", "4"],
     ),
     "gradients_not_zeroed": Mutant(
         "gradients not zeroed",
@@ -221,7 +221,7 @@ MUTANTS = {
         "template that drops thinking",
         "the engine gets the conversation rendered anew, the trainer what was sampled",
         [
-            ("lib.agent.multi_turn:glue", "            if after[end : end + 1] != character:\n                return None", "            if after[end : end + 1] != character:\n                continue"),
+            ("lib.agent.multi_turn:glue", "            if after[end : end + 1] != character:\n                return None", "            if after[end : end + 1] != character:\n                return after[len(before) :].lstrip()"),
             ("lib.agent.episode:Episode._sample_turn", "[*request.raw_context]", "settings.encode(request.rendered)"),
         ],
         prepare=tools,
@@ -292,7 +292,7 @@ MUTANTS = {
             ),
             ("lib.model.trained:Policy.log_probs", "truncation=s.truncation", "truncation=None"),
         ],
-        ["--top-p", "0.7"],
+        ["--top-p", "0.7", "--prompts-per-step", "32", "--group-size", "8"],
     ),
     "top_p_unaccounted_by_the_engine": Mutant(
         "engine's top-p unaccounted, by the engine alone",

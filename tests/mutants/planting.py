@@ -62,8 +62,13 @@ class Found(Exception):
     """Ends a run at its first alert."""
 
 
-def run(script: str, folder: Path, *flags: str) -> Outcome:
-    """Runs the script with CHEAP and these flags until something fires."""
+def notes(printed: str) -> list[str]:
+    """What a run says before its first step."""
+    return [line for line in printed.partition("step 1/")[0].splitlines() if line.startswith("note: ")]
+
+
+def run(script: str, folder: Path, *flags: str, stop: bool = True) -> Outcome:
+    """Runs the script with CHEAP and these flags until something fires, or with stop=False to its end."""
     module = importlib.import_module(script)
     rows: list[dict[str, float]] = []
     found: list[str] = []
@@ -72,8 +77,9 @@ def run(script: str, folder: Path, *flags: str) -> Outcome:
     def log_and_look(self, metrics, step):
         log(self, metrics, step)
         rows.append({"step": step, **metrics})
+        found.extend(notes(printed.getvalue()) if len(rows) == 1 else [])
         found.extend(tracking.alerts_of_step(metrics))
-        if found:
+        if found and stop:
             raise Found
 
     args = parse_flags(module.Args, [*CHEAP, "--output-dir", str(folder), *flags], CONDITIONS)
@@ -84,7 +90,7 @@ def run(script: str, folder: Path, *flags: str) -> Outcome:
             module.main(args)
         step = None
     except Found:
-        step = int(rows[-1]["step"])
+        step = 0 if found[0].startswith("note: ") else int(rows[-1]["step"])
     except (InputError, WeightSyncError, AssertionError) as error:
         found, step = [f"{type(error).__name__}: {error}"], len(rows) + bool("step" in printed.getvalue())
     finally:
