@@ -103,7 +103,7 @@ def alerts_of_run(rows: Sequence[Mapping]) -> list[RunAlert]:
     for name, text in FAULTS.items():
         if values := column(f"faults/{name}"):
             worst = text.format(max(values.values(), key=abs))
-            found.append(RunAlert(f"{worst}, in {len(values)} of {len(rows)} steps", CHECKS, [*values]))
+            found.append(RunAlert(f"{worst}, in {len(values)} steps", CHECKS, [*values]))
     for text, (key, section) in COUNTS.items():
         values = column(key)
         if steps := [step for step, number in values.items() if number]:

@@ -22,6 +22,7 @@ from lib.cli.flags import parse_flags
 from lib.rollout.weight_sync import WeightSyncError
 from lib.run import tracking
 from tests.common import ROOT
+from tests.mutants.mutants import Mutant
 
 CHEAP = [
     *("--prompts-per-step", "8", "--group-size", "4", "--total-steps", "5"),
@@ -50,7 +51,7 @@ def planted(where: str, old: str, new: str) -> Iterator[None]:
 
 @dataclass
 class Outcome:
-    """The first alert or error of a run. step: 0 before the first step; None if nothing fired."""
+    """A run's alerts or error up to the first step that has one. step: of it, 0 before the first; None: none."""
 
     step: int | None
     alerts: list[str]
@@ -101,3 +102,16 @@ def run(script: str, folder: Path, *flags: str, stop: bool = True) -> Outcome:
             dist.destroy_process_group()
         gc.collect()
     return Outcome(step, found, rows, printed.getvalue())
+
+
+def run_mutant(mutant: Mutant, folder: Path) -> Outcome:
+    with contextlib.ExitStack() as stack:
+        for change in mutant.changes:
+            stack.enter_context(planted(*change))
+        return run(mutant.script, folder, *mutant.flags, *(mutant.prepare(folder) if mutant.prepare else []))
+
+
+def finds(mutant: Mutant, outcome: Outcome) -> bool:
+    """Whether the check that the mutant names has found it."""
+    fault = bool(outcome.rows) and f"faults/{mutant.check}" in outcome.rows[-1]
+    return fault or any(mutant.check in text for text in outcome.alerts)
