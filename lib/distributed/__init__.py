@@ -37,7 +37,18 @@ from lib.distributed.launch import (
     run,
     wait_for_all,
 )
-from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, check_number, faults, reduce_metrics, token_means
+from lib.distributed.reduced import (
+    Max,
+    Mean,
+    Metric,
+    Min,
+    Sum,
+    add_metrics,
+    check_number,
+    faults,
+    reduce_metrics,
+    token_means,
+)
 from lib.distributed.sharding import (
     TENSOR_PARALLEL_STYLES,
     RowGroup,

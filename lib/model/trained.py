@@ -88,7 +88,7 @@ class TrainedModel:
     def begin_update(self, mini_batch: DataProto) -> None:
         """Before the first micro-batch."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        done = next(iter(self.optimizer.state.values()), {}).get("step", 0)
+        done = next((state.get("step", 0) for state in self.optimizer.state.values()), 0)
         self.checks.begin(len(mini_batch), gradients, done - self.scheduler.last_epoch, self.world.device)
 
     def step(self) -> dict[str, Metric]:
@@ -105,7 +105,7 @@ class TrainedModel:
         if not skipped:
             self.optimizer.step()
         [lr, *_] = self.scheduler.get_last_lr()
-        metrics |= self.checks.end(moves=grad_norm > 0 and not skipped and lr > 0)
+        metrics |= self.checks.end(moves=grad_norm > 0 and not skipped and float(lr) > 0)
         self.scheduler.step()
         self.optimizer.zero_grad()
         computed, self._computed = self._computed / 1e12, 0.0

@@ -41,7 +41,7 @@ class LossFlags(NamedTuple):
 
 
 COUNTS = ("gradients_left", "updates_ahead", "gradient_outside_mask", "tokens_not_trained", "tokens_not_clipped")
-SUMS = ("rows", "rows_seen", "weight", "wanted", "tokens_counted", "rows_counted", "value_push")
+SUMS: tuple[str, ...] = ("rows", "rows_seen", "weight", "wanted", "tokens_counted", "rows_counted", "value_push")
 SUMS += ("far", "kl_push", "away", "away_size", "n", "sampled", "surprise", "entropy", "mismatch")
 
 
@@ -60,7 +60,9 @@ class UpdateChecks:
         """Before an update on so many rows. updates_ahead: of the optimizer before the schedule."""
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in (*COUNTS, *SUMS)}
         left = any(bool(full_tensor(gradient).any()) for gradient in gradients)
-        self._add(rows=rows, updates_ahead=torch.as_tensor(updates_ahead, device=device).clamp(min=0), gradients_left=left)
+        self._add(
+            rows=rows, updates_ahead=torch.as_tensor(updates_ahead, device=device).clamp(min=0), gradients_left=left
+        )
 
     def watch(self, micro: DataProto, output: Tensor, entropy: Tensor | None = None) -> None:
         """output: log-probs or values (b, T), with gradient."""

@@ -59,7 +59,7 @@ class PendingRewards:
         these keys. A row without a score is masked out. Returns (other values by key, metrics). A collective. Raises
         InputError if these are not the rows that were submitted, in their order."""
         if not torch.equal(batch.batch["responses"], self.responses):
-            raise InputError("scores for other rows than those submitted: sort, filter or pad a batch before submit(batch)")
+            raise InputError("these are not the rows that were submitted: sort or filter a batch before submit(batch)")
         manager = self.rewards.manager
         scores, extras, failures = self.scores.get()
         unscored = scores.isnan().any(1)

@@ -31,14 +31,14 @@ def batch_faults(batch: DataProto) -> dict[str, Metric]:
 
     _, first, number = np.unique(batch.non_tensor_batch["uid"].astype(str), return_index=True, return_inverse=True)
     lead = torch.from_numpy(first[number]).to(given.device)  # (B,) the first row of the row's group
-    number = torch.from_numpy(number).to(given.device)
+    group = torch.from_numpy(number).to(given.device)
     found["group_of_two_prompts"] = (t["prompts"] != t["prompts"][lead]).any(1).sum()
     ids = t["group"]
     found["group_ids"] = (ids != ids[lead]).sum() + (len(ids.unique()) != len(first))
 
     advantage, alive = masked_mean(t["advantages"], valid, dim=1), valid.any(1)  # (B,)
     totals = torch.zeros(len(first), dtype=torch.float64, device=given.device)
-    total, size, live = (totals.index_add(0, number, x.double()) for x in (advantage, torch.ones_like(alive), alive))
+    total, size, live = (totals.index_add(0, group, x.double()) for x in (advantage, torch.ones_like(alive), alive))
     # only estimators whose advantages add up to 0 in whole groups can tell
     large, whole = total.abs() > CLOSE * advantage.abs().max(), live == size
     tells = (whole.any() & ~(large & whole).any()) if len(whole) else whole.any()

@@ -15,6 +15,11 @@ from tests.common import ROOT
 ENGINE, REWARDS = "lib.rollout.engine:add_responses", "lib.reward.manager:PendingScores.get"
 STEP, SAMPLE = "lib.model.trained:TrainedModel.step", "lib.rollout.hf_engine:sample_tokens"
 MASK = "response_mask[i, :n] = 1 if masks is None"
+UNLIKE = "            if after[end : end + 1] != character:\n                return "
+PREFILL = "input_ids=ids, position_ids=positions, logits_to_keep=1"
+GENERATION = '"add_generation_prompt": '
+TILED = "group = group[np.arange(len(group)).reshape(-1, 4).T.ravel()]"
+KEPT = "logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)\n        cdf = "
 COPY = ["--rollout-engine", f"{ROOT / 'tests/mutants/engines.py'}:CopyEngine"]
 SMALL_MICRO_BATCHES = ["--micro-batch-tokens", "150"]
 SEVERAL = ["--num-mini-batches", "2", "--update-epochs", "2", "--lr", "1e-3"]
@@ -37,6 +42,8 @@ class Mutant:
     """makes files in a folder, and returns flags"""
     healthy: Callable[[Path], list[str]] | None = None
     """prepare of the run without the bug, if the bug is in these files"""
+    variant: bool = False
+    """whether it is a second form of another bug"""
 
 
 def toy_copy(folder: Path, name: str = "toy") -> Path:
@@ -48,7 +55,7 @@ def toy_copy(folder: Path, name: str = "toy") -> Path:
 def with_bos(folder: Path) -> list[str]:
     """The toy with a tokenizer that begins each text with <|im_start|>, as its template does."""
     copy = toy_copy(folder)
-    special, [id_] = "<|im_start|>", [1]
+    special = "<|im_start|>"
     file = copy / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     id_ = next(token["id"] for token in tokenizer["added_tokens"] if token["content"] == special)
@@ -102,6 +109,7 @@ MUTANTS = {
         "mask_outside_response",
         1,
         plant(ENGINE, MASK, "response_mask[i, 1 : n + 1] = 1 if masks is None"),
+        variant=True,
     ),
     "before_temperature": Mutant(
         "log-probs before temperature",
@@ -132,6 +140,7 @@ MUTANTS = {
         "tokens_not_trained",
         1,
         plant("grpo:update", 'losses * t["loss_mask"]', 'losses * (t["loss_mask"] & t["loss_mask"].roll(-1, 1))'),
+        variant=True,
     ),
     "rewards_in_another_order": Mutant(
         "rewards in another order",
@@ -143,16 +152,17 @@ MUTANTS = {
     "rows_sorted_after_submission": Mutant(
         "rows in another order than their rewards",
         "rows are sorted for balance while they are scored",
-        "scores for other rows than those submitted",
+        "these are not the rows that were submitted",
         1,
         plant("grpo:main", "actor.check_rows(batch)", "batch = batch[list(range(len(batch)))[::-1]]"),
+        variant=True,
     ),
     "groups_mixed": Mutant(
         "group ids mixed",
         "tile and repeat confused in the estimator's group ids",
         "group_ids",
         1,
-        plant("lib.data.balance:gather_columns", "return_inverse=True)", "return_inverse=True)\n    group = group[np.arange(len(group)).reshape(-1, 4).T.ravel()]"),
+        plant("lib.data.balance:gather_columns", "return_inverse=True)", f"return_inverse=True)\n    {TILED}"),
     ),
     "uids_mixed": Mutant(
         "group ids mixed, in the batch",
@@ -166,6 +176,7 @@ MUTANTS = {
             "    repeated = prompts.repeat(group_size, interleave=True)\n"
             '    repeated.non_tensor_batch["uid"] = uids\n    return prompts, repeated,',
         ),
+        variant=True,
     ),
     "kl_sign": Mutant(
         "sign of the KL",
@@ -182,6 +193,7 @@ MUTANTS = {
         2,
         plant("lib.core_algos.kl:apply_kl_penalty", "- beta * kl", "+ beta * kl"),
         script="ppo",
+        variant=True,
     ),
     "ratio_inverted": Mutant(
         "ratio inverted",
@@ -263,7 +275,8 @@ MUTANTS = {
         "add_generation_prompt forgotten",
         "is not what its chat template gives",
         0,
-        plant("lib.data.dataset:RLHFDataset.__init__", '"add_generation_prompt": True', '"add_generation_prompt": False'),
+        plant("lib.data.dataset:RLHFDataset.__init__", f"{GENERATION}True", f"{GENERATION}False"),
+        variant=True,
     ),
     "thinking_dropped": Mutant(
         "template that drops thinking",
@@ -271,7 +284,7 @@ MUTANTS = {
         "engine_apart",
         1,
         [
-            ("lib.agent.multi_turn:glue", "            if after[end : end + 1] != character:\n                return None", "            if after[end : end + 1] != character:\n                return after[len(before) :].lstrip()"),
+            ("lib.agent.multi_turn:glue", f"{UNLIKE}None", f"{UNLIKE}after[len(before) :].lstrip()"),
             ("lib.agent.episode:Episode._sample_turn", "[*request.raw_context]", "settings.encode(request.rendered)"),
         ],
         prepare=tools,
@@ -342,7 +355,7 @@ MUTANTS = {
         "the cache of prompts is not emptied at a sync",
         "engine_apart",
         2,
-        plant("lib.rollout.hf_engine:HFEngine._sample", "self.model(input_ids=ids, position_ids=positions, logits_to_keep=1", "self.first_weights(input_ids=ids, position_ids=positions, logits_to_keep=1"),
+        plant("lib.rollout.hf_engine:HFEngine._sample", f"self.model({PREFILL}", f"self.first_weights({PREFILL}"),
         COPY,
     ),
     "top_p_unaccounted": Mutant(
@@ -353,8 +366,8 @@ MUTANTS = {
         [
             (
                 SAMPLE,
-                "logits = logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)\n        cdf = logits",
-                "kept = logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)\n        cdf = kept",
+                f"logits = {KEPT}logits",
+                f"kept = {KEPT}kept",
             ),
             ("lib.model.trained:Policy.log_probs", "truncation=s.truncation", "truncation=None"),
         ],
@@ -367,9 +380,10 @@ MUTANTS = {
         1,
         plant(
             SAMPLE,
-            "logits = logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)\n        cdf = logits",
-            "kept = logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)\n        cdf = kept",
+            f"logits = {KEPT}logits",
+            f"kept = {KEPT}kept",
         ),
         ["--top-p", "0.7"],
+        variant=True,
     ),
-}  # fmt: skip
+}

@@ -70,7 +70,8 @@ def healthy(name: str, folder: Path) -> dict:
 
 def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    record: dict = {"commit": commit.stdout.strip(), "mutants": [], "healthy": []}
+    record: dict = json.loads(FILE.read_text())  # "before" was measured once, at the commit that it names
+    record |= {"commit": commit.stdout.strip(), "mutants": [], "healthy": []}
     for kind, names, make in (("mutants", MUTANTS, planted_bug), ("healthy", HEALTHY, healthy)):
         for name in names:
             with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,16 @@
 """Each planted bug is found by the check that it names, at the step that it names, and healthy runs have no alert."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from lib.run.alerts import FAULTS
+from tests.common import ROOT
 from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.page import page
 from tests.mutants.planting import finds, run, run_mutant
+from tests.mutants.record import FILE
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -38,3 +42,10 @@ def test_where_a_planted_bug_is_the_source_has_the_text(tmp_path: Path):
     """A change that no longer fits its function would plant nothing."""
     with pytest.raises(AssertionError, match="0 times"):
         run_mutant(Mutant("", "", "", 0, [("grpo:update", "no such text", "")]), tmp_path)
+
+
+def test_the_page_is_that_of_the_record():
+    record = json.loads(FILE.read_text())
+    assert [(row["mutant"], row["step"]) for row in record["mutants"]] == [(k, m.step) for k, m in MUTANTS.items()]
+    assert [run for run in record["healthy"] if run["alerts"]] == []
+    assert page(record) == (ROOT / "docs/silent_bugs.md").read_text()
