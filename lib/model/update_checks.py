@@ -53,11 +53,14 @@ class UpdateChecks:
     on_policy: bool = False  # whether the weights are those that sampled the batch
     moved: bool = False  # whether an update has changed the weights
     _sums: dict[str, Tensor] = field(default_factory=dict)  # of this update
+    _has_gradient: bool = False
     _watched: list[tuple] = field(default_factory=list)
     _of_run: Tensor | float = 0.0  # (4,): sampled, surprise, entropy and mismatch of all steps
 
     def begin(self, rows: int, gradients: list[Tensor], updates_ahead: Tensor | float, device: torch.device) -> None:
         """Before an update on so many rows. updates_ahead: of the optimizer before the schedule."""
+        if self._has_gradient:  # rows of another loss of the same update
+            return
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in (*COUNTS, *SUMS)}
         left = any(bool(full_tensor(gradient).any()) for gradient in gradients)
         self._add(
@@ -78,6 +81,7 @@ class UpdateChecks:
     @torch.no_grad()
     def after_backward(self, factor: float) -> None:
         """factor: what the loss was multiplied by."""
+        self._has_gradient = True
         for t, output, entropy in self._watched:
             if output.grad is not None and entropy is None:
                 push = output.grad * (output - t["returns"])
@@ -131,7 +135,8 @@ class UpdateChecks:
     @torch.no_grad()
     def end(self, moves: bool) -> dict[str, Metric]:
         """The update's faults. moves: whether the update changes the weights. A collective."""
-        if not self._sums:
+        if not self._sums:  # a script with its own loop over micro-batches
+            self._has_gradient = False
             return {}
         sums = torch.stack([*self._sums.values()])
         dist.all_reduce(sums)
@@ -153,7 +158,8 @@ class UpdateChecks:
             n, surprise, entropy, mismatch = self._of_run
             sure = (surprise > SURE * entropy.sqrt()) & (surprise > NATS * n + 3 * mismatch)
             found["sampled_otherwise"] = torch.where(sure, surprise / n, 0)
-        self.on_policy, self.moved, self._sums = False, self.moved or moves, {}
+        self.on_policy, self.moved = False, self.moved or moves
+        self._sums, self._has_gradient = {}, False
         return faults(found)
 
     def _add(self, **values: Tensor | float) -> None:

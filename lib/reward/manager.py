@@ -21,7 +21,7 @@ from lib import InputError
 from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.distributed import Metric, Sum, faults
+from lib.distributed import Max, Metric, Sum
 from lib.reward.scorers import ARGUMENTS, Scorer
 from lib.rollout import NoRecorder
 from lib.sandbox import LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
@@ -211,5 +211,6 @@ class PendingScores:
         for key in manager._numbers:  # also keys that no row has this time
             extras.setdefault(key, [None] * len(self.mask))
         counts: dict[str, Metric] = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
-        counts |= faults({"scores_of_other_rows": torch.tensor(of_others)})
+        if of_others:
+            counts["faults/scores_of_other_rows"] = Max(of_others)
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts
