@@ -68,7 +68,7 @@ FAULTS = {  # of faults/<name>: lib/model/update_checks.py, lib/run/batch_checks
     "reference_moves": "the reference has the log-probs of the trained policy",
     "engine_apart": "engine and trainer are {:.2g} nats apart, more than rounding",
     "sampled_otherwise": "sampled from a sharper distribution than the log-probs' (log p + entropy: {:.2g}, not 0)",
-    "mask_outside_response": "{:.0f} masked-in tokens that nobody sampled",
+    "mask_outside_response": "{:.0f} tokens in a mask that nobody sampled",
     "end_not_trained": "{:.0f} responses end with a token that is not trained",
     "positions": "{:.0f} position ids do not count on",
     "group_of_two_prompts": "{:.0f} rows have another prompt than their group",

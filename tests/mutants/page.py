@@ -1,6 +1,7 @@
 """python -m tests.mutants.page > docs/silent_bugs.md: the page of the planted bugs, from their record."""
 
 import json
+from textwrap import shorten
 
 from lib.run.alerts import CHECKS, FAULTS
 from tests.mutants.mutants import MUTANTS
@@ -97,7 +98,8 @@ def shown(mutant: str, row: dict) -> str:
     """The message that the mutant's check gave."""
     check = MUTANTS[mutant].check
     text = FAULTS.get(check, check).partition("{")[0] or FAULTS[check].partition("}")[2]
-    return next(alert for alert in row["alerts"] if text.strip() in alert).replace("|", "/").replace("<", "&lt;")
+    message = next(alert for alert in row["alerts"] if text.strip() in alert)
+    return f"`{shorten(message, 120, placeholder=' ...')}`".replace("|", "/")
 
 
 def page(record: dict) -> str:
