@@ -22,6 +22,8 @@ TILED = "group = group[np.arange(len(group)).reshape(-1, 4).T.ravel()]"
 KEPT = "logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)\n        cdf = "
 COPY = ["--rollout-engine", f"{ROOT / 'tests/mutants/engines.py'}:CopyEngine"]
 SMALL_MICRO_BATCHES = ["--micro-batch-tokens", "150"]
+REJECTED = ["--rollout-correction.level", "measure"]
+REJECTED += ["--rollout-correction.reject.seq-mean-k1", "0.9999999", "1.0000001"]  # some, by rounding
 SEVERAL = ["--num-mini-batches", "2", "--update-epochs", "2", "--lr", "1e-3"]
 
 
@@ -348,7 +350,25 @@ MUTANTS = {
             "mean = core_algos.group_mean(scores, valid_mask,",
             "mean = core_algos.group_mean(scores, torch.ones_like(valid_mask),",
         ),
-        ["--rollout-correction.level", "measure", "--rollout-correction.reject.seq-mean-k1", "0.9999999", "1.0000001"],
+        REJECTED,
+    ),
+    "critic_sign": Mutant(
+        "critic fed rewards of another step: it unlearns them",
+        "a value loss with the sign of an objective",
+        "value_push",
+        1,
+        plant("ppo:value_loss_of", "return loss, metrics", "return -loss, metrics"),
+        script="ppo",
+        variant=True,
+    ),
+    "rejected_rows_trained": Mutant(
+        "advantages of dead rows: they train",
+        "a row that is out of its group, but not out of the loss",
+        "gradient_outside_mask",
+        2,
+        plant("grpo:update", 'losses * t["loss_mask"]', "losses"),
+        [*REJECTED, "--kl-coef", "0.01"],
+        variant=True,
     ),
     "cached_prefix": Mutant(
         "cached prefix of old weights",
