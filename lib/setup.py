@@ -211,7 +211,7 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     if args.run.total_epochs is not None and train_data is not None:
         args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
         args.run.check_profile_steps()
-    if vision is None and not data.dataset_class and not data.may_truncate:
+    if vision is None and not data.dataset_class and data.filter_overlong_prompts:  # as the template has it
         check_template(tokenizer, template, trained + validated)
     return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers)
 

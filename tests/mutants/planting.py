@@ -18,7 +18,6 @@ from unittest import mock
 import torch.distributed as dist
 
 from lib import InputError
-from lib.args import CONDITIONS
 from lib.cli.flags import parse_flags
 from lib.rollout.weight_sync import WeightSyncError
 from lib.run import tracking
@@ -84,7 +83,7 @@ def run(script: str, folder: Path, *flags: str, stop: bool = True) -> Outcome:
         if found and stop:
             raise Found
 
-    args = parse_flags(module.Args, [*CHEAP, "--output-dir", str(folder), *flags], CONDITIONS)
+    args = parse_flags(module.Args, [*CHEAP, "--output-dir", str(folder), *flags])
     before, printed, step = os.environ.copy(), io.StringIO(), 0
     try:
         with (
