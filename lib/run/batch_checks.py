@@ -50,8 +50,7 @@ def batch_faults(batch: DataProto) -> dict[str, Metric]:
         found["returns_without_reward"] = (stopped & alive & (off > CLOSE * (1 + t["values"].abs().amax(1)))).sum()
     if "ref_log_prob" in t and "old_log_probs" in t:
         penalty, far = t["token_level_scores"] - t["token_level_rewards"], t["old_log_probs"] - t["ref_log_prob"]
-        paid = -penalty * far  # k1: below 0 at all tokens; k2, k3: below 0 where far is above 0, and the penalty is not
-        total, size = masked_sum(paid, valid), masked_sum(paid.abs(), valid)
-        found["kl_is_paid"] = (total > 0.99 * size) | ((total > 0) & (masked_sum(penalty, valid) < 0))
+        paid = -penalty * far  # k1: never above 0; of k2 and k3, whose far may be below 0, the penalty never is
+        found["kl_is_paid"] = (masked_sum(paid, valid) > 0) & (masked_sum(penalty, valid) < 0)
         found["kl_is_paid"] &= masked_mean(far.abs(), valid) > CLOSE**2
     return faults(found)
