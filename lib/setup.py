@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lib import InputError, core_algos
+from lib import InputError, core_algos, is_first_on_node
 from lib import model as models
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read
 from lib.cli.flags import non_default, parse_json
@@ -20,7 +20,7 @@ from lib.columns import COLUMNS
 from lib.data import PromptDataset, RLHFDataset, check_template_kwargs, load_dataset_class, make_loader
 from lib.data.vision import Vision
 from lib.distributed import World, init_distributed, make_mesh, make_row_group, shard_model, trainable_parameters
-from lib.model import Critic, ForwardConfig, Policy, Reference
+from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
 from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import Scorer, check_keywords
 from lib.reward.scores import RewardModel, Rewards
@@ -28,6 +28,7 @@ from lib.rollout import (
     Rollouts,
     check_capabilities,
     check_engine_import,
+    end_of_turn,
     engine_class,
     make_engine,
 )
@@ -210,7 +211,23 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     if args.run.total_epochs is not None and train_data is not None:
         args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
         args.run.check_profile_steps()
+    if vision is None and not data.dataset_class and data.filter_overlong_prompts:  # as the template has it
+        check_template(tokenizer, template, trained + validated)
     return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, kwargs: dict, data: list[PromptDataset]) -> None:
+    """Raises InputError if the first prompt's tokens are not the chat template's: two BOS tokens, no generation prompt.
+    Says so if no special token ends the assistant's turn in it."""
+    for row in (rows[0] for rows in data):
+        kwargs = {"add_generation_prompt": True} | kwargs
+        wanted = tokenizer.apply_chat_template(row["raw_prompt"], **kwargs, return_dict=True)["input_ids"]
+        if row["raw_prompt_ids"] != wanted:
+            got = tokenizer.decode(row["raw_prompt_ids"])
+            raise InputError(f"the prompt {got!r} is not what its chat template gives: {tokenizer.decode(wanted)!r}")
+    if end_of_turn(tokenizer) is None and is_first_on_node():
+        name = tokenizer.name_or_path
+        print(f"note: {name}: no special token ends a turn in its chat template: is it this model's?", flush=True)
 
 
 def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
@@ -247,6 +264,7 @@ class ModelFactory:
     forward: ForwardConfig
     updates_per_step: int
     seed: int
+    loss: LossFlags
 
     def place(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
         if self.model.compile:
@@ -305,13 +323,18 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
     if not args.validation.val_only:
         models.check_sampling(sampling)
     forward = ForwardConfig(args.optimizer.micro_batch_tokens, sampling, row_group, dtype)
-    return ModelFactory(model, shard, args.optimizer, world, mesh, forward, sizes.updates_per_step, seed)
+    plain = args.loss == "vanilla" and not (args.kl_coef and args.kl_estimator.endswith("_unbiased"))  # no ratio x KL
+    clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c) if plain else None
+    apart = math.inf if args.run.replay else APART.get(dtype, math.inf)  # a replay may train other weights
+    loss = LossFlags(args.loss_agg_mode, args.loss_scale_factor or rollout.max_response_length, clip, apart)
+    return ModelFactory(model, shard, args.optimizer, world, mesh, forward, sizes.updates_per_step, seed, loss)
 
 
 def load_policy(factory: ModelFactory, name: str, path: str, make_optimizer: MakeOptimizer, total_steps: int) -> Policy:
     """A model that samples and trains. name: the prefix of its metrics. total_steps: of the learning rate schedule."""
     module = models.load_model(path, **factory.options())
-    return Policy(name, **factory.trained(module, name, make_optimizer, total_steps))
+    trained = factory.trained(module, name, make_optimizer, total_steps)
+    return Policy(name, **trained, checks=UpdateChecks(factory.loss))
 
 
 def load_value_model(factory: ModelFactory, name: str, path: str, optimizer: MakeOptimizer, total_steps: int) -> Critic:

@@ -28,6 +28,9 @@ class ScriptArgs:
 
     loss: settings.PolicyLoss
     loss_kwargs: settings.LossKwargs
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
     loss_agg_mode: settings.AggMode
     loss_scale_factor: float | None
     token_masks: settings.TokenMaskArgs
@@ -35,6 +38,7 @@ class ScriptArgs:
     rollout_correction: settings.RolloutCorrectionArgs
 
     kl_coef: float
+    kl_estimator: settings.KLEstimator
     kl_placement: Literal["loss", "reward"]
     kl_target: float | None
     kl_horizon: int

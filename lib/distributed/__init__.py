@@ -13,7 +13,8 @@ from lib.distributed.collectives import address_towards, all_reduce_max, broadca
 from lib.distributed.collectives import join_group, new_cpu_group, new_cpu_subgroup
 from lib.distributed.launch import OVER, JobOver, World, init_distributed, is_on_one_node, run, wait_for_all
 from lib.distributed.launch import advise_out_of_memory, job_store, listening_store, on_early_end, print_last
-from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, check_number, reduce_metrics, token_means
+from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, check_number, faults, reduce_metrics
+from lib.distributed.reduced import token_means
 from lib.distributed.sharding import TENSOR_PARALLEL_STYLES, RowGroup, make_mesh, make_row_group, shard_model
 from lib.distributed.sharding import clip_grad_norm, compute_device, fsdp_modules, set_gradient_sync
 from lib.distributed.sharding import full_tensor, iter_full_params, merged_shards, trainable_parameters, unsharded

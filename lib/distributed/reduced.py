@@ -117,3 +117,9 @@ def token_means(values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[
     """The mean of each (B, T) tensor over the tokens of the mask, over all micro-batches and ranks."""
     mask = mask.bool()
     return {name: Mean(value.double().where(mask, 0).sum(), mask.sum()) for name, value in values.items()}
+
+
+def faults(found: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
+    """Metrics faults/<name> of what is not 0 (nor NaN): the largest of all updates and ranks."""
+    values = {name: value.double() for name, value in found.items()}
+    return {f"faults/{name}": Max(value.where(value.abs() > 0, -math.inf)) for name, value in values.items()}

@@ -11,4 +11,5 @@ from lib.model.load import load_critic, load_model, load_processor, load_reward_
 from lib.model.log_probs import NEVER, LinearLogProbs, check_rows, check_sampling, least_kept
 from lib.model.log_probs import batched_log_probs, response_log_probs
 from lib.model.trained import Critic, ForwardConfig, Policy, Reference, TrainedModel, micro_batches
+from lib.model.update_checks import APART, LossFlags, UpdateChecks
 from lib.model.values import batched_values, response_values, reward_model_scores

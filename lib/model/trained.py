@@ -16,6 +16,7 @@ from lib.model.attention import layout
 from lib.model.flops import flops_of, update_flops
 from lib.model.load import without_adapters
 from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
+from lib.model.update_checks import UpdateChecks
 from lib.model.values import batched_values, response_values
 from lib.sampling import Sampling
 
@@ -66,6 +67,7 @@ class TrainedModel:
     reduce_each_micro_batch: bool
     parameters: list[torch.nn.Parameter] = field(init=False)
     loss_scale: LossScale | None = None
+    checks: UpdateChecks = field(default_factory=UpdateChecks)
 
     def __post_init__(self):
         self.parameters = trainable_parameters(self.module)
@@ -79,8 +81,15 @@ class TrainedModel:
 
     def backward(self, loss: torch.Tensor) -> None:
         """loss: this rank's share of the sum over ranks. The factor undoes FSDP's average over ranks."""
-        scale = self.loss_scale.value if self.loss_scale else 1
-        (loss * self.world.size * scale).backward()
+        factor = self.world.size * (self.loss_scale.value if self.loss_scale else 1)
+        (loss * factor).backward()
+        self.checks.after_backward(factor)
+
+    def begin_update(self, mini_batch: DataProto) -> None:
+        """Before the first micro-batch."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        done = next((state.get("step", 0) for state in self.optimizer.state.values()), 0)
+        self.checks.begin(len(mini_batch), gradients, done - self.scheduler.last_epoch, self.world.device)
 
     def step(self) -> dict[str, Metric]:
         """Clips the gradient and updates the weights, unless the gradient is not finite. A collective."""
@@ -96,6 +105,7 @@ class TrainedModel:
         if not skipped:
             self.optimizer.step()
         [lr, *_] = self.scheduler.get_last_lr()
+        metrics |= self.checks.end(moves=grad_norm > 0 and not skipped and float(lr) > 0)
         self.scheduler.step()
         self.optimizer.zero_grad()
         computed, self._computed = self._computed / 1e12, 0.0
@@ -121,12 +131,18 @@ class RowIsolationCheck:
 
 
 class Policy(RowIsolationCheck, TrainedModel):
+    def check_rows(self, batch: DataProto) -> None:
+        super().check_rows(batch)
+        self.checks.on_policy = True
+
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With a truncation (top_p, top_k
         or min_p) also which tokens it would not have kept."""
         self._count(micro)
         s, row_group = self.forward.sampling, self.forward.row_group
-        return response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, row_group=row_group)
+        outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, row_group=row_group)
+        self.checks.watch(micro, *outputs[:2])
+        return outputs
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
@@ -147,7 +163,9 @@ class Critic(TrainedModel):
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
         self._count(micro)
-        return response_values(self.module, micro, row_group=self.forward.row_group)
+        values = response_values(self.module, micro, row_group=self.forward.row_group)
+        self.checks.watch(micro, values)
+        return values
 
     @timed("log_probs")
     def batched_values(self, batch: DataProto) -> torch.Tensor:
@@ -174,6 +192,8 @@ class Reference(RowIsolationCheck):
 def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[tuple[DataProto, list[int] | torch.Tensor]]:
     """(micro-batch, the numbers of its rows in the mini-batch), equally many on every rank. The gradients of the
     micro-batches add up, and are reduced over ranks after the last one (with reduce_each_micro_batch, after each)."""
+    for model in models:
+        model.begin_update(mini_batch)
     first, modules = models[0], [model.module for model in models]
     f = first.forward
     micros, rows = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))

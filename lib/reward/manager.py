@@ -19,10 +19,10 @@ from lib import InputError
 from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.distributed import Metric, Sum
+from lib.distributed import Max, Metric, Sum
 from lib.reward.scorers import ARGUMENTS, Scorer
 from lib.rollout import NoRecorder
-from lib.sandbox import LARGEST_SCORE, call, checked, load_scorer
+from lib.sandbox import LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
 from lib.sandbox.pool import Pool
 from lib.seeds import seeded
 
@@ -103,7 +103,7 @@ class RewardManager:
         try:
             with seeded(key):
                 results = call(function, self.scorers[k].batched, samples)
-            return [["ok", checked(result)] for result in results]
+            return [["ok", checked(result, sample)] for result, sample in zip(results, samples)]
         except (Exception, SystemExit) as error:
             where = f"in scorer {self.scorers[k].name}, {_describe(samples[0])}"
             if isinstance(error, SystemExit):  # it would silently end the run
@@ -162,7 +162,7 @@ class PendingScores:
         reward/timeout_count, crash_count, error_count and dropped_key_count (values that unfit() refuses). With several
         scorers, each gives its own score as <name>, also when it failed, and its keys as <name>/<key>, but "pred".
         Raises InputError if a scorer failed on all of its first 16 responses, RuntimeError if the pool is gone."""
-        manager, failed = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0)
+        manager, failed, of_others = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0), 0
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
         lengths = [len(rows) for _, rows in self.calls]
         for number, answers in manager.recorder.record_each("scores", self.answers, lengths):
@@ -170,6 +170,8 @@ class PendingScores:
             name = manager.scorers[k].name
             for row, (kind, value) in zip(rows, answers):
                 if kind == "ok":
+                    response = text_hash(self.samples[row]["solution_str"])
+                    of_others += value.pop(OF, response) != response  # recordings of earlier versions have none
                     manager._scored.add(name)
                     results[k, row] = value
                 else:
@@ -199,4 +201,6 @@ class PendingScores:
         for key in manager._numbers:  # also keys that no row has this time
             extras.setdefault(key, [None] * len(self.mask))
         counts: dict[str, Metric] = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
+        if of_others:
+            counts["faults/scores_of_other_rows"] = Max(of_others)
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts

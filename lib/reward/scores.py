@@ -39,7 +39,7 @@ class Rewards:
     @timed("reward")
     def submit(self, batch: DataProto) -> "PendingRewards":
         """Starts the scorers, in other processes, on the responses of `batch`."""
-        return PendingRewards(self, self.manager.submit(batch))
+        return PendingRewards(self, self.manager.submit(batch), batch.batch["responses"])
 
     def close(self) -> None:
         self.manager.close()
@@ -49,12 +49,16 @@ class Rewards:
 class PendingRewards:
     rewards: Rewards
     scores: PendingScores
+    responses: torch.Tensor  # (B, T), as submitted
 
     @timed("reward")
     def add_to(self, batch: DataProto, reward_keys: Sequence[str] = ()) -> tuple[dict[str, list], dict[str, Metric]]:
         """Waits for the scores and adds token_level_scores (B, T), on each row's last token; reward_extra_info, for
         each row a dict of the scorers' other values; and with reward_keys, reward_components (B, K), the numbers of
-        these keys. A row without a score is masked out. Returns (other values by key, metrics). A collective."""
+        these keys. A row without a score is masked out. Returns (other values by key, metrics). A collective. Raises
+        InputError if these are not the rows that were submitted, in their order."""
+        if not torch.equal(batch.batch["responses"], self.responses):
+            raise InputError("these are not the rows that were submitted: sort or filter a batch before submit(batch)")
         manager = self.rewards.manager
         scores, extras, failures = self.scores.get()
         unscored = scores.isnan().any(1)

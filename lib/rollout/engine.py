@@ -144,11 +144,11 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     """All end tokens of the tokenizer and the model's generation config (chat models often have two), and that of the
     chat template, which a base model's often do not name."""
     eos = model.generation_config.eos_token_id
-    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id, _end_of_turn(tokenizer)}
+    ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id, end_of_turn(tokenizer)}
     return sorted(i for i in ids if i is not None)
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template puts behind what the assistant says."""
     said = "What the assistant says."
     messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": said}]

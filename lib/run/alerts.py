@@ -54,12 +54,37 @@ COUNTS = {  # the message, with the number, if a metric is above 0, and its sect
     "rows without a score or a token": ("training/rows_dropped/dead", "rows-are-dropped"),
     "unscored in validation": ("val/unscored", "scorers-fail"),
 }
+CHECKS = "a-check-of-a-step-failed"
+FAULTS = {  # of faults/<name>: lib/model/update_checks.py, lib/run/batch_checks.py
+    "gradients_left": "gradients of the update before were not zeroed",
+    "updates_ahead": "the learning rate's schedule stands still ({:.0f} updates behind)",
+    "gradient_outside_mask": "{:.0f} tokens outside the loss mask have a gradient",
+    "tokens_not_trained": "{:.0f} tokens within the clip range have no gradient",
+    "tokens_not_clipped": "{:.0f} tokens beyond the clip range have a gradient",
+    "rows_not_seen": "{:.0f} rows are missing in an update, or are in it twice",
+    "loss_share": "the weights of the tokens in the loss add up to {:.2f}, not 1",
+    "value_push": "the critic's loss drives values away from returns",
+    "kl_push": "the KL term drives the policy away from the reference",
+    "reference_moves": "the reference has the log-probs of the trained policy",
+    "engine_apart": "engine and trainer are {:.2g} nats apart, more than rounding",
+    "sampled_otherwise": "sampled from a sharper distribution than the log-probs' (log p + entropy: {:.2g}, not 0)",
+    "mask_outside_response": "{:.0f} tokens in a mask that nobody sampled",
+    "end_not_trained": "{:.0f} responses end with a token that is not trained",
+    "positions": "{:.0f} position ids do not count on",
+    "group_of_two_prompts": "{:.0f} rows have another prompt than their group",
+    "group_ids": "{:.0f} group ids differ from uids",
+    "dead_rows_count": "{:.0f} groups or rows have advantages of rows that are not trained",
+    "returns_without_reward": "{:.0f} returns of a last token are not its reward",
+    "kl_is_paid": "the KL is added to the reward, not subtracted",
+    "scores_of_other_rows": "{:.0f} scores belong to other responses",
+}
 DROPPED = "training/rows_dropped/"
 
 
 def alerts_of_step(metrics: Mapping[str, float]) -> list[str]:
     """Short warnings about a step for the console; mostly none."""
     bad = [alert.text for alert in ALERTS if alert.on_line and alert.is_bad(metrics.get(alert.metric, math.nan))]
+    bad += [text.format(metrics[f"faults/{name}"]) for name, text in FAULTS.items() if metrics.get(f"faults/{name}")]
     return bad + [f"{text}: {metrics[key]:,.0f}" for text, (key, _) in COUNTS.items() if metrics.get(key)]
 
 
@@ -75,6 +100,10 @@ def alerts_of_run(rows: Sequence[Mapping]) -> list[RunAlert]:
         steps = [step for step, value in values.items() if alert.is_bad(value)]
         if alert.of_run and len(steps) > (0 if alert.on_line else OFTEN * len(values)):
             found.append(RunAlert(f"{alert.text} in {len(steps)} of {len(values)} steps", alert.section, steps))
+    for name, text in FAULTS.items():
+        if values := column(f"faults/{name}"):
+            worst = text.format(max(values.values(), key=abs))
+            found.append(RunAlert(f"{worst}, in {len(values)} steps", CHECKS, [*values]))
     for text, (key, section) in COUNTS.items():
         values = column(key)
         if steps := [step for step, number in values.items() if number]:

@@ -16,6 +16,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, Min, Sum, token_means
 from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
+from lib.run.batch_checks import batch_faults
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -74,11 +75,11 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
 
 
 def row_metrics(batch: DataProto, *others: DataProto) -> dict[str, Metric]:
-    """This rank's numbers of rows and tokens that came in, and of those that were trained on: loss_mask (B, T).
-    others: further responses that the step sampled, whose tokens count in training/tokens."""
+    """This rank's numbers of rows and tokens that came in, and of those that were trained on: loss_mask (B, T); and
+    what `batch_faults` finds. others: further responses that the step sampled; their tokens are in training/tokens."""
     tensors = batch.batch
     trained, sampled = tensors["loss_mask"], tensors["response_mask"]
-    return {
+    return batch_faults(batch) | {
         "training/rows_in": Sum(len(batch)),
         "training/rows_trained": Sum(trained.any(1).sum().item()),
         "training/trained_share": Mean(trained.sum().item(), sampled.sum().item()),

@@ -3,5 +3,5 @@ Workers and sandboxes import this package, so it imports no torch and no numpy, 
 # ruff: noqa: F401
 
 from lib.sandbox.client import GRACE, accept, connect, evaluate, hang_up, make_spec, sandbox_level
-from lib.sandbox.scorer import BY_DATA_SOURCE, LARGEST_SCORE, call, checked, load_scorer
+from lib.sandbox.scorer import BY_DATA_SOURCE, LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
 from lib.sandbox.zygote import receive, send

@@ -62,9 +62,9 @@ def _attempt(function: Callable, batched: bool, samples: list[dict], key: str) -
     except BaseException as error:  # noqa: BLE001 also sys.exit(): the worker must answer
         return [_failure(error)] * len(samples), isinstance(error, Exception) and not isinstance(error, MemoryError)
     answers: list[list] = []
-    for result in results:
+    for result, sample in zip(results, samples):
         try:
-            answers.append(["ok", checked(result)])
+            answers.append(["ok", checked(result, sample)])
         except Exception as error:  # noqa: BLE001 a result's own methods may raise anything
             answers.append(_failure(error))
     return answers, True

@@ -4,12 +4,14 @@ import functools
 import importlib
 import inspect
 import json
+import zlib
 from collections.abc import Callable
 
 from lib.cli.user_code import load_object
 
 BY_DATA_SOURCE = "data_source"
 LARGEST_SCORE = 1e12  # with larger scores a gradient's norm may overflow in float32, and there is no update
+OF = " of"  # no scorer can return this key: `unfit` refuses it
 LONGEST_RESULT = 2**20  # bytes, as JSON
 
 
@@ -47,8 +49,14 @@ def call(function: Callable, batched: bool, samples: list[dict]) -> list:
     return results
 
 
-def checked(result) -> dict:
-    """A scorer's result as {"score": a finite float, other keys} of JSON's types. Raises TypeError, ValueError."""
+def text_hash(text: str) -> int:
+    """Goes with a score, which can then not be taken for that of another response."""
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+def checked(result, sample: dict) -> dict:
+    """A scorer's result as {"score": a finite float, OF: hash of the response, other keys} of JSON's types. Raises
+    TypeError, ValueError."""
     result = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in result:
         raise ValueError(f'the scorer returned a dict without "score": {list(result)}')
@@ -61,7 +69,7 @@ def checked(result) -> dict:
     text = json.dumps(result | {"score": float(score)}, default=_plain)
     if len(text) > LONGEST_RESULT:
         raise ValueError(f"the scorer returned a result of {len(text)} bytes; the limit is {LONGEST_RESULT}")
-    return json.loads(text)
+    return json.loads(text) | {OF: text_hash(sample["solution_str"])}
 
 
 def _plain(value):

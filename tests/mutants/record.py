@@ -1,0 +1,84 @@
+"""python -m tests.mutants.record: plants every bug, and runs what is healthy, for benchmarks/results/silent_bugs.json.
+
+Then `python -m tests.mutants.page > docs/silent_bugs.md` writes the page. It takes ten minutes of one core."""
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import get_args
+
+from lib.args import settings
+from tests.common import ROOT
+from tests.mutants.mutants import COPY, MUTANTS, tools
+from tests.mutants.planting import run, run_mutant
+
+FILE = ROOT / "benchmarks/results/silent_bugs.json"
+DEFAULT = ["--prompts-per-step", "32", "--group-size", "8", "--total-steps", "20"]
+VISION = [
+    *("--model", str(ROOT / "data/toy_vision/model"), "--train-files", str(ROOT / "data/toy_vision/train.jsonl")),
+    *("--max-prompt-length", "96", "--max-response-length", "16"),
+]
+UPDATES = ["--num-mini-batches", "2", "--update-epochs", "2"]
+CORRECTION = ["--rollout-correction.level", "token", "--rollout-correction.bounds", "0", "2"]
+HEALTHY: dict[str, tuple[str, list[str]]] = {
+    **{f"grpo at its default size, seed {seed}": ("grpo", [*DEFAULT, "--seed", str(seed)]) for seed in (1, 2, 3)},
+    **{
+        f"{name}, seed {seed}": (name, ["--total-steps", "20", "--seed", str(seed)])
+        for name in ("ppo", "remax", "dapo")
+        for seed in (1, 2)
+    },
+    "LoRA, KL in the loss": ("grpo", ["--lora-rank", "4", "--kl-coef", "0.01", "--lr", "3e-3"]),
+    "LoRA, an engine with weights of its own": ("grpo", [*COPY, "--lora-rank", "4", "--lr", "3e-3"]),
+    "tools, with a template that rewrites earlier turns": ("grpo", ["tools"]),
+    "images": ("grpo", VISION),
+    "several updates and micro-batches": ("grpo", [*UPDATES, "--micro-batch-tokens", "150"]),
+    "--temperature 0.7 --top-p 0.8": ("grpo", ["--temperature", "0.7", "--top-p", "0.8"]),
+    "bfloat16, KL in the loss": ("grpo", ["--compute-dtype", "bfloat16", "--kl-coef", "0.01"]),
+    "bfloat16, ppo": ("ppo", ["--compute-dtype", "bfloat16"]),
+    "a rollout correction": ("grpo", [*CORRECTION, "--old-log-probs", "recompute"]),
+    "--zero-variance mask": ("grpo", ["--zero-variance", "mask", "--kl-coef", "0.01"]),
+    "--zero-variance drop_from_denominator": ("grpo", ["--zero-variance", "drop_from_denominator"]),
+    "length-adaptive lambda": ("ppo", ["--length-adaptive-alpha", "0.5"]),
+}
+for name in get_args(settings.AdvEstimator):
+    if name != "gdpo":  # the toy has one reward
+        HEALTHY[f"--adv-estimator {name}"] = "grpo", ["--adv-estimator", name]
+for name in get_args(settings.PolicyLoss):
+    beta = ["--loss-kwargs.dro-beta", "0.1"] if name == "dro" else []
+    HEALTHY[f"--loss {name}"] = "grpo", ["--loss", name, *beta, *UPDATES]
+for name in get_args(settings.AggMode):
+    HEALTHY[f"--loss-agg-mode {name}"] = "grpo", ["--loss-agg-mode", name, "--micro-batch-tokens", "150"]
+for name in get_args(settings.KLEstimator):
+    estimator = ["--kl-coef", "0.01", "--kl-estimator", name, "--num-mini-batches", "2"]
+    HEALTHY[f"--kl-estimator {name} in the loss"] = "grpo", estimator
+    HEALTHY[f"--kl-estimator {name} in the reward"] = "grpo", [*estimator, "--kl-placement", "reward"]
+
+
+def planted_bug(name: str, folder: Path) -> dict:
+    done = run_mutant(MUTANTS[name], folder)
+    alerts = [text.replace(str(folder), "...") for text in done.alerts]
+    return {"mutant": name, "step": done.step, "alerts": alerts}
+
+
+def healthy(name: str, folder: Path) -> dict:
+    script, flags = HEALTHY[name]
+    flags = tools(folder) if flags == ["tools"] else flags
+    done = run(script, folder, "--total-steps", "10", *flags, stop=False)
+    return {"run": name, "script": script, "steps": len(done.rows), "alerts": done.alerts}
+
+
+def main() -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    record: dict = json.loads(FILE.read_text())  # "before" was measured once, at the commit that it names
+    record |= {"commit": commit.stdout.strip(), "mutants": [], "healthy": []}
+    for kind, names, make in (("mutants", MUTANTS, planted_bug), ("healthy", HEALTHY, healthy)):
+        for name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                record[kind].append(make(name, Path(folder)))
+            print(json.dumps(record[kind][-1]), flush=True)
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
