@@ -188,7 +188,7 @@ def unbroken(folder: Path) -> Callable[[str], Path]:
     return run_of
 
 
-SHORT = (6, 45, 54, 68, 77, 94, 95, 110, 150, 168)  # one fault each: all kinds, all runs, early and late
+SHORT = (6, 45, 68, 77, 94, 95, 110, 150, 168, 435)  # one fault each: all kinds, all runs, early and late
 
 
 @pytest.mark.parametrize("seed", SHORT)
