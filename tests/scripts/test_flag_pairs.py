@@ -511,7 +511,7 @@ class Cover:
         self.acting |= {pair(a, b) for a, b in combinations(acting.items(), 2)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield World(0, 1, torch.device("cpu"))

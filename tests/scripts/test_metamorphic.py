@@ -20,7 +20,7 @@ import remax
 from tests.reference_step import Row
 from tests.scripts import one_step
 from tests.scripts.one_step import T, module, run_script
-from tests.scripts.test_flag_pairs import OTHERS, PROMPTS, flags_of, one_rank, parsed, quick_checks, rows_of  # noqa: F401
+from tests.scripts.test_flag_pairs import OTHERS, PROMPTS, flags_of, parsed, quick_checks, rows_of  # noqa: F401
 
 ESTIMATORS = flags_of(grpo)["--adv-estimator"]  # "-": grpo
 # Estimators that do not see a constant that is added to all rewards of a prompt. The others: gpg counts scores of 0;
@@ -110,35 +110,35 @@ def in_full_groups(rows: list[Row]) -> list[Row]:
 
 
 @for_all(seed=seeds, case=choices(NO_SHIFT), by=st.sampled_from([-3.0, 0.25, 10.0]))
-def test_a_constant_added_to_the_rewards_changes_nothing(one_rank, seed, case, by):  # noqa: F811
+def test_a_constant_added_to_the_rewards_changes_nothing(world, seed, case, by):
     rows = in_full_groups(rows_for(seed, case))
     shifted = [with_rewards(lambda r: r + by)(row) for row in rows]
-    assert_same_gradients(step(grpo, one_rank, case, shifted)[1], step(grpo, one_rank, case, rows)[1])
+    assert_same_gradients(step(grpo, world, case, shifted)[1], step(grpo, world, case, rows)[1])
 
 
 @for_all(seed=seeds, case=choices(NORMALISED), by=st.sampled_from([0.5, 4.0]))
-def test_normalised_rewards_have_no_unit(one_rank, seed, case, by):  # noqa: F811
+def test_normalised_rewards_have_no_unit(world, seed, case, by):
     rows = in_full_groups(rows_for(seed, case))
     scaled = [with_rewards(lambda r: r * by)(row) for row in rows]
-    ours, theirs = (step(grpo, one_rank, case, x)[1] for x in (scaled, rows))
+    ours, theirs = (step(grpo, world, case, x)[1] for x in (scaled, rows))
     assert_same_gradients(ours, theirs, rtol=EPSILON, atol=EPSILON)
 
 
 @for_all(seed=seeds, case=choices(LINEAR, ["-"]), by=st.sampled_from([0.5, 4.0]))
-def test_other_advantages_grow_with_the_rewards(one_rank, seed, case, by):  # noqa: F811
+def test_other_advantages_grow_with_the_rewards(world, seed, case, by):
     """Nothing is clipped before the first update, where the gradient is linear in the advantages."""
     case |= {"--kl-coef": "-", "--entropy-coef": "-"}
     rows = in_full_groups(rows_for(seed, case))
     scaled = [with_rewards(lambda r: r * by)(row) for row in rows]
-    ours, theirs = (step(grpo, one_rank, case, x)[1] for x in (scaled, rows))
+    ours, theirs = (step(grpo, world, case, x)[1] for x in (scaled, rows))
     assert_same_gradients(ours, theirs, by)
 
 
 @for_all(seed=seeds, by=st.sampled_from([-3.0, 0.25]))
-def test_remax_compares_with_the_greedy_response(one_rank, seed, by):  # noqa: F811
+def test_remax_compares_with_the_greedy_response(world, seed, by):
     rows = rows_for(seed, {})
     shifted = [with_rewards(lambda r: r + by)(row) for row in rows]
-    assert_same_gradients(step(remax, one_rank, {}, shifted)[1], step(remax, one_rank, {}, rows)[1])
+    assert_same_gradients(step(remax, world, {}, shifted)[1], step(remax, world, {}, rows)[1])
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -147,38 +147,38 @@ SCRIPTS = st.sampled_from([grpo, dapo, ppo, remax])
 
 
 @for_all(seed=seeds, case=choices(), order=st.permutations(range(PROMPTS)), inside=st.permutations(range(3)))
-def test_the_order_of_groups_and_rows_does_not_matter(one_rank, seed, case, order, inside):  # noqa: F811
+def test_the_order_of_groups_and_rows_does_not_matter(world, seed, case, order, inside):
     rows = rows_for(seed, case)
     groups = in_groups(rows)
     permuted = [groups[g][i] for g in order for i in inside]
-    assert_same(step(grpo, one_rank, case, permuted), step(grpo, one_rank, case, rows))
+    assert_same(step(grpo, world, case, permuted), step(grpo, world, case, rows))
 
 
 @for_all(seed=seeds, script=SCRIPTS, order=st.permutations(range(PROMPTS)))
-def test_the_order_of_groups_matters_to_no_script(one_rank, seed, script, order):  # noqa: F811
+def test_the_order_of_groups_matters_to_no_script(world, seed, script, order):
     rows = rows_for(seed, {})
     permuted = [row for g in order for row in in_groups(rows)[g]]
-    assert_same(step(script, one_rank, {}, permuted), step(script, one_rank, {}, rows))
+    assert_same(step(script, world, {}, permuted), step(script, world, {}, rows))
 
 
 @for_all(seed=seeds, case=choices({*ESTIMATORS} - BY_BATCH))
-def test_a_step_twice_is_a_step(one_rank, seed, case):  # noqa: F811
+def test_a_step_twice_is_a_step(world, seed, case):
     """The same groups again, under other ids: all means stay."""
     rows = rows_for(seed, case)
     twice = rows + [replace(row, uid=f"{row.uid}, again") for row in rows]
-    ours = step(grpo, one_rank, case, twice, prompts=2 * PROMPTS)
-    theirs = step(grpo, one_rank, case, rows)
+    ours = step(grpo, world, case, twice, prompts=2 * PROMPTS)
+    theirs = step(grpo, world, case, rows)
     counts = tuple(name for name in ours[0] if name.startswith("training/rows_"))
     assert_same(ours, theirs, counts)
 
 
 @for_all(seed=seeds, case=choices(), script=SCRIPTS)
-def test_rows_without_a_score_change_nothing(one_rank, seed, case, script):  # noqa: F811
+def test_rows_without_a_score_change_nothing(world, seed, case, script):
     rows = rows_for(seed, case)
     dead = [replace(row, uid="dead", score=None, rollout_log_probs=[-9.0] * len(row.response)) for row in rows[:3]]
     case = case if script is grpo else {}
-    ours = step(script, one_rank, case, dead + rows, prompts=PROMPTS + 1)
-    theirs = step(script, one_rank, case, rows)
+    ours = step(script, world, case, dead + rows, prompts=PROMPTS + 1)
+    theirs = step(script, world, case, rows)
     counts = tuple(name for name in ours[0] if name.startswith("training/rows_"))
     assert_same(ours, theirs, counts)
 
@@ -187,12 +187,12 @@ def test_rows_without_a_score_change_nothing(one_rank, seed, case, script):  # n
 
 
 @for_all(seed=seeds, case=choices(), script=SCRIPTS)
-def test_without_a_learning_rate_every_epoch_is_the_first(one_rank, seed, case, script):  # noqa: F811
+def test_without_a_learning_rate_every_epoch_is_the_first(world, seed, case, script):
     rows = rows_for(seed, case)
     case = case if script is grpo else {}
     with patch.object(one_step, "LR", 0.0):
-        metrics, gradients = step(script, one_rank, case | {"--update-epochs": "2"}, rows)
-        _, once = step(script, one_rank, case | {"--old-log-probs": "recompute"}, rows)
+        metrics, gradients = step(script, world, case | {"--update-epochs": "2"}, rows)
+        _, once = step(script, world, case, rows)
     assert_same_gradients(gradients, once * 2)
     assert metrics.get("actor/ppo_kl", 0) == 0
 
@@ -208,24 +208,23 @@ def scaled_head(by: float):
 
 
 @for_all(seed=seeds, case=choices())
-def test_logits_and_temperature_grow_together(one_rank, seed, case):  # noqa: F811
+def test_logits_and_temperature_grow_together(world, seed, case):
     """Twice as large, which is exact: the head's gradient is half as large, and the others stay."""
     rows = rows_for(seed, case)
-    metrics, [theirs] = step(grpo, one_rank, case, rows)
+    metrics, [theirs] = step(grpo, world, case, rows)
     with scaled_head(2.0):
-        scaled, [ours] = step(grpo, one_rank, case, rows, temperature=2.0)
+        scaled, [ours] = step(grpo, world, case, rows, temperature=2.0)
     theirs["lm_head.weight"] = theirs["lm_head.weight"] / 2
     assert_same((scaled, [ours]), (metrics, [theirs]), ("actor/grad_norm",))
 
 
 @for_all(seed=seeds, case=choices())
-def test_mini_batches_of_equal_size_are_parts_of_the_whole(one_rank, seed, case):  # noqa: F811
+def test_mini_batches_of_equal_size_are_parts_of_the_whole(world, seed, case):
     """Without a learning rate, and with rows of one length: the mean of their gradients is that of the whole."""
     same = {"sampled": [True] * T, "rollout_log_probs": [-1.0] * T, "turn_rewards": [0.0] * T}
     rows = [replace(row, response=(row.response * T)[:T], **same) for row in in_full_groups(rows_for(seed, case))]
-    case |= {"--old-log-probs": "recompute"}
     with patch.object(one_step, "LR", 0.0):
-        _, [whole] = step(grpo, one_rank, case, rows)
-        _, parts = step(grpo, one_rank, case | {"--num-mini-batches": "2"}, rows)
+        _, [whole] = step(grpo, world, case, rows)
+        _, parts = step(grpo, world, case | {"--num-mini-batches": "2"}, rows)
     assert len(parts) == 2
     assert_same_gradients([{name: (parts[0][name] + parts[1][name]) / 2 for name in whole}], [whole])
