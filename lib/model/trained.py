@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lib import InputError
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import Mean, Metric, RowGroup, Sum, World, timed
+from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, timed
 from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
 from lib.model.attention import layout
 from lib.model.flops import flops_of, update_flops
@@ -105,7 +107,7 @@ class TrainedModel:
         if not skipped:
             self.optimizer.step()
         [lr, *_] = self.scheduler.get_last_lr()
-        metrics |= self.checks.end(moves=grad_norm > 0 and not skipped and float(lr) > 0)
+        metrics |= self.checks.end()
         self.scheduler.step()
         self.optimizer.zero_grad()
         computed, self._computed = self._computed / 1e12, 0.0
@@ -174,19 +176,38 @@ class Critic(TrainedModel):
         return batched_values(self.module, batch, f.micro_batch_tokens, row_group=f.row_group)
 
 
+SUMMED = 8  # weights that are looked at, or fewer
+
+
 @dataclass
 class Reference(RowIsolationCheck):
     """A frozen model, or the policy without its LoRA adapters. Its distribution is not truncated."""
 
     module: PreTrainedModel
     forward: ForwardConfig
+    frozen: bool = True
+    """whether its weights must stay; False: a teacher that moves on purpose"""
+    _sums: torch.Tensor | None = None
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto) -> torch.Tensor:
-        """Log-probs (B, T), without gradients. A collective."""
+        """Log-probs (B, T), without gradients. A collective. Raises InputError if the weights have changed."""
+        if self.frozen:
+            self._check_weights()
         f, temperature = self.forward, self.forward.sampling.temperature
         with without_adapters(self.module):
             return batched_log_probs(self.module, batch, temperature, f.micro_batch_tokens, row_group=f.row_group)[0]
+
+    @torch.no_grad()
+    def _check_weights(self) -> None:
+        """By the sums of this rank's shards of some weights."""
+        weights = [w for name, w in self.module.state_dict().items() if ".lora_" not in name]
+        shards = [w.to_local() if isinstance(w, DTensor) else w for w in weights[:: len(weights) // SUMMED + 1]]
+        sums = torch.stack([shard.double().sum() for shard in shards])
+        if self._sums is None:
+            self._sums = sums
+        if all_reduce_max(int(not sums.equal(self._sums)), sums.device):
+            raise InputError("the reference's weights have changed: it must be a model that no optimizer trains")
 
 
 def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[tuple[DataProto, list[int] | torch.Tensor]]:

@@ -16,7 +16,7 @@ from lib.core_algos import agg_loss
 from lib.data_proto import DataProto
 from lib.distributed import Metric, faults, full_tensor
 
-SAME = 1e-6  # nats: policy and reference are the same model if their log-probs differ by less on average
+ROUNDING = 1e-5  # nats by which the log-probs of equal models may differ, on average
 NOISE = 1e-5  # of a gradient: less is what rounding leaves of a difference
 EDGE = 1e-3  # around a bound of the ratio, where rounding decides
 SHARES = 2 / 3, 1.5  # a loss of one's own may weigh its tokens; a wrong denominator is off by a factor of 2 or more
@@ -51,7 +51,6 @@ class UpdateChecks:
 
     loss: LossFlags | None = None
     on_policy: bool = False  # whether the weights are those that sampled the batch
-    moved: bool = False  # whether an update has changed the weights
     _sums: dict[str, Tensor] = field(default_factory=dict)  # of this update
     _has_gradient: bool = False
     _watched: list[tuple] = field(default_factory=list)
@@ -133,8 +132,8 @@ class UpdateChecks:
                 self._add(mismatch=(log_probs - t["rollout_log_probs"])[mask].abs().sum())
 
     @torch.no_grad()
-    def end(self, moves: bool) -> dict[str, Metric]:
-        """The update's faults. moves: whether the update changes the weights. A collective."""
+    def end(self) -> dict[str, Metric]:
+        """The update's faults. A collective."""
         if not self._sums:  # a script with its own loop over micro-batches
             self._has_gradient = False
             return {}
@@ -143,23 +142,20 @@ class UpdateChecks:
         s = dict(zip(self._sums, sums))
         found = {name: s[name] for name in COUNTS} | {"rows_not_seen": s["rows_seen"].remainder(s["rows"])}
         found["value_push"] = s["value_push"] < 0
-        distance = s["far"] / s["n"]
         # k1 has the same gradient at all tokens, so that some are pushed away; the others' pushes none
         away = (s["away"] > 0.99 * s["away_size"]) | ((s["away"] > 0) & (s["kl_push"] > 0))
-        found["kl_push"] = away & (distance > 10 * SAME)
+        found["kl_push"] = away & (s["far"] > ROUNDING * s["n"])
         if self.loss is not None and self.on_policy:
             tokens_or_rows = {"token-mean": s["tokens_counted"], "token-sum": 1.0}
             share = s["weight"] / s["wanted"] * tokens_or_rows.get(self.loss.agg_mode, s["rows_counted"])
             found["loss_share"] = torch.where((share < SHARES[0]) | (share > SHARES[1]), share, 0)
-            found["reference_moves"] = (distance < SAME) & self.moved
             found["engine_apart"] = torch.where(s["mismatch"] > self.loss.apart * s["sampled"], s["mismatch"], 0)
             found["engine_apart"] = found["engine_apart"] / s["sampled"]
             self._of_run = self._of_run + torch.stack([s[x] for x in ("sampled", "surprise", "entropy", "mismatch")])
             n, surprise, entropy, mismatch = self._of_run
             sure = (surprise > SURE * entropy.sqrt()) & (surprise > NATS * n + 3 * mismatch)
             found["sampled_otherwise"] = torch.where(sure, surprise / n, 0)
-        self.on_policy, self.moved = False, self.moved or moves
-        self._sums, self._has_gradient = {}, False
+        self.on_policy, self._sums, self._has_gradient = False, {}, False
         return faults(found)
 
     def _add(self, **values: Tensor | float) -> None:

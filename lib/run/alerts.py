@@ -65,7 +65,6 @@ FAULTS = {  # of faults/<name>: lib/model/update_checks.py, lib/run/batch_checks
     "loss_share": "the weights of the tokens in the loss add up to {:.2f}, not 1",
     "value_push": "the critic's loss drives values away from returns",
     "kl_push": "the KL term drives the policy away from the reference",
-    "reference_moves": "the reference has the log-probs of the trained policy",
     "engine_apart": "engine and trainer are {:.2g} nats apart, more than rounding",
     "sampled_otherwise": "sampled from a sharper distribution than the log-probs' (log p + entropy: {:.2g}, not 0)",
     "mask_outside_response": "{:.0f} tokens in a mask that nobody sampled",

@@ -321,7 +321,7 @@ MUTANTS = {
     "reference_trains": Mutant(
         "reference that trains",
         "the reference is the policy's own module, not a copy",
-        "reference_moves",
+        "the reference's weights have changed",
         2,
         plant("lib.setup:load_reference", "if factory.model.lora_rank:", "if True:"),
         ["--kl-coef", "0.001"],
