@@ -25,7 +25,7 @@ def address_towards(host: str, port: int) -> str:
 
 def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str) -> Any:
     """A process group with processes that are not the trainer's ranks: on a CPU gloo, which listens on `address`, else
-    NCCL. Blocks until all have joined. With gloo, this and the group's operations raise RuntimeError after timeout_s."""
+    NCCL. Blocks until all have joined. With gloo, this and its operations raise RuntimeError after `timeout_s`."""
     timeout = timedelta(seconds=timeout_s)
     options: Any  # much of these classes is missing in torch's stubs
     group: Any

@@ -90,8 +90,8 @@ def estimate_memory(
     the host's memory (FSDP2's CPUOffloadPolicy). offload_activations: those of an update wait in the host's memory,
     except one layer's. engine_bytes: of a vLLM engine while it is awake; 0: the hf engine; None: servers sample.
     engine_ranks: over which vLLM splits the model (tensor parallel). gathered_bytes: columns of the rows of all ranks,
-    which each rank holds while it computes advantages. of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen
-    stays fp32.
+    which each rank holds while it computes advantages. of_trained: `lora_target_modules` and `freeze_pattern` of
+    `meta_model`. What is frozen stays fp32.
 
     Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
