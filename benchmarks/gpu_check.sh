@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# Numerics, memory and speed on a GPU machine, in less than 8 minutes, without network: gpu_check/__init__.py says what.
+# Numerics, memory and speed on a GPU machine, in less than 10 minutes, without network: gpu_check/__init__.py says what.
 #
 #     benchmarks/gpu_check.sh                                     with .venv, or else python3
 #     WHEELS=folder benchmarks/gpu_check.sh                       what is missing there, from a folder of wheels, into /tmp
 #     benchmarks/gpu_check.sh --device cpu --tiny --output /tmp/check.json       that it works, in seconds
 #
-# Where there is a network, pip download --no-deps -d folder makes such a folder, with --python-version and --platform
-# of the GPU machine. Beside torch, transformers and accelerate the scripts need datasets, dill, docstring-parser,
-# eval-type-backport, multiprocess, peft, pyvers, tensordict, torchdata, typeguard and tyro.
+# What is missing on a machine that has torch, transformers and accelerate is downloaded where there is a network:
+#
+#     benchmarks/gpu_check.sh --wheels folder                     for Python 3.12, or --wheels folder 3.11
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$(test -x .venv/bin/python && echo .venv/bin/python || echo python3)}
+if [ "${1:-}" = --wheels ]; then
+    exec "$PYTHON" -m benchmarks.gpu_check.wheels "${@:2}"
+fi
 if [ -n "${WHEELS:-}" ]; then
     site=$(mktemp -d)
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$WHEELS"/*.whl

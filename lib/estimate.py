@@ -124,7 +124,7 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
     model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
-    beside = rollout.starts_vllm and not rollout.rollout_gpus
+    share = int(rollout.gpu_share * gpu) if rollout.starts_vllm else 0
     return estimate_memory(
         model.model,
         ranks=ranks // shard.dp_replicate_size,
@@ -140,7 +140,7 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
         reward_model=args.reward.reward_model,
         cpu_offload="actor" in shard.cpu_offload,
         offload_activations="activations" in shard.cpu_offload,
-        engine_bytes=int(rollout.gpu_share * gpu) if beside else 0,
+        engine_bytes=None if rollout.on_servers else share,
         engine_ranks=rollout.rollout_tensor_parallel_size,
         gathered_bytes=ranks * sizes.local_rows * rollout.max_response_length * gathered_bytes_per_token(args),
         **models_of(args),

@@ -313,9 +313,7 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
     model, shard, rollout, seed = args.model, args.shard, args.rollout, args.run.seed
     torch.manual_seed(seed + world.rank)
     set_seed(seed + world.rank)
-    if world.device.type == "cuda" and {"actor", "critic"} & set(shard.cpu_offload):
-        # AdamW runs on the CPU then, and torchrun gives a rank one thread
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    use_cores(shard, world.device)
     mesh = make_mesh(world, shard.dp_replicate_size, shard.tensor_parallel_size)
     row_group = make_row_group(world, mesh, shard.sequence_parallel_size)
     dtype = get_compute_dtype(model.compute_dtype, world.device)
@@ -328,6 +326,12 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
     apart = math.inf if args.run.replay else APART.get(dtype, math.inf)  # a replay may train other weights
     loss = LossFlags(args.loss_agg_mode, args.loss_scale_factor or rollout.max_response_length, clip, apart)
     return ModelFactory(model, shard, args.optimizer, world, mesh, forward, sizes.updates_per_step, seed, loss)
+
+
+def use_cores(shard: ShardArgs, device: torch.device) -> None:
+    """With --cpu-offload, AdamW runs on this rank's share of the cores; torchrun and vLLM leave it one thread."""
+    if device.type == "cuda" and {"actor", "critic"} & set(shard.cpu_offload):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
 
 
 def load_policy(factory: ModelFactory, name: str, path: str, make_optimizer: MakeOptimizer, total_steps: int) -> Policy:
@@ -395,6 +399,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
         own=own,
     )
+    use_cores(args.shard, world.device)
     sampler = engine
     if inputs.multi_turn is not None:
         from lib.agent import make_episodes

@@ -1,4 +1,4 @@
-"""What a GPU is to confirm, in less than 8 minutes, without network or a checkpoint: started by gpu_check.sh.
+"""What a GPU is to confirm, in less than 10 minutes, without network or a checkpoint: started by gpu_check.sh.
 
     hardware     versions, the driver, the ceilings of the GPU and its host
     numerics     packed_sdpa and varlen against the padded eager model: log-probs, entropies, gradients; LoRA in bf16
@@ -6,10 +6,10 @@
     log_probs    LinearLogProbs by its chunk; uncompiled, compiled, and liger-kernel beside it
     update       MFU of an update (forward, backward, AdamW), host syncs, GAE, hf rollouts
     vllm_engine  where vLLM is installed: two syncs, sleep and wake, log-probs, tokens per second
+    scripts      grpo.py learns the embedded task and resumes bit for bit; two steps of ppo.py, dapo.py and remax.py
     ranks        two ranks against one, what a weight sync gathers, time limits
     memory       the peak of a step against lib/model/memory.py, for models of 0.5, 1.5 and 3 B random parameters
     saves        a save, a load, an export
-    scripts      grpo.py learns the embedded task and resumes bit for bit; two steps of ppo.py, dapo.py and remax.py
 
 Each part is a process of its own and gives its rows one by one: what fails or hangs is reported, and the others go on.
 Writes a JSON file and prints its table, which ends with what the rows say of G1 to G17 (claims.py). Exit code 1 if a
@@ -24,39 +24,18 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from importlib.metadata import version
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 
 import torch
 
-from benchmarks.gpu_check import (
-    attention,
-    hardware,
-    log_probs,
-    memory,
-    numerics,
-    ranks,
-    saves,
-    scripts,
-    update,
-    vllm_engine,
-)
 from benchmarks.gpu_check.claims import verdicts
-from benchmarks.gpu_check.common import Options, row
+from benchmarks.gpu_check.rows import Options, row
 
-PARTS = {
-    "hardware": hardware.check,
-    "numerics": numerics.check,
-    "attention": attention.check,
-    "log_probs": log_probs.check,
-    "update": update.check,
-    "vllm_engine": vllm_engine.check,
-    "ranks": ranks.check,
-    "memory": memory.check,
-    "saves": saves.check,
-    "scripts": scripts.check,
-}
-DEADLINE_S = 460
+PARTS = "hardware numerics attention log_probs update vllm_engine scripts ranks memory saves".split()  # noqa: SIM905
+DEADLINE_S = 560
 LIMITS_S = {"vllm_engine": 150, "scripts": 150}
 LIMIT_S = 90  # of the other parts
 
@@ -67,7 +46,7 @@ LIMIT_S = 90  # of the other parts
 def run_part(name: str, options: Options, results: Connection) -> None:
     os.setpgid(0, 0)  # so that what it starts ends with it
     try:
-        for r in PARTS[name](options, torch.device(options.device)):
+        for r in import_module(f"benchmarks.gpu_check.{name}").check(options, torch.device(options.device)):
             results.send(r)
     except Exception:  # noqa: BLE001
         # whatever it is, it is the result of this part
@@ -140,6 +119,9 @@ def main(options: Options) -> int:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         torch.set_num_threads(1)
     start, seconds = time.monotonic(), {}
+    for part in options.parts or PARTS:  # once for all forks; what cannot be imported is a row of its part
+        with suppress(Exception):
+            import_module(f"benchmarks.gpu_check.{part}")
     results: dict[str, list[dict]] = {}
     for part in options.parts or PARTS:
         began = time.monotonic()
@@ -160,11 +142,19 @@ def main(options: Options) -> int:
     return 1 if failed else 0
 
 
+def versions(*packages: str) -> Iterator[tuple[str, str]]:
+    for name in packages:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            yield name, "not installed"
+
+
 def write(options: Options, results: dict[str, list[dict]], seconds: dict[str, float]) -> None:
     on_gpu = options.device == "cuda"
     record = {
         "device": options.device,
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "tensordict")},
+        "versions": dict(versions("torch", "transformers", "accelerate", "tensordict", "vllm")),
         "cuda": torch.version.cuda,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "tiny": options.tiny,

@@ -1,69 +1,23 @@
-"""What the parts of the check share: rows of the table, random models and batches, clocks."""
+"""What the parts of the check share: random models and batches, clocks."""
 
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from benchmarks.gpu_check.rows import ROOT, Options
 from lib.data_proto import DataProto
 from lib.distributed import World, init_distributed, make_mesh, shard_model
 from lib.model import response_log_probs
 from lib.model.load import LoadOptions, _prepare
 from lib.model.log_probs import token_log_probs
 
-ROOT = Path(__file__).parent.parent.parent
 TOY_MODEL = str(ROOT / "data/toy/model")
 DENSE_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # of the vendor's data sheets
-
-
-@dataclass
-class Options:
-    device: Literal["cuda", "cpu"] = "cuda"
-    """cpu: to try the script itself"""
-    tiny: bool = False
-    """the embedded model for all parts, two steps of the scripts"""
-    parts: tuple[str, ...] = ()
-    """which parts to run; empty: all"""
-    output: Path = ROOT / "benchmarks/results/gpu_check.json"
-    """where the results go"""
-
-
-# ---- rows of the table ---------------------------------------------------------------------------
-
-
-def row(
-    check: str, value: float | None, unit: str, ok: bool | None = None, claims: tuple[str, ...] = (), **more
-) -> dict:
-    """One line of the table. ok is None for what is only recorded. claims: what `claim` makes."""
-    return {"check": check, "value": value, "unit": unit, "ok": ok, "claims": list(claims), **more}
-
-
-def skipped(check: str, why: str) -> dict:
-    """A check that cannot run here."""
-    return row(check, None, "", why=why)
-
-
-def claim(device: torch.device, name: str, holds: bool, said: str) -> tuple[str, ...]:
-    """What a row says about one of CLAIMS, such as "G8"; nothing on a CPU, for they are about GPUs."""
-    return (f"{name} {'confirmed' if holds else 'refuted'}: {said}",) if device.type == "cuda" else ()
-
-
-def attempt(check: str, rows: Callable[[], Iterable[dict]]) -> Iterator[dict]:
-    """The rows of one check of several in a part. If it raises, a row says why and the part goes on."""
-    try:
-        yield from rows()
-    except Exception as error:  # noqa: BLE001  whatever it is, it is the result of this check
-        yield row(f"{check} failed", None, "", False, error=traceback.format_exc()[-3000:])
-        error.__traceback__ = None  # its frames hold tensors
-    empty_cache()
 
 
 # ---- models and batches --------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 
 import torch
 
-from benchmarks.gpu_check.common import Options, attempt, claim, row, seconds_of, skipped
+from benchmarks.gpu_check.common import seconds_of
+from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:

@@ -5,18 +5,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check.common import (
-    Options,
-    attempt,
-    backward,
-    claim,
-    equal_rows,
-    peak_bytes,
-    random_model,
-    row,
-    shape,
-    sharded,
-)
+from benchmarks.gpu_check.common import backward, equal_rows, peak_bytes, random_model, shape, sharded
+from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.distributed import trainable_parameters
 from lib.model import add_lora, batched_log_probs
 from lib.model.memory import GIB, estimate_memory

@@ -10,17 +10,8 @@ from functools import partial
 import torch
 from transformers import MistralConfig, PreTrainedConfig, PreTrainedModel
 
-from benchmarks.gpu_check.common import (
-    Options,
-    attempt,
-    backward,
-    claim,
-    random_batch,
-    random_model,
-    row,
-    shape,
-    skipped,
-)
+from benchmarks.gpu_check.common import backward, random_batch, random_model, shape
+from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.data_proto import DataProto
 from lib.model import PACKED, add_lora, response_log_probs
 from lib.model.load import without_adapters

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.common import ROOT, Options, attempt, row
+from benchmarks.gpu_check.rows import ROOT, Options, attempt, row
 
 TINY = (
     *("--prompts-per-step", "8", "--group-size", "4", "--train-files", str(ROOT / "data/toy/val.jsonl")),

@@ -11,21 +11,18 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_check.common import (
     TOY_MODEL,
-    Options,
-    attempt,
     backward,
-    claim,
     equal_rows,
     peak_flops,
     random_batch,
     random_model,
-    row,
     seconds_of,
     shape,
     sharded,
     the_world,
     timed,
 )
+from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.core_algos import compute_gae_advantage_return
 from lib.distributed import trainable_parameters
 from lib.model import ForwardConfig, Policy, load_tokenizer

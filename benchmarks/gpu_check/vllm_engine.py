@@ -10,19 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_check.common import (
-    TOY_MODEL,
-    Options,
-    attempt,
-    claim,
-    random_batch,
-    random_model,
-    row,
-    shape,
-    skipped,
-    the_world,
-    timed,
-)
+from benchmarks.gpu_check.common import TOY_MODEL, random_batch, random_model, shape, the_world, timed
+from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.data_proto import DataProto
 from lib.distributed import make_mesh, shard_model
 from lib.distributed.sharding import fsdp_modules

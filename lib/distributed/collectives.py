@@ -2,8 +2,11 @@
 
 import pickle
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ def address_towards(host: str, port: int) -> str:
 
 def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str) -> Any:
     """A process group with processes that are not the trainer's ranks: on a CPU gloo, which listens on `address`, else
-    NCCL. Blocks until all have joined. It and the group's operations raise RuntimeError after `timeout_s`."""
+    NCCL. Blocks until all have joined. With gloo, this and its operations raise RuntimeError after `timeout_s`."""
     timeout = timedelta(seconds=timeout_s)
     options: Any  # much of these classes is missing in torch's stubs
     group: Any
@@ -32,12 +35,35 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
         group = dist.ProcessGroupGloo(store, rank, size, options)
     else:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = 4 * timeout  # at which NCCL's watchdog ends the process: the caller gives up before
         group = dist.ProcessGroupNCCL(store, rank, size, options)
     hello = torch.zeros(1, device=device)
     group.broadcast(hello, 0).wait()
     hello.item()  # NCCL connects in its first collective, which ends here
     return group
+
+
+def in_thread(call: Callable[[], Any]) -> Future:
+    """Its result, or its exception. The thread does not hold up the end of the process: NCCL may wait for ever."""
+    use_device, done = device_setter(), Future[Any]()
+
+    def run() -> None:
+        try:
+            use_device()
+            done.set_result(call())
+        except Exception as error:  # noqa: BLE001  whoever asks for the result gets it
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def device_setter() -> Callable[[], None]:
+    """Call it in a new thread: the thread's GPU becomes that of this thread. Otherwise it is GPU 0, where its first use
+    of CUDA takes half a GB of every rank."""
+    if not torch.cuda.is_available():
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def new_cpu_group() -> dist.ProcessGroup:

@@ -53,6 +53,7 @@ from lib.model.vision import family_of, patches_per_feature, vision_names
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device
+BUCKET_BYTES = 256 << 20  # of a broadcast of weights to servers; a larger tensor goes alone
 Moments = dict[str, dict[str, int]]  # moment -> part -> bytes on one rank
 
 
@@ -74,7 +75,7 @@ def estimate_memory(
     reward_model: str = "",
     cpu_offload: bool = False,
     offload_activations: bool = False,
-    engine_bytes: int = 0,
+    engine_bytes: int | None = 0,
     engine_ranks: int = 1,
     gathered_bytes: int = 0,
     trust_remote_code: bool = False,
@@ -87,10 +88,10 @@ def estimate_memory(
     one; "sharded": after each. frozen_dtype: of LoRA's base, reference and reward model. reference: a frozen copy of
     the policy; with LoRA the base is the reference and there is no copy. cpu_offload: weights, gradients and Adam in
     the host's memory (FSDP2's CPUOffloadPolicy). offload_activations: those of an update wait in the host's memory,
-    except one layer's. engine_bytes: of a vLLM engine while it is awake; 0: the hf engine. engine_ranks: over which
-    vLLM splits the model (tensor parallel). gathered_bytes: columns of the rows of all ranks, which each rank holds
-    while it computes advantages. of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen
-    stays fp32.
+    except one layer's. engine_bytes: of a vLLM engine while it is awake; 0: the hf engine; None: servers sample.
+    engine_ranks: over which vLLM splits the model (tensor parallel). gathered_bytes: columns of the rows of all ranks,
+    which each rank holds while it computes advantages. of_trained: `lora_target_modules` and `freeze_pattern` of
+    `meta_model`. What is frozen stays fp32.
 
     Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
@@ -123,8 +124,10 @@ def estimate_memory(
     # ---- sampling, and forward passes without gradients
     moments: Moments = {}
     numel, kv = sum(p.numel() for p in actor.parameters()), kv_bytes_per_token(actor)
-    if engine_bytes:
-        largest = max(p.numel() for p in actor.parameters())
+    largest = max(p.numel() for p in actor.parameters())
+    if engine_bytes is None:
+        moments["weight sync"] = {"buckets": 3 * max(BUCKET_BYTES, c * largest), "weight sync": (4 + c) * largest}
+    elif engine_bytes:
         engine_needs = (c * numel + longest * kv) // engine_ranks
         moments["rollout"] = {"vLLM": max(engine_bytes, engine_needs), "weight sync": (4 + c) * largest}
     else:

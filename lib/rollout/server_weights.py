@@ -1,7 +1,6 @@
 """How vLLM servers get the trainer's weights: the first rank broadcasts to all of their workers, or writes a file."""
 
 import shutil
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -18,11 +17,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from lib import InputError
-from lib.distributed import address_towards, broadcast, compute_device, join_group, listening_store
+from lib.distributed import address_towards, broadcast, compute_device, in_thread, join_group, listening_store
+from lib.model.memory import BUCKET_BYTES
 from lib.rollout.servers import Servers
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
-BUCKET_BYTES = 256 << 20  # of one broadcast; a larger tensor goes alone. Three buckets are in memory at a time
 SYNC_TIMEOUT_S = 300.0  # how long all servers may take to join the group, or to take a bucket
 HEALTH_S = 2.0  # time between two checks that the servers are alive
 
@@ -64,12 +63,12 @@ class ServerWeights:
         for _ in weights:
             pass
         failure = broadcast(failure)
-        if failure is not None and self._group is not None:
-            self.leave()
+        if failure is not None:
+            self.leave(broken=True)
         return failure
 
     def _broadcast(self, weights: Iterator[tuple[str, torch.Tensor]], device: torch.device) -> None:
-        """Gathers the next bucket while one is sent."""
+        """Gathers the next bucket while one is sent: three are in memory."""
         if self._group is None:
             self._group = self._connect(device)
         self._finish(self.servers.order("/start_weight_update"))
@@ -103,15 +102,7 @@ class ServerWeights:
         for url, first_rank in zip(urls, accumulate([1, *sizes])):
             order = {"init_info": info | {"first_rank": first_rank}}
             replies.append(self.servers.post(url, "/init_weight_transfer_engine", json=order))
-        joined: Future = Future()
-
-        def join() -> None:
-            try:
-                joined.set_result(join_group(store, 0, size, device, SYNC_TIMEOUT_S, host))
-            except RuntimeError as error:
-                joined.set_exception(error)
-
-        threading.Thread(target=join, daemon=True).start()  # NCCL may wait for ever for a worker that is gone
+        joined = in_thread(lambda: join_group(store, 0, size, device, SYNC_TIMEOUT_S, host))
         self._finish([*replies, joined])
         return joined.result()
 
@@ -157,12 +148,13 @@ class ServerWeights:
             if not self.servers.ask(url, "POST", "/reset_prefix_cache", params=which)["success"]:
                 raise WeightSyncError(f"the vLLM server {url} kept its prefix cache")
 
-    def leave(self) -> None:
-        """Ends the group; the next `give` makes a new one."""
+    def leave(self, broken: bool = False) -> None:
+        """Ends the group; the next `give` makes a new one. NCCL's shutdown returns when all ranks have called it, so
+        this rank's is beside the servers'. broken: what was sent may never arrive, which shutdown would wait for."""
         if self._group is not None:
+            own = in_thread(self._group.abort if broken else self._group.shutdown)
             ending = self.servers.order("/shutdown_weight_transfer_engine")
-            wait(ending, SYNC_TIMEOUT_S)  # without their results: a server that ended needs none
-            self._group.shutdown()
+            wait([*ending, own], SYNC_TIMEOUT_S)  # without their results: a server that ended needs none
             self._group = None
             if self.here:
                 self._meeting.cleanup()

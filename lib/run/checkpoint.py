@@ -44,7 +44,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
-from lib.distributed import broadcast, enter_stage, full_tensor, iter_full_params, new_cpu_group
+from lib.distributed import broadcast, device_setter, enter_stage, full_tensor, iter_full_params, new_cpu_group
 from lib.manifest import MANIFEST, entry, file_hash, why_altered, why_incomplete, write_manifest
 from lib.run.disk import free_space, writes_to
 
@@ -139,7 +139,7 @@ def save_checkpoint(
                     hashes.update(of_rank)
         return final
 
-    writer = ThreadPoolExecutor(1, "checkpoint")
+    writer = ThreadPoolExecutor(1, "checkpoint", initializer=device_setter())
     saving = writer.submit(write)
     writer.shutdown(wait=False)
     return saving

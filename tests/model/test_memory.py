@@ -39,6 +39,7 @@ from lib.model import (
     response_values,
 )
 from lib.model.memory import (
+    BUCKET_BYTES,
     GIB,
     HEADROOM,
     estimate_memory,
@@ -323,6 +324,19 @@ def flags_of(path: str, *flags: str):
     args = parse_flags(grpo.Args, list(flags))
     args.model.model = path
     return args, step_sizes(args, 8)
+
+
+@pytest.mark.parametrize(
+    "flags", [("--rollout-gpus", "2", "--dry-run", "10"), ("--rollout-engine", "http://host:8000")]
+)
+def test_ranks_that_do_not_sample_need_no_room_for_it(flags):
+    """Only for the buckets of the weight sync; and the other moments are those of any engine."""
+    args, sizes = flags_of(TOY_MODEL, *flags)
+    moments, with_engine = memory_of(args, sizes, 8, GIB), memory_of(flags_of(TOY_MODEL)[0], sizes, 8, GIB)
+    assert {part for parts in moments.values() for part in parts}.isdisjoint({"KV cache", "vLLM"})
+    assert moments["weight sync"]["buckets"] == 3 * BUCKET_BYTES
+    assert set(with_engine) - set(moments) == {"prefill", "rollout"}
+    assert moments["backward"] == with_engine["backward"]
 
 
 def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):

@@ -32,9 +32,10 @@ from transformers import (
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
+from lib.distributed import World, full_tensor, in_thread, make_mesh, shard_model, trainable_parameters
 from lib.manifest import file_hash
 from lib.model.memory import LiveBytes
+from lib.run import checkpoint
 from lib.run.checkpoint import (
     _why_altered,
     export_hf,
@@ -220,6 +221,27 @@ def test_one_process_saves_and_loads_without_collectives_of_dcp(tmp_path):
         trainer.load(trainer.save(folder, 1).result())
 
     run_ranks(1, save_and_load, tmp_path)
+
+
+def test_the_writing_thread_has_the_gpu_of_its_rank(tmp_path, monkeypatch):
+    """A new thread's is GPU 0, where every rank would take half a GB."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 3)
+        set_to = {}
+        patch.setattr(torch.cuda, "set_device", lambda n: set_to.update({threading.current_thread().name: n}))
+        name_of_thread = in_thread(lambda: threading.current_thread().name).result()
+    assert set_to == {name_of_thread: 3}
+
+    begun: list[str] = []
+    monkeypatch.setattr(checkpoint, "device_setter", lambda: lambda: begun.append(threading.current_thread().name))
+
+    def save(world, folder):
+        Trainer(world).save(folder, 1).result()
+        return begun
+
+    [[thread]] = run_ranks(1, save, tmp_path)
+    assert thread.startswith("checkpoint")
 
 
 @pytest.mark.parametrize("saved_by, loaded_by", [(4, 1), (1, 2), (2, 4)])

@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 
 import psutil
@@ -19,7 +20,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import common
+from benchmarks.gpu_check import rows
 from tests.common import PYTHON, ROOT, SMALL, environment, fork, fork_module, metrics, ran
 from tests.scripts.test_scripts import saved
 
@@ -286,10 +287,10 @@ def test_the_gpu_check_runs_its_parts(tmp_path):
     ran(fork_module("benchmarks.gpu_check", *flags))
     record = json.loads(output.read_text())
     assert [*record["results"]] == parts
-    rows = {row["check"]: row for rows in record["results"].values() for row in rows}
-    assert not [check for check, row in rows.items() if row["ok"] is False]
-    assert all(row["value"] is not None or row["why"] for row in rows.values())
-    checked = {check for check, row in rows.items() if row["ok"]}
+    found = {row["check"]: row for part in record["results"].values() for row in part}
+    assert not [check for check, row in found.items() if row["ok"] is False]
+    assert all(row["value"] is not None or row["why"] for row in found.values())
+    checked = {check for check, row in found.items() if row["ok"]}
     for what in (
         "windows of 8, shared prompts, packed_sdpa bf16: gradient, relative",
         "gloo on the CPU: an update, two ranks against one, gradient",
@@ -298,44 +299,46 @@ def test_the_gpu_check_runs_its_parts(tmp_path):
         "resumed run, weights equal",
     ):
         assert what in checked
-    assert rows["windows of 8, varlen bf16"]["why"].startswith("needs a GPU")
+    assert found["windows of 8, varlen bf16"]["why"].startswith("needs a GPU")
     assert [*record["claims"]] == [f"G{i}" for i in range(1, 18)]
     assert all(said.startswith("not seen here") for [said] in record["claims"].values())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_gpu_check_says_in_a_line_that_there_is_no_gpu(capfd):
-    assert gpu_check.main(common.Options()) == 1
+    assert gpu_check.main(rows.Options()) == 1
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("no GPU here")
 
 
 def test_a_part_of_the_gpu_check_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     def breaks(options, device):
-        yield common.row("before", 1, "")
+        yield rows.row("before", 1, "")
         raise RuntimeError("broken kernel")
 
     def hangs(options, device):
         child = subprocess.Popen(["sleep", "1000"])
-        yield common.row("before", child.pid, "")
+        yield rows.row("before", child.pid, "")
         time.sleep(1000)
 
     def partly(options, device):
-        yield from common.attempt("first", lambda: breaks(options, device))
-        yield common.row("second", 1, "", True, common.claim(torch.device("cuda"), "G8", True, "slow"))
+        yield from rows.attempt("first", lambda: breaks(options, device))
+        yield rows.row("second", 1, "", True, rows.claim(torch.device("cuda"), "G8", True, "slow"))
 
     parts = {"numerics": breaks, "scripts": lambda *_: os._exit(139), "ranks": hangs, "memory": partly}
     for name, part in parts.items():
-        monkeypatch.setitem(gpu_check.PARTS, name, part)
+        monkeypatch.setattr(f"benchmarks.gpu_check.{name}.check", part)
     monkeypatch.setitem(gpu_check.LIMITS_S, "ranks", 1)
-    options = common.Options("cpu", True, tuple(parts), tmp_path / "check.json")
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu_check.saves", None)  # its import fails, as without a package
+    options = rows.Options("cpu", True, (*parts, "saves"), tmp_path / "check.json")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # which main sets
     assert gpu_check.main(options) == 1
     printed = capsys.readouterr().out
     assert "broken kernel" in printed and "scripts died with exit code 139" in printed
     assert "ranks did not end in 1 s" in printed and "G8   confirmed: slow" in printed
     results = json.loads(options.output.read_text())["results"]
-    verdicts = [[row["ok"] for row in rows] for rows in results.values()]
-    assert verdicts == [[None, False], [False], [None, False], [None, False, True]]
+    verdicts = [[row["ok"] for row in part] for part in results.values()]
+    assert verdicts == [[None, False], [False], [None, False], [None, False, True], [False]]
+    assert "ModuleNotFoundError" in results["saves"][0]["error"]
     child = results["ranks"][0]["value"]
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
