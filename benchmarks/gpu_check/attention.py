@@ -27,9 +27,10 @@ def rows_of(tokens: int, kind: str, vocabulary: int, device: torch.device) -> Da
     mean, prompt = (32, 128) if kind == "many short responses" else (1000, 512)
     if tokens < 1000:
         mean, prompt = mean // 8, 8
-    count = max(1, tokens // (8 * mean + prompt)) * 8
-    lengths = np.random.default_rng(1).lognormal(np.log(mean), 0.5, count).clip(1, 4 * mean).astype(int).tolist()
-    return random_batch([prompt] * count, lengths, vocabulary, device, groups=8)
+    count, rng = max(1, tokens // (8 * mean + prompt)) * 8, np.random.default_rng(1)
+    lengths = rng.lognormal(np.log(mean), 0.5, count).clip(1, 4 * mean).astype(int).tolist()
+    prompts = rng.integers(prompt // 2, prompt * 3 // 2, count).tolist()  # rows of one prompt length would merge
+    return random_batch(prompts, lengths, vocabulary, device, groups=8)
 
 
 def take_turns(model: PreTrainedModel, batch: DataProto, names: list[str], repeats: int) -> dict[str, float]:
