@@ -4,6 +4,7 @@ Nothing is lost or mixed: the metrics, samples and weights of the last start are
 start ends in at most one line, and nothing that it started outlives it.
 
 `python -m tests.scripts.test_faults 0 200` plays the schedules 0 to 199, and prints how the starts of a fault ended.
+Schedules from 1000 on have a vLLM server of the job's own.
 """
 
 import json
@@ -34,8 +35,11 @@ RUNS = {  # name: script, ranks, flags
     "ppo": ("ppo", 1, ["--reward-workers", "1"]),
     "dapo, several turns": ("dapo", 1, ["--group-size", "8", *TOOLS]),
 }
+SERVED = "grpo and its server"  # vLLM's start takes half a minute: in the program only
+RUNS[SERVED] = ("grpo", 2, ["--rollout-gpus", "1", "--reward-workers", "1"])
 FLAGS = [*SMALL, "--save-every", "1", "--keep-checkpoints", "0", "--reward-timeout", "60", "--resume", "auto"]
 FLAGS += ["--total-steps", str(STEPS), "--stage-timeout", "120"]
+FIRST_SERVED = 1000  # number of a schedule
 MOMENTS = 1500  # audit events of a run, about: files, processes, sockets
 
 
@@ -50,7 +54,8 @@ def schedule(seed: int) -> tuple[str, list[Fault]]:
     draw = random.Random(seed)
     moments = (int(MOMENTS ** draw.uniform(0.3, 1)) for _ in range(4))
     faults = [Fault(draw.choice([*FAULTS]), moment, draw.randrange(1 << 16)) for moment in moments]
-    return draw.choice([*RUNS]), faults[: draw.randint(1, 4)]
+    run = draw.choice([name for name in RUNS if name != SERVED])
+    return (SERVED if seed >= FIRST_SERVED else run), faults[: draw.randint(1, 4)]
 
 
 # ---- in the process that the fault strikes -------------------------------------------------------
