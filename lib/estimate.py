@@ -64,8 +64,6 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
         lines += ["note: --lr 0 leaves the policy as it is"]
     if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
         lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
-    if world.device.type == "cuda" and args.model.attn_implementation == "auto":
-        lines += ["attention: packed_sdpa; --attn-implementation varlen should be faster (docs/gpu.md)"]
     if args.run.dry_run:
         lines += [describe_needs(args, sizes, gpu_here())]
     return "\n".join(lines)

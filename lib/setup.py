@@ -63,16 +63,21 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def get_attention(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """auto: packed_sdpa. Raises InputError if varlen has no kernel here, or flash_attention_2 no package."""
+def get_attention(name: str, dtype: torch.dtype, device: torch.device, path: str, **trust: bool) -> str:
+    """auto: varlen where GPU, dtype and the model at `path` allow it, else packed_sdpa. Raises InputError if varlen has
+    no kernel here, or flash_attention_2 no package."""
     if name == "flash_attention_2" and not find_spec("flash_attn"):
         raise InputError("--attn-implementation flash_attention_2: its package flash-attn is not installed; take auto")
-    if name == "varlen" and (device.type != "cuda" or dtype == torch.float32):
+    no_kernel = device.type != "cuda" or dtype == torch.float32
+    if name == "varlen" and no_kernel:
         raise InputError(
             "--attn-implementation varlen is FlashAttention, for a GPU and 16 bits (--compute-dtype); here they are "
             f"{device.type} and {str(dtype).removeprefix('torch.')}; take auto"
         )
-    return "packed_sdpa" if name == "auto" else name
+    if name != "auto":
+        return name
+    too_old = no_kernel or torch.cuda.get_device_capability(device) < (8, 0)
+    return "varlen" if not too_old and models.takes_varlen(path, **trust) else "packed_sdpa"
 
 
 def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
@@ -117,11 +122,12 @@ def effective_settings(
 ) -> dict[str, Any]:
     """{flag: value} for flags that are left to the run (auto, None), for config.json. correction: of `check_algorithm`;
     needed: of `needed_log_probs`."""
-    dtype = get_compute_dtype(args.model.compute_dtype, device)
+    dtype, model = get_compute_dtype(args.model.compute_dtype, device), args.model
+    trust = {"trust_remote_code": model.trust_remote_code}
     name = str(dtype).removeprefix("torch.")
     settings: dict[str, Any] = {
         "compute_dtype": name,
-        "attn_implementation": get_attention(args.model.attn_implementation, dtype, device),
+        "attn_implementation": get_attention(model.attn_implementation, dtype, device, model.model, **trust),
         "old_log_probs": "rollout" if args.old_log_probs == "rollout" else "recompute" if needed else "not needed",
         "rollout_correction": correction or "none",
     }
@@ -269,6 +275,7 @@ class ModelFactory:
     def place(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
         if self.model.compile:
             models.compile_layers(module)
+        self.forward.modules.append(module)
         return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=name in self.shard.cpu_offload)
 
     def trains(self, module: PreTrainedModel) -> PreTrainedModel:
@@ -295,17 +302,18 @@ class ModelFactory:
             "reduce_each_micro_batch": self.shard.reduce_each_micro_batch,
         }
 
-    def options(self, trainable: bool = True) -> dict[str, Any]:
-        dtype = self.forward.compute_dtype
+    def options(self, path: str, trainable: bool = True) -> dict[str, Any]:
+        dtype, attention = self.forward.compute_dtype, self.model.attn_implementation
+        trust = {"trust_remote_code": self.model.trust_remote_code}
         return {
             "dtype": torch.float32 if trainable and not self.model.lora_rank else dtype,  # fp32 master weights
-            "attn_implementation": get_attention(self.model.attn_implementation, dtype, self.world.device),
+            "attn_implementation": get_attention(attention, dtype, self.world.device, path, **trust),
             "padding_free": self.model.padding_free,
             "share_prompts": self.model.share_prompts,
             "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
             "offload_activations": "activations" in self.shard.cpu_offload,
-            "trust_remote_code": self.model.trust_remote_code,
             "on_meta": True,
+            **trust,
         }
 
 
@@ -336,14 +344,14 @@ def use_cores(shard: ShardArgs, device: torch.device) -> None:
 
 def load_policy(factory: ModelFactory, name: str, path: str, make_optimizer: MakeOptimizer, total_steps: int) -> Policy:
     """A model that samples and trains. name: the prefix of its metrics. total_steps: of the learning rate schedule."""
-    module = models.load_model(path, **factory.options())
+    module = models.load_model(path, **factory.options(path))
     trained = factory.trained(module, name, make_optimizer, total_steps)
     return Policy(name, **trained, checks=UpdateChecks(factory.loss))
 
 
 def load_value_model(factory: ModelFactory, name: str, path: str, optimizer: MakeOptimizer, total_steps: int) -> Critic:
     """PPO's critic: the model at `path` with its value head, or a new one. The rest as in `load_policy`."""
-    module = models.load_critic(path, **factory.options())
+    module = models.load_critic(path, **factory.options(path))
     return Critic(name, **factory.trained(module, name, optimizer, total_steps))
 
 
@@ -360,7 +368,7 @@ def load_frozen(factory: ModelFactory, path: str, flag: str) -> Reference:
     trust = {"trust_remote_code": factory.model.trust_remote_code}
     models.check_sequence_parallel(path, factory.shard.sequence_parallel_size, flag=flag, **trust)
     models.check_tensor_parallel(path, factory.shard.tensor_parallel_size, flag=flag, **trust)
-    module = models.load_model(path, flag=flag, **factory.options(trainable=False)).requires_grad_(False)
+    module = models.load_model(path, flag=flag, **factory.options(path, trainable=False)).requires_grad_(False)
     return Reference(factory.place(module, "ref"), factory.forward)
 
 

@@ -134,7 +134,7 @@ VLLM = {
     *("--weight-transfer-config", "--worker-extension-cls"),
 }
 OF_TOOLS = {
-    *("--max-mb", "--output", "--serve"),  # of the run page
+    *("--max-mb", "--output", "--serve", "--wheels"),  # of the run page and gpu_check.sh
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others

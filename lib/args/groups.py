@@ -35,7 +35,7 @@ class ModelArgs(Group):
     """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU;
     float16 has a loss scale, and is closer to the engine's log-probs where the model's values fit it"""
     attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
-    """packed_sdpa (auto) runs everywhere; varlen, one FlashAttention call a layer, needs a GPU and bfloat16;
+    """packed_sdpa runs everywhere; varlen, one FlashAttention call a layer, on GPUs with 16 bits (auto, if it runs);
     flash_attention_2 needs its package; with any other, rows are padded (docs/gpu.md)"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the layers, for packed rows: the first steps take a minute longer"""

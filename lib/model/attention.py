@@ -149,6 +149,12 @@ UNPACKABLE = dict.fromkeys(("nemotron", "stablelm"), "its layers give their atte
 UNPACKABLE["doge"] = "its attention has a mask of its own"
 
 
+def use_packed_sdpa(model: PreTrainedModel) -> None:
+    """In place of varlen; the tower of a vision-language model keeps its own."""
+    model.config.get_text_config()._attn_implementation = "packed_sdpa"
+    model.config._attn_implementation_internal = "packed_sdpa"
+
+
 def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) -> tuple[str, str | None]:
     """(the attention implementation to load with, why rows cannot be packed or None if they can). For a model that
     packed_attention cannot handle, this is transformers' own sdpa or eager. Raises InputError if `sdpa` would silently

@@ -70,6 +70,14 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
         raise InputError(f"{split}: must divide the {min(heads)} key and value heads of {name}")
 
 
+def takes_varlen(path: str, *, trust_remote_code: bool = False) -> bool:
+    """Whether FlashAttention has kernels for the model's heads, and no token sees later ones, as some images' do."""
+    config = _config(path, "--model", trust_remote_code)
+    text, family = config.get_text_config(), family_of(config)
+    size = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", 1)
+    return size % 8 == 0 and size <= 256 and not (family and family.bidirectional)
+
+
 def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The config of a model in which only attention mixes tokens, over packed rows. Raises InputError for any other."""
     config = _config(path, flag, trust_remote_code)

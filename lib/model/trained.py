@@ -3,18 +3,19 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lib import InputError
+from lib import InputError, is_first_on_node
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, timed
 from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
-from lib.model.attention import layout
+from lib.model.attention import layout, use_packed_sdpa
 from lib.model.flops import flops_of, update_flops
 from lib.model.load import without_adapters
 from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
@@ -31,6 +32,8 @@ class ForwardConfig:
     sampling: Sampling  # the engine's: the loss takes the distribution that was sampled from
     row_group: RowGroup | None  # ranks that run their rows together
     compute_dtype: torch.dtype
+    modules: list[PreTrainedModel] = field(default_factory=list)
+    """all that go this way: they change their attention together"""
 
 
 @dataclass
@@ -125,10 +128,21 @@ class RowIsolationCheck:
 
     @timed("log_probs")
     def check_rows(self, batch: DataProto) -> None:
-        """Measures it at the first call. Raises InputError if they do."""
+        """Measures it at the first call. Raises InputError if they do. Where that is varlen's fault, all models take
+        packed_sdpa from here on."""
         f = self.forward
-        if not self.checked:
-            check_rows(self.module, batch, f.sampling.temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
+        check = partial(check_rows, self.module, batch, f.sampling.temperature, f.micro_batch_tokens, f.compute_dtype)
+        try:
+            if not self.checked:
+                check(f.row_group)
+        except InputError as error:
+            if self.module.config._attn_implementation != "varlen":
+                raise
+            for module in f.modules:
+                use_packed_sdpa(module)
+            check(f.row_group)
+            if is_first_on_node():
+                print(f"attention: packed_sdpa from here on, for with varlen {error}", flush=True)
         self.checked = True
 
 

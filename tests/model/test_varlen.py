@@ -12,13 +12,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from lib import InputError
 from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
-from lib.model import PACKED, load_model, response_log_probs
+from lib.model import PACKED, ForwardConfig, Reference, load_model, response_log_probs
 from lib.model.attention import TELL_OF_GROUPS
+from lib.sampling import Sampling
 from lib.setup import get_attention
-from tests.common import run_ranks, tiny_vision, vision_batch
+from tests.common import TOY_MODEL, run_ranks, tiny_vision, vision_batch
 from tests.model.test_models import batch_of_groups, load, save, with_gradient
 
 CALLS = []
@@ -130,13 +132,58 @@ def test_varlen_is_packed_sdpa_in_sequence_parallel(tmp_path):
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
 def test_varlen_without_a_kernel_is_refused(device, dtype):
     with pytest.raises(InputError, match=f"here they are {device} and {str(dtype)[6:]}; take auto"):
-        get_attention("varlen", dtype, torch.device(device))
+        get_attention("varlen", dtype, torch.device(device), TOY_MODEL)
 
 
 @pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_flash_attention_without_its_package_is_refused_in_a_line():
     with pytest.raises(InputError, match="flash-attn is not installed; take auto"):
-        get_attention("flash_attention_2", torch.bfloat16, torch.device("cuda"))
+        get_attention("flash_attention_2", torch.bfloat16, torch.device("cuda"), TOY_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "capability", "heads", "expected"),
+    [
+        ("cuda", torch.bfloat16, (9, 0), {"head_dim": 128}, "varlen"),
+        ("cuda", torch.float16, (8, 0), {"head_dim": None}, "varlen"),  # 64 / 2
+        ("cuda", torch.bfloat16, (7, 5), {"head_dim": 128}, "packed_sdpa"),
+        ("cuda", torch.float32, (9, 0), {"head_dim": 128}, "packed_sdpa"),
+        ("cuda", torch.bfloat16, (9, 0), {"head_dim": 264}, "packed_sdpa"),
+        ("cuda", torch.bfloat16, (9, 0), {"head_dim": 36}, "packed_sdpa"),
+        ("cpu", torch.bfloat16, None, {"head_dim": 128}, "packed_sdpa"),
+    ],
+)
+def test_auto_is_varlen_where_it_has_kernels(tmp_path, monkeypatch, device, dtype, capability, heads, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    LlamaConfig(hidden_size=64, num_attention_heads=2, **heads).save_pretrained(tmp_path)
+    assert get_attention("auto", dtype, torch.device(device), str(tmp_path)) == expected
+
+
+def test_auto_spares_images_whose_tokens_see_later_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for kind, expected in {"gemma3": "packed_sdpa", "qwen3_vl": "varlen"}.items():
+        tiny_vision(kind, tmp_path / kind)
+        assert get_attention("auto", torch.bfloat16, torch.device("cuda"), str(tmp_path / kind)) == expected
+
+
+def as_one_sequence(query, key, cu_seq_q, cu_seq_k, *rest, whole=heads):
+    """A kernel that does not look at where sequences begin."""
+    yield from whole(query, key, cu_seq_q[[0, -1]], cu_seq_k[[0, -1]], *rest)
+
+
+def test_a_wrong_kernel_is_found_in_the_first_batch_and_all_models_go_on_without_it(
+    tmp_path, monkeypatch, capsys, world
+):
+    path, batch = save("llama", tmp_path), batch_of_groups()
+    policy, critic, packed = (load(path, attn_implementation=name) for name in ("varlen", "varlen", "packed_sdpa"))
+    forward_config = ForwardConfig(10_000, Sampling(8), None, torch.float32, [policy, critic])
+    monkeypatch.setitem(globals(), "heads", as_one_sequence)
+    Reference(policy, forward_config).check_rows(batch)
+    said = capsys.readouterr().out
+    assert said.startswith("attention: packed_sdpa from here on, for with varlen") and said.count("\n") == 1
+    for model in (policy, critic):
+        for ours, expected in zip(response_log_probs(model, batch, 1.0), response_log_probs(packed, batch, 1.0)):
+            assert torch.equal(ours, expected)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
