@@ -7,8 +7,10 @@ for ever, C code that keeps the interpreter's lock, a crash of the interpreter."
 
 import asyncio
 import inspect
+import math
 import numbers
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -226,29 +228,40 @@ def allow_null(schema):
     return {"anyOf": [inner, {"type": "null"}]} if schema.get("nullable") is True else inner
 
 
-def validator_of(tool: BaseTool):
+def validator_of(tool: BaseTool, limit_s: float = math.inf):
+    """limit_s: after which a schema of others ends with TimeoutError."""
     parameters = allow_null(tool.get_openai_tool_schema()["function"].get("parameters") or {})
     if isinstance(tool, FunctionTool):
         parameters["additionalProperties"] = False
     cls = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
-    cls = cls if tool.own_schema else _without_regexes(cls)
+    cls = cls if tool.own_schema else _without_regexes(cls, time.monotonic() + limit_s)
     return cls(parameters, registry=EMPTY_REGISTRY)  # without one, a $ref is fetched by HTTP
 
 
-def _without_regexes(cls):
-    """A match may take for ever, and no other thread runs meanwhile."""
+def _without_regexes(cls, deadline: float):
+    """A match may take for ever, and no other thread runs meanwhile. So may a chain of references, which fills the
+    memory: it ends at the deadline."""
     additional = cls.VALIDATORS["additionalProperties"]
+
+    def in_time(check: Callable) -> Callable:
+        def checked(*args):
+            if time.monotonic() > deadline:
+                raise TimeoutError("its schema takes too long")
+            return check(*args)
+
+        return checked
 
     def additional_without(validator, allowed, instance, schema):
         return () if "patternProperties" in schema else additional(validator, allowed, instance, schema)
 
     skipped = dict.fromkeys(("pattern", "patternProperties", "unevaluatedProperties"), lambda *_: ())
-    return jsonschema.validators.extend(cls, skipped | {"additionalProperties": additional_without})
+    changed = cls.VALIDATORS | skipped | {"additionalProperties": additional_without}
+    return jsonschema.validators.extend(cls, {name: in_time(check) for name, check in changed.items()})
 
 
-def _argument_error(tool: BaseTool, arguments: dict) -> str | None:
+def _argument_error(tool: BaseTool, arguments: dict, limit_s: float = math.inf) -> str | None:
     try:
-        error = jsonschema.exceptions.best_match(validator_of(tool).iter_errors(arguments))
+        error = jsonschema.exceptions.best_match(validator_of(tool, limit_s).iter_errors(arguments))
         return error and f"{error.json_path.removeprefix('$').removeprefix('.')}: {error.message}".removeprefix(": ")
     except Exception as error:  # noqa: BLE001 a strange schema or a value nested too deeply may raise anything
         return f"they cannot be checked ({say(error)})"
@@ -258,7 +271,8 @@ async def _checked_arguments(tool: BaseTool, arguments: dict, timeout_s: float) 
     """What is wrong with them."""
     if tool.own_schema:
         return _argument_error(tool, arguments)
-    problem, kind, what = await attempt(_argument_error, tool, arguments, timeout_s=timeout_s)
+    # the thread ends soon after this has given it up
+    problem, kind, what = await attempt(_argument_error, tool, arguments, 2 * timeout_s, timeout_s=timeout_s)
     return f"they cannot be checked ({what})" if kind else problem
 
 

@@ -709,8 +709,13 @@ def test_a_schema_that_cannot_be_used_is_one_line(hostile_server, schema, words)
 
 def test_a_schema_stops_nothing_and_fetches_nothing(hostile_server):
     tool = load_tools((f"{hostile_server} slow",))["do"]
+    before = {*threading.enumerate()}
     slow = answer(tool, {"a": 1}, timeout_s=LIMIT_S)
     assert slow.error_kind == "wrong_arguments" and "they cannot be checked (no answer within 0.3 s)" in slow.text
+    deadline = time.monotonic() + 60
+    while {*threading.enumerate()} - before:  # nothing goes on in a thread
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     tool = load_tools((f"{hostile_server} regex",))["do"]
     assert answer(tool, {"a": "a" * 40 + "!", "b" * 40 + "!": 1}).text == "done"
     with socket.create_server(("127.0.0.1", 0)) as elsewhere:
