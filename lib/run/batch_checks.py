@@ -38,10 +38,11 @@ def batch_faults(batch: DataProto) -> dict[str, Metric]:
 
     advantage, alive = masked_mean(t["advantages"], valid, dim=1), valid.any(1)  # (B,)
     totals = torch.zeros(len(first), dtype=torch.float64, device=given.device)
-    total, size, live = (totals.index_add(0, group, x.double()) for x in (advantage, torch.ones_like(alive), alive))
-    # only estimators whose advantages add up to 0 in whole groups can tell
-    large, whole = total.abs() > CLOSE * advantage.abs().max(), live == size
-    tells = (whole.any() & ~(large & whole).any()) if len(whole) else whole.any()
+    of_rows = advantage, advantage.abs(), torch.ones_like(alive), alive
+    total, sizes, rows, live = (totals.index_add(0, group, x.double()) for x in of_rows)
+    # estimators whose advantages add up to 0 in whole groups can tell; two groups, for one may do so by chance
+    large, whole = total.abs() > CLOSE * advantage.abs().max(), (live == rows) & (sizes > 0)
+    tells = (whole.sum() > 1) & ~(large & whole).any()
     found["dead_rows_count"] = (tells & large & (live > 1)).sum() + (~alive & (t["advantages"] != 0).any(1)).sum()
 
     if "values" in t:  # whatever gamma and lambda are, the return of the last token is its reward

@@ -350,7 +350,7 @@ MUTANTS = {
             "mean = core_algos.group_mean(scores, valid_mask,",
             "mean = core_algos.group_mean(scores, torch.ones_like(valid_mask),",
         ),
-        REJECTED,
+        [*REJECTED, "--prompts-per-step", "32"],
     ),
     "critic_sign": Mutant(
         "critic fed rewards of another step: it unlearns them",
