@@ -76,8 +76,8 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device, path: str
         )
     if name != "auto":
         return name
-    too_old = no_kernel or torch.cuda.get_device_capability(device) < (8, 0)
-    return "varlen" if not too_old and models.takes_varlen(path, **trust) else "packed_sdpa"
+    runs = not no_kernel and torch.cuda.get_device_capability(device) >= (8, 0) and models.takes_varlen(path, **trust)
+    return "varlen" if runs else "packed_sdpa"
 
 
 def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:

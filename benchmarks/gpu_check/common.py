@@ -97,11 +97,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def empty_cache() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
 def timed(fn: Callable[[], object]) -> float:
     """Seconds of one call."""
     synchronize()

@@ -3,7 +3,6 @@
 What the scripts and the parts of the check import is read from processes that run them small on a CPU.
 """
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent.parent
 THERE = ("torch", "triton", "transformers", "accelerate", "numpy", "safetensors", "tokenizers")
@@ -40,7 +40,7 @@ def with_requirements(packages: set[str]) -> set[str]:
     found: set[str] = set()
     queue = [*packages]
     while queue:
-        if (name := re.sub(r"[-_.]+", "-", queue.pop()).lower()) not in found:
+        if (name := canonicalize_name(queue.pop())) not in found:
             found.add(name)
             needed = map(Requirement, requires(name) or ())
             queue += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
@@ -50,7 +50,7 @@ def with_requirements(packages: set[str]) -> set[str]:
 def missing() -> list[str]:
     """name==version of each package that the machine lacks, at the version that is installed here."""
     owners = packages_distributions()
-    needed = {re.sub(r"[-_.]+", "-", owners[name][0]).lower() for name in imported() if name in owners}
+    needed = {canonicalize_name(owners[name][0]) for name in imported() if name in owners}
     return [f"{name}=={version(name)}" for name in sorted(needed - with_requirements({*THERE}))]
 
 

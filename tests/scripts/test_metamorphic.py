@@ -91,6 +91,11 @@ def assert_same(ours, theirs, but: tuple[str, ...] = ()) -> None:
         assert math.isclose(ours[0][name], theirs[0][name], rel_tol=1e-9, abs_tol=1e-11), name
 
 
+def counts_of_rows(result) -> tuple[str, ...]:
+    """The metrics that a step with other rows cannot share."""
+    return tuple(name for name in result[0] if name.startswith("training/rows_"))
+
+
 def with_rewards(change: Callable[[float], float]) -> Callable[[Row], Row]:
     def changed(row: Row) -> Row:
         score = None if row.score is None else change(row.score)
@@ -168,8 +173,7 @@ def test_a_step_twice_is_a_step(world, seed, case):
     twice = rows + [replace(row, uid=f"{row.uid}, again") for row in rows]
     ours = step(grpo, world, case, twice, prompts=2 * PROMPTS)
     theirs = step(grpo, world, case, rows)
-    counts = tuple(name for name in ours[0] if name.startswith("training/rows_"))
-    assert_same(ours, theirs, counts)
+    assert_same(ours, theirs, counts_of_rows(ours))
 
 
 @for_all(seed=seeds, case=choices(), script=SCRIPTS)
@@ -179,8 +183,7 @@ def test_rows_without_a_score_change_nothing(world, seed, case, script):
     case = case if script is grpo else {}
     ours = step(script, world, case, dead + rows, prompts=PROMPTS + 1)
     theirs = step(script, world, case, rows)
-    counts = tuple(name for name in ours[0] if name.startswith("training/rows_"))
-    assert_same(ours, theirs, counts)
+    assert_same(ours, theirs, counts_of_rows(ours))
 
 
 # ---- weights -------------------------------------------------------------------------------------
