@@ -17,7 +17,14 @@ from lib import model as models
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read
 from lib.cli.flags import non_default, parse_json
 from lib.columns import COLUMNS
-from lib.data import PromptDataset, RLHFDataset, check_template_kwargs, load_dataset_class, make_loader
+from lib.data import (
+    PromptDataset,
+    RLHFDataset,
+    check_template_kwargs,
+    load_dataset_class,
+    make_loader,
+    set_chat_template,
+)
 from lib.data.vision import Vision
 from lib.distributed import World, init_distributed, make_mesh, make_row_group, shard_model, trainable_parameters
 from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
@@ -180,6 +187,7 @@ def load_inputs(args: ScriptArgs) -> Inputs:
             models.check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
     accept_sandbox(reward.sandbox_level)
     tokenizer = models.load_tokenizer(model.model, **trust)
+    set_chat_template(tokenizer, data.chat_template)
     vision = load_vision(model, data)
     check_read(args, vision=vision is not None)
     if not args.run.replay:
@@ -187,6 +195,9 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     template, multi_turn = parse_json("chat_template_kwargs", data.chat_template_kwargs), None
     if not data.dataset_class:  # your own class may read others
         check_template_kwargs(tokenizer, template)
+    if not tokenizer.chat_template and (args.multi_turn.enabled or vision is not None):
+        what = "turns" if args.multi_turn.enabled else "images"
+        raise InputError(f"--model {model.model}: {what} need a chat template; give one with --chat-template FILE")
     if args.multi_turn.enabled:
         from lib.agent import load_multi_turn  # 0.1 s, which other runs do not need
 
@@ -201,7 +212,9 @@ def load_inputs(args: ScriptArgs) -> Inputs:
         chat_template_kwargs=template,
         allow_special_tokens=data.allow_special_tokens,
     )
-    if vision is not None:  # the dataset class of a text model need not know of it
+    form = {name: getattr(data, name) for name in ("prompt_key", "answer_key", "prompt_template", "system_prompt")}
+    load = partial(load, **{name: value for name, value in form.items() if name in args.given})
+    if vision is not None:  # your own class need not know of what a run does not use
         load = partial(load, vision=vision)
     train_data = None if validation.val_only else load(list(data.train_files))
     val_data = load(list(validation.val_files)) if validation.enabled else None
@@ -217,7 +230,8 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     if args.run.total_epochs is not None and train_data is not None:
         args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
         args.run.check_profile_steps()
-    if vision is None and not data.dataset_class and data.filter_overlong_prompts:  # as the template has it
+    exact = vision is None and not data.dataset_class and data.filter_overlong_prompts
+    if exact and tokenizer.chat_template:
         check_template(tokenizer, template, trained + validated)
     return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers)
 

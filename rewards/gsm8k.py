@@ -2,7 +2,8 @@
 
 With method="strict" the answer is the number after the last "####", as the prompt of data/gsm8k.py asks. With
 method="flexible" it is the last number of the response, whatever stands around it. Numbers are compared as exact
-decimals, so 1,234 and $1234.00 are equal. A response without a number scores 0 with pred None.
+decimals, so 1,234 and $1234.00 are equal. A response without a number scores 0 with pred None. The ground truth may be
+the whole solution, as in openai/gsm8k: what follows its last "####" counts.
 """
 
 import re
@@ -30,4 +31,5 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, m
         raise InputError(f"rewards/gsm8k.py: method={method!r}; use strict or flexible")
     found = (STRICT if method == "strict" else FLEXIBLE).findall(solution_str)
     pred = canonical(found[-1]) if found else None
-    return {"score": float(pred == canonical(str(ground_truth))), "pred": pred}
+    truth = str(ground_truth).rpartition("####")[2].strip()
+    return {"score": float(pred == canonical(truth)), "pred": pred}

@@ -15,7 +15,7 @@ from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import as_flag
 
 HUB_ANSWER_S = 5.0
-HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<split>\w+))?")
+HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>\w+))?")
 
 
 def check_common_flags(args: ScriptArgs) -> None:

@@ -103,6 +103,18 @@ class DataArgs(Group):
     """side on which prompts that are too long are truncated, if they are not filtered; error: stop the run"""
     filter_overlong_prompts: Annotated[bool, ROWS] = True
     """drop training and validation prompts that are too long, and print their number"""
+    prompt_key: Annotated[str, ROWS] = "prompt"
+    """column of the prompt: text, or messages"""
+    answer_key: Annotated[str, ROWS] = ""
+    """column of the reference answer, which scorers get as ground_truth; empty: reward_model.ground_truth, as in verl"""
+    prompt_template: Annotated[str, ROWS] = ""
+    """text of the prompt with the names of columns in braces, such as "Question: {question}\nAnswer:"; empty: the prompt
+    as it is"""
+    system_prompt: Annotated[str, ROWS] = ""
+    """system message of prompts that have none"""
+    chat_template: Annotated[str, FILES, ROWS] = ""
+    """Jinja file in place of the tokenizer's chat template; none: text prompts are tokenized as they are, as for a base
+    model; empty: the tokenizer's"""
     chat_template_kwargs: Annotated[str, ROWS] = "{}"
     """JSON of keyword arguments for the chat template, such as {"enable_thinking": false}"""
     max_pixels: Annotated[int, Ge(1), ROWS] = 1003520
@@ -131,6 +143,8 @@ class DataArgs(Group):
 
     def check(self) -> None:
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
+        if self.system_prompt and self.chat_template == "none":
+            raise InputError("--system-prompt with --chat-template none: a prompt is then one text; write it into that")
         if self.min_pixels > self.max_pixels:
             raise InputError(f"--min-pixels {self.min_pixels}: more than --max-pixels {self.max_pixels}")
         if self.prompt_sampling != "uniform" and self.loader_workers:

@@ -44,6 +44,7 @@ TABLE = (
     Row("", "model compute_dtype attn_implementation trust_remote_code lora_rank padding_free compile"),
     Row("", "dp_replicate_size sequence_parallel_size tensor_parallel_size cpu_offload micro_batch_tokens"),
     Row("", "dataset_class max_prompt_length filter_overlong_prompts chat_template_kwargs allow_special_tokens"),
+    Row("", "prompt_key answer_key prompt_template system_prompt chat_template"),
     Row("", "rollout_gpus max_response_length repetition_penalty stop multi_turn.tools multi_turn.interaction"),
     Row("", "reward reward_kwargs reward_workers sandbox_level reward_failure_score reward_model val_files val_only"),
     Row("no val_only", "train_files loader_workers prompt_sampling async_level temperature top_p top_k min_p"),

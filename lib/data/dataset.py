@@ -1,10 +1,8 @@
 """RLHFDataset: rows -> tokenized prompts, with their images and videos."""
 
 import bisect
-import inspect
 import multiprocessing
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
@@ -14,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jinja2 import Environment, TemplateError, meta
 from torch.utils.data import Dataset
 
 from lib import InputError
 from lib.cli.user_code import load_object
+from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, only_text
 from lib.data.rows import DEEPEST, _plain, _shown, read_rows
 from lib.data.special_tokens import SpecialTokenEscaper
 from lib.data.vision import Encoded, Vision, media_hash
@@ -26,27 +24,8 @@ from lib.data.vision import Encoded, Vision, media_hash
 if TYPE_CHECKING:
     import datasets
 
-GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # of transformers
-MEDIA_COLUMNS = ("images", "videos")
 SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizing in one
 SERIAL_ROWS_OF_IMAGES = 500  # decoding and resizing take longer
-
-
-def check_template_kwargs(tokenizer, kwargs: dict) -> None:
-    """Raises InputError for a keyword that the chat template does not read."""
-    template = kwargs.get("chat_template") or tokenizer.chat_template or ""
-    text = template if isinstance(template, str) else "".join(template.values())
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
-    except TemplateError:  # the first row will say why
-        return
-    reads = meta.find_undeclared_variables(tree)
-    arguments = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
-    if unknown := kwargs.keys() - reads - arguments:
-        known = ", ".join(sorted(reads - arguments - {"messages"})) or "none"
-        raise InputError(
-            f"--chat-template-kwargs: the model's template does not read {unknown.pop()}; it reads {known}"
-        )
 
 
 class Prompt(NamedTuple):
@@ -65,7 +44,9 @@ class PromptDataset(Protocol):
 
 
 class RLHFDataset(Dataset):
-    """The tokenized prompts of one or several sources (see read_rows), one source after the other.
+    """The tokenized prompts of one or several sources (see read_rows), one source after the other. prompt_key,
+    answer_key, prompt_template, system_prompt: which columns of a row are what (see RowForm). A prompt goes through the
+    chat template; if the tokenizer has none, it must be one text, and is tokenized as it is.
 
     Items hold the columns that lib/columns.py lists for this file, and input_ids, attention_mask, position_ids, each
     (P,) int64 with P = max_prompt_length, left-padded with the pad token (eos where the tokenizer has none).
@@ -93,6 +74,9 @@ class RLHFDataset(Dataset):
         truncation: str = "error",
         filter_overlong_prompts: bool = True,
         prompt_key: str = "prompt",
+        answer_key: str = "",
+        prompt_template: str = "",
+        system_prompt: str = "",
         chat_template_kwargs: dict | None = None,
         allow_special_tokens: bool = False,
         num_proc: int | None = None,
@@ -102,14 +86,11 @@ class RLHFDataset(Dataset):
             raise InputError(f"truncation={truncation!r}: use left, right, middle or error")
         if max_prompt_length < 1:
             raise InputError(f"max_prompt_length={max_prompt_length}: must be at least 1")
-        if not getattr(tokenizer, "chat_template", None):
-            name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-            advice = "take an instruct model, or set the tokenizer's chat_template and save it"
-            raise InputError(f"tokenizer {name}: no chat template (a base model?): {advice}")
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.pad_token_id is None:
             raise InputError(f"tokenizer {tokenizer.name_or_path}: neither a pad nor an eos token; set pad_token")
-        self.tokenizer, self.vision, self.prompt_key = tokenizer, vision, prompt_key
+        self.tokenizer, self.vision = tokenizer, vision
+        self.row_form = RowForm(prompt_key, answer_key, prompt_template, system_prompt)
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.chat_template_kwargs = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         self.escape_special_tokens = None if allow_special_tokens else SpecialTokenEscaper(tokenizer)
@@ -117,6 +98,7 @@ class RLHFDataset(Dataset):
         if not isinstance(data_files, list | tuple):
             data_files = [data_files]
         self.sources = [self._open(source, number) for number, source in enumerate(data_files)]
+        self._data_sources = [data_source_of(name, rows) for name, rows in self.sources]
         self._ends = list(accumulate(len(rows) for _, rows in self.sources))
         n_read = self._ends[-1] if self._ends else 0
         names = ", ".join(name for name, _ in self.sources)
@@ -158,7 +140,7 @@ class RLHFDataset(Dataset):
     def _open(self, source, number: int) -> tuple[str, Sequence[dict]]:
         name = str(source) if isinstance(source, str | Path) else f"data set {number} in memory"
         rows: Any = read_rows(source)
-        required = [self.prompt_key, "data_source", "reward_model"]
+        required = self.row_form.required()
 
         def check(where: str, columns: Iterable[str]) -> None:
             for column in required:
@@ -170,8 +152,9 @@ class RLHFDataset(Dataset):
                 check(f"{name} row {i}", row)
             return name, rows
         check(name, rows.column_names)  # a datasets.Dataset
-        wanted = [*required, "extra_info", *MEDIA_COLUMNS]
-        rows = rows.select_columns([column for column in wanted if column in rows.column_names])
+        if "extra_info" in rows.column_names:  # otherwise it gets the columns that are none of verl's
+            wanted = [*required, *OF_VERL, *MEDIA_COLUMNS]
+            rows = rows.select_columns([column for column in wanted if column in rows.column_names])
         has_media = not {*MEDIA_COLUMNS}.isdisjoint(rows.column_names)
         return name, UndecodedRows(rows) if has_media else rows  # type: ignore[return-value]  # it has what is used
 
@@ -189,17 +172,20 @@ class RLHFDataset(Dataset):
     def _row(self, row: int) -> dict:
         source, i = self._locate(row)
         try:
-            return _plain(self.sources[source][1][i])
+            return self.row_form.in_verls_form(_plain(self.sources[source][1][i]), self._data_sources[source])
         except RecursionError as error:
             raise self._error(row, f"nested deeper than {DEEPEST} lists and dicts") from error
+        except InputError as error:
+            raise self._error(row, str(error)) from error
 
     def _messages(self, row: int, value) -> list[dict]:
         if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
             value = [dict(zip(value, fields)) for fields in zip(*value.values())]  # as old `datasets` saved lists
         messages = value if isinstance(value, list) else []
         if not (messages and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)):
-            form = 'write [{"role": "user", "content": ...}]'
-            raise self._error(row, f"{self.prompt_key!r} is not a list of messages but {_shown(value)}; {form}")
+            form = 'write text, or [{"role": "user", "content": ...}]'
+            key = self.row_form.prompt_key
+            raise self._error(row, f"{key!r} is not text or a list of messages but {_shown(value)}; {form}")
         for number, message in enumerate(messages):
             content, called = message.get("content"), message.get("tool_calls")
             parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
@@ -210,7 +196,7 @@ class RLHFDataset(Dataset):
 
     def _with_media(self, row: int, fields: dict) -> tuple[list[dict], list, list]:
         """The messages with <image> and <video> as content parts, and the images and videos as they are in the row."""
-        messages = self._messages(row, fields.get(self.prompt_key))
+        messages = self._messages(row, fields.get("prompt"))
         if self.vision is None:
             if any(fields.get(key) for key in MEDIA_COLUMNS):
                 name = self.tokenizer.name_or_path or "the model"
@@ -224,11 +210,12 @@ class RLHFDataset(Dataset):
         return self.vision.messages(messages, {"image": images, "video": videos}, self._where(row)), images, videos
 
     def _prompt(self, row: int, messages: list[dict], images: list, videos: list) -> Prompt:
-        """The template writes the special tokens, so none are added."""
+        """The chat template writes the special tokens. Without one, the tokenizer adds its own to the prompt's text."""
         plain = self.escape_special_tokens(messages) if self.escape_special_tokens else messages
-        text = self._templated(row, plain)
+        templated = bool(self.tokenizer.chat_template)
+        text = self._templated(row, plain) if templated else self._only_text(row, plain)
         if self.vision is None:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
             return Prompt(plain, plain != messages, Encoded(ids, ids, {}), {})
         path = Path(self.sources[self._locate(row)[0]][0]).expanduser()
         folder = path if path.is_dir() else path.parent if path.is_file() else Path()  # where relative paths begin
@@ -238,6 +225,14 @@ class RLHFDataset(Dataset):
         except InputError as error:
             raise self._error(row, str(error)) from error
         return Prompt(plain, plain != messages, encoded, media)
+
+    def _only_text(self, row: int, messages: list[dict]) -> str:
+        """Of a prompt without a chat template."""
+        if (text := only_text(messages)) is None:
+            advice = "give --chat-template FILE, or text prompts"
+            why = "needs a chat template, which the model's tokenizer lacks (a base model?)"
+            raise self._error(row, f"a prompt of {len(messages)} messages {why}: {advice}")
+        return text
 
     def _templated(self, row: int, messages: list[dict]) -> str:
         try:
@@ -329,6 +324,14 @@ class RLHFDataset(Dataset):
         limit = self.max_prompt_length
         head = {"left": 0, "middle": limit // 2, "right": limit}[self.truncation]  # tokens kept at the start
         return ids[:head] + ids[len(ids) - limit + head :]
+
+
+def data_source_of(source: str, rows: Any) -> str:
+    """Of rows without such a column: their file's name without its ending, or the id of the data set on the hub."""
+    columns = rows[0] if isinstance(rows, list) and rows else getattr(rows, "column_names", ())
+    if "data_source" in columns:
+        return ""
+    return Path(source).stem if Path(source).expanduser().exists() else source.partition(":")[0]
 
 
 class UndecodedRows:

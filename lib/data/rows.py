@@ -57,7 +57,8 @@ def _parsed(text: str, path: Path, number: int | None = None):
 
 def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
-    datasets.Dataset, or a hub id "owner/name" or "owner/name:split" (split "train" if not given). Raises InputError."""
+    datasets.Dataset, or a hub id "owner/name", "owner/name:split" or "owner/name:config:split" (split "train" if not
+    given). Raises InputError."""
     if not isinstance(source, str | Path):
         import datasets
 
@@ -85,7 +86,7 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     check_source(str(source))
     hub = HUB_ID.fullmatch(str(source))
     assert hub is not None  # else check_source raises
-    return load_split(hub["id"], hub["split"] or "train")
+    return load_split(hub["id"], hub["split"] or "train", config=hub["config"])
 
 
 def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir: Path | None = None) -> Sequence[dict]:

@@ -116,15 +116,12 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> transformer
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
-    """The tokenizer of `path`, which must have a chat template; a missing pad token becomes the eos token."""
+    """The tokenizer of `path`; a missing pad token becomes the eos token. Raises InputError."""
     folder, gguf = split_gguf(path)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
-    if tokenizer.chat_template is None:
-        fix = "take an instruct model, or set the tokenizer's chat_template and save it (docs/models.md)"
-        raise InputError(f"{flag} {path}: its tokenizer has no chat template (a base model?): {fix}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -188,7 +185,10 @@ def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTr
     model = _prepare(model, missing, f"{flag} {path}", token_values, how).requires_grad_(False).eval()
     if model.config.num_labels != 1:
         raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
-    return model, load_tokenizer(path, trust_remote_code=how.trust_remote_code, flag=flag)
+    tokenizer = load_tokenizer(path, trust_remote_code=how.trust_remote_code, flag=flag)
+    if not tokenizer.chat_template:
+        raise InputError(f"{flag} {path}: its tokenizer has no chat template, by which it would read a conversation")
+    return model, tokenizer
 
 
 def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **settings) -> tuple[PreTrainedModel, set]:

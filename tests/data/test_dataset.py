@@ -287,13 +287,14 @@ def test_error_columns(tmp_path, tokenizer, write):
     message = error_of(file, tokenizer, max_prompt_length=30)
     assert str(file) in message and "no column 'prompt'" in message
     assert "data_source" in message and "question" in message
+    assert "no column 'answer'" in error_of(file, tokenizer, max_prompt_length=30, answer_key="answer")
 
 
-@pytest.mark.parametrize("prompt", ["just text", [], [{"content": "no role"}], ["text"], None, {"role": "user"}])
+@pytest.mark.parametrize("prompt", [[], [{"content": "no role"}], ["text"], None, {"role": "user"}])
 def test_error_prompt_is_no_list_of_messages(tmp_path, tokenizer, prompt):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("a"), {**make_row("b"), "prompt": prompt}])
     message = error_of(file, tokenizer, max_prompt_length=30)
-    assert "a.jsonl row 1" in message and "not a list of messages" in message
+    assert "a.jsonl row 1" in message and "not text or a list of messages" in message
     assert message == error_of(file, tokenizer, max_prompt_length=30, num_proc=2)
 
 
@@ -402,7 +403,6 @@ def test_unusual_rows_that_are_right(tmp_path, tokenizer):
 
 def test_error_arguments(tmp_path, tokenizer):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("a")])
-    assert "no chat template" in error_of(file, make_tokenizer(template=None), max_prompt_length=30)
     assert "neither a pad nor an eos" in error_of(file, make_tokenizer(unk_token="?"), max_prompt_length=30)
     assert "truncation='up'" in error_of(file, tokenizer, max_prompt_length=30, truncation="up")
     assert "max_prompt_length=0" in error_of(file, tokenizer, max_prompt_length=0)

@@ -696,14 +696,6 @@ def test_dropout_is_off(tmp_path):
     assert model.training and torch.equal(a, b)
 
 
-def test_a_tokenizer_without_chat_template_is_refused(tmp_path):
-    tokenizer = load_tokenizer(TOY_MODEL)
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="no chat template"):
-        load_tokenizer(str(tmp_path))
-
-
 @pytest.mark.parametrize("load", [load_tokenizer, load_model, read_rows])
 def test_without_the_hub_an_unknown_name_is_not_tried_again(load, monkeypatch, capsys):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

@@ -430,10 +430,10 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "missing column": (
         lambda t: [
             "--train-files",
-            write(t / "a.jsonl", {"prompt": ROW["prompt"], "data_source": "x"}),
+            write(t / "a.jsonl", {"data_source": "x"}),
             *NO_VALIDATION,
         ],
-        "reward_model",
+        "no column 'prompt'",
     ),
     "no row left": (
         lambda t: ["--train-files", write(t / "a.jsonl", ROW), "--max-prompt-length", "3", *NO_VALIDATION],
@@ -451,7 +451,10 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
         lambda t: ["--val-files", write(t / "a.jsonl", ROW, ROW | {"reward_model": {"style": "rule"}})],
         "a.jsonl row 1: 'reward_model' has no 'ground_truth'",
     ),
-    "no chat template": (lambda t: ["--model", model_folder(t / "m", template=False)], "no chat template"),
+    "turns without a chat template": (
+        lambda t: ["--model", model_folder(t / "m", template=False), "--multi-turn.tools", "calculator"],
+        "turns need a chat template",
+    ),
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
     "estimator without the parameter": (lambda t: ["--adv-kwargs.gamma", "1"], "gamma"),
     "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "-0.5"], "coef in 0..1"),

@@ -1,0 +1,89 @@
+"""Rows in other forms than verl's: text prompts, TRL's columns, a data set of questions and answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from lib import InputError
+
+OF_VERL = ("data_source", "reward_model", "extra_info")
+MEDIA_COLUMNS = ("images", "videos")
+
+
+def template_fields(template: str) -> list[str]:
+    """The columns that a --prompt-template names. Raises InputError for anything but text and {column}."""
+    form = f"--prompt-template {template!r}"
+    try:
+        parts = [*Formatter().parse(template)]
+    except ValueError as error:
+        raise InputError(f"{form}: {error}; write {{{{ and }}}} for braces that stay") from error
+    fields = [(name, conversion, spec) for _, name, spec, conversion in parts if name is not None]
+    for name, conversion, spec in fields:
+        if not name.isidentifier() or conversion or spec:
+            raise InputError(f"{form}: {{{name}}} must be the name of a column, nothing more")
+    if not fields:
+        raise InputError(f"{form}: names no column, so that all prompts would be the same; write {{question}}, say")
+    return [name for name, _, _ in fields]
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Which columns of a row are what (--prompt-key, --answer-key, --prompt-template, --system-prompt)."""
+
+    prompt_key: str = "prompt"
+    answer_key: str = ""
+    prompt_template: str = ""
+    system_prompt: str = ""
+
+    def required(self) -> list[str]:
+        """The columns without which there is no prompt or no answer."""
+        prompt = template_fields(self.prompt_template) if self.prompt_template else [self.prompt_key]
+        return [*dict.fromkeys([*prompt, *filter(None, [self.answer_key])])]
+
+    def in_verls_form(self, row: dict, source: str) -> dict:
+        """The row with verl's columns. Its answer becomes the ground truth. Without a data_source it has
+        `source`; without extra_info, all other columns are there, for scorers. Raises InputError, without the row's number,
+        for an answer or a column of the template that is not there."""
+        prompt = self._filled(row) if self.prompt_template else row.get(self.prompt_key)
+        given = {name: row[name] for name in OF_VERL if name in row}
+        if self.answer_key:
+            if row.get(self.answer_key) is None:
+                raise InputError(f"no answer in column {self.answer_key!r}")
+            given["reward_model"] = {"ground_truth": row[self.answer_key]}
+        more = {name: value for name, value in row.items() if name not in (self.prompt_key, *OF_VERL, *MEDIA_COLUMNS)}
+        media = {name: row[name] for name in MEDIA_COLUMNS if name in row}
+        defaults = {"data_source": source or None, "reward_model": {}, "extra_info": more}
+        return defaults | given | media | {"prompt": self.prompt(prompt)}
+
+    def _filled(self, row: dict) -> str:
+        columns = {}
+        for name in template_fields(self.prompt_template):
+            value = row.get(name)
+            if name == self.prompt_key and (alone := only_text(value)) is not None:
+                value = alone
+            if not isinstance(value, str | int | float):
+                raise InputError(f"--prompt-template needs text in column {name!r}, which is {_kind(value)}")
+            columns[name] = value
+        return self.prompt_template.format_map(columns)
+
+    def prompt(self, prompt: Any) -> Any:
+        """Messages, with the system prompt where they have none; a text is one message of the user."""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not self.system_prompt or not isinstance(messages, list):
+            return messages
+        first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+        has_one = first.get("role") in ("system", "developer")
+        return messages if has_one else [{"role": "system", "content": self.system_prompt}, *messages]
+
+
+def only_text(messages: Any) -> str | None:
+    """The content of a single message."""
+    if isinstance(messages, list) and len(messages) == 1 and isinstance(messages[0], Mapping):
+        content = messages[0].get("content")
+        return content if isinstance(content, str) else None
+    return None
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"

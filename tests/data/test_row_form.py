@@ -1,0 +1,143 @@
+"""Rows in the forms of other tools: text prompts, questions and answers, with and without a chat template."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lib import InputError
+from lib.data import RLHFDataset, set_chat_template
+from lib.data.row_form import RowForm, template_fields
+from rewards.gsm8k import compute_score
+from tests.common import SMALL, fork, ran, rollouts
+from tests.data.test_dataset import error_of, make_tokenizer, write_jsonl, write_parquet
+
+QUESTION = {"question": "1+1", "answer": "so #### 2", "level": 3}
+MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+
+
+def text_of(item, tokenizer):
+    return tokenizer.decode(item["raw_prompt_ids"])
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_questions_and_answers_need_no_script(write, tmp_path):
+    file, tokenizer = write(tmp_path / f"sums.{write.__name__[6:]}", [QUESTION]), make_tokenizer()
+    form = {"prompt_key": "question", "answer_key": "answer"}
+    item = RLHFDataset(file, tokenizer, max_prompt_length=60, **form)[0]
+    assert text_of(item, tokenizer) == "<user: 1+1><assistant: "
+    assert item["reward_model"] == {"ground_truth": "so #### 2"} and item["data_source"] == "sums"
+    assert item["extra_info"] == {"answer": "so #### 2", "level": 3} and item["index"] == 0
+    score = compute_score("sums", "two: #### 2.0", item["reward_model"]["ground_truth"])
+    assert score == {"score": 1.0, "pred": "2"}
+
+
+def test_a_template_names_columns_and_a_system_prompt_goes_first(tmp_path):
+    file, tokenizer = write_jsonl(tmp_path / "sums.jsonl", [QUESTION]), make_tokenizer()
+    form = {"answer_key": "answer", "prompt_template": "Q{level}: {question} {{x}}", "system_prompt": "Be brief."}
+    dataset = RLHFDataset(file, tokenizer, max_prompt_length=90, **form)
+    assert text_of(dataset[0], tokenizer) == "<system: Be brief.><user: Q3: 1+1 {x}><assistant: "
+    of_messages = write_jsonl(tmp_path / "verl.jsonl", [{"prompt": MESSAGES}, {"prompt": MESSAGES[1:]}])
+    dataset = RLHFDataset(of_messages, tokenizer, max_prompt_length=90, system_prompt="Be brief.")
+    assert [row["raw_prompt"][0]["content"] for row in (dataset[0], dataset[1])] == ["s", "Be brief."]
+    dataset = RLHFDataset(of_messages, tokenizer, max_prompt_length=90, filter_overlong_prompts=False)
+    assert dataset[0]["raw_prompt"] == MESSAGES
+
+
+def test_trls_rows_load_as_they_are(tmp_path):
+    """`prompt` is text or messages, what scorers read are columns of any name."""
+    tokenizer = make_tokenizer()
+    for prompt in ("1+1", [{"role": "user", "content": "1+1"}]):
+        file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "solution": "2"}])
+        item = RLHFDataset(file, tokenizer, max_prompt_length=60)[0]
+        assert text_of(item, tokenizer) == "<user: 1+1><assistant: " and item["extra_info"] == {"solution": "2"}
+
+
+def test_without_a_chat_template_the_prompt_is_its_text(tmp_path):
+    """With the tokens that the tokenizer puts around a text."""
+    tokenizer = make_tokenizer(template=None)
+    file = write_jsonl(tmp_path / "sums.jsonl", [QUESTION])
+    dataset = RLHFDataset(file, tokenizer, max_prompt_length=60, prompt_template="Question: {question}\nAnswer:")
+    assert text_of(dataset[0], tokenizer) == "[eos]Question: 1+1Answer:"  # its vocabulary has no line break
+    one = write_jsonl(tmp_path / "one.jsonl", [{"prompt": MESSAGES[1:]}])
+    assert text_of(RLHFDataset(one, tokenizer, max_prompt_length=60)[0], tokenizer) == "[eos]u"
+    several = write_jsonl(tmp_path / "several.jsonl", [{"prompt": MESSAGES}])
+    message = error_of(several, tokenizer, max_prompt_length=60)
+    assert "several.jsonl row 0: a prompt of 2 messages needs a chat template" in message
+    assert "--chat-template FILE" in message
+
+
+def test_a_chat_template_comes_from_a_file_or_is_taken_away(tmp_path):
+    tokenizer = make_tokenizer()
+    before = tokenizer.chat_template
+    set_chat_template(tokenizer, "")
+    assert tokenizer.chat_template == before
+    set_chat_template(tokenizer, "none")
+    assert tokenizer.chat_template is None
+    (tmp_path / "chat.jinja").write_text("{% generation %}{{ messages[0].content }}{% endgeneration %}?")
+    set_chat_template(tokenizer, str(tmp_path / "chat.jinja"))
+    assert tokenizer.chat_template.endswith("?")
+    (tmp_path / "bad.jinja").write_text("\n{% for %}")
+    (tmp_path / "latin.jinja").write_bytes(b"\xe9")
+    for name, reason in {"bad": "bad.jinja line 2: ", "latin": "not UTF-8", "absent": "cannot be read"}.items():
+        with pytest.raises(InputError, match=f"--chat-template .*{reason}"):
+            set_chat_template(tokenizer, str(tmp_path / f"{name}.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{question", "expected '}'"),
+        ("Answer:", "names no column"),
+        ("{0}", "must be the name of a column"),
+        ("{question.__class__}", "must be the name of a column"),
+        ("{question!r}", "must be the name of a column"),
+        ("{question:>9999999999}", "must be the name of a column"),
+    ],
+)
+def test_a_template_is_text_and_names(template, reason):
+    with pytest.raises(InputError, match=reason):
+        template_fields(template)
+
+
+@given(st.text(), st.text())
+def test_a_template_puts_columns_in_as_they_are(before, value):
+    """Also braces in a column, which are not read again."""
+    template = before.replace("{", "{{").replace("}", "}}") + "{question}"
+    row = RowForm(prompt_template=template).in_verls_form({"question": value}, "s")
+    assert row["prompt"] == [{"role": "user", "content": before + value}]
+
+
+BAD_ROWS = {
+    "no such column": ({"prompt_template": "{task}"}, "no column 'task'"),
+    "a column of lists": ({"prompt_template": "{tags}"}, "needs text in column 'tags', which is a list"),
+    "an answer that is null": ({"prompt_key": "question", "answer_key": "none"}, "no answer in column 'none'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_row_that_lacks_what_is_named_is_an_error_in_one_line(name, tmp_path):
+    form, reason = BAD_ROWS[name]
+    file = write_jsonl(tmp_path / "a.jsonl", [QUESTION | {"tags": ["x"], "none": None}])
+    message = error_of(file, make_tokenizer(), max_prompt_length=60, **form)
+    assert f"{file} row 0: " in message and reason in message
+
+
+SCORER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(len(solution_str)), "truth": float(ground_truth), "level": float(extra_info["level"])}
+"""
+
+
+def test_a_base_model_trains_on_text_prompts_up_to_a_stop_string(tmp_path):
+    """As docs/data.md says. The trained tokens are those of the text, and of a response that ends with the string."""
+    rows = [{"question": f"{i}+{i}", "answer": 2 * i, "level": 1} for i in range(8)]
+    (tmp_path / "length.py").write_text(SCORER)
+    files = ["--train-files", str(write_jsonl(tmp_path / "sums.jsonl", rows))]
+    base = ["--chat-template", "none", "--prompt-template", "{question}=", "--answer-key", "answer"]
+    more = ["--reward", f"{tmp_path}/length.py:compute_score", "--stop", "1", "--total-steps", "2"]
+    small = [*SMALL[:-2], *files, *base, *more, "--val-files", "none", "--save-rollouts", "all", "--run-name", "run"]
+    ran(fork("grpo", tmp_path, *small))
+    samples = rollouts(tmp_path / "run").values()
+    assert {row["prompt"] for row in samples} == {f"{i}+{i}=" for i in range(8)}
+    stopped = [row for row in samples if "1" in row["response"]]
+    assert stopped and all(row["response"].index("1") == len(row["response"]) - 1 for row in stopped)
