@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 from lib import InputError, core_algos, is_first_on_node
 from lib import model as models
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read
-from lib.cli.flags import non_default, parse_json
+from lib.cli.flags import non_default, parse_json, with_line_breaks
 from lib.columns import COLUMNS
 from lib.data import (
     PromptDataset,
@@ -213,6 +213,7 @@ def load_inputs(args: ScriptArgs) -> Inputs:
         allow_special_tokens=data.allow_special_tokens,
     )
     form = {name: getattr(data, name) for name in ("prompt_key", "answer_key", "prompt_template", "system_prompt")}
+    form["prompt_template"] = with_line_breaks(data.prompt_template)
     load = partial(load, **{name: value for name, value in form.items() if name in args.given})
     if vision is not None:  # your own class need not know of what a run does not use
         load = partial(load, vision=vision)

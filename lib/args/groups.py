@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
-from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, parse_json
+from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, parse_json, with_line_breaks
 from lib.cli.user_code import load_object
 from lib.sampling import Sampling
 
@@ -106,10 +106,10 @@ class DataArgs(Group):
     prompt_key: Annotated[str, ROWS] = "prompt"
     """column of the prompt: text, or messages"""
     answer_key: Annotated[str, ROWS] = ""
-    """column of the reference answer, which scorers get as ground_truth; empty: reward_model.ground_truth, as in verl"""
+    """column of the reference answer, the scorers' ground_truth; empty: reward_model.ground_truth, as in verl"""
     prompt_template: Annotated[str, ROWS] = ""
-    """text of the prompt with the names of columns in braces, such as "Question: {question}\nAnswer:"; empty: the prompt
-    as it is"""
+    r"""text of the prompt with names of columns in braces, such as "Question: {question}\nAnswer:", where \n
+    is a line break; empty: the prompt as it is"""
     system_prompt: Annotated[str, ROWS] = ""
     """system message of prompts that have none"""
     chat_template: Annotated[str, FILES, ROWS] = ""
@@ -186,7 +186,7 @@ class RolloutArgs(Group):
     repetition_penalty: Annotated[float, Gt(0), AS_RECORDED] = 1.0
     """divides the logits of tokens that came before; 1: off. Only with --val-only: the loss cannot account for it"""
     stop: Annotated[tuple[str, ...], AS_RECORDED] = ()
-    """strings that end a response; the tokens that complete one are trained like the others"""
+    r"""strings that end a response (\n is a line break); the tokens that complete one are trained like the others"""
 
     def check(self) -> None:
         if self.rollout_gpus and self.rollout_engine not in ("hf", "vllm"):
@@ -219,7 +219,8 @@ class RolloutArgs(Group):
         return self.rollout_engine == "vllm"
 
     def sampling(self) -> Sampling:
-        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+        given = {field.name: getattr(self, field.name) for field in fields(Sampling)}
+        return Sampling(**given | {"stop": tuple(map(with_line_breaks, self.stop))})
 
     @property
     def gpu_share(self) -> float:

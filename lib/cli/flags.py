@@ -313,6 +313,12 @@ def check_range(name: str, value: Any, marks: tuple) -> None:
             raise InputError(f"{as_flag(name)} {number}: must be {must}")
 
 
+def with_line_breaks(text: str) -> str:
+    """The text of a flag with a line break for each backslash n, which a shell leaves as it is; a doubled backslash is
+    one backslash before an n."""
+    return re.sub(r"(\\\\|\\)n", lambda found: "\n" if len(found[1]) == 1 else "\\n", text)
+
+
 def parse_json(name: str, text: str) -> dict:
     """The JSON object in `text`, the value of the field `name`. Raises InputError, also for NaN and infinity."""
     flag = as_flag(name)

@@ -43,8 +43,8 @@ class RowForm:
 
     def in_verls_form(self, row: dict, source: str) -> dict:
         """The row with verl's columns. Its answer becomes the ground truth. Without a data_source it has
-        `source`; without extra_info, all other columns are there, for scorers. Raises InputError, without the row's number,
-        for an answer or a column of the template that is not there."""
+        `source`; without extra_info, all other columns are there, for scorers. Raises InputError, without the row's
+        number, for an answer or a column of the template that is not there."""
         prompt = self._filled(row) if self.prompt_template else row.get(self.prompt_key)
         given = {name: row[name] for name in OF_VERL if name in row}
         if self.answer_key:

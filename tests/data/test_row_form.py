@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import grpo
 from lib import InputError
+from lib.cli.flags import parse_flags, with_line_breaks
 from lib.data import RLHFDataset, set_chat_template
 from lib.data.row_form import RowForm, template_fields
 from rewards.gsm8k import compute_score
@@ -107,6 +109,14 @@ def test_a_template_puts_columns_in_as_they_are(before, value):
     assert row["prompt"] == [{"role": "user", "content": before + value}]
 
 
+def test_a_line_break_can_be_typed():
+    """What a shell leaves of "...": a backslash and an n."""
+    assert with_line_breaks(r"Q: {question}\nA:\n\n") == "Q: {question}\nA:\n\n"
+    assert with_line_breaks(r"\\nabla \boxed{{}} \t \\") == r"\nabla \boxed{{}} \t \\"
+    args = parse_flags(grpo.Args, ["--stop", r"\n", r"\\n", "x"])
+    assert args.rollout.sampling().stop == ("\n", r"\n", "x")
+
+
 BAD_ROWS = {
     "no such column": ({"prompt_template": "{task}"}, "no column 'task'"),
     "a column of lists": ({"prompt_template": "{tags}"}, "needs text in column 'tags', which is a list"),
@@ -133,11 +143,11 @@ def test_a_base_model_trains_on_text_prompts_up_to_a_stop_string(tmp_path):
     rows = [{"question": f"{i}+{i}", "answer": 2 * i, "level": 1} for i in range(8)]
     (tmp_path / "length.py").write_text(SCORER)
     files = ["--train-files", str(write_jsonl(tmp_path / "sums.jsonl", rows))]
-    base = ["--chat-template", "none", "--prompt-template", "{question}=", "--answer-key", "answer"]
+    base = ["--chat-template", "none", "--prompt-template", r"{question}\n=", "--answer-key", "answer"]
     more = ["--reward", f"{tmp_path}/length.py:compute_score", "--stop", "1", "--total-steps", "2"]
     small = [*SMALL[:-2], *files, *base, *more, "--val-files", "none", "--save-rollouts", "all", "--run-name", "run"]
     ran(fork("grpo", tmp_path, *small))
     samples = rollouts(tmp_path / "run").values()
-    assert {row["prompt"] for row in samples} == {f"{i}+{i}=" for i in range(8)}
+    assert {row["prompt"] for row in samples} == {f"{i}+{i}\n=" for i in range(8)}
     stopped = [row for row in samples if "1" in row["response"]]
     assert stopped and all(row["response"].index("1") == len(row["response"]) - 1 for row in stopped)
