@@ -229,6 +229,10 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     val_scorers = load_scorers(validation.val_reward, validated, kwargs)
     check_keywords([*scorers, *val_scorers], kwargs)
     if args.run.total_epochs is not None and train_data is not None:
+        if data.train_weights:
+            raise InputError(
+                "--total-epochs with --train-weights: each source has epochs of its own: use --total-steps"
+            )
         args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
         args.run.check_profile_steps()
     exact = vision is None and not data.dataset_class and data.filter_overlong_prompts
@@ -441,6 +445,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
             sampling=data.prompt_sampling,
             skip_after=data.prompt_skip_after,
             share=data.prompt_share,
+            weights=data.train_weights,
         )
     return Rollouts(
         engine,

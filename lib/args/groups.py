@@ -95,6 +95,9 @@ class DataArgs(Group):
 
     train_files: Annotated[tuple[str, ...], FILES, ROWS] = TOY_TRAIN
     """parquet or json(l) files, or a data set on the hub"""
+    train_weights: Annotated[tuple[float, ...], Gt(0), ROWS] = ()
+    """share of each file of --train-files among the prompts, such as 0.7 0.3, whatever the files' sizes; empty: all
+    rows are one data set"""
     dataset_class: Annotated[str, FILES, ROWS] = ""
     """path/to/file.py:ClassName of your own dataset class; empty: lib/data's RLHFDataset"""
     max_prompt_length: Annotated[int, Ge(1), ROWS] = 32
@@ -145,6 +148,9 @@ class DataArgs(Group):
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
         if self.system_prompt and self.chat_template == "none":
             raise InputError("--system-prompt with --chat-template none: a prompt is then one text; write it into that")
+        if len(self.train_weights) not in (0, len(self.train_files)):
+            sizes = f"{len(self.train_weights)} numbers for the {len(self.train_files)} files"
+            raise InputError(f"--train-weights has {sizes} of --train-files")
         if self.min_pixels > self.max_pixels:
             raise InputError(f"--min-pixels {self.min_pixels}: more than --max-pixels {self.max_pixels}")
         if self.prompt_sampling != "uniform" and self.loader_workers:

@@ -289,6 +289,12 @@ class RLHFDataset(Dataset):
         """Every data_source among the kept rows: what the reward must know."""
         return {self._row(int(row))["data_source"] for row in self.kept}
 
+    @property
+    def source_sizes(self) -> list[int]:
+        """The number of kept rows of each source; these come one source after the other."""
+        sources = np.searchsorted(self._ends, self.kept, side="right")
+        return np.bincount(sources, minlength=len(self._ends)).tolist()
+
     def __len__(self) -> int:
         return len(self.kept)
 

@@ -35,14 +35,16 @@ class Difficulty:
     def skips(self, row: int, rng: np.random.Generator) -> bool:
         return self.alike[row] >= self.skip_after and rng.random() >= self.share
 
-    def draw(self, n: int, rng: np.random.Generator) -> list[int]:
-        """n rows, in proportion to the variance of their last scores. A row not seen counts as the best one seen."""
-        seen, N = ~np.isnan(self.variance), len(self.variance)
-        weights = np.where(seen, self.variance, self.variance[seen].max(initial=0.0))
+    def draw(self, n: int, rng: np.random.Generator, rows: range) -> list[int]:
+        """n of the rows, in proportion to the variance of their last scores. A row not seen counts as the best one
+        seen."""
+        variance, N = self.variance[rows.start : rows.stop], len(rows)
+        seen = ~np.isnan(variance)
+        weights = np.where(seen, variance, variance[seen].max(initial=0.0))
         if not weights.any():
             weights = np.ones(N)
         p = (1 - self.share) * weights / weights.sum() + self.share / N
-        return rng.choice(N, n, replace=n > N, p=p / p.sum()).tolist()
+        return (rows.start + rng.choice(N, n, replace=n > N, p=p / p.sum())).tolist()
 
     def metrics(self) -> dict[str, float]:
         shares = {"prompts/seen": ~np.isnan(self.variance), "prompts/skipped": self.alike >= self.skip_after}

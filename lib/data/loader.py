@@ -4,6 +4,7 @@ import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from lib.seeds import seeded
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
 
 ROW = "data_row"  # column of the row's number in the data set
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
@@ -49,9 +51,13 @@ def _collate_in_worker(items: list[dict]) -> dict:
 
 @dataclass(eq=False)
 class _StepSampler:
-    """Yields, step after step and without end, the rows of the stream that belong to this rank."""
+    """Yields, step after step and without end, the rows of the stream that belong to this rank.
 
-    num_rows: int
+    Each source has a part of [0, 1) as long as its weight. Place k of the stream is of the source in whose part k x
+    0.618... modulo 1 lies: these numbers are spread evenly, so any stretch has each source's share to a few rows."""
+
+    sources: Sequence[range]  # the rows of each source, or of all as one
+    weights: Sequence[float]  # of each source; their sum is 1
     prompts_per_step: int
     rank: int
     world_size: int
@@ -60,9 +66,12 @@ class _StepSampler:
     sampling: PromptSampling
     difficulty: Difficulty
     start: int = 0
-    skipped: int = 0  # rows of the stream that --prompt-sampling skip has left out
     given: Sequence[int] = ()  # what was yielded last
-    _epoch: int = -1
+
+    def __post_init__(self):
+        self.skipped = np.zeros(len(self.sources), dtype=int)  # rows that --prompt-sampling skip has left out
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}  # of a source: its epoch, and the order of its rows
+        self._place, self._taken = 0, np.zeros(len(self.sources), dtype=int)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Of each row its place in what is handed out, over all ranks, and its number."""
@@ -74,29 +83,50 @@ class _StepSampler:
 
     def _step(self, position: int) -> list[int]:
         """The rows of the step that begins after `position` rows, over all ranks."""
-        n, rng = self.prompts_per_step, np.random.default_rng([self.seed, position])
+        rng, rows = np.random.default_rng([self.seed, position]), np.empty(self.prompts_per_step, dtype=int)
+        taken, source = self.taken(position), self._source_of(np.arange(position, position + len(rows)))
+        for s in range(len(self.sources)):
+            own = np.flatnonzero(source == s)
+            rows[own] = self._next(s, int(taken[s]), len(own), rng)
+        return rows.tolist()
+
+    def _source_of(self, places: np.ndarray) -> np.ndarray:
+        return np.searchsorted(np.cumsum(self.weights)[:-1], places * GOLDEN % 1, side="right")
+
+    def taken(self, position: int) -> np.ndarray:
+        """(sources,): how many of the first `position` places are of each source."""
+        if position < self._place:
+            self._place, self._taken = 0, np.zeros_like(self._taken)
+        source = self._source_of(np.arange(self._place, position))
+        self._taken = self._taken + np.bincount(source, minlength=len(self.sources))
+        self._place = position
+        return self._taken
+
+    def _next(self, s: int, taken: int, n: int, rng: np.random.Generator) -> list[int]:
+        """The next n rows of source s, of which `taken` have come."""
         if self.sampling == "variance":
-            return self.difficulty.draw(n, rng)
+            return self.difficulty.draw(n, rng, self.sources[s])
         if self.sampling == "uniform":
-            return [self._row(k) for k in range(position, position + n)]
+            return [self._row(s, k) for k in range(taken, taken + n)]
         rows: list[int] = []
-        last = self.skipped + self.num_rows  # after a whole epoch of skips, prompts come as they are
+        last = self.skipped[s] + len(self.sources[s])  # after a whole epoch of skips, prompts come as they are
         while len(rows) < n:
-            row = self._row(position + self.skipped + len(rows))
-            if self.skipped < last and self.difficulty.skips(row, rng):
-                self.skipped += 1
+            row = self._row(s, taken + int(self.skipped[s]) + len(rows))
+            if self.skipped[s] < last and self.difficulty.skips(row, rng):
+                self.skipped[s] += 1
             else:
                 rows.append(row)
         return rows
 
-    def _row(self, k: int) -> int:
-        """Row k of the stream."""
-        epoch, i = divmod(k, self.num_rows)
+    def _row(self, s: int, k: int) -> int:
+        """Row k of the stream of source s."""
+        rows = self.sources[s]
+        epoch, i = divmod(k, len(rows))
         if not self.shuffle:
-            return i
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
-        return int(self._order[i])
+            return rows[i]
+        if self._orders.get(s, (-1,))[0] != epoch:
+            self._orders[s] = epoch, np.random.default_rng([self.seed, epoch, s]).permutation(len(rows))
+        return rows[self._orders[s][1][i]]
 
 
 class _SeededRows:
@@ -147,17 +177,26 @@ class PromptLoader(StatefulDataLoader):
         self.batch_sampler.difficulty.record_scores(rows, scores)
 
     def metrics(self) -> dict[str, float]:
-        return self.batch_sampler.difficulty.metrics() if self.needs_scores else {}
+        """With several weighted sources also the epochs of each, prompts/epochs/<its number>."""
+        sampler = self.batch_sampler
+        metrics = sampler.difficulty.metrics() if self.needs_scores else {}
+        if len(sampler.sources) > 1 and sampler.sampling != "variance":
+            visits = sampler.taken(self.position) + sampler.skipped
+            epochs = (n / len(rows) for n, rows in zip(visits, sampler.sources))
+            metrics |= {f"prompts/epochs/{s}": float(n) for s, n in enumerate(epochs)}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         state = {"position": self.position, **self._stream()}
         if self.needs_scores:
-            state |= {"skipped": self.batch_sampler.skipped, "difficulty": self.batch_sampler.difficulty.state_dict()}
+            sampler = self.batch_sampler
+            state |= {"skipped": sampler.skipped.tolist(), "difficulty": sampler.difficulty.state_dict()}
         return state
 
-    def _stream(self) -> dict[str, int | bool]:
+    def _stream(self) -> dict[str, Any]:
         sampler = self.batch_sampler
-        return {"num_rows": sampler.num_rows, "seed": sampler.seed, "shuffle": sampler.shuffle}
+        stream = {"num_rows": sampler.sources[-1].stop, "seed": sampler.seed, "shuffle": sampler.shuffle}
+        return stream | ({"weights": [*sampler.weights]} if len(sampler.weights) > 1 else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes effect at the next iter(loader). Raises InputError if the saved stream had another order."""
@@ -168,7 +207,7 @@ class PromptLoader(StatefulDataLoader):
                 raise InputError(f"{found}, so rows would be lost or doubled; {advice}")
         self.position = int(state["position"])
         if self.needs_scores and "difficulty" in state:
-            self.batch_sampler.skipped = int(state["skipped"])
+            self.batch_sampler.skipped = np.atleast_1d(state["skipped"]).astype(int)
             self.batch_sampler.difficulty.load_state_dict(state["difficulty"])
 
 
@@ -184,6 +223,7 @@ def make_loader(
     sampling: PromptSampling = "uniform",
     skip_after: int = 3,
     share: float = 0.1,
+    weights: Sequence[float] = (),
 ) -> PromptLoader:
     """An endless loader of one rank's share, prompts_per_step / world_size rows, of each step's prompts.
 
@@ -192,7 +232,10 @@ def make_loader(
     once, and the union over the ranks does not depend on their number. Raises InputError for impossible sizes.
 
     sampling: "skip" leaves rows of the stream out, "variance" draws the rows of a step, by the scores of earlier steps
-    (lib/data/difficulty.py has skip_after and share); they need num_workers 0, as workers take rows in advance."""
+    (lib/data/difficulty.py has skip_after and share); they need num_workers 0, as workers take rows in advance.
+
+    weights: of the data set's sources (its `source_sizes`). Each step then has about this share of each, and an epoch
+    is one of a source."""
     if prompts_per_step < 1 or prompts_per_step % world_size:
         above = (max(prompts_per_step, 1) // world_size + 1) * world_size
         rest = f"(prompts_per_step % world_size = {prompts_per_step % world_size})"
@@ -204,6 +247,16 @@ def make_loader(
         raise InputError(f"seed={seed}: must not be negative")
     if len(dataset) == 0:
         raise InputError("the data set has no rows")
+    sizes = [len(dataset)]
+    if weights:
+        sizes = getattr(dataset, "source_sizes", sizes)
+        if len(sizes) != len(weights):
+            raise InputError(f"--train-weights: {len(weights)} numbers for a data set with {len(sizes)} source(s)")
+        if 0 in sizes:
+            raise InputError(f"--train-weights: no row of --train-files {sizes.index(0)} (counted from 0) is left")
+    ends = [*accumulate(sizes)]
+    sources = [range(end - size, end) for size, end in zip(sizes, ends)]
+    shares = [weight / sum(weights) for weight in weights] or [1.0]
     difficulty = Difficulty(len(dataset), skip_after, share)
-    sampler = _StepSampler(len(dataset), prompts_per_step, rank, world_size, seed, shuffle, sampling, difficulty)
+    sampler = _StepSampler(sources, shares, prompts_per_step, rank, world_size, seed, shuffle, sampling, difficulty)
     return PromptLoader(dataset, sampler, num_workers)

@@ -41,6 +41,7 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores
       (with reward_components (B, K): of each), with all scores above `correct_above`, with no score above it
     - response_length/{mean,max,min}: tokens after the prompt, tool outputs included; response_length/clip_ratio
+    - source/<data_source>/{rows,reward,response_length,zero_variance}: of the rows of each data_source
     - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over the tokens of valid_mask), rollout/dead_rows
     """
     tensors = batch.batch
@@ -67,10 +68,29 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
         return [group for group in groups.values() if len(group) > 1]
 
     several = groups_of(scores.tolist())
-    rewards = groups_of(tensors["reward_components"][alive].tolist()) if "reward_components" in tensors else several
+    rewarded = tensors["reward_components"][alive].tolist() if "reward_components" in tensors else scores.tolist()
+    rewards = groups_of(rewarded)
+    if "data_source" in batch.non_tensor_batch:
+        sources = list(batch.non_tensor_batch["data_source"][alive.cpu().numpy()])
+        metrics |= _by_source(sources, scores, lengths[alive], groups_of([*zip(sources, rewarded)]))
     metrics["reward/zero_variance"] = Mean(sum(max(g) == min(g) for g in rewards), len(several))
     metrics["reward/all_right"] = Mean(sum(min(g) > correct_above for g in several), len(several))
     metrics["reward/all_wrong"] = Mean(sum(max(g) <= correct_above for g in several), len(several))
+    return metrics
+
+
+def _by_source(sources: list, scores: torch.Tensor, lengths: torch.Tensor, groups: list[list]) -> dict[str, Metric]:
+    """sources, scores, lengths: of each alive row. groups: (source, what was rewarded) of the rows of each."""
+    metrics: dict[str, Metric] = {}
+    for source in sorted({*sources}):
+        own = [row for row, name in enumerate(sources) if name == source]
+        alike = [max(group) == min(group) for group in groups if group[0][0] == source]
+        metrics |= {
+            f"source/{source}/rows": Sum(len(own)),
+            f"source/{source}/reward": Mean(scores[own].double().sum().item(), len(own)),
+            f"source/{source}/response_length": Mean(lengths[own].sum().item(), len(own)),
+            f"source/{source}/zero_variance": Mean(sum(alike), len(alike)),
+        }
     return metrics
 
 

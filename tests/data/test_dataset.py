@@ -287,7 +287,8 @@ def test_error_columns(tmp_path, tokenizer, write):
     message = error_of(file, tokenizer, max_prompt_length=30)
     assert str(file) in message and "no column 'prompt'" in message
     assert "data_source" in message and "question" in message
-    assert "no column 'answer'" in error_of(file, tokenizer, max_prompt_length=30, answer_key="answer")
+    columns = {"prompt_key": "question", "answer_key": "answer"}
+    assert "no column 'answer'" in error_of(file, tokenizer, max_prompt_length=30, **columns)
 
 
 @pytest.mark.parametrize("prompt", [[], [{"content": "no role"}], ["text"], None, {"role": "user"}])
