@@ -47,7 +47,7 @@ TABLE = (
     Row("", "rollout_gpus max_response_length repetition_penalty stop multi_turn.tools multi_turn.interaction"),
     Row("", "reward reward_kwargs reward_workers sandbox_level reward_failure_score reward_model val_files val_only"),
     Row("no val_only", "train_files loader_workers prompt_sampling async_level temperature top_p top_k min_p"),
-    Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps"),
+    Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps plan"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
     Row("no val_only", "gradient_checkpointing save_every save_rollouts export_model"),
     Row("no val_only", "adv_estimator loss loss_agg_mode entropy_coef entropy_target kl_coef"),
