@@ -257,8 +257,8 @@ MOST_SPLITS = 8
 OF_SPLIT = ("rollout_engine", "rollout_gpus", "rollout_tensor_parallel_size", "async_level", "gpu_memory_utilization")
 
 
-class Policy(NamedTuple):
-    """What an engine needs of the policy."""
+class DecoderCosts(NamedTuple):
+    """Of the policy in an engine."""
 
     weights: int  # bytes
     cache: int  # bytes of keys and values, a token
@@ -268,7 +268,7 @@ class Policy(NamedTuple):
     heads: int
 
     @classmethod
-    def of(cls, args: ScriptArgs) -> "Policy":
+    def of(cls, args: ScriptArgs) -> "DecoderCosts":
         trust: dict[str, Any] = {"trust_remote_code": args.model.trust_remote_code}
         model = meta_model(AutoModelForCausalLM, args.model.model, "--model", torch.bfloat16, **trust)
         config, flops = model.config.get_text_config(), flops_of(model.requires_grad_(False))
@@ -288,22 +288,25 @@ def describe_plan(args: ScriptArgs, gpu: Gpu) -> str:
 
 
 def plan_splits(args: ScriptArgs, gpu: Gpu, lengths: np.ndarray) -> list[Split]:
-    """Of the --dry-run GPUs: all sample and train, or the last ones sample, at each --async-level, with the size of an
-    engine that is fastest at the lowest level that has rollouts in flight. Raises InputError if there is none."""
+    """Of the --dry-run GPUs: all sample and train, or the last ones sample, at each --async-level. Engines have the
+    size that is fastest at level 1, or 0 (within 2 %, the smallest). Raises InputError if there is none."""
     if args.rollout.rollout_engine not in ("hf", "vllm"):
         raise InputError(
             f"--plan compares vLLM engines of this job, not --rollout-engine {args.rollout.rollout_engine}"
         )
-    policy, gpus, splits = Policy.of(args), args.run.dry_run, []
+    policy, gpus, splits = DecoderCosts.of(args), args.run.dry_run, []
     flops = [mean_flops(args, lengths, level) for level in (0, 1)]  # asynchronous rollouts are corrected for
     training = [n for n in range(1, gpus) if args.prompts_per_step % (n * args.num_mini_batches) == 0]
     training = [n for n in training if n >= gpus / 16] or training
     for ranks in [*training[:: -(-len(training) // MOST_SPLITS) or 1], gpus]:
         split = partial(plan_split, args, policy, flops, gpu, lengths, gpus - ranks)
-        first = min(1, gpus - ranks)
-        found = {size: own for size in ENGINE_GPUS if (own := split(size, first))}
+        for first in (1, 0) if gpus > ranks else (0,):
+            found = {size: own for size in ENGINE_GPUS if (own := split(size, first))}
+            if found:
+                break
         if found:
-            size = min(found, key=lambda size: found[size].step.seconds)
+            fastest = min(own.step.seconds for own in found.values())
+            size = next(size for size, own in found.items() if own.step.seconds <= 1.02 * fastest)
             changed = with_split(args, gpus - ranks, size, first)
             fit = fits(memory_of(changed, step_sizes(changed, ranks), ranks, gpu.memory), gpu.memory)
             others = [split(size, level) for level in range(LEVELS) if gpus > ranks and level != first]
@@ -328,7 +331,7 @@ def with_split(args: ScriptArgs, rollout_gpus: int, engine_gpus: int, level: int
 
 def plan_split(
     args: ScriptArgs,
-    policy: Policy,
+    policy: DecoderCosts,
     flops: list[StepFlops],
     gpu: Gpu,
     lengths: np.ndarray,
@@ -356,7 +359,7 @@ def plan_split(
     return Split(" ".join(words) or "the flags as they are", ranks, rollout_gpus, engines, level, step, True)
 
 
-def engine_rates(args: ScriptArgs, policy: Policy, gpu: Gpu) -> EngineRates:
+def engine_rates(args: ScriptArgs, policy: DecoderCosts, gpu: Gpu) -> EngineRates:
     """A roofline of the engine. Raises InputError for a GPU that is not in the tables."""
     bandwidth = next((tbps for words, tbps in MEMORY_TBPS.items() if words in gpu.name), None)
     if bandwidth is None or gpu.peak is None:
@@ -364,6 +367,9 @@ def engine_rates(args: ScriptArgs, policy: Policy, gpu: Gpu) -> EngineRates:
     gpus, prompt = args.rollout.rollout_tensor_parallel_size, args.data.max_prompt_length
     read, computed = READS * gpus * bandwidth * 1e12, PREFILL_MFU * gpus * gpu.peak * 1e12
     room = args.rollout.gpu_share * gpu.memory * gpus - policy.weights
+    slots = parse_json("vllm_kwargs", args.rollout.vllm_kwargs).get("max_num_seqs", SLOTS)
+    if type(slots) is not int or slots < 1:
+        raise InputError(f"--vllm-kwargs max_num_seqs {slots}: give a number of rows, such as {SLOTS}")
     return EngineRates(
         fixed=STEP_S + 2 * policy.layers * ALL_REDUCE_S * (gpus > 1),
         row=policy.token / computed,
@@ -371,7 +377,7 @@ def engine_rates(args: ScriptArgs, policy: Policy, gpu: Gpu) -> EngineRates:
         context=policy.cache / read,
         prefill=(policy.token + policy.seen * prompt / 2) / computed,
         request=REQUEST_S if args.rollout.rollout_gpus else 0.0,
-        slots=parse_json("vllm_kwargs", args.rollout.vllm_kwargs).get("max_num_seqs", SLOTS),
+        slots=slots,
         cache=room / policy.cache if policy.cache else math.inf,
     )
 

@@ -310,10 +310,11 @@ def best_split(splits: Iterable[Split]) -> Split | None:
 
 
 def plan_table(splits: Sequence[Split], tokens: float) -> str:
-    """A line for each split, the fastest first, and the flags of the best. tokens: of a step, prompts and responses."""
+    """A line for each split, and the flags of the best. tokens: of a step, prompts and responses."""
+    fastest = {gpus: min(s.step.seconds for s in splits if s.rollout_gpus == gpus) for _, _, gpus, *_ in splits}
     head = ["rollout GPUs", "engines", "level", "s/step", "sync", "rollout", "train", "tokens/s/GPU", "idle", "memory"]
     lines = ["  ".join(head)]
-    for split in sorted(splits, key=lambda split: split.step.seconds):
+    for split in sorted(splits, key=lambda split: (fastest[split.rollout_gpus], split.level)):
         step, gpus = split.step, split.trainers + split.rollout_gpus
         idle = " / ".join(f"{share:.0%}" for share in split.idle[: 1 + bool(split.rollout_gpus)])
         cells = [str(split.rollout_gpus or "all"), str(split.engines), str(split.level)]

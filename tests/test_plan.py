@@ -16,7 +16,7 @@ from benchmarks import plan as benchmark
 from lib import InputError
 from lib.args import step_sizes, training_ranks
 from lib.cli.flags import parse_flags
-from lib.estimate import H100, Policy, describe_plan, engine_rates, plan_splits, with_split
+from lib.estimate import H100, DecoderCosts, describe_plan, engine_rates, plan_splits, with_split
 from lib.plan import DRAWS, ROWS, Engine, EngineRates, Row, Split, Step, best_split, dealt, read_lengths, simulate
 from tests.common import ROOT, TOY_MODEL
 
@@ -86,7 +86,8 @@ whole = st.integers(0, 5)
 @st.composite
 def cases(draw) -> dict:
     """Rates, lengths (batches, groups, group_size), and what else `simulate` takes."""
-    group_size, groups, prompt = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    group_size, groups = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 4))  # powers of 2: shares are exact
+    prompt = draw(st.integers(1, 4))
     level, steps = draw(st.integers(0, 3)), draw(st.integers(1, 5))
     number = (steps + level) * groups * group_size
     lengths = np.array(draw(st.lists(st.integers(1, 12), min_size=number, max_size=number)))
@@ -296,16 +297,17 @@ def parsed(script: str, *more: str, **options):
 def test_the_roofline_of_a_7b_engine():
     """The figures of Qwen2.5-7B by hand: 7.62e9 weights, 28 layers, 4 heads of keys and values of 128."""
     args = parsed("grpo")
-    rates = engine_rates(with_split(args, 4, 1, 0), Policy.of(args), H100)
+    costs = DecoderCosts.of(args)
+    rates = engine_rates(with_split(args, 4, 1, 0), costs, H100)
     assert rates.weights == pytest.approx(2 * 7.616e9 / (0.8 * 3.35e12), rel=1e-3)
     assert rates.context == 28 * 2 * 4 * 128 * 2 / (0.8 * 3.35e12)
     embedding = 152064 * 3584  # is looked up
     assert rates.row == pytest.approx(2 * (7.616e9 - embedding) / (0.5 * 989e12), rel=1e-3)
     assert rates.cache == pytest.approx((0.9 * 80 * 2**30 - 2 * 7.616e9) / (28 * 2 * 4 * 128 * 2), rel=1e-3)
-    two = engine_rates(with_split(args, 4, 2, 0), Policy.of(args), H100)
+    two = engine_rates(with_split(args, 4, 2, 0), costs, H100)
     assert two.weights == rates.weights / 2 and two.fixed > rates.fixed and two.cache > 2 * rates.cache
     with pytest.raises(InputError, match="bandwidth of Voodoo"):
-        engine_rates(args, Policy.of(args), H100._replace(name="Voodoo"))
+        engine_rates(args, costs, H100._replace(name="Voodoo"))
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
@@ -326,7 +328,7 @@ def test_suggested_flags_are_valid(script):
 def test_flags_that_forbid_a_split_leave_it_out():
     args = parsed("grpo", "--stop", "x", "--gpu-memory-utilization", "0.6", model=TOY_MODEL)
     splits = plan_splits(args, H100, read_lengths("constant:64", 4096))
-    assert {split.level for split in splits} == {0}  # --stop needs it
+    assert [(split.rollout_gpus, split.level) for split in splits] == [(7, 0), (6, 0), (4, 0), (0, 0)]  # --stop needs 0
     assert all(("--gpu-memory-utilization 0.9" in split.flags) == bool(split.rollout_gpus) for split in splits)
 
 
@@ -334,14 +336,18 @@ def test_the_table_ends_with_flags_to_paste():
     args = parsed("grpo", "--rollout-engine", "vllm", "--stop", "x", model=TOY_MODEL)
     head, _, *rows, best = describe_plan(args, H100).splitlines()
     assert "responses auto (mean" in head and len(rows) == 4 and best.startswith("best: ")
-    assert [float(row.split()[3]) for row in rows] == sorted(float(row.split()[3]) for row in rows)
+    assert [float(row.split()[3]) for row in rows] == sorted(float(row.split()[3]) for row in rows)  # the fastest first
 
 
 def test_plans_that_cannot_be_made():
     with pytest.raises(InputError, match="--plan auto: needs --dry-run"):
         parse_flags(importlib.import_module("grpo").Args, ["--plan", "auto"])
     with pytest.raises(InputError, match="compares vLLM engines"):
-        plan_splits(parsed("grpo", "--rollout-engine", "http://a:1"), H100, np.array([9]))
+        plan_splits(parsed("grpo", "--rollout-engine", "http://a:1", model=TOY_MODEL), H100, np.array([9]))
+    own = ["--model", TOY_MODEL, "--rollout-engine", "vllm"]
+    for slots in ('"many"', "0", "true", "1.5", "null"):
+        with pytest.raises(InputError, match="--vllm-kwargs max_num_seqs"):
+            plan_splits(parsed("grpo", "--vllm-kwargs", f'{{"max_num_seqs": {slots}}}', *own), H100, np.array([9]))
     with pytest.raises(InputError, match="no engine on 8 GPUs or fewer holds"):
         plan_splits(parsed("grpo"), H100._replace(memory=1 << 30), np.array([9]))
 
