@@ -47,10 +47,10 @@ def read_lengths(text: str, limit: int) -> np.ndarray:
     except ValueError:
         numbers = []
     if len(numbers) != (1 if name == "constant" else 2) or not all(math.isfinite(number) for number in numbers):
-        raise InputError(f"--plan {text[:100]}: give {FORMS}, with numbers")
+        raise InputError(f"--plan {text[:100]!r}: give {FORMS}, with numbers")
     first, last = numbers[0], numbers[-1]
     if not 1 <= first <= 1e9 or not (0 <= last <= 10 if name == "lognormal" else first <= last <= 1e9):
-        raise InputError(f"--plan {text[:100]}: lengths are from 1 to 1e9 tokens, hi is not below lo, sigma 0 to 10")
+        raise InputError(f"--plan {text[:100]!r}: lengths are from 1 to 1e9 tokens, hi is not below lo, sigma 0 to 10")
     rng = np.random.default_rng(0)
     if name == "lognormal":
         drawn = first * np.exp(last * rng.standard_normal(DRAWS) - last**2 / 2)
@@ -70,7 +70,7 @@ def lengths_of_run(folder: str) -> np.ndarray:
     except OSError:  # a name that is too long, a folder that cannot be read
         files = []
     if not files:
-        raise InputError(f"--plan {folder[:100]}: no run with samples (rollouts/*.parquet) is there; give {FORMS}")
+        raise InputError(f"--plan {folder[:100]!r}: no run with samples (rollouts/*.parquet) is there; give {FORMS}")
     found = []
     for file in files:
         try:
@@ -78,10 +78,10 @@ def lengths_of_run(folder: str) -> np.ndarray:
             found.append(pyarrow.compute.list_value_length(tokens).drop_null().to_numpy())
         except (OSError, KeyError, ValueError, NotImplementedError, pyarrow.ArrowException) as error:
             why = str(error).partition("\n")[0][:200]
-            raise InputError(f"--plan {folder}: {file.name} is no file of samples: {why}") from error
+            raise InputError(f"--plan {folder!r}: {file.name} is no file of samples: {why}") from error
     lengths = np.concatenate(found)
     if not (lengths > 0).any():
-        raise InputError(f"--plan {folder}: its samples have no token; give {FORMS}")
+        raise InputError(f"--plan {folder!r}: its samples have no token; give {FORMS}")
     return lengths[lengths > 0]
 
 

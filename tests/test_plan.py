@@ -209,6 +209,7 @@ BAD += [
     "constant:1e10",
     "runs/there_is_none",
     "a\nb",
+    "uniform:1,\n",
     "\x00",
     ":",
     "normal:1,2",
@@ -221,9 +222,8 @@ BAD += [
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: ascii(text[:20]))
 def test_bad_lengths_are_one_line(text):
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=r"^--plan [^\n]{1,1000}$"):
         read_lengths(text, 1000)
-    assert "\n" not in str(error.value).replace(text, "") and len(str(error.value)) < 400
 
 
 @settings(max_examples=40, deadline=None)
@@ -233,7 +233,8 @@ def test_bad_lengths_are_one_line(text):
 def test_any_text_gives_lengths_or_an_input_error(text):
     try:
         lengths = read_lengths(text, 1000)
-    except InputError:
+    except InputError as error:
+        assert str(error).isprintable()
         return
     assert lengths.min() >= 1 and lengths.max() <= 1000
 
@@ -340,7 +341,7 @@ def test_the_table_ends_with_flags_to_paste():
 
 
 def test_plans_that_cannot_be_made():
-    with pytest.raises(InputError, match="--plan auto: needs --dry-run"):
+    with pytest.raises(InputError, match="--plan 'auto': needs --dry-run"):
         parse_flags(importlib.import_module("grpo").Args, ["--plan", "auto"])
     with pytest.raises(InputError, match="compares vLLM engines"):
         plan_splits(parsed("grpo", "--rollout-engine", "http://a:1", model=TOY_MODEL), H100, np.array([9]))

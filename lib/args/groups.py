@@ -362,7 +362,7 @@ class RunArgs(Group):
         if (size := len(self.run_name.encode())) > LONGEST_RUN_NAME:
             raise InputError(f"--run-name {self.run_name[:40]}...: {size} bytes, at most {LONGEST_RUN_NAME} are taken")
         if self.plan and not self.dry_run:
-            raise InputError(f"--plan {self.plan[:100]}: needs --dry-run N, the number of GPUs that it predicts for")
+            raise InputError(f"--plan {self.plan[:100]!r}: needs --dry-run N, the number of GPUs that it predicts for")
         if not self.dry_run:
             check_output_dir(self.output_dir)
         if self.record and self.replay:
