@@ -4,6 +4,7 @@ flag that nothing reads is reported (docs/flags_read.md)."""
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, NamedTuple
 
 from lib import InputError
@@ -191,6 +192,7 @@ class Reads:
         )
 
 
+@cache
 def rows_with(flag: str) -> list[Row]:
     return [row for row in TABLE if any(fnmatchcase(flag, pattern) for pattern in row.flags.split())]
 
