@@ -1,17 +1,22 @@
 """What a run will do, and what a step of it needs in memory and time. Flags that do not fit the GPU are refused."""
 
 import copy
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from lib import InputError
-from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
+from lib.args import ROOT, ScriptArgs, Sizes, step_sizes, training_ranks
+from lib.cli.flags import as_flag, check_flags, parse_json
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import World, advise_out_of_memory, on_first_rank
-from lib.model.flops import StepFlops, estimate_flops
-from lib.model.memory import GIB, Moments, estimate_memory, fits, memory_table
+from lib.model.flops import StepFlops, estimate_flops, flops_of
+from lib.model.memory import GIB, Moments, estimate_memory, fits, kv_bytes_per_token, memory_table, meta_model
+from lib.plan import EngineRates, Split, plan_table, predict, read_lengths
 from lib.run.throughput import PEAK_TFLOPS, peak_tflops
 from lib.setup import Inputs, advantage_columns, check_algorithm, get_compute_dtype, needed_log_probs
 
@@ -66,6 +71,8 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
         lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
     if args.run.dry_run:
         lines += [describe_needs(args, sizes, gpu_here())]
+    if args.run.plan:
+        lines += [describe_plan(args, gpu_here())]
     return "\n".join(lines)
 
 
@@ -89,17 +96,22 @@ def gpu_here() -> Gpu:
     return Gpu(properties.name, properties.total_memory, peak_tflops(torch.device("cuda", 0)))
 
 
-def flops_of_step(args: ScriptArgs, sizes: Sizes) -> StepFlops:
-    """What estimate_flops says of these flags on a GPU."""
+def log_prob_passes(args: ScriptArgs, sizes: Sizes) -> int:
+    """Forward passes with the policy or its reference before the update, on a GPU."""
     needed = needed_log_probs(args, sizes, check_algorithm(args, torch.device("cuda")))
+    return bool(needed) + (args.kl_coef > 0)
+
+
+def flops_of_step(args: ScriptArgs, sizes: Sizes, response_length: int | None = None) -> StepFlops:
+    """What estimate_flops says of these flags on a GPU. response_length: of each response; None: the limit."""
     return estimate_flops(
         args.model.model,
         prompts=args.prompts_per_step,
         group_size=args.group_size,
         max_prompt_length=args.data.max_prompt_length,
-        max_response_length=args.rollout.max_response_length,
+        max_response_length=response_length or args.rollout.max_response_length,
         update_epochs=args.update_epochs,
-        log_prob_passes=bool(needed) + (args.kl_coef > 0),
+        log_prob_passes=log_prob_passes(args, sizes),
         share_prompts=args.model.share_prompts and args.model.padding_free,
         gradient_checkpointing=args.model.gradient_checkpointing,
         **models_of(args),
@@ -224,3 +236,178 @@ def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
         offloaded = tuple(dict.fromkeys([*args.shard.cpu_offload, *parts]))
         savers.append(Saver(f"--cpu-offload {' '.join(offloaded)}", "shard", "cpu_offload", offloaded))
     return [s for s in savers[ranks == 1 :] if getattr(getattr(args, s.group), s.name) != s.value]
+
+
+# ---- --plan: the seconds of a step, for every split of the GPUs ------------------------------------
+MEMORY_TBPS = {"H100 PCIe": 2.0, "H100 NVL": 3.9, "H100": 3.35, "H800": 3.35, "H200": 4.8, "H20": 4.0, "B200": 8.0}
+MEMORY_TBPS |= {"A100": 2.0, "A800": 2.0, "L40S": 0.86, "A10": 0.6}
+"""TB/s that a GPU reads its memory with, by NVIDIA's data sheets; the first name that is found counts."""
+NODE = 8  # GPUs that NVLink joins
+NVLINK, NETWORK = 300e9, 40e9  # bytes/s of a GPU to the others of its node, and to other nodes: assumptions
+READS = 0.8  # share of MEMORY_TBPS that decoding reaches: an assumption
+PREFILL_MFU = 0.5  # of decoding many rows, too: an assumption
+STEP_S = 2e-3  # of the engine's scheduler and launches, each step: an assumption
+ALL_REDUCE_S = 1e-5  # twice a layer, in an engine on several GPUs: an assumption
+REQUEST_S = 5e-4  # of an HTTP request to a server, on a CPU: benchmarks/results/server_rollout.json
+SYNC_S = 1.0  # of a sync, besides the weights: pause or wake-up, checksum, probe: an assumption
+SLOTS = 256  # rows of an engine at a time (lib/rollout/vllm_engine.py)
+LEVELS = 5  # --async-level 0 to 4
+ENGINE_GPUS = (1, 2, 4, 8)  # of one node
+MOST_SPLITS = 8
+OF_SPLIT = ("rollout_engine", "rollout_gpus", "rollout_tensor_parallel_size", "async_level", "gpu_memory_utilization")
+
+
+class DecoderCosts(NamedTuple):
+    """Of the policy in an engine."""
+
+    weights: int  # bytes
+    cache: int  # bytes of keys and values, a token
+    token: float  # FLOPs of a forward pass, of a token
+    seen: float  # and of attention, for each token that it sees
+    layers: int
+    heads: int
+
+    @classmethod
+    def of(cls, args: ScriptArgs) -> "DecoderCosts":
+        trust: dict[str, Any] = {"trust_remote_code": args.model.trust_remote_code}
+        model = meta_model(AutoModelForCausalLM, args.model.model, "--model", torch.bfloat16, **trust)
+        config, flops = model.config.get_text_config(), flops_of(model.requires_grad_(False))
+        weights, token = 2 * sum(p.numel() for p in model.parameters()), (flops.token + flops.prediction) / 2
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
+        return cls(weights, kv_bytes_per_token(model), token, flops.pair / 3, layers, heads)
+
+
+def describe_plan(args: ScriptArgs, gpu: Gpu) -> str:
+    """A table of the seconds of a step for each split of the --dry-run GPUs, and the flags of the best. Raises
+    InputError."""
+    prompt, rows = args.data.max_prompt_length, args.prompts_per_step * args.group_size
+    lengths = read_lengths(args.run.plan, args.rollout.max_response_length)
+    table = plan_table(plan_splits(args, gpu, lengths), rows * (prompt + lengths.mean()))
+    what = f"responses {args.run.plan} (mean {lengths.mean():.0f} tokens, longest {lengths.max()}), prompts of {prompt}"
+    return f"predicted for {args.run.dry_run} x {gpu.name}, {what} (docs/scaling.md, Planning the split):\n{table}"
+
+
+def plan_splits(args: ScriptArgs, gpu: Gpu, lengths: np.ndarray) -> list[Split]:
+    """Of the --dry-run GPUs: all sample and train, or the last ones sample, at each --async-level. Engines have the
+    size that is fastest at level 1, or 0 (within 2 %, the smallest). Raises InputError if there is none."""
+    if args.rollout.rollout_engine not in ("hf", "vllm"):
+        raise InputError(
+            f"--plan compares vLLM engines of this job, not --rollout-engine {args.rollout.rollout_engine}"
+        )
+    policy, gpus, splits = DecoderCosts.of(args), args.run.dry_run, []
+    flops = [mean_flops(args, lengths, level) for level in (0, 1)]  # asynchronous rollouts are corrected for
+    training = [n for n in range(1, gpus) if args.prompts_per_step % (n * args.num_mini_batches) == 0]
+    training = [n for n in training if n >= gpus / 16] or training
+    for ranks in [*training[:: -(-len(training) // MOST_SPLITS) or 1], gpus]:
+        split = partial(plan_split, args, policy, flops, gpu, lengths, gpus - ranks)
+        for first in (1, 0) if gpus > ranks else (0,):
+            found = {size: own for size in ENGINE_GPUS if (own := split(size, first))}
+            if found:
+                break
+        if found:
+            fastest = min(own.step.seconds for own in found.values())
+            size = next(size for size, own in found.items() if own.step.seconds <= 1.02 * fastest)
+            changed = with_split(args, gpus - ranks, size, first)
+            fit = fits(memory_of(changed, step_sizes(changed, ranks), ranks, gpu.memory), gpu.memory)
+            others = [split(size, level) for level in range(LEVELS) if gpus > ranks and level != first]
+            splits += [own._replace(fits=fit) for own in (found[size], *others) if own]
+    if not splits:
+        with_split(args, 0, 1, 0)  # raises what is wrong with all of them
+        raise InputError(f"--plan: no engine on {max(ENGINE_GPUS)} GPUs or fewer holds the model and one response")
+    return splits
+
+
+def with_split(args: ScriptArgs, rollout_gpus: int, engine_gpus: int, level: int) -> ScriptArgs:
+    """The flags with this split. Raises InputError if they are not valid."""
+    changed = copy.deepcopy(args)
+    rollout = changed.rollout
+    rollout.rollout_engine, rollout.rollout_gpus = "vllm", rollout_gpus
+    rollout.rollout_tensor_parallel_size, rollout.async_level = engine_gpus, level
+    if rollout.gpu_memory_utilization and bool(rollout_gpus) != bool(args.rollout.rollout_gpus):
+        rollout.gpu_memory_utilization = 0.9 if rollout_gpus else 0.4  # the defaults: it was meant for the other one
+    check_flags(changed)
+    return changed
+
+
+def plan_split(
+    args: ScriptArgs,
+    policy: DecoderCosts,
+    flops: list[StepFlops],
+    gpu: Gpu,
+    lengths: np.ndarray,
+    rollout_gpus: int,
+    engine_gpus: int,
+    level: int,
+) -> Split | None:
+    """flops: of a step at level 0, and above. None: the flags are not valid, or an engine does not hold the model and
+    one response."""
+    try:
+        changed = with_split(args, rollout_gpus, engine_gpus, level)
+    except InputError:
+        return None
+    rates = engine_rates(changed, policy, gpu)
+    longest = args.data.max_prompt_length + args.rollout.max_response_length
+    if rates.cache < longest or policy.heads % engine_gpus or (rollout_gpus or args.run.dry_run) % engine_gpus:
+        return None
+    ranks, engines = training_ranks(changed), (rollout_gpus or args.run.dry_run) // engine_gpus
+    sizes: dict[str, Any] = {"groups": args.prompts_per_step, "group_size": args.group_size, "engines": engines}
+    train = sum(training_seconds(changed, ranks, gpu, flops[level > 0], lengths.mean(), policy.weights))
+    times: dict[str, Any] = {"sync": SYNC_S + policy.weights / link(args.run.dry_run), "train": train}
+    step = predict(lengths, rates, prompt=args.data.max_prompt_length, level=level, **sizes, **times)
+    flags = [(name, getattr(changed.rollout, name)) for name in OF_SPLIT]
+    words = [f"{as_flag(name)} {value}" for name, value in flags if value != getattr(args.rollout, name)]
+    return Split(" ".join(words) or "the flags as they are", ranks, rollout_gpus, engines, level, step, True)
+
+
+def engine_rates(args: ScriptArgs, policy: DecoderCosts, gpu: Gpu) -> EngineRates:
+    """A roofline of the engine. Raises InputError for a GPU that is not in the tables."""
+    bandwidth = next((tbps for words, tbps in MEMORY_TBPS.items() if words in gpu.name), None)
+    if bandwidth is None or gpu.peak is None:
+        raise InputError(f"--plan: the memory bandwidth of {gpu.name} is not known; run it on a machine without a GPU")
+    gpus, prompt = args.rollout.rollout_tensor_parallel_size, args.data.max_prompt_length
+    read, computed = READS * gpus * bandwidth * 1e12, PREFILL_MFU * gpus * gpu.peak * 1e12
+    room = args.rollout.gpu_share * gpu.memory * gpus - policy.weights
+    slots = parse_json("vllm_kwargs", args.rollout.vllm_kwargs).get("max_num_seqs", SLOTS)
+    if type(slots) is not int or slots < 1:
+        raise InputError(f"--vllm-kwargs max_num_seqs {slots}: give a number of rows, such as {SLOTS}")
+    return EngineRates(
+        fixed=STEP_S + 2 * policy.layers * ALL_REDUCE_S * (gpus > 1),
+        row=policy.token / computed,
+        weights=policy.weights / read,
+        context=policy.cache / read,
+        prefill=(policy.token + policy.seen * prompt / 2) / computed,
+        request=REQUEST_S if args.rollout.rollout_gpus else 0.0,
+        slots=slots,
+        cache=room / policy.cache if policy.cache else math.inf,
+    )
+
+
+def mean_flops(args: ScriptArgs, lengths: np.ndarray, level: int) -> StepFlops:
+    """flops_of_step with responses of these lengths, at that --async-level."""
+    changed, longest = copy.deepcopy(args), int(lengths.max())
+    changed.rollout.rollout_engine, changed.rollout.async_level = "vllm", level
+    at = [1, longest + 1, 2 * longest + 1]  # FLOPs are a polynomial of the second degree in the length
+    known = zip(*(flops_of_step(changed, step_sizes(args, training_ranks(args)), length) for length in at))
+    return StepFlops(*(float(np.polynomial.Polynomial.fit(at, flops, 2)(lengths).mean()) for flops in known))
+
+
+def training_seconds(
+    args: ScriptArgs, ranks: int, gpu: Gpu, flops: StepFlops, length: float, weights: int
+) -> tuple[float, float]:
+    """(log-probs before the update, update) of a step: the FLOPs at MFU of the peak, or the exchange of `weights`
+    (bytes) and fp32 gradients between ranks, where that takes longer. length: the mean of the responses."""
+    assert gpu.peak is not None
+    sizes = step_sizes(args, ranks)
+    compute = MFU * 1e12 * gpu.peak * ranks
+    tokens = sizes.local_prompts * (args.data.max_prompt_length + args.group_size * length)
+    passes = max(math.ceil(tokens / args.optimizer.micro_batch_tokens), args.num_mini_batches)
+    reduced = passes * args.update_epochs if args.shard.reduce_each_micro_batch else sizes.updates_per_step
+    sent = 0.0 if ranks == 1 else 1 / link(ranks // args.shard.dp_replicate_size)  # seconds a byte
+    gathered = weights * passes * log_prob_passes(args, sizes) * sent
+    exchanged = (2 * weights * passes * args.update_epochs + 2 * weights * reduced) * sent
+    return max(flops.log_probs / compute, gathered), max((flops.update + flops.recomputed) / compute, exchanged)
+
+
+def link(ranks: int) -> float:
+    """bytes/s of a GPU to the other ranks."""
+    return NVLINK if ranks <= NODE else NETWORK

@@ -30,6 +30,10 @@ def pytest_collection_finish():
     gc.freeze()  # a collection need not look through what the imports made
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # extensions report what is never freed
+
+
 def pytest_runtest_setup():
     gc.enable()  # read_flags leaves it off, and a thousand tests without it fill the memory
 

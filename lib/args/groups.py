@@ -340,6 +340,9 @@ class RunArgs(Group):
     """number of passes over the training prompts; overrides total_steps, rounded up; empty: total_steps"""
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
     """print a step's sizes and FLOPs, and the memory that each of this many GPUs needs; stop before a model loads"""
+    plan: Annotated[str, NOT_COMPARED] = ""
+    """with --dry-run: predict the seconds of a step for each number of --rollout-gpus and --async-level, for responses
+    as long as in a run (its folder), lognormal:mean,sigma, uniform:lo,hi, constant:n or auto (docs/scaling.md)"""
     memory_check: Annotated[bool, NOT_COMPARED] = True
     """on a GPU, estimate the memory at the start and reject flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"
@@ -379,6 +382,8 @@ class RunArgs(Group):
             raise InputError(f"--run-name {self.run_name!r}: must be printable UTF-8 on one line")
         if (size := len(self.run_name.encode())) > LONGEST_RUN_NAME:
             raise InputError(f"--run-name {self.run_name[:40]}...: {size} bytes, at most {LONGEST_RUN_NAME} are taken")
+        if self.plan and not self.dry_run:
+            raise InputError(f"--plan {self.plan[:100]!r}: needs --dry-run N, the number of GPUs that it predicts for")
         if not self.dry_run:
             check_output_dir(self.output_dir)
         if self.record and self.replay:

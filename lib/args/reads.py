@@ -4,6 +4,7 @@ flag that nothing reads is reported (docs/flags_read.md)."""
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, NamedTuple
 
 from lib import InputError
@@ -49,7 +50,7 @@ TABLE = (
     Row("", "reward reward_kwargs reward_workers sandbox_level reward_failure_score reward_model val_files val_only"),
     Row("no val_only", "train_files train_weights loader_workers prompt_sampling async_level"),
     Row("no val_only", "temperature top_p top_k min_p"),
-    Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps"),
+    Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps plan"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
     Row("no val_only", "gradient_checkpointing save_every save_rollouts export_model"),
     Row("no val_only", "adv_estimator loss loss_agg_mode entropy_coef entropy_target kl_coef"),
@@ -193,6 +194,7 @@ class Reads:
         )
 
 
+@cache
 def rows_with(flag: str) -> list[Row]:
     return [row for row in TABLE if any(fnmatchcase(flag, pattern) for pattern in row.flags.split())]
 

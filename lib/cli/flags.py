@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 # keys of a run's config.json that --config does not read
-OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "config", "script", "contents"}
+OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "plan", "config", "script", "contents"}
 OF_ONE_START |= {"history", "start", "effective", "no_effect", "profile_steps", "profile_memory", "record", "replay"}
 OF_ONE_START |= {"recorded_by"}
 AS_PYTHON = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False"}
@@ -117,7 +117,7 @@ def parse_flags(args_class: type[T], words: list[str]) -> T:
     typed = {word.partition("=")[0].replace("_", "-") for word in words}
     typed_values = {name: value for name, value, _ in walk(args) if as_flag(name) in typed}
     vars(args)["given"] = changed_flags(args).keys() | typed_values.keys()
-    _check(args)
+    check_flags(args)
     for name, value, _ in walk(args):
         if value != (given := typed_values.get(name, value)):
             raise InputError(f"{as_flag(name)} {given}: the other flags make it {value}: drop it")
@@ -286,7 +286,8 @@ def non_default(settings: DataclassInstance) -> dict[str, Any]:
     return asdict(settings, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None and v != {}})
 
 
-def _check(args: Any) -> None:
+def check_flags(args: Any) -> None:
+    """Raises InputError for values out of their range, and for what groups and script refuse. It fills in values."""
     for name, value, marks in walk(args):
         if found := secret_in(value, as_flag(name)):  # the message does not repeat the value
             advice = "put it in the environment and name the variable (docs/security.md)"

@@ -34,7 +34,7 @@ the moment "host", which is the host's memory."""
 import sys
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -96,7 +96,7 @@ def estimate_memory(
     Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
     tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
-    build = partial(meta_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
+    build = partial(_known_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
     train = partial(build, lora_rank=lora_rank, **of_trained)
     actor = train(AutoModelForCausalLM, model, "--model")
     token_model = transformers.AutoModelForTokenClassification
@@ -264,6 +264,9 @@ def meta_model(
     return model
 
 
+_known_model = lru_cache(8)(meta_model)  # by the same arguments the same model, so that it is measured once
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operators make in the block, while these are referenced: `now` and `peak`."""
 
@@ -305,6 +308,7 @@ def _forward(model: PreTrainedModel, tokens: int) -> torch.Tensor:
     return token_values(model, inputs, select).sum()
 
 
+@lru_cache(16)
 @torch.no_grad()
 def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) -> int:
     """Peak bytes of a forward pass without gradients, without the weights."""
@@ -324,6 +328,7 @@ class UpdateCosts(NamedTuple):
     backward: int  # besides them, from then on
 
 
+@lru_cache(16)
 def update_costs(model: PreTrainedModel, tokens: int, gradient_checkpointing: bool) -> UpdateCosts:
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -380,6 +385,7 @@ class TowerCosts(NamedTuple):
         return cls(size * kept if trained.intersection(vision_names(model, "tower")) else 0, 2 * size * of_block)
 
 
+@lru_cache(16)
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     cache = DynamicCache(config=model.config)
     with torch.device("meta"), torch.no_grad():

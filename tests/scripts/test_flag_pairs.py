@@ -260,11 +260,15 @@ def reason(script, case: dict[str, str]) -> str:
     return ""
 
 
+fields_of = cache(cli.fields)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_checks():
     """Without the searches for secrets and in folders, which take most of the time and are not about the algorithm."""
     patches = [
         patch.object(cli, "get_type_hints", cache(cli.get_type_hints)),
+        patch.object(cli, "fields", lambda args: fields_of(args if isinstance(args, type) else type(args))),
         patch.object(cli, "secret_in", lambda *_: ""),
         patch("lib.args.groups.check_output_dir", lambda *_: None),
     ]
