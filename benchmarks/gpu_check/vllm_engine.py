@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_check.common import TOY_MODEL, random_batch, random_model, shape, the_world, timed
+from benchmarks.gpu_check.common import TOY_MODEL, random_batch, random_model, shape, the_world
+from benchmarks.gpu_check.measure import timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.data_proto import DataProto
 from lib.distributed import make_mesh, shard_model
@@ -52,7 +53,9 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
             yield row(f"vLLM: sync {version}, difference on the probe", difference, "nats")
             made.generate(prompts, Sampling(2), list(range(count)))
             seconds = timed(lambda: rollouts.append(made.generate(prompts, Sampling(T), list(range(count)))))
-            yield row(f"vLLM: rollout of {count} rows, weights {version}", count * T / seconds, "tokens/s")
+            rate, label = count * T / seconds, f"rollout of {count} rows, weights {version}"
+            summary = {"rollout": f"vLLM, qwen2.5-0.5b, {count} rows: {rate:,.0f} tokens/s"} if version else {}
+            yield row(f"vLLM: {label}", rate, "tokens/s", summary=summary)
             k1, k3, largest = mismatch(model, rollouts[-1])
             yield row(f"vLLM: mismatch k3, weights {version}", k3, "nats", k3 < 0.01, k1=k1, largest=largest)
             matched.append(k3)
