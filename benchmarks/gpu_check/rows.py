@@ -10,6 +10,10 @@ from typing import Literal
 import torch
 
 ROOT = Path(__file__).parent.parent.parent
+Part = Literal[
+    *("hardware", "numerics", "update", "memory", "scripts", "stages"),
+    *("vllm_engine", "attention", "log_probs", "ranks", "saves"),
+]
 
 
 @dataclass
@@ -18,7 +22,7 @@ class Options:
     """cpu: to try the script itself"""
     tiny: bool = False
     """the embedded model for all parts, two steps of the scripts"""
-    parts: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
     """which parts to run; empty: all"""
     output: Path = ROOT / "benchmarks/results/gpu_check.json"
     """where the results go"""

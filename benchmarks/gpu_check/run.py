@@ -12,13 +12,14 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from benchmarks.gpu_check.report import Report
-from benchmarks.gpu_check.rows import Options, row, skipped
+from benchmarks.gpu_check.rows import Options, Part, row, skipped
 
-PARTS = "hardware numerics update memory scripts stages vllm_engine attention log_probs ranks saves".split()  # noqa: SIM905
+PARTS: tuple[Part, ...] = get_args(Part)  # what is wanted most comes first: the time may not suffice for all
 DEADLINE_S = 560
 LIMITS_S = {"vllm_engine": 150, "scripts": 150, "stages": 150, "log_probs": 150}
 LIMIT_S = 90  # of the other parts
@@ -80,14 +81,14 @@ def interrupted(number: int, _) -> None:
 # ---- how parts start -----------------------------------------------------------------------------
 
 
-def import_parts(parts: tuple[str, ...] | list[str]) -> None:
+def import_parts(parts: tuple[Part, ...]) -> None:
     """What cannot be imported is a row of its part."""
     for part in parts:
         with suppress(Exception):
             import_module(f"benchmarks.gpu_check.{part}")
 
 
-def start_method(options: Options, parts: tuple[str, ...] | list[str]) -> tuple[str, str]:
+def start_method(options: Options, parts: tuple[Part, ...]) -> tuple[str, str]:
     """(how to start parts; why none can use the GPU). A fork saves the imports. But it cannot use CUDA if an import has
     asked for GPUs, and an import may crash or hang; then each part is spawned."""
     context = multiprocessing.get_context("fork")
@@ -106,7 +107,7 @@ def start_method(options: Options, parts: tuple[str, ...] | list[str]) -> tuple[
     return "", said
 
 
-def import_and_fork(options: Options, parts: tuple[str, ...] | list[str], results: Connection) -> None:
+def import_and_fork(options: Options, parts: tuple[Part, ...], results: Connection) -> None:
     """Sends "" if a fork of a process that has imported the parts can use the device, or else why not."""
     os.setpgid(0, 0)
     silence(Path(os.devnull))
