@@ -235,12 +235,11 @@ def test_all_parts_run_with_torch_transformers_and_our_wheels(tmp_path, python):
         if not venv.exists():
             ran(subprocess.run([f"python{python}", "-m", "venv", str(venv)], capture_output=True, text=True))
         has = ["torch==2.11.0", "transformers==5.17.0", "accelerate", "numpy", "safetensors", "tokenizers"]
-        done = subprocess.run([its, "-m", "pip", "install", "-q", *has], capture_output=True, text=True)
-        if "No matching distribution" in done.stderr:
-            pytest.skip("no network")
-        ran(done)
-        done = subprocess.run([SCRIPT, "--wheels", str(tmp_path / "wheels"), python], capture_output=True, text=True)
-        ran(done)
+        for command in ([its, "-m", "pip", "install", "-q", *has], [SCRIPT, "--wheels", tmp_path / "wheels", python]):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if "No matching distribution" in done.stderr:
+                pytest.skip("no network")
+            ran(done)
         shutil.move(tmp_path / "wheels", folder)
     output = tmp_path / "check.json"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHON": its, "WHEELS": str(folder)}
