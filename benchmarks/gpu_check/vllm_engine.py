@@ -97,12 +97,12 @@ def mismatch(model: PreTrainedModel, rollout: DataProto) -> tuple[float, float, 
 
 def flat_log_probs(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torch.device) -> Iterator[dict]:
     """The same requests with log-probs as flat lists, as ours are, and as one object a token (G16)."""
-    ids, seconds = rollout.non_tensor_batch["raw_prompt_ids"], {}
+    prompts, seconds = [{"prompt_token_ids": list(ids)} for ids in rollout.non_tensor_batch["raw_prompt_ids"]], {}
     for flat in (True, False):
         params = [made._params(T, temperature=1.0, logprobs=0, seed=i) for i in range(count)]
         for p in params:
             p.flat_logprobs = flat
-        seconds[flat] = timed(lambda params=params: made._run(ids, params))
+        seconds[flat] = timed(lambda params=params: made._run(prompts, params))
     ratio = seconds[False] / seconds[True]
     said = f"one object a log-prob takes {ratio:.2f} times as long as flat lists"
     yield row("vLLM: log-probs as objects / flat", ratio, "", None, claim(device, "G16", ratio > 1.02, said))

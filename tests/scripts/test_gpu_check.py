@@ -23,16 +23,15 @@ SCRIPT = str(ROOT / "benchmarks/gpu_check.sh")
 
 
 def test_the_parts_run(tmp_path):
-    """Small and on the CPU, but for vLLM, whose start takes 15 s; test_rollout.py runs the same calls. What needs a
-    GPU is a row that says so."""
-    output, parts = tmp_path / "check.json", [part for part in run.PARTS if part != "vllm_engine"]
-    flags = ["--device", "cpu", "--tiny", "--output", str(output), "--parts", *parts]
+    """Small and on the CPU. What needs a GPU is a row that says so."""
+    output = tmp_path / "check.json"
+    flags = ["--device", "cpu", "--tiny", "--output", str(output)]
     env = environment() | {"PYTHON": "echo"}
     script = ran(subprocess.run([SCRIPT, *flags], env=env, capture_output=True, text=True))
     assert script.stdout.split() == ["-m", "benchmarks.gpu_check", *flags]
     printed = ran(fork_module("benchmarks.gpu_check", *flags)).stdout.splitlines()
     record = json.loads(output.read_text(), parse_constant=pytest.fail)
-    assert [*record["results"]] == parts
+    assert [*record["results"]] == [*run.PARTS]
     found = {row["check"]: row for part in record["results"].values() for row in part}
     assert not [check for check, row in found.items() if row["ok"] is False]
     assert all(row["value"] is not None or row["why"] for row in found.values())
@@ -43,6 +42,7 @@ def test_the_parts_run(tmp_path):
         "gloo on the CPU: --stage-timeout in the mesh's groups",
         "load: weights and moments are those of the save",
         "resumed run, weights equal",
+        "vLLM: k3 of the first rollout under the second weights",
     ):
         assert what in checked
     assert found["windows of 8, varlen bf16"]["why"].startswith("needs a GPU")
@@ -58,7 +58,7 @@ def test_the_parts_run(tmp_path):
         "software": f"torch {torch.__version__}",
         "update": "tokens/s",
         "memory": "GiB, estimate",
-        "rollout": "hf, qwen2.5-0.5b",
+        "rollout": "hf, qwen2.5-0.5b, 4 rows: ",
         "stages": "update 0.",
         "failed": "none",
     }.items():
