@@ -180,6 +180,7 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_one_that_can(tmp_path):
     (tmp_path / "file").touch()
     written = report.Report(rows.Options("cpu", output=tmp_path / "file/check.json"))
     assert written.output == Path("/tmp/check.json")
+    written.log.unlink()
 
 
 def test_an_import_that_crashes_is_no_fork(monkeypatch):
@@ -188,8 +189,8 @@ def test_an_import_that_crashes_is_no_fork(monkeypatch):
     assert run.start_method(rows.Options("cpu"), ("numerics",)) == ("spawn", "")
 
 
-def test_every_line_of_the_summary_is_filled_and_short():
-    of_all = report.Report(rows.Options("cuda"))
+def test_every_line_of_the_summary_is_filled_and_short(tmp_path):
+    of_all = report.Report(rows.Options("cuda", output=tmp_path / "check.json"))
     texts = {name: f"{name} " * 200 for name in report.FROM_ROWS}
     of_all.results = {"hardware": [rows.row("x" * 500, 1, "", False, ("G8 confirmed: 2.0",), summary=texts)]}
     lines = of_all.summary()
