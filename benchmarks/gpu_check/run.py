@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -44,7 +44,8 @@ def main(options: Options) -> int:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         torch.set_num_threads(1)
     if method == "fork":
-        import_parts(parts)  # once for all
+        with redirect_stdout(sys.stderr):  # the summary is the first that standard output has
+            import_parts(parts)  # once for all
     report = Report(options)
     before = {s: signal.signal(s, interrupted) for s in SIGNALS}
     try:
