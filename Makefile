@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
-.PHONY: help setup train test browser test-fast diff curves bench lint format clean
+.PHONY: help setup lock train test browser test-fast diff curves bench lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 11
@@ -19,18 +19,26 @@ setup: $(VENV)/.ready $(VISION_ROWS)  ## create .venv and install the pinned req
 data/toy_vision/train.jsonl: data/toy_vision.py | $(VENV)/.ready
 	$(BIN)/python data/toy_vision.py --rows
 
-$(VENV)/.ready: requirements.txt requirements-cpu.txt
+$(VENV)/.ready: requirements-gpu.txt requirements-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainrl needs Python 3.11: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if [ -n "$(GPU)" ]; then \
-		echo "installing for a GPU (requirements.txt)"; \
-		$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.txt; \
+		echo "installing for a GPU (requirements-gpu.txt)"; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-gpu.txt; \
 	else \
 		echo "installing for a CPU (requirements-cpu.txt), about two minutes"; \
 		$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0 && \
 		$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-cpu.txt; \
 	fi
 	@touch $@
+
+# the versions of the CPU machine, which runs the tests, but for the two that differ by platform
+UV ?= uv
+lock:  ## resolve requirements.txt for GPU machines, to requirements-gpu.txt (pip install uv)
+	grep -vE '^(apache-tvm-ffi|triton)==' requirements-cpu.txt | $(UV) pip compile -q --universal --python-version 3.11 \
+		--no-annotate --no-header -c - -o requirements-gpu.new requirements.txt
+	{ grep '^#' requirements-gpu.txt; sed 's/ ;.*//' requirements-gpu.new; } > requirements-gpu.lock
+	mv requirements-gpu.lock requirements-gpu.txt && rm requirements-gpu.new
 
 train: setup  ## train the embedded tiny model with grpo.py; more flags: make train ARGS="--seed 2"
 	$(BIN)/python grpo.py $(ARGS)

@@ -7,7 +7,8 @@
 #
 # What is missing on a machine that has torch, transformers and accelerate is downloaded where there is a network:
 #
-#     benchmarks/gpu_check.sh --wheels folder                     for Python 3.12, or --wheels folder 3.11
+#     benchmarks/gpu_check.sh --wheels folder                     for Python 3.12
+#     benchmarks/gpu_check.sh --wheels folder 3.11 pyarrow        for another one, on a machine that has pyarrow, too
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-$(test -x .venv/bin/python && echo .venv/bin/python || echo python3)}

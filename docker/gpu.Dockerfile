@@ -7,7 +7,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc git libc6-d
 RUN useradd --create-home plainrl && install -d -o plainrl -g plainrl /home/plainrl/plainrl
 USER plainrl
 WORKDIR /home/plainrl/plainrl
-COPY --chown=plainrl:plainrl Makefile requirements.txt requirements-cpu.txt ./
+COPY --chown=plainrl:plainrl Makefile requirements-gpu.txt requirements-cpu.txt ./
 # the machine that builds the image need not have a GPU
 RUN make setup GPU=1 && rm -rf /home/plainrl/.cache
 COPY --chown=plainrl:plainrl . .

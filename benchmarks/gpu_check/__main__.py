@@ -1,9 +1,13 @@
-import sys
+import os
+import signal
 
-import tyro
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # while torch is imported: no traceback
 
-from benchmarks.gpu_check import main
-from benchmarks.gpu_check.rows import Options
+import tyro  # noqa: E402
+
+from benchmarks.gpu_check.rows import Options  # noqa: E402
+from benchmarks.gpu_check.run import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description="What a GPU is to confirm: benchmarks/gpu_check/__init__.py")))
+    code = main(tyro.cli(Options, description="What a GPU is to confirm: benchmarks/gpu_check/__init__.py"))
+    os._exit(code)  # a part that not even SIGKILL ends would be waited for

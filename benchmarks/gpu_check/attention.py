@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, MistralConfig, PreTrainedModel
 
-from benchmarks.gpu_check.common import backward, random_batch, random_model, seconds_of, shape, sharded, timed
+from benchmarks.gpu_check.common import backward, random_batch, random_model, shape, sharded
+from benchmarks.gpu_check.measure import seconds_of, timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.data_proto import DataProto
 

@@ -1,12 +1,9 @@
-"""What the parts of the check share: random models and batches, clocks."""
+"""What the parts of the check share: random models and batches."""
 
-import time
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.gpu_check.rows import ROOT, Options
@@ -17,7 +14,6 @@ from lib.model.load import LoadOptions, _prepare
 from lib.model.log_probs import token_log_probs
 
 TOY_MODEL = str(ROOT / "data/toy/model")
-DENSE_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # of the vendor's data sheets
 
 
 # ---- models and batches --------------------------------------------------------------------------
@@ -87,44 +83,3 @@ def backward(model: PreTrainedModel, batch: DataProto, **options) -> tuple[torch
     log_probs, entropy = response_log_probs(model, batch, 1.0, **options)
     (log_probs.sum() + 0.1 * entropy.sum()).backward()
     return log_probs.detach(), entropy.detach()
-
-
-# ---- clocks and memory ---------------------------------------------------------------------------
-
-
-def synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def timed(fn: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    synchronize()
-    start = time.perf_counter()
-    fn()
-    synchronize()
-    return time.perf_counter() - start
-
-
-def seconds_of(fn: Callable[[], object], repeats: int) -> float:
-    """Of one call, after one that is not counted."""
-    fn()
-    return timed(lambda: [fn() for _ in range(repeats)]) / repeats
-
-
-def peak_bytes(fn: Callable[[], object], device: torch.device) -> int:
-    """What the allocator held at most while `fn` ran; on a CPU, beyond what there was."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        fn()
-        return torch.cuda.max_memory_allocated()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        fn()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return int(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).max())
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s by the data sheet; None for a GPU that is not in the list."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    return next((flops for key, flops in DENSE_BF16_FLOPS.items() if key in name), None)

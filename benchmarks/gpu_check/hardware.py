@@ -1,29 +1,64 @@
 """Part `hardware`: versions, the driver, and what the GPU and its link to the host do at best."""
 
 import os
+import platform
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
 
-from benchmarks.gpu_check.common import seconds_of
+from benchmarks.gpu_check.measure import peak_flops, seconds_of
 from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
+
+PACKAGES = [
+    "torch",
+    "transformers",
+    "accelerate",
+    "tensordict",
+    "vllm",
+    "flash-attn",
+    "liger-kernel",
+    "nvidia-cudnn-cu13",
+]
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:
-    names = ("torch", "transformers", "accelerate", "vllm", "flash-attn", "liger-kernel", "nvidia-cudnn-cu13")
-    versions = {name: version_of(name) for name in names} | {"CUDA": torch.version.cuda}
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else []
-    said = ", ".join([*gpus, *(f"{name} {number}" for name, number in versions.items() if number)])
-    yield row("versions", None, "", why=said, versions=versions, gpus=gpus)
+    names = (
+        "torch",
+        "transformers",
+        "accelerate",
+        "tensordict",
+        "vllm",
+        "flash-attn",
+        "liger-kernel",
+        "nvidia-cudnn-cu13",
+    )
+    versions = {"Python": platform.python_version(), "CUDA": torch.version.cuda}
+    versions |= {name: version_of(name) for name in names}
+    said = ", ".join(f"{name} {number or '-'}" for name, number in versions.items())
+    yield row("versions", None, "", why=said, versions=versions, summary={"software": said})
+    yield row("GPUs", len(gpus := gpus_of(device)), "", gpus=gpus, summary={"hardware": in_words(gpus)})
     yield from attempt("driver", lambda: driver(device))
-    yield row("CPU cores that this process may use", len(os.sched_getaffinity(0)), "")
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    yield row("CPU cores that this process may use", cores, "", summary={"hardware": f"{cores} CPU cores"})
+    yield row("memory of the host", memory, "GiB", summary={"hardware": f"{memory:.0f} GiB of memory"})
     yield from attempt("matrix product", lambda: matrix_product(options, device))
     yield from attempt("copy to the host", lambda: copies(options, device))
     yield from attempt("optimizer on the CPU", lambda: cpu_optimizer(options, device))
+
+
+def gpus_of(device: torch.device) -> list[str]:
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    found = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in found]
+
+
+def in_words(gpus: list[str]) -> str:
+    return ", ".join(f"{n} x {name}" for name, n in Counter(gpus).items()) or "no GPU"
 
 
 def version_of(name: str) -> str | None:
@@ -43,7 +78,8 @@ def driver(device: torch.device) -> Iterator[dict]:
     torch.zeros(1, device=device)  # CUDA starts
     new, cuda = int(number.split(".")[0]) >= 580, torch.version.cuda
     claims = claim(device, "G7", new, f"driver {number} runs CUDA {cuda}") if cuda.startswith("13") else ()
-    yield row("driver", float(".".join(number.split(".")[:2])), "", claims=claims, nvidia_smi=lines)
+    summary = {"hardware": f"driver {number}"}
+    yield row("driver", float(".".join(number.split(".")[:2])), "", None, claims, nvidia_smi=lines, summary=summary)
     if find_spec("flash_attn") is None:
         yield skipped("attention flash_attention_2", "its package flash-attn is not installed")
 
@@ -52,7 +88,9 @@ def matrix_product(options: Options, device: torch.device) -> Iterator[dict]:
     """What a matrix product of 8192 x 8192 gives: the ceiling of every MFU below."""
     n = 64 if options.tiny else 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    yield row("bf16 matrix product", 2 * n**3 / seconds_of(lambda: a @ b, 10) / 1e12, "TFLOP/s", size=n)
+    rate, peak = 2 * n**3 / seconds_of(lambda: a @ b, 10) / 1e12, peak_flops(device)
+    said = f"{rate:.4g} {f'of {peak / 1e12:.0f} ' if peak else ''}TFLOP/s in bf16"
+    yield row("bf16 matrix product", rate, "TFLOP/s", size=n, summary={"hardware": said})
 
 
 def copies(options: Options, device: torch.device) -> Iterator[dict]:

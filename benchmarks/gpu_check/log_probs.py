@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig
 
-from benchmarks.gpu_check.common import peak_bytes, peak_flops, seconds_of, shape
+from benchmarks.gpu_check.common import shape
+from benchmarks.gpu_check.measure import peak_bytes, peak_flops, seconds_of
 from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.model import LinearLogProbs, log_probs
 from lib.model.log_probs import GPU_CHUNK

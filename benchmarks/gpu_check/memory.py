@@ -5,7 +5,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_check.common import backward, equal_rows, peak_bytes, random_model, shape, sharded
+from benchmarks.gpu_check.common import backward, equal_rows, random_model, shape, sharded
+from benchmarks.gpu_check.measure import peak_bytes
 from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.distributed import trainable_parameters
 from lib.model import add_lora, batched_log_probs
@@ -60,7 +61,8 @@ def one_model(
     estimate = max(sum(moments[moment].values()) for moment in measured_moments) - held
     ratio = estimate / measured
     ok = abs(ratio - 1) <= 0.25 if device.type == "cuda" else None  # a CPU's allocator counts otherwise
-    yield row(f"{label}: estimate / peak", ratio, "", ok, measured=measured, estimate=estimate)
+    summary = {"memory": f"{label}: {measured / GIB:.2f} GiB, estimate {estimate / GIB:.2f}"}
+    yield row(f"{label}: estimate / peak", ratio, "", ok, measured=measured, estimate=estimate, summary=summary)
 
 
 def of_7b(options: Options, device: torch.device) -> Iterator[dict]:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu_check.common import random_batch, random_model, shape, timed
+from benchmarks.gpu_check.common import random_batch, random_model, shape
+from benchmarks.gpu_check.measure import timed
 from benchmarks.gpu_check.rows import Options, claim, row, skipped
 from lib.distributed import World, full_tensor, init_distributed, iter_full_params, make_mesh, shard_model
 from lib.distributed.sharding import fsdp_modules

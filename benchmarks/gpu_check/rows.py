@@ -1,5 +1,6 @@
 """The flags of the check, and the rows of its table. No import of lib: a machine without its packages gets its rows."""
 
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,10 @@ from typing import Literal
 import torch
 
 ROOT = Path(__file__).parent.parent.parent
+Part = Literal[
+    *("hardware", "numerics", "update", "memory", "scripts", "stages"),
+    *("vllm_engine", "attention", "log_probs", "ranks", "saves"),
+]
 
 
 @dataclass
@@ -17,7 +22,7 @@ class Options:
     """cpu: to try the script itself"""
     tiny: bool = False
     """the embedded model for all parts, two steps of the scripts"""
-    parts: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
     """which parts to run; empty: all"""
     output: Path = ROOT / "benchmarks/results/gpu_check.json"
     """where the results go"""
@@ -29,13 +34,17 @@ class Options:
 def row(
     check: str, value: float | None, unit: str, ok: bool | None = None, claims: tuple[str, ...] = (), **more
 ) -> dict:
-    """One line of the table. ok is None for what is only recorded. claims: what `claim` makes."""
+    """One line of the table. ok is None for what is only recorded. claims: what `claim` makes. In `more`: summary, a
+    line of the summary and what the row adds to it; why and error, which the table prints. A value that is NaN or
+    infinite fails."""
+    if value is not None and not math.isfinite(value):
+        value, ok, claims, more = None, False, (), {**more, "why": f"the value is {value}"}
     return {"check": check, "value": value, "unit": unit, "ok": ok, "claims": list(claims), **more}
 
 
 def skipped(check: str, why: str) -> dict:
     """A check that cannot run here."""
-    return row(check, None, "", why=why)
+    return row(check, None, "", why=why, skipped=True)
 
 
 def claim(device: torch.device, name: str, holds: bool, said: str) -> tuple[str, ...]:

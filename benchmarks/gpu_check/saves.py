@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu_check.common import TOY_MODEL, backward, equal_rows, random_model, shape, sharded, timed
+from benchmarks.gpu_check.common import TOY_MODEL, backward, equal_rows, random_model, shape, sharded
+from benchmarks.gpu_check.measure import timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.distributed import full_tensor, trainable_parameters
 from lib.model import load_tokenizer

@@ -21,10 +21,13 @@ TINY = (
 )
 
 
-def run_script(options: Options, script: str, folder: str, name: str, *flags: str) -> list[dict]:
-    """The rows of its metrics.jsonl."""
+def run_script(
+    options: Options, script: str, folder: str, name: str, *flags: str, run: tuple[str, ...] = ()
+) -> list[dict]:
+    """The rows of its metrics.jsonl. run: what Python is to run it with."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"ACCELERATE_USE_CPU": "true"} if options.device == "cpu" else {})
-    command = [sys.executable, f"{script}.py", "--output-dir", folder, "--run-name", name, *flags]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    command = [sys.executable, *run, f"{script}.py", "--output-dir", folder, "--run-name", name, *flags]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-2000:]}")

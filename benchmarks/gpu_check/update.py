@@ -13,15 +13,13 @@ from benchmarks.gpu_check.common import (
     TOY_MODEL,
     backward,
     equal_rows,
-    peak_flops,
     random_batch,
     random_model,
-    seconds_of,
     shape,
     sharded,
     the_world,
-    timed,
 )
+from benchmarks.gpu_check.measure import peak_flops, seconds_of, timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.core_algos import compute_gae_advantage_return
 from lib.distributed import trainable_parameters
@@ -70,9 +68,12 @@ def one_model(options: Options, device: torch.device, name: str, checkpointing: 
         label = f"{name}{', checkpointing' * checkpointing}, {attention}"
         seconds = seconds_of(update, repeats)
         flops = update_flops(model, numel, [tokens // count] * count) / seconds
-        yield row(f"{label}: update", tokens / seconds, "tokens/s", tokens=tokens, seconds=seconds)
+        peak = peak_flops(device)
+        said = f"{label}: {tokens / seconds:,.0f} tokens/s{f', MFU {flops / peak:.2f}' if peak else ''}"
+        summary = {"update": said}
+        yield row(f"{label}: update", tokens / seconds, "tokens/s", tokens=tokens, seconds=seconds, summary=summary)
         yield row(f"{label}: update", flops / 1e12, "TFLOP/s")
-        if peak := peak_flops(device):
+        if peak:
             yield row(f"{label}: MFU of the update", flops / peak, "", peak_flops=peak)
     model.config._attn_implementation = "packed_sdpa"
     if name != "qwen2.5-3b":
@@ -93,7 +94,8 @@ def rollout_speed(options: Options, model: PreTrainedModel, name: str, device: t
     said = f"{1e3 * seconds / T:.0f} ms a token of {name} with the hf engine"
     claims = claim(device, "G17", seconds / T > 0.015, said) if name == "qwen2.5-1.5b" else ()
     yield row(f"{name}: hf rollout of {count} rows, a token", 1e3 * seconds / T, "ms", None, claims)
-    yield row(f"{name}: hf rollout of {count} rows", count * T / seconds, "tokens/s", seconds=seconds)
+    rate, summary = count * T / seconds, {"rollout": f"hf, {name}, {count} rows: {count * T / seconds:,.0f} tokens/s"}
+    yield row(f"{name}: hf rollout of {count} rows", rate, "tokens/s", seconds=seconds, summary=summary)
 
 
 # ---- host syncs of a micro-batch -----------------------------------------------------------------

