@@ -415,7 +415,7 @@ class DataProto:
         lengths = [rows for rows, _, _ in parts]
         home = next((x.device for x in batch.values()), torch.device("cpu"))
         cpu_works = "cpu:" in dist.get_backend_config(group)
-        device = home if home.type != "cpu" or cpu_works else torch.device("cuda", torch.cuda.current_device())
+        device = home if home.type != "cpu" or cpu_works else torch.accelerator.current_accelerator()
         tensors = {}
         for key, (dtype, shape) in spec.items():
             mine = batch[key].detach() if key in batch else torch.empty((0, *shape), dtype=dtype)

@@ -13,7 +13,15 @@ from lib import InputError
 from lib.args import ROOT, ScriptArgs, Sizes, step_sizes, training_ranks
 from lib.cli.flags import as_flag, check_flags, parse_json
 from lib.columns import COLUMNS, TABLE
-from lib.distributed import World, advise_out_of_memory, on_first_rank
+from lib.distributed import (
+    ESTIMATED,
+    World,
+    accelerator,
+    advise_out_of_memory,
+    device_name,
+    on_first_rank,
+    total_memory,
+)
 from lib.model.flops import StepFlops, estimate_flops, flops_of
 from lib.model.memory import GIB, Moments, estimate_memory, fits, kv_bytes_per_token, memory_table, meta_model
 from lib.plan import EngineRates, Split, plan_table, predict, read_lengths
@@ -90,15 +98,14 @@ def describe_needs(args: ScriptArgs, sizes: Sizes, gpu: Gpu) -> str:
 
 def gpu_here() -> Gpu:
     """An H100 where there is none."""
-    if not torch.cuda.is_available():
+    if (device := accelerator()) is None:
         return H100
-    properties = torch.cuda.get_device_properties(0)
-    return Gpu(properties.name, properties.total_memory, peak_tflops(torch.device("cuda", 0)))
+    return Gpu(device_name(device), total_memory(device), peak_tflops(device))
 
 
 def log_prob_passes(args: ScriptArgs, sizes: Sizes) -> int:
     """Forward passes with the policy or its reference before the update, on a GPU."""
-    needed = needed_log_probs(args, sizes, check_algorithm(args, torch.device("cuda")))
+    needed = needed_log_probs(args, sizes, check_algorithm(args, ESTIMATED))
     return bool(needed) + (args.kl_coef > 0)
 
 
@@ -133,7 +140,7 @@ def models_of(args: ScriptArgs) -> dict[str, Any]:
 def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
     model, shard, rollout = args.model, args.shard, args.rollout
-    dtype = get_compute_dtype(model.compute_dtype, torch.device("cuda"))
+    dtype = get_compute_dtype(model.compute_dtype, ESTIMATED)
     share = int(rollout.gpu_share * gpu) if rollout.starts_vllm else 0
     return estimate_memory(
         model.model,
@@ -159,7 +166,7 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
 
 def gathered_bytes_per_token(args: ScriptArgs) -> int:
     """At most, of a response token: its gathered columns, and those that add_advantages writes."""
-    read = advantage_columns(args, check_algorithm(args, torch.device("cuda")))
+    read = advantage_columns(args, check_algorithm(args, ESTIMATED))
     gathered = [column for name, column in COLUMNS.items() if name in read or column.gathered == "always"]
     columns = [*gathered, *TABLE["grpo.py: add_advantages"]]
     return sum(getattr(torch, column.dtype).itemsize for column in columns if column.width == "T")
@@ -170,9 +177,9 @@ def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
     Skipped with --no-memory-check, a .gguf model and tensor parallelism, which the estimate does not know."""
     advise_out_of_memory(partial(memory_advice, args, world.size))
     unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
-    if world.device.type != "cuda" or unknown or not args.run.memory_check or args.validation.val_only:
+    if world.device.type == "cpu" or unknown or not args.run.memory_check or args.validation.val_only:
         return
-    gpu = torch.cuda.get_device_properties(world.device).total_memory
+    gpu = total_memory(world.device)
     on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
 
 

@@ -26,7 +26,15 @@ from lib.data import (
     set_chat_template,
 )
 from lib.data.vision import Vision
-from lib.distributed import World, init_distributed, make_mesh, make_row_group, shard_model, trainable_parameters
+from lib.distributed import (
+    World,
+    has_flash_attention,
+    init_distributed,
+    make_mesh,
+    make_row_group,
+    shard_model,
+    trainable_parameters,
+)
 from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
 from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import Scorer, check_keywords
@@ -66,7 +74,7 @@ def join(args: ScriptArgs) -> World:
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
 
 
@@ -75,15 +83,14 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device, path: str
     no kernel here, or flash_attention_2 no package."""
     if name == "flash_attention_2" and not find_spec("flash_attn"):
         raise InputError("--attn-implementation flash_attention_2: its package flash-attn is not installed; take auto")
-    no_kernel = device.type != "cuda" or dtype == torch.float32
-    if name == "varlen" and no_kernel:
+    if name == "varlen" and (device.type == "cpu" or dtype == torch.float32):
         raise InputError(
             "--attn-implementation varlen is FlashAttention, for a GPU and 16 bits (--compute-dtype); here they are "
             f"{device.type} and {str(dtype).removeprefix('torch.')}; take auto"
         )
     if name != "auto":
         return name
-    runs = not no_kernel and torch.cuda.get_device_capability(device) >= (8, 0) and models.takes_varlen(path, **trust)
+    runs = has_flash_attention(device, dtype) and models.takes_varlen(path, **trust)
     return "varlen" if runs else "packed_sdpa"
 
 
@@ -357,7 +364,7 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
 
 def use_cores(shard: ShardArgs, device: torch.device) -> None:
     """With --cpu-offload, AdamW runs on this rank's share of the cores; torchrun and vLLM leave it one thread."""
-    if device.type == "cuda" and {"actor", "critic"} & set(shard.cpu_offload):
+    if device.type != "cpu" and {"actor", "critic"} & set(shard.cpu_offload):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
 
 

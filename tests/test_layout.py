@@ -49,6 +49,12 @@ def test_imports_go_one_way():
             assert not (name.startswith("_") and target != room), f"{file}: {module}.{name}"
 
 
+def test_only_the_package_that_knows_devices_names_one():
+    """What works on one accelerator works on another: lib/distributed/device.py."""
+    named = [file for file, room in FILES.items() if room != "distributed" and "cuda" in file.read_text().lower()]
+    assert not named
+
+
 def test_no_two_files_import_each_other():
     """Nor in a longer circle; imports in functions count."""
     graph: dict[str, set[str]] = {}

@@ -10,7 +10,18 @@ normalised by *global* counts by `world_size`."""
 from lib.distributed.clock import start_step, step_timing, timed
 from lib.distributed.collectives import TakeOwn, all_gather_lists, all_to_all, all_to_all_objects, global_counts
 from lib.distributed.collectives import address_towards, all_reduce_max, broadcast, on_first_rank
-from lib.distributed.collectives import device_setter, in_thread, join_group, new_cpu_group, new_cpu_subgroup
+from lib.distributed.collectives import in_thread, join_group, new_cpu_group, new_cpu_subgroup
+from lib.distributed.device import (
+    COMPILED,
+    ESTIMATED,
+    accelerator,
+    device_name,
+    device_names,
+    device_setter,
+    dump_memory,
+)
+from lib.distributed.device import device_rng_state, has_flash_attention, own_devices, profiler_activities
+from lib.distributed.device import record_memory, set_device_rng_state, synchronize, total_memory
 from lib.distributed.launch import OVER, JobOver, World, init_distributed, is_on_one_node, run, wait_for_all
 from lib.distributed.launch import advise_out_of_memory, job_store, listening_store, on_early_end, print_last
 from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, check_number, faults, reduce_metrics

@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch.profiler import record_function
 
+from lib.distributed.device import synchronize
 from lib.distributed.watchdog import enter_stage
 
 _step = 0
@@ -38,8 +38,7 @@ def timed(stage: str) -> Iterator[None]:
         with record_function(stage):
             yield
     finally:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # kernels that are still queued belong to this stage
+        synchronize()  # kernels that are still queued belong to this stage
         _seconds[stage] += time.perf_counter() - start
         _open = False
     enter_stage(f"step {_step} after {stage}")  # not after an exception: its stage is where it came from

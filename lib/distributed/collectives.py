@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from lib import InputError
+from lib.distributed.device import device_setter
 from lib.distributed.launch import collective_timeout
 
 
@@ -56,14 +56,6 @@ def in_thread(call: Callable[[], Any]) -> Future:
 
     threading.Thread(target=run, daemon=True).start()
     return done
-
-
-def device_setter() -> Callable[[], None]:
-    """Call it in a new thread: the thread's GPU becomes that of this thread. Otherwise it is GPU 0, where its first use
-    of CUDA takes half a GB of every rank."""
-    if not torch.cuda.is_available():
-        return lambda: None
-    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def new_cpu_group() -> dist.ProcessGroup:

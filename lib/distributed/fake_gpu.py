@@ -4,6 +4,7 @@ Its name is "gpu". Code meets it as it meets "cuda": `device.type`, `torch.accel
 tensors have no values under FakeTensorMode, so a step of any size can be traced on a laptop. Streams and events do
 nothing: all work is done when a call returns."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ class _Backend:
     current_stream = stream = staticmethod(lambda *_: _Nothing())
     set_device = synchronize = manual_seed_all = empty_cache = staticmethod(lambda *_, **__: None)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
-    get_device_capability = staticmethod(lambda *_: (9, 0))  # a H100's
+    get_device_capability = staticmethod(lambda *_: (9, 0))  # of an H100, as all that follows
+    get_device_name = staticmethod(lambda *_: "H100 (fake)")
+    get_device_properties = staticmethod(lambda *_: SimpleNamespace(total_memory=80 * 2**30))
     _is_in_bad_fork = staticmethod(lambda: False)
 
 

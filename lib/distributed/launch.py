@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.flags import threads_of_environment
 from lib.cli.process import end_interrupted
+from lib.distributed.device import accelerator, collective_backend
 from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
 T = TypeVar("T")
@@ -78,15 +79,15 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     if "RANK" not in env:  # plain `python script.py`
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    on_gpu = torch.cuda.is_available() and env.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
-    device = torch.device("cuda", int(env["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    found = accelerator()
+    device = torch.device("cpu") if found is None else torch.device(found.type, int(env["LOCAL_RANK"]))
     trainers = int(env["WORLD_SIZE"]) - engine_ranks
     trains = int(env["RANK"]) < trainers
-    if on_gpu and trains:
-        torch.cuda.set_device(device)
+    if found is not None and trains:
+        torch.get_device_module(device).set_device(device)
         # it plans each new shape for up to a second, and nearly every packed row has new shapes
         torch.backends.cuda.enable_cudnn_sdp(False)
-    elif not on_gpu:
+    elif found is None:
         torch.set_num_threads(threads_of_environment())
     if stage_timeout:
         _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher can say more, so it comes first
@@ -104,7 +105,7 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
     _job = _Job(store, rank, trainers, size)
     if trains:
         # "fake" returns a rank's own values, as every collective of a single rank does, and it opens no port
-        backend = "fake" if trainers == 1 else "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        backend = "fake" if trainers == 1 else collective_backend(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=_timeout)
     return World(rank, trainers, device)
 

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lib import InputError, is_first_on_node
 from lib.args import check_model_path
-from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, trainable_parameters
+from lib.distributed import TENSOR_PARALLEL_STYLES, accelerator, enter_stage, fsdp_modules, trainable_parameters
 from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
 from lib.model.values import token_values, value_head
@@ -325,7 +325,7 @@ def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable,
 
 def _keeping_activations_on_cpu(forward):
     """torch's save_on_cpu, but not for weights: FSDP frees these in between and gathers them again."""
-    host = save_on_cpu(pin_memory=torch.cuda.is_available())
+    host = save_on_cpu(pin_memory=accelerator() is not None)
 
     def pack(tensor: torch.Tensor):
         of = tensor._base if tensor._is_view() else tensor

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lib import InputError, is_first_on_node
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists
+from lib.distributed import COMPILED, all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import in_micro_batches, of_responses
 from lib.model.vision import with_images
@@ -27,7 +27,7 @@ NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, 
 # options keep the order of a row's sums the same for any number of rows: a resumed run may begin with another number.
 # The third: maximum and sum in one loop save nothing where the entropy needs another loop, and cost exponentials.
 OPTIONS = {"split_reductions": False, "dynamic_scale_rblock": False, "online_softmax": False}
-COMPILE: dict[str, dict] = {"cuda": {"options": OPTIONS}}
+COMPILE: dict[str, dict] = {device_type: {"options": OPTIONS} for device_type in COMPILED}
 CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort all takes ten times as long
 
 

@@ -27,7 +27,7 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
     vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
 
 Weights, Adam and gradients are exact. Activations and work are measured: the model runs forward and backward on the
-meta device, where attention keeps what a flash kernel keeps. HEADROOM is left for the CUDA context, NCCL's buffers and
+meta device, where attention keeps what a flash kernel keeps. HEADROOM is left for the GPU's context, NCCL's buffers and
 memory that the allocator cannot use again. With LoRA only adapters have gradients and Adam. What is offloaded counts in
 the moment "host", which is the host's memory."""
 

@@ -15,7 +15,7 @@ from lib import InputError
 from lib.core_algos import splitmix64
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import compute_device, unsharded
+from lib.distributed import compute_device, device_setter, unsharded
 from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept
 from lib.model.vision import images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, stop_token_ids
@@ -37,7 +37,7 @@ class HFEngine(SteppedEngine):
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **_: Any):
         self.model, self.tokenizer, self.pad_token_id = model, tokenizer, tokenizer.pad_token_id
-        self.gpu = torch.cuda.current_device() if compute_device(model).type == "cuda" else None
+        self._use_device = device_setter()
         self._cache_keyword = cache_keyword(model)
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
         self._waiting: dict[str, tuple[list[int], Sampling, int, Media | None]] = {}
@@ -77,8 +77,7 @@ class HFEngine(SteppedEngine):
 
     def step(self) -> dict[str, Generated]:
         """Samples the waiting requests as one batch, to their end. Those with other sampling wait for the next step."""
-        if self.gpu is not None:
-            torch.cuda.set_device(self.gpu)  # each thread has its own current device
+        self._use_device()  # each thread has its own current device
         settings = [replace(sampling, max_response_length=0) for _, sampling, *_ in self._waiting.values()]
         ids = [request_id for request_id, own in zip(self._waiting, settings) if own == settings[0]]
         prompt_ids, samplings, seeds, media = zip(*(self._waiting.pop(request_id) for request_id in ids))

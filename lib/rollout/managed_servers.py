@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import httpx
-import torch
 import torch.distributed as dist
 import yaml
 
 from lib import InputError, how_it_ended, is_first_on_node
 from lib.cli.secrets import private
-from lib.distributed import OVER, JobOver, World, address_towards, broadcast, is_on_one_node, job_store
+from lib.distributed import OVER, JobOver, World, address_towards, broadcast, is_on_one_node, job_store, own_devices
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage
 from lib.rollout.servers import ANSWER_S, HEALTH_S
 from lib.rollout.vllm_engine import engine_settings, save_files
@@ -344,11 +343,8 @@ def _environment(world: World, tensor_parallel_size: int, key: str) -> dict[str,
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])  # for the worker extension
     env["VLLM_SERVER_DEV_MODE"] = "1"  # takes weights
     env["VLLM_API_KEY"] = key  # not in the settings, which vLLM logs
-    if world.device.type == "cuda":
-        first = int(os.environ["LOCAL_RANK"])
-        visible = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + tensor_parallel_size])
-        return env
+    if world.device.type != "cpu":
+        return own_devices(env, int(os.environ["LOCAL_RANK"]), tensor_parallel_size)
     env["TORCH_COMPILE_DISABLE"] = "1"  # it would compile C++ for many seconds at the first request
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process less
     return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | env

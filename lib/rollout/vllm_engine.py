@@ -63,7 +63,7 @@ def engine_settings(
     """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
     Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
     otherwise than training."""
-    on_gpu = compute_device(model).type == "cuda"
+    on_gpu = compute_device(model).type != "cpu"
     heads = model.config.get_text_config().num_attention_heads
     if heads % ranks:
         why = f"the model's {heads} attention heads must be a multiple of it"
@@ -100,7 +100,7 @@ class VLLMEngine(SteppedEngine):
     long_steps = False  # a step is one token; requests come and go at each step
 
     def __init__(self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, **start: Any):
-        on_gpu = compute_device(model).type == "cuda"
+        on_gpu = compute_device(model).type != "cpu"
         settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -72,7 +72,7 @@ class BroadcastInitInfo(WeightTransferInitInfo):
     host: str  # address of the trainer's first rank, as the server sees it
     port: int  # of the store where all meet
     file: str  # where they meet instead, if it is not empty; only this user can open it
-    device: str  # cpu or cuda; trainer and server must have the same
+    device: str  # the trainer's type of device; the server must have the same
     first_rank: int  # the rank of this server's first worker in the group
     size: int
     timeout_s: float

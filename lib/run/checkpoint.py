@@ -44,7 +44,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
-from lib.distributed import broadcast, device_setter, enter_stage, full_tensor, iter_full_params, new_cpu_group
+from lib.distributed import (
+    broadcast,
+    device_rng_state,
+    device_setter,
+    enter_stage,
+    full_tensor,
+    iter_full_params,
+    new_cpu_group,
+    set_device_rng_state,
+)
 from lib.manifest import MANIFEST, entry, file_hash, why_altered, why_incomplete, write_manifest
 from lib.run.disk import free_space, writes_to
 
@@ -93,7 +102,7 @@ def save_checkpoint(
     }
     trainer_json = _exact_json(trainer)  # before anything is written
     group = _background_group(dist.group.WORLD)
-    pinned = any(next(module.parameters()).is_cuda for module, _ in models.values())
+    pinned = any(next(module.parameters()).device.type != "cpu" for module, _ in models.values())
     state = (_pinned_stager() if pinned else DefaultStager(NOT_PINNED)).stage(_state_to_save(models))  # a copy
     rng_state = _rng_state()
     hashes: dict[str, str] = {}  # of the shards' files
@@ -387,7 +396,7 @@ def _rng_state() -> dict[str, Any]:
         "python": (version, torch.tensor(words), gauss),
         "numpy": (torch.from_numpy(np.asarray(keys, np.int64)), *position),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "device": device_rng_state(),
     }
 
 
@@ -397,8 +406,7 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     keys, *position = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *position))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    set_device_rng_state(state.get("device"))
 
 
 def _exact_json(trainer: dict[str, Any]) -> str:

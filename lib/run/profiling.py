@@ -8,10 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
-from lib.distributed import World
+from lib.distributed import World, dump_memory, profiler_activities, record_memory
 
 LARGEST = 20  # operations in the table
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -25,7 +24,7 @@ class Profiler:
 
     def __init__(self, folder: Path, steps: Collection[int], memory: bool, world: World) -> None:
         self.folder, self.steps, self.memory, self.world = folder, steps, memory, world
-        self._on_gpu = world.device.type == "cuda"
+        self._on_gpu = world.device.type != "cpu"
         self._running: profile | None = None
         self._name = ""
 
@@ -34,9 +33,8 @@ class Profiler:
             return
         self._name = f"step_{step:06d}-rank_{self.world.rank}"
         if self._on_gpu and self.memory:
-            torch.cuda.memory._record_memory_history(stacks="python")
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        self._running = profile(activities=activities, profile_memory=self.memory)
+            record_memory(self.world.device)
+        self._running = profile(activities=profiler_activities(self.world.device), profile_memory=self.memory)
         self._running.start()
 
     def stop(self) -> bool:
@@ -47,8 +45,7 @@ class Profiler:
         running.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._on_gpu and self.memory:
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"{self._name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_memory(self.world.device, self.folder / f"{self._name}.memory.pickle")
         with tempfile.NamedTemporaryFile(suffix=".json", dir=self.folder) as file:
             running.export_chrome_trace(file.name)
             content = Path(file.name).read_bytes()

@@ -14,10 +14,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from threading import Timer
 
-import torch
-
 from lib import launched_ranks
 from lib.cli.secrets import private, redact, redact_values
+from lib.distributed import device_names
 
 GIT_S = 30.0
 LONGEST_DIFF = 10 * 2**20  # bytes
@@ -56,7 +55,7 @@ def write_start(
 
 
 def _machine() -> str:
-    gpus = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    gpus = Counter(device_names())
     parts = [f"{os.cpu_count()} CPU cores", *(f"{number} x {name}" for name, number in gpus.items())]
     if (ranks := launched_ranks()) > 1:
         parts.append(f"{ranks} ranks")

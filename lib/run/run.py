@@ -284,8 +284,8 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
         run.recorder = Recorder(Path(args.run.record), world)
     elif args.run.replay:
         run.recorder = Replayer(Path(args.run.replay), world)
-    if world.rank == 0 and world.device.type == "cuda" and run._peak_tflops is None:
-        print(f"no MFU: lib/run/throughput.py has no peak of {torch.cuda.get_device_name(world.device)}", flush=True)
+    if world.rank == 0 and world.device.type != "cpu" and run._peak_tflops is None:
+        print(f"no MFU: lib/run/throughput.py has no peak of {distributed.device_name(world.device)}", flush=True)
     distributed.note_waits_in(folder / "waits.txt")
     return run
 
@@ -340,7 +340,7 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
         trackers=args.run.track,
         total_steps=step if run.validation.val_only else args.run.total_steps,
         resume_step=step,
-        on_gpu=run.world.device.type == "cuda",
+        on_gpu=run.world.device.type != "cpu",
     )
     write_start(starts, code, typed_command()[0], changed_flags(args), changes)
     if not _has_steps(logs):  # else the config of these steps stays until `load` has set aside the later ones

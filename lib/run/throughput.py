@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
+from lib.distributed import device_name
+
 PEAK_TFLOPS = {
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -28,9 +30,9 @@ sparsity"), for words in the device's name; the first that is found counts."""
 
 def peak_tflops(device: torch.device) -> float | None:
     """Of a GPU; None for a CPU, and for a GPU that is not in the table."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     return next((peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}(?!\w)", name)), None)
 
 

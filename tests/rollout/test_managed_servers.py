@@ -259,7 +259,7 @@ def test_a_server_has_the_gpus_of_its_ranks(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-a,GPU-b")
     assert managed_servers._environment(world, 2, "key")["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert managed_servers._environment(world, 1, "key")["CUDA_VISIBLE_DEVICES"] == "2"
 
 

@@ -226,7 +226,7 @@ def test_one_process_saves_and_loads_without_collectives_of_dcp(tmp_path):
 def test_the_writing_thread_has_the_gpu_of_its_rank(tmp_path, monkeypatch):
     """A new thread's is GPU 0, where every rank would take half a GB."""
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
         patch.setattr(torch.cuda, "current_device", lambda: 3)
         set_to = {}
         patch.setattr(torch.cuda, "set_device", lambda n: set_to.update({threading.current_thread().name: n}))

@@ -1,0 +1,117 @@
+"""The device on which a run computes. The rest of lib asks these functions, and compares types with "cpu" only; what
+torch has for every accelerator (`torch.accelerator`, `torch.get_device_module`) is used as it is."""
+
+import os
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, supported_activities
+
+COLLECTIVES = {"cuda": "nccl", "gpu": "fake"}
+"""The accelerators that a run takes, with the backend of their collectives. gpu: the one of fake_gpu.py."""
+COMPILED = ("cuda",)  # devices for which torch.compile makes kernels that are worth the wait
+ESTIMATED = torch.device("cuda")  # what an estimate is for, on any machine
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def accelerator() -> torch.device | None:
+    """The accelerator of this process, without a number. None where there is none, or the launcher asks for CPUs."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if (
+        found is None
+        or found.type not in COLLECTIVES
+        or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    ):
+        return None
+    return found
+
+
+def collective_backend(device: torch.device) -> str:
+    """Of the ranks' process group: collectives of CPU tensors and of the device's."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{COLLECTIVES[device.type]}"
+
+
+def device_setter() -> Callable[[], None]:
+    """Call it in a new thread: the thread's GPU becomes that of this thread. Otherwise it is GPU 0, where its first use
+    takes half a GB of every rank."""
+    if (device := accelerator()) is None:
+        return lambda: None
+    module = torch.get_device_module(device)
+    return partial(module.set_device, module.current_device())
+
+
+def synchronize() -> None:
+    """Waits for what is queued on this process's accelerator, if it has been used."""
+    device = accelerator()
+    if device is not None and (module := torch.get_device_module(device)).is_initialized():
+        module.synchronize()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.get_device_module(device).get_device_name(device)
+
+
+def device_names() -> list[str]:
+    """Of all accelerators that this process sees."""
+    if (device := accelerator()) is None:
+        return []
+    module = torch.get_device_module(device)
+    return [module.get_device_name(i) for i in range(module.device_count())]
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of an accelerator."""
+    return torch.get_device_module(device).get_device_properties(device).total_memory
+
+
+def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's varlen attention has kernels here: from sm80 on, in 16 bits."""
+    if device.type == "cpu" or dtype == torch.float32:
+        return False
+    return torch.get_device_module(device).get_device_capability(device) >= (8, 0)
+
+
+def device_rng_state() -> torch.Tensor | None:
+    """Of this process's accelerator; None if it has not been used."""
+    device = accelerator()
+    if device is None or not (module := torch.get_device_module(device)).is_initialized():
+        return None
+    return module.get_rng_state()
+
+
+def set_device_rng_state(state: torch.Tensor | None) -> None:
+    """Does nothing without a state or without an accelerator."""
+    if state is not None and (device := accelerator()) is not None:
+        torch.get_device_module(device).set_rng_state(state)
+
+
+def own_devices(environment: dict[str, str], first: int, count: int) -> dict[str, str]:
+    """The environment of a process that sees `count` of the accelerators that this one sees, from number `first` on."""
+    visible = environment.get(VISIBLE) or ",".join(map(str, range(torch.accelerator.device_count())))
+    return environment | {VISIBLE: ",".join(visible.split(",")[first : first + count])}
+
+
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+def profiler_activities(device: torch.device) -> Collection[ProfilerActivity]:
+    """What torch.profiler records: operations, and the kernels of an accelerator."""
+    return [ProfilerActivity.CPU] if device.type == "cpu" else supported_activities()
+
+
+def record_memory(device: torch.device) -> None:
+    """From now on the accelerator's allocations are recorded, with their stacks in Python."""
+    memory(device)._record_memory_history(stacks="python")
+
+
+def dump_memory(device: torch.device, file: Path) -> None:
+    """Writes the allocations since `record_memory`, and records no more."""
+    memory(device)._dump_snapshot(str(file))
+    memory(device)._record_memory_history(enabled=None)
+
+
+def memory(device: torch.device) -> Any:
+    return torch.get_device_module(device).memory
