@@ -104,7 +104,6 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("valid_mask", "B, T", "bool", "in a group", "value loss"),
     ),
     "lib/data/micro_batches.py: prepare_dynamic_batch": (
-        Column("prompt_group", "B", "int64", "equal for equal prompts; only in micro-batches", "shared prompts"),
     ),
     "grpo.py: update": (
         Column("log_probs", "B, T", "float32", "log-probs in the last pass of the update", "samples", saved=": float"),

@@ -165,7 +165,7 @@ class DataProto:
         if idxs.size or idxs.dtype == bool:
             idxs = np.arange(len(self))[idxs]  # numpy checks the range or the mask's length
         rows, idxs = len(idxs), idxs.astype(np.int64)
-        on_device = functools.cache(torch.from_numpy(idxs).to)
+        on_device = functools.cache(functools.partial(torch.from_numpy(idxs).to, non_blocking=True))
 
         def take(x):
             return torch.index_select(x, 0, on_device(x.device), out=_recycled(rows, x))

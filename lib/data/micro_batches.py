@@ -4,9 +4,23 @@ import heapq
 import itertools
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, all_gather_lists, all_reduce_max
+
+LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # what decides where tokens stand
+_ON_HOST = WeakTensorKeyDictionary()  # {a column of a micro-batch on a GPU: (its version, a copy on the CPU)}
+
+
+def on_host(batch: DataProto) -> DataProto:
+    """LAYOUT and multi_modal_hash on the CPU. The host waits for a GPU here, but not for what `prepare_dynamic_batch`
+    has made, if it was not written to since: that has been copied with the rest of the mini-batch."""
+    names = [name for name in (*LAYOUT, "multi_modal_hash") if name in batch.batch]
+    kept = {name: _ON_HOST.get(batch.batch[name], (-1, None)) for name in names}
+    if all(version == batch.batch[name]._version for name, (version, _) in kept.items()):
+        return DataProto.from_dict({name: copy for name, (_, copy) in kept.items()}, meta_info=batch.meta_info)
+    return DataProto.from_dict({name: batch.batch[name].cpu() for name in names}, meta_info=batch.meta_info)
 
 
 def prompt_groups(batch: DataProto) -> torch.Tensor:
@@ -28,18 +42,18 @@ def prepare_dynamic_batch(
     Rows are placed first-fit decreasing; a row longer than `max_tokens` is alone. Then ranks with fewer micro-batches
     split those of most rows. Every rank runs its longest micro-batches first, so that ranks wait little for each other.
     Without `padding_free` each row counts as many tokens as the longest row of its micro-batch. With `share_prompts`
-    rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts their prompt once; it
-    has the column prompt_group (b,), the numbers of `prompt_groups`. meta_info["run_tower"]: see `_run_tower`.
+    rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts their prompt once.
+    meta_info["run_tower"]: see `_run_tower`. The host waits for a GPU only here, and not in the micro-batches.
 
     A `row_group` of n ranks makes its micro-batches together; each rank is given its own rows of every micro-batch,
     perhaps none. If the group splits tokens, a micro-batch holds n x max_tokens tokens, max_tokens of each rank."""
-    attention = batch.batch["attention_mask"]
+    host, device = on_host(batch), batch.batch["attention_mask"].device
+    attention = host.batch["attention_mask"]
     own, prompt = attention.sum(1).tolist(), [0] * len(batch)
     group: list = list(range(len(batch)))  # equal for rows of one prompt
     if share_prompts:
-        prompt = attention[:, : -batch.batch["response_mask"].shape[1]].sum(1).tolist()
-        numbers = prompt_groups(batch)
-        own, group = [n - p for n, p in zip(own, prompt)], numbers.tolist()
+        prompt = attention[:, : -host.batch["response_mask"].shape[1]].sum(1).tolist()
+        own, group = [n - p for n, p in zip(own, prompt)], prompt_groups(host).tolist()
     first = 0  # this rank's first row
     if row_group is not None:
         rank, ranks = row_group.ranks.rank(), row_group.ranks
@@ -72,7 +86,7 @@ def prepare_dynamic_batch(
             longest.append(size)
         bins[place] += part
         room[place] -= size if padding_free else longest[place]
-    wanted = all_reduce_max(len(bins), attention.device)
+    wanted = all_reduce_max(len(bins), device)
     heap = [(-len(rows), rows) for rows in bins]
     heapq.heapify(heap)
     while len(heap) < wanted:
@@ -86,8 +100,9 @@ def prepare_dynamic_batch(
     for micro, rows in zip(micro_batches, bins):
         if kinds is not None:
             micro.meta_info["run_tower"] = kinds
-        if share_prompts:
-            micro.batch["prompt_group"] = numbers[rows]
+        if device.type != "cpu":
+            kept = dict(host[rows].batch.items())
+            _ON_HOST.update({micro.batch[name]: (micro.batch[name]._version, kept[name]) for name in kept})
     return micro_batches, bins
 
 
@@ -102,4 +117,5 @@ def _run_tower(batch: DataProto) -> tuple[str, ...]:
 
 def restore_dynamic_batch(tensor: torch.Tensor, rows: list[list[int]]) -> torch.Tensor:
     """Puts the concatenated results of the micro-batches back into the batch's row order."""
-    return tensor[torch.tensor([r for part in rows for r in part], device=tensor.device).argsort()]
+    order = torch.tensor([r for part in rows for r in part], dtype=torch.long).argsort()
+    return tensor[order.to(tensor.device, non_blocking=True)]

@@ -70,7 +70,7 @@ def new_cpu_subgroup(ranks: int) -> dist.ProcessGroup:
 
 def global_counts(mask: torch.Tensor) -> tuple[float, float]:
     """(tokens, rows with a token) of a mask (B, T), over all ranks: what a loss is averaged over. A collective."""
-    counts = torch.tensor([int(mask.sum()), int(mask.any(1).sum())], dtype=torch.float64, device=mask.device)
+    counts = torch.stack([mask.sum(), mask.any(1).sum()]).double()
     dist.all_reduce(counts)
     tokens, rows = counts.tolist()
     return tokens, rows
@@ -78,7 +78,7 @@ def global_counts(mask: torch.Tensor) -> tuple[float, float]:
 
 def all_reduce_max(value: int, device: torch.device) -> int:
     """The largest of the ranks' values; without a process group, this value."""
-    tensor = torch.tensor(value, dtype=torch.int64, device=device)
+    tensor = torch.full((), value, dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return int(tensor)

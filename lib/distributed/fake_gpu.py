@@ -42,6 +42,8 @@ class _Backend:
     get_device_capability = staticmethod(lambda *_: (9, 0))  # of an H100, as all that follows
     get_device_name = staticmethod(lambda *_: "H100 (fake)")
     get_device_properties = staticmethod(lambda *_: SimpleNamespace(total_memory=80 * 2**30))
+    get_rng_state = staticmethod(lambda *_: torch.zeros(1, dtype=torch.uint8))
+    set_rng_state = staticmethod(lambda *_: None)
     _is_in_bad_fork = staticmethod(lambda: False)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
-from lib.data import attention_width, count_patches, prompt_groups
+from lib.data import attention_width, count_patches, on_host, prompt_groups
 from lib.data_proto import DataProto
 from lib.model.memory import meta_model
 from lib.model.vision import patches_per_feature, vision_names
@@ -66,21 +66,21 @@ def flops_of(model: PreTrainedModel) -> Flops:
     return of_text._replace(patch=patch, patch_size=model.config.vision_config.patch_size)
 
 
-def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> torch.Tensor:
-    """FLOPs (scalar) of forward and backward over this rank's rows of a micro-batch, without waiting for a GPU if it
-    has `prepare_dynamic_batch`'s column prompt_group."""
-    attention, trained = micro.batch["attention_mask"].double(), micro.batch["response_mask"]
+def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> float:
+    """FLOPs of forward and backward over this rank's rows of a micro-batch, counted on the CPU."""
+    host = on_host(micro)
+    attention, trained = host.batch["attention_mask"].double(), host.batch["response_mask"]
     prompt = attention[:, : -trained.shape[1]].sum(1)  # (b,)
     own = (attention.sum(1) - prompt - 1).clamp(min=0)  # (b,): tokens of the response, but the last
     seen = own * prompt + own * (own + 1) / 2  # (b,)
-    patches = count_patches(micro, flops.patch_size).to(own.device, non_blocking=True)  # (b,)
+    patches = count_patches(micro, flops.patch_size)  # (b,)
     if share_prompts:
-        group = micro.batch["prompt_group"] if "prompt_group" in micro.batch else prompt_groups(micro)  # (b,)
+        group = prompt_groups(host)  # (b,)
         again = (group[:, None] == group).tril(-1).any(1)
         prompt, patches = (x.where(~again, 0) for x in (prompt, patches))  # each distinct prompt once
     tokens, pairs = own.sum() + prompt.sum(), seen.sum() + (prompt * (prompt + 1) / 2).sum()
     of_text = tokens * flops.token + trained.sum() * flops.prediction + pairs * flops.pair
-    return of_text + patches.sum() * flops.patch
+    return float(of_text + patches.sum() * flops.patch)
 
 
 def estimate_flops(
@@ -105,7 +105,7 @@ def estimate_flops(
     group = DataProto.from_dict({"input_ids": mask, "attention_mask": mask, "response_mask": responses})
 
     def of_step(flops: Flops) -> float:
-        return prompts * update_flops(flops, group, share_prompts).item()
+        return prompts * update_flops(flops, group, share_prompts)
 
     update = log_probs = recomputed = 0.0
     policy = AutoModelForCausalLM, model, "--model", log_prob_passes

@@ -15,7 +15,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lib import InputError, is_first_on_node
 from lib.args import check_model_path
-from lib.distributed import TENSOR_PARALLEL_STYLES, accelerator, enter_stage, fsdp_modules, trainable_parameters
+from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, trainable_parameters
 from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
 from lib.model.values import token_values, value_head
@@ -324,15 +324,18 @@ def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable,
 
 
 def _keeping_activations_on_cpu(forward):
-    """torch's save_on_cpu, but not for weights: FSDP frees these in between and gathers them again."""
-    host = save_on_cpu(pin_memory=accelerator() is not None)
+    """torch's save_on_cpu, but not for weights: FSDP frees these in between and gathers them again. Nor does the host
+    wait for each tensor: both copies are queued on one stream."""
 
     def pack(tensor: torch.Tensor):
         of = tensor._base if tensor._is_view() else tensor
-        return tensor if isinstance(of, torch.nn.Parameter) else host.pack_hook(tensor)
+        if tensor.device.type == "cpu" or isinstance(of, torch.nn.Parameter):
+            return tensor
+        host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
 
     def unpack(packed):
-        return packed if isinstance(packed, torch.Tensor) else host.unpack_hook(packed)
+        return packed if isinstance(packed, torch.Tensor) else packed[1].to(packed[0], non_blocking=True)
 
     @wraps(forward)
     def method(*args, **kwargs):

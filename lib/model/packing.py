@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel
 
-from lib.data import prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
+from lib.data import LAYOUT, on_host, prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.vision import text_positions
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, TakeOwn, all_to_all
@@ -67,7 +67,6 @@ class SequenceRows(NamedTuple):
 
 
 Forward = Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
-LAYOUT = ("input_ids", "attention_mask", "position_ids", "response_mask")  # what decides where tokens stand
 
 
 def of_responses(
@@ -159,8 +158,7 @@ def _response_inputs(
     may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0."""
     padding_free = padding_free and model.padding_free
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")
-    keys = [name for name in (*LAYOUT, "multi_modal_hash") if name in batch.batch]
-    batch = batch.select(keys, []).to("cpu")  # a GPU is waited for here only
+    batch = on_host(batch)
     ids, attention, positions, trained = (batch.batch[name] for name in LAYOUT)
     rope = positions[:, None] if positions.ndim == 2 else positions[:, 1:]  # (B, 1, L), with mrope (B, 3, L)
     attention, positions, trained = attention.bool(), text_positions(positions), trained.bool()
@@ -222,7 +220,7 @@ def _response_inputs(
             blocks = None if images is None else images.blocks
             inputs["packed_runs"] = PackedRuns(_packed_runs(order, kinds, lengths, prompt, blocks))
         # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
-        inputs["attention_mask"] = torch.empty(1, 1, 1, 1)
+        inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=device)
     return _to(device, (inputs, select, target))
 
 

@@ -79,10 +79,10 @@ class TrainedModel:
         if self.forward.compute_dtype == torch.float16:
             self.loss_scale = LossScale()
         self._flops = flops_of(self.module)
-        self._computed: torch.Tensor | float = 0.0  # FLOPs since the last step
+        self._computed = 0.0  # FLOPs since the last step
 
     def _count(self, micro: DataProto) -> None:
-        self._computed = self._computed + update_flops(self._flops, micro, self.module.share_prompts)
+        self._computed += update_flops(self._flops, micro, self.module.share_prompts)
 
     def backward(self, loss: torch.Tensor) -> None:
         """loss: this rank's share of the sum over ranks. The factor undoes FSDP's average over ranks."""
@@ -224,8 +224,8 @@ class Reference(RowIsolationCheck):
             raise InputError("the reference's weights have changed: it must be a model that no optimizer trains")
 
 
-def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[tuple[DataProto, list[int] | torch.Tensor]]:
-    """(micro-batch, the numbers of its rows in the mini-batch), equally many on every rank. The gradients of the
+def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[tuple[DataProto, torch.Tensor]]:
+    """(micro-batch, the numbers (b,) of its rows in the mini-batch), equally many on every rank. The gradients of the
     micro-batches add up, and are reduced over ranks after the last one (with reduce_each_micro_batch, after each)."""
     for model in models:
         model.begin_update(mini_batch)
@@ -235,4 +235,4 @@ def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[tupl
     for i, (micro, own) in enumerate(zip(micros, rows, strict=True)):
         for module in modules:
             set_gradient_sync(module, first.reduce_each_micro_batch or i == len(micros) - 1)
-        yield micro, own
+        yield micro, torch.tensor(own, dtype=torch.long).to(first.world.device, non_blocking=True)

@@ -62,9 +62,8 @@ class UpdateChecks:
             return
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in (*COUNTS, *SUMS)}
         left = any(bool(full_tensor(gradient).any()) for gradient in gradients)
-        self._add(
-            rows=rows, updates_ahead=torch.as_tensor(updates_ahead, device=device).clamp(min=0), gradients_left=left
-        )
+        ahead = updates_ahead * (updates_ahead > 0)  # a tensor or a number
+        self._add(rows=rows, updates_ahead=ahead, gradients_left=left)
 
     def watch(self, micro: DataProto, output: Tensor, entropy: Tensor | None = None) -> None:
         """output: log-probs or values (b, T), with gradient."""
@@ -84,7 +83,7 @@ class UpdateChecks:
         for t, output, entropy in self._watched:
             if output.grad is not None and entropy is None:
                 push = output.grad * (output - t["returns"])
-                self._add(value_push=push[t["valid_mask"]].sum())
+                self._add(value_push=push.where(t["valid_mask"], 0).sum())
             elif output.grad is not None:
                 self._look(t, output, entropy, factor)
         self._watched.clear()
@@ -124,12 +123,13 @@ class UpdateChecks:
             scale, whole = self.loss.scale_factor, {"global_tokens": 1, "global_rows": 1}
             counts, counted = counts & (log_ratio.abs() < ON_POLICY), t["denominator_mask"].bool()
             wanted = agg_loss(counts * correction, mask, self.loss.agg_mode, **whole, loss_scale_factor=scale)
-            self._add(weight=weight[counts].sum(), wanted=wanted)
+            self._add(weight=weight.where(counts, 0).sum(), wanted=wanted)
             self._add(tokens_counted=counted.sum(), rows_counted=counted.any(1).sum())
             if "weight_versions" not in t:  # else older weights may have sampled it
                 mask = mask & t.get("is_fresh", mask.any(1))[:, None]
-                self._add(sampled=mask.sum(), surprise=(log_probs + entropy)[mask].sum(), entropy=entropy[mask].sum())
-                self._add(mismatch=(log_probs - t["rollout_log_probs"])[mask].abs().sum())
+                surprise, mismatch = log_probs + entropy, (log_probs - t["rollout_log_probs"]).abs()
+                sums = (x.where(mask, 0).sum() for x in (surprise, entropy, mismatch))  # an index would wait for a GPU
+                self._add(sampled=mask.sum(), **dict(zip(("surprise", "entropy", "mismatch"), sums)))
 
     @torch.no_grad()
     def end(self) -> dict[str, Metric]:

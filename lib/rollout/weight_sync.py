@@ -105,29 +105,42 @@ class CheckedStream:
     """Iterates over (name, whole tensor) of the trainer's model, and keeps the checksum of what the engine took."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
-        self.model, self.dtype, self.checksum = model, dtype, 0
+        self.model, self.dtype = model, dtype
+        self._sums: dict[str, torch.Tensor] = {}
 
     def __iter__(self):
-        self.checksum = 0
+        self._sums = {}
         for name, tensor in iter_full_params(self.model, self.dtype):
-            self.checksum = (self.checksum + _tensor_checksum(name, tensor)) % (1 << 64)
+            self._sums[name] = _sum_of_bits(tensor)
             yield name, tensor
+
+    @property
+    def checksum(self) -> int:
+        """Of the tensors so far."""
+        return sum(_checksums(self._sums).values()) % (1 << 64)
 
 
 def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
     """An exact checksum of all weights as `dtype`, in any order. Each rank reads its own shards. A collective."""
-    total, ranks = 0, dist.get_world_size()
+    sums, pieces, ranks = {}, {}, dist.get_world_size()
     for name, shard in merged_shards(model):
-        pieces = 1  # each piece is on ranks / pieces ranks
+        pieces[name] = 1  # each piece is on ranks / pieces ranks
         if isinstance(shard, DTensor):
             sizes = zip(shard.device_mesh.shape, shard.placements)
-            pieces = math.prod(size for size, placement in sizes if not placement.is_replicate())
+            pieces[name] = math.prod(size for size, placement in sizes if not placement.is_replicate())
             shard = shard.to_local()
-        total += pieces * _tensor_checksum(name, shard.to(dtype))
+        sums[name] = _sum_of_bits(shard.to(dtype))
+    total = sum(pieces[name] * checksum for name, checksum in _checksums(sums).items())
     return sum(all_gather_lists([total])) // ranks % (1 << 64)
 
 
-def _tensor_checksum(name: str, tensor: torch.Tensor) -> int:
-    """The sum of the elements' bits, weighted by the name. The sums of shards add up to that of the whole tensor."""
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the elements. The sums of shards add up to that of the whole tensor."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return zlib.crc32(name.encode()) * int(tensor.contiguous().view(integer).sum(dtype=torch.int64)) % (1 << 64)
+    return tensor.contiguous().view(integer).sum(dtype=torch.int64)
+
+
+def _checksums(sums: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The sums of bits, weighted by their names. They are read together: the host waits for a GPU once."""
+    numbers = torch.stack([*sums.values()]).tolist() if sums else []
+    return {name: zlib.crc32(name.encode()) * number % (1 << 64) for name, number in zip(sums, numbers)}
