@@ -5,6 +5,8 @@ host is noted in `events` with the place in our code. `on_gpu` runs a test in a 
 unregister an accelerator. What waits is what torch.cuda.set_sync_debug_mode warns of on a GPU."""
 
 import importlib
+import inspect
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial, wraps
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -19,8 +22,9 @@ from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lib.distributed import init_distributed
+from lib.distributed import World
 from lib.distributed.fake_gpu import register_fake_gpu
+from tests.common import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 GPU = torch.device("cpu")  # in the process of `on_gpu`: gpu:0
@@ -33,28 +37,26 @@ class Event(NamedTuple):
     kind: str  # "wait": the host waits for the accelerator; "in", "out": a copy to or from it, without a wait
     what: str
     place: str  # the file and function that asked for it
-    source: torch.Tensor | None = None  # what was copied
+    source: torch.Tensor | None  # what was copied
 
 
-class Events(list[Event]):
-    def note(self, kind: str, what: str, source: torch.Tensor | None = None) -> None:
-        frame, place = sys._getframe(1), "outside"
-        while frame is not None and place == "outside":
-            file = Path(frame.f_code.co_filename)
-            if (file.parent == ROOT or (ROOT / "lib") in file.parents) and file.name != "data_proto.py":
-                name = frame.f_code.co_qualname.partition(".<locals>")[0].rpartition(".")[2]
-                place = f"{file.relative_to(ROOT)} {name}"
-            frame = frame.f_back
-        self.append(Event(kind, what, place, source))
-
-    def copies(self, *kinds: str) -> list[Event]:
-        return [event for event in self if event.kind in kinds and event.source is not None]
-
-    def places(self, *kinds: str) -> dict[str, int]:
-        return dict(Counter(event.place for event in self if event.kind in kinds))
+events: list[Event] = []
 
 
-events = Events()
+def note(kind: str, what: str, source: torch.Tensor | None = None) -> None:
+    frame, place = sys._getframe(1), "outside"
+    while frame is not None and place == "outside":
+        file = Path(frame.f_code.co_filename)
+        if (file.parent == ROOT or (ROOT / "lib") in file.parents) and file.name != "data_proto.py":
+            name = frame.f_code.co_qualname.partition(".<locals>")[0].rpartition(".")[2]
+            place = f"{file.relative_to(ROOT)} {name}"
+        frame = frame.f_back
+    events.append(Event(kind, what, place, source))
+
+
+def waits() -> dict[str, int]:
+    """How often the host has waited, by place."""
+    return dict(Counter(event.place for event in events if event.kind == "wait"))
 
 
 class Strict(torch.Tensor):
@@ -78,7 +80,7 @@ class Strict(torch.Tensor):
         return _run(func, args, kwargs or {})
 
     def tolist(self):
-        events.note("wait", "tolist")
+        note("wait", "tolist")
         return self.held.tolist()
 
     def untyped_storage(self):  # FSDP2 frees and allocates it, checkpoints copy it
@@ -86,9 +88,6 @@ class Strict(torch.Tensor):
 
     def data_ptr(self):
         return self.held.data_ptr()
-
-    def __repr__(self):
-        return f"Strict({self.held})"
 
 
 class Factories(TorchDispatchMode):
@@ -108,7 +107,7 @@ def _pinned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(func, args, kwargs):
-    name, schema = func._schema.name.removeprefix("aten::"), func._schema
+    name = func._schema.name.removeprefix("aten::")
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     strict = [x for x in tensors if isinstance(x, Strict)]
     device = kwargs.get("device") and torch.device(kwargs["device"])
@@ -117,68 +116,52 @@ def _run(func, args, kwargs):
         return args[0].untyped_storage().data_ptr() in PINNED if name == "is_pinned" else _pinned(args[0].clone())
     if not (strict or to_gpu):
         return _pinned(func(*args, **kwargs)) if kwargs.pop("pin_memory", False) else func(*args, **kwargs)
-    non_blocking = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
-    if name in ("_to_copy", "copy_", "_copy_from"):
-        to, source = (args[0], args[1]) if name == "copy_" else (None, args[0])
-        to_gpu = isinstance(to, Strict) if to is not None else to_gpu
+    host = [x for x in tensors if not isinstance(x, Strict)]
+    if name in ("_to_copy", "copy_"):
+        source = args[name == "copy_"]
+        to_gpu = to_gpu if name == "_to_copy" else isinstance(args[0], Strict)
         if to_gpu != isinstance(source, Strict):
-            where = "in" if to_gpu else "out"
-            events.note(where if non_blocking else "wait", f"copy {where}", source)
-    elif name in ("index", "index_put_", "_index_put_impl_", "_unsafe_index"):
-        of_host = [x for x in args[1] if x is not None and not isinstance(x, Strict)]
-        for _ in of_host:
-            events.note("wait", "copy in, an index")
-        filled = len(args) > 2 and args[2].numel() == 1  # then it is masked_fill
-        if any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]) and not filled:
-            events.note("wait", "index by a mask")
-        tensors = [x for x in tensors if not any(x is index for index in of_host)]
-    elif name in WAITS and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
-        events.note("wait", name)
-    if strict and name not in ("_to_copy", "copy_", "_copy_from"):
-        of_cpu = [tuple(x.shape) for x in tensors if not isinstance(x, Strict) and x.dim() > 0]
-        if of_cpu:
-            raise RuntimeError(f"{schema.name}: tensors of the CPU, {of_cpu}, among those of the accelerator")
-    known = {id(x.held): x for x in strict}
+            where, non_blocking = "in" if to_gpu else "out", kwargs.get("non_blocking", args[2:] == (True,))
+            note(where if non_blocking else "wait", f"copy {where}", source)
+    elif strict:
+        if name in ("index", "index_put_", "_index_put_impl_", "_unsafe_index"):  # an index may be on the CPU
+            indices = [x for x in args[1] if x is not None]
+            for _ in [x for x in indices if not isinstance(x, Strict)]:
+                note("wait", "copy in, an index")
+            filled = len(args) > 2 and args[2].numel() == 1  # then it is masked_fill
+            if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not filled:
+                note("wait", "index by a mask")
+            host = [x for x in host if not any(x is index for index in indices)]
+        elif name in WAITS and kwargs.get("output_size") is None:
+            note("wait", name)
+        if wrong := [tuple(x.shape) for x in host if x.dim()]:
+            raise RuntimeError(f"{name}: tensors of the CPU, {wrong}, among those of the accelerator")
+    known = {id(x.held): x for x in strict} | {id(x): x for x in host}  # what was written to is returned
     args, kwargs = tree_map_only(Strict, lambda x: x.held, (args, kwargs))
-    if device is not None:
-        kwargs["device"] = torch.device("cpu")
+    kwargs |= {"device": torch.device("cpu")} if device else {}
     kwargs.pop("pin_memory", None)
     out = func(*args, **kwargs)
-    known |= {id(x): x for x in tensors if not isinstance(x, Strict)}  # a tensor of the CPU that was written to
     return tree_map_only(torch.Tensor, lambda x: known[id(x)] if id(x) in known else Strict(x) if to_gpu else x, out)
 
 
-def to_gpu(module: torch.nn.Module) -> torch.nn.Module:
-    """Puts parameters and buffers on the accelerator, in place; ties stay, and what is on the meta device. FSDP2 would
-    set their `data`, which a subclass of Tensor does not allow."""
-    moved: dict[int, torch.nn.Parameter] = {}
-    for part in module.modules():
-        for name, p in part._parameters.items():
-            if p is not None and not p.is_meta:
-                strict = torch.nn.Parameter(Strict(p.detach().clone()), p.requires_grad)
-                part._parameters[name] = moved.setdefault(id(p), strict)
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else Strict(buffer.clone())
-    return module
-
-
-# ---- a process of its own ------------------------------------------------------------------------
-
-
 def start() -> None:
-    """Gives this process the accelerator, and a process group of one."""
+    """Gives this process the accelerator. It computes no gradient: its forks could not, then."""
     global GPU
     GPU = register_fake_gpu()
-    library = torch.library.Library("aten", "IMPL")  # for calls from C++, which pass the classes above by
-    empty = {"empty_strided": torch.empty_strided, "empty.memory_format": torch.empty}
-    for name, make in empty.items():
-        implementation = partial(_empty, make)
-        library.impl(name, implementation, "PrivateUse1")
+    start.library = library = torch.library.Library("aten", "IMPL")  # for C++, which passes the classes above by
+    for name, make in {"empty_strided": torch.empty_strided, "empty.memory_format": torch.empty}.items():
+        empty = partial(lambda make, *sizes, dtype=None, **_: Strict(make(*sizes, dtype=dtype)), make)
+        library.impl(name, empty, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
-    start.library = library  # lives as long as this process
     CausalBias.__new__ = _bias
-    torch.accelerator.synchronize = lambda *_: events.note("wait", "synchronize")
-    init_distributed()
+    torch.accelerator.synchronize = lambda *_: note("wait", "synchronize")
+    importlib.import_module("torch._dynamo")  # else each fork imports it
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    note("in" if non_blocking else "wait", "copy in, of a list")
+    target.held.copy_(source)
+    return target
 
 
 def _bias(cls, *_):
@@ -187,33 +170,30 @@ def _bias(cls, *_):
         return torch.Tensor.__new__(cls)
 
 
-def _empty(make: Callable, *sizes, dtype=None, **_) -> Strict:
-    return Strict(make(*sizes, dtype=dtype))
+process = cache(lambda: ProcessPoolExecutor(1, get_context("spawn"), start))
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    events.note("in" if non_blocking else "wait", "copy in, of a list")
-    target.held.copy_(source)
-    return target
+def run(ranks: int, module: str, *test) -> None:
+    """Runs the test in forked ranks of one gloo group, which sends what the tensors of the accelerator hold."""
+    run_ranks(ranks, _on_rank, importlib.import_module(module), *test)
 
 
-@cache
-def process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, get_context("spawn"), start)
-
-
-def run(module: str, name: str, args: tuple, kwargs: dict) -> None:
-    """Runs the test, in the other process."""
-    events.clear(), PINNED.clear()
+def _on_rank(world: World, module: ModuleType, name: str, args: tuple, kwargs: dict) -> None:
+    size, rank = str(world.size), str(world.rank)  # as a launcher says it
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with Factories():
-        importlib.import_module(module).__dict__[name].__wrapped__(*args, **kwargs)
+        vars(module)[name].__wrapped__(World(world.rank, world.size, GPU), *args, **kwargs)
 
 
-def on_gpu(test: Callable) -> Callable:
-    """Runs the test in the process with the accelerator."""
+def on_gpu(test: Callable | None = None, *, ranks: int = 1) -> Callable:
+    """Runs the test in a process with the accelerator, in so many ranks. It gets its World."""
+    if test is None:
+        return partial(on_gpu, ranks=ranks)
 
     @wraps(test)
     def submit(*args, **kwargs):
-        process().submit(run, test.__module__, test.__name__, args, kwargs).result()
+        process().submit(run, ranks, test.__module__, test.__name__, args, kwargs).result()
 
+    whole = inspect.signature(test)
+    submit.__signature__ = whole.replace(parameters=[*whole.parameters.values()][1:])  # pytest gives the others
     return submit

@@ -7,7 +7,7 @@ fp32 that rounds log-probs of up to 10 differently by 1e-6, and a gradient of ma
 import importlib
 import re
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from unittest.mock import patch
 
 import pytest
@@ -17,29 +17,30 @@ from safetensors.torch import load_file
 from lib import setup
 from lib.args import step_sizes
 from lib.cli.flags import parse_flags
-from lib.distributed import World, reduce_metrics, shard_model
-from lib.model import load_tokenizer
+from lib.distributed import reduce_metrics, shard_model
+from lib.model import load_tokenizer, micro_batches
 from lib.rollout.server_weights import _buckets
 from lib.rollout.weight_sync import CheckedStream, weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
-from tests.common import TOY_MODEL, rollout_batch
+from tests.common import TOY_MODEL, rollout_batch, tiny_vision, vision_batch
 from tests.gpu import strict
-from tests.gpu.strict import Events, events, on_gpu
+from tests.gpu.strict import events, on_gpu, waits
 from tests.model.test_varlen import cpu_kernels
 
-CPU = torch.device("cpu")
 LIMITS = ["--max-prompt-length", "8", "--max-response-length", "8", "--compute-dtype", "float32"]
 LIMITS += ["--micro-batch-tokens", "24"]
 COUNTS, LARGEST = "lib/distributed/collectives.py global_counts", "lib/distributed/collectives.py all_reduce_max"
 ROWS, NORM = "lib/data/micro_batches.py on_host", "lib/distributed/sharding.py clip_grad_norm"
 WEIGHTS, CHECKSUMS = "lib/model/trained.py _check_weights", "lib/rollout/weight_sync.py _checksums"
+GROUP = "lib/model/packing.py _of_group"
+TOWER = "lib/model/vision.py with_images"
 KEPT = "lib/model/log_probs.py least_kept"
 MODEL = "lib/model/log_probs.py token_log_probs"
 MINI_BATCH = {COUNTS: 1, ROWS: 4, LARGEST: 1, NORM: 1}  # what the host waits for; 4 columns
 LORA = ["--lora-rank", "4"]
 
 
-def rows(device):
+def rows(world):
     """Eight rows as they come to `update`, two for each prompt; one has no token that is trained on."""
     batch = rollout_batch([3, 3, 7, 7, 5, 5, 2, 2], [4, 1, 8, 6, 6, 8, 3, 5])
     t, g = batch.batch, torch.Generator().manual_seed(1)
@@ -52,20 +53,59 @@ def rows(device):
         t[name] = torch.randn(mask.shape, generator=g) * mask
     t.update({name: mask.bool() for name in ("loss_mask", "denominator_mask", "valid_mask")})
     t["is_fresh"] = torch.ones(len(mask), dtype=torch.bool)
-    return batch.to(device)
+    return batch.to(world.device)
+
+
+@on_gpu
+def test_the_rules_of_the_accelerator(world):
+    x = torch.ones(3, device=world.device)
+    for wrong in (lambda: x + torch.ones(3), lambda: torch.cat([x, torch.ones(3)]), lambda: x.add_(torch.ones(3))):
+        with pytest.raises(RuntimeError, match="tensors of the CPU"):
+            wrong()
+    assert (x + torch.ones(())).device == world.device and not events
+    wait = [lambda: x[[0, 1]], lambda: x[x > 0], lambda: x.sum().item(), lambda: bool(x.any()), x.tolist, x.cpu]
+    wait += [lambda: torch.ones(2).to(world.device), lambda: torch.tensor([1], device=world.device), x.nonzero]
+    for act in wait:
+        events.clear()
+        act()
+        assert waits() == {"outside": 1}
+    events.clear()
+    x[torch.ones(1).long().to(world.device, non_blocking=True)] = 2.0
+    x[x > 1] = 0.0
+    assert [event.kind for event in events] == ["in"] and x.tolist() == [1.0, 0.0, 1.0]
+
+
+def on_cpu(world):
+    return world._replace(device=torch.device("cpu"))
 
 
 def placed(module, mesh, *args, **options):
-    return shard_model(strict.to_gpu(module) if mesh.device_type == "gpu" else module, mesh, *args, **options)
+    """shard_model of a module whose buffers, and weights unless they are on the meta device, are on the accelerator.
+    FSDP2 would set their `data`, which a subclass of Tensor does not allow."""
+    moved: dict[int, torch.nn.Parameter] = {}  # ties stay
+    for part in module.modules() if mesh.device_type == "gpu" else ():
+        for name, p in part._parameters.items():
+            if p is not None and not p.is_meta:
+                there = torch.nn.Parameter(strict.Strict(p.detach().clone()), p.requires_grad)
+                part._parameters[name] = moved.setdefault(id(p), there)
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else strict.Strict(buffer.clone())
+    return shard_model(module, mesh, *args, **options)
 
 
-def set_up(name, device, *flags):
+@cache
+def parsed(script, world_size, *flags):
+    args = parse_flags(script.Args, [*LIMITS, *flags])
+    args.prompts_per_step, args.group_size, args.num_mini_batches = 4 * world_size, 2, 2
+    return args
+
+
+def set_up(name, world, *flags):
     """(script, args, sizes, models)"""
     script = importlib.import_module(name)
-    args = parse_flags(script.Args, [*LIMITS, *flags])
-    args.prompts_per_step, args.group_size, args.num_mini_batches = 4, 2, 2
-    sizes = step_sizes(args, 1)
-    factory = setup.make_model_factory(args, World(0, 1, device), sizes)
+    args = parsed(script, world.size, *flags)
+    sizes = step_sizes(args, world.size)
+    factory = setup.make_model_factory(args, world, sizes)
     make_optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
     with patch.object(setup, "shard_model", placed):
         models = [setup.load_policy(factory, "actor", args.model.model, make_optimizer, 10)]
@@ -74,15 +114,29 @@ def set_up(name, device, *flags):
     return script, args, sizes, models
 
 
-def updated(name, device, *flags):
-    """(metrics, log-probs of the rows, events) of an update of two mini-batches."""
-    script, args, sizes, models = set_up(name, device, *flags)
-    batch = rows(device)
-    models[0].check_rows(batch)
+def updated(name, world, *flags):
+    """(metrics, log-probs of the rows) of an update of two mini-batches. Then `events` has its events."""
+    script, args, sizes, models = set_up(name, world, *flags)
+    batch = rows(world)
+    models[0].checks.on_policy = True  # as after check_rows
     events.clear()
     metrics = script.update(args, *models, batch, sizes, 0.01, *[False] * (name == "ppo"))
-    noted = Events(events)
-    return reduce_metrics(metrics), batch.batch["log_probs"].cpu(), noted
+    noted = list(events)
+    results = reduce_metrics(metrics), batch.batch["log_probs"].cpu()
+    events[:] = noted
+    return results
+
+
+def compare(world, name, flags, more_waits):
+    """The update of two mini-batches on the CPU and on the accelerator; more_waits: of a mini-batch."""
+    theirs, expected = updated(name, on_cpu(world), *flags)
+    metrics, log_probs = updated(name, world, *flags)
+    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-6)
+    assert metrics.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
+    expected = {place: MINI_BATCH.get(place, 0) + more_waits.get(place, 0) for place in MINI_BATCH | more_waits}
+    assert waits() == {place: 2 * n for place, n in expected.items() if n}
 
 
 @on_gpu
@@ -104,60 +158,90 @@ def updated(name, device, *flags):
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x) if isinstance(x, list) else "",
 )
-def test_update(name, flags, more_waits):
+def test_update(world, name, flags, more_waits):
     """Two mini-batches of two micro-batches: the host waits once a mini-batch."""
     with ExitStack() as changes:
         changes.enter_context(patch("lib.model.log_probs.CANDIDATES", 8))
         if "varlen" in flags:
             changes.enter_context(cpu_kernels())
             changes.enter_context(patch("lib.setup.get_attention", lambda *_, **__: "varlen"))
-        on_cpu, expected, _ = updated(name, CPU, *flags)
-        metrics, log_probs, noted = updated(name, strict.GPU, *flags)
-    torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-6)
-    assert metrics.keys() == on_cpu.keys()
-    for key, value in on_cpu.items():
-        assert metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-6), key
-    waits = {place: MINI_BATCH.get(place, 0) + more_waits.get(place, 0) for place in MINI_BATCH | more_waits}
-    assert noted.places("wait") == {place: 2 * n for place, n in waits.items() if n}
+        compare(world, name, flags, more_waits)
     if "actor" not in flags:  # else weights come for each forward
-        sources = [x for *_, x in noted.copies("in") if x.numel()]
+        sources = [x for kind, *_, x in events if kind == "in" and x.numel()]
         assert len({(x.untyped_storage().data_ptr(), x.storage_offset()) for x in sources}) == len(sources) > 0
 
 
-def prepared(device, *flags):
+@on_gpu(ranks=2)
+@pytest.mark.parametrize(
+    ("flags", "more_waits"),
+    [
+        ([], {}),
+        (["--sequence-parallel-size", "2"], {ROWS: 8, GROUP: 18}),  # of two micro-batches
+        (["--tensor-parallel-size", "2", "--rollout-engine", "vllm"], {ROWS: 12, GROUP: 6}),  # of three
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_update_of_two_ranks(world, flags, more_waits):
+    """Weights and gradients sharded; then also a row's tokens, or the layers' weights, split over both."""
+    compare(world, "grpo", flags, more_waits)
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "smolvlm"])
+def test_images(here, kind, tmp_path):
+    """Log-probs of rows with images, and an update of decoder and tower."""
+    results = []
+    tiny_vision(kind, tmp_path)
+    for world in (on_cpu(here), here):
+        *_, [actor] = set_up("grpo", world, "--model", str(tmp_path), "--micro-batch-tokens", "200")
+        batch = vision_batch(kind).to(world.device)
+        events.clear()
+        for micro, _ in micro_batches(batch, actor):
+            log_probs, entropy = actor.log_probs(micro)
+            actor.backward((log_probs - 0.1 * entropy).mean())
+        metrics = actor.step()
+        waited = waits()
+        results.append((log_probs.detach().cpu(), torch.tensor(metrics["actor/grad_norm"].total)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    in_backward = {"outside"} if kind == "qwen3_vl" else set()  # where transformers has indexed by a mask
+    assert waited.keys() <= {ROWS, LARGEST, NORM, TOWER, MODEL} | in_backward and waited[ROWS] == 5
+
+
+def prepared(world, *flags):
     """PPO's models and a reference: (actor, critic, reference)."""
     factories, make = [], setup.make_model_factory
     with patch.object(setup, "make_model_factory", lambda *args: factories.append(make(*args)) or factories[0]):
-        *_, (actor, critic) = set_up("ppo", device, *flags)
+        *_, (actor, critic) = set_up("ppo", world, *flags)
     with patch.object(setup, "shard_model", placed):
         return actor, critic, setup.load_reference(factories[0], actor)
 
 
 @on_gpu
 @pytest.mark.parametrize("flags", [[], LORA], ids=" ".join)
-def test_forward_passes(flags):
-    """Log-probs, entropies, squared scores, a reference's log-probs and values, of a whole batch."""
+def test_forward_passes(here, flags):
+    """The check of the first batch; log-probs, entropies, squared scores, a reference's log-probs and values."""
     results = []
-    for device in (CPU, strict.GPU):
-        actor, critic, ref = prepared(device, *flags)
-        batch = rows(device)
+    for world in (on_cpu(here), here):
+        actor, critic, ref = prepared(world, *flags)
+        batch = rows(world)
+        actor.check_rows(batch)
         events.clear()
         columns = actor.batched_log_probs(batch, ("squared_score",))
         columns |= {"ref": ref.batched_log_probs(batch), "values": critic.batched_values(batch)}
-        waits = events.places("wait")
-        assert {x.device.type for x in columns.values()} == {device.type}
+        waited = waits()
+        assert {x.device.type for x in columns.values()} == {world.device.type}
         results.append({name: x.cpu() for name, x in columns.items()})
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-    assert waits == {ROWS: 3 * 4, LARGEST: 4, WEIGHTS: 1}
+    assert waited == {ROWS: 3 * 4, LARGEST: 4, WEIGHTS: 1}
 
 
 @on_gpu
 @pytest.mark.parametrize("flags", [[], LORA], ids=" ".join)
-def test_weight_sync(flags):
+def test_weight_sync(here, flags):
     """The gathered weights, their buckets for servers, and the checksums, which are read once."""
     seen = []
-    for device in (CPU, strict.GPU):
-        *_, [actor] = set_up("grpo", device, *flags)
+    for world in (on_cpu(here), here):
+        *_, [actor] = set_up("grpo", world, *flags)
         with torch.no_grad():
             for name, p in actor.module.named_parameters():
                 p.add_(0.1 * ("lora_B" in name))
@@ -169,19 +253,19 @@ def test_weight_sync(flags):
         assert checksum == weight_checksum(actor.module, torch.bfloat16)
     for (names, bucket), (expected, values) in zip(*seen, strict=True):
         assert names == expected and torch.equal(bucket, values)
-    waits = Events(events).places("wait")
-    waits.pop("outside")  # of this test
-    assert waits == {CHECKSUMS: 2}
+    waited = waits()
+    waited.pop("outside")  # of this test
+    assert waited == {CHECKSUMS: 2}
 
 
 @on_gpu
-def test_checkpoint_and_export(tmp_path):
+def test_checkpoint_and_export(here, tmp_path):
     """A checkpoint from an accelerator goes on on a CPU, and the other way round; the exported models are equal."""
     exported = []
-    for device, other in ((CPU, strict.GPU), (strict.GPU, CPU)):
-        folder = tmp_path / device.type
-        script, args, sizes, [actor] = set_up("grpo", device)
-        script.update(args, actor, rows(device), sizes, 0.0)
+    for world, other in ((on_cpu(here), here), (here, on_cpu(here))):
+        folder = tmp_path / world.device.type
+        script, args, sizes, [actor] = set_up("grpo", world)
+        script.update(args, actor, rows(world), sizes, 0.0)
         parts = {"actor": (actor.module, actor.optimizer)}
         saved = save_checkpoint(
             folder, 1, models=parts, schedulers={"actor": actor.scheduler}, trainer_state={}, keep=0
@@ -199,4 +283,4 @@ def test_checkpoint_and_export(tmp_path):
 def test_the_documentation_lists_the_places():
     text = (strict.ROOT / "docs/gpu.md").read_text().partition("## Host syncs")[2].partition("\n## ")[0]
     places = {f"{file} {name}" for name, file in re.findall(r"\| \[`def (\w+)\(`\]\(\.\./(\S+)\)", text)}
-    assert places == {*MINI_BATCH, KEPT, MODEL, WEIGHTS, CHECKSUMS}
+    assert places == {*MINI_BATCH, GROUP, KEPT, MODEL, TOWER, WEIGHTS, CHECKSUMS}
