@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from lib import setup
 from lib.args import step_sizes
 from lib.cli.flags import parse_flags
+from lib.data import on_host, prepare_dynamic_batch
 from lib.distributed import reduce_metrics, shard_model
 from lib.model import load_tokenizer, micro_batches
 from lib.rollout.server_weights import _buckets
@@ -184,6 +185,17 @@ def test_update(world, name, flags, more_waits):
 def test_update_of_two_ranks(world, flags, more_waits):
     """Weights and gradients sharded; then also a row's tokens, or the layers' weights, split over both."""
     compare(world, "grpo", flags, more_waits)
+
+
+@on_gpu
+def test_a_column_that_has_changed_is_read_again(world):
+    """A script may give a micro-batch another mask: copies of the old one must not lay out its rows."""
+    for change in (lambda t: t["response_mask"].zero_(), lambda t: t.update({"response_mask": 0 * t["response_mask"]})):
+        [micro, *_], _ = prepare_dynamic_batch(rows(world), 24)
+        events.clear()
+        assert on_host(micro).batch["response_mask"].any() and not events
+        change(micro.batch)
+        assert not on_host(micro).batch["response_mask"].any() and waits() == {ROWS: 4}
 
 
 @on_gpu
