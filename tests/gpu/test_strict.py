@@ -20,13 +20,14 @@ from lib.cli.flags import parse_flags
 from lib.data import on_host, prepare_dynamic_batch
 from lib.distributed import reduce_metrics, shard_model
 from lib.model import load_tokenizer, micro_batches
+from lib.model.log_probs import ROW_TOLERANCE
 from lib.rollout.server_weights import _buckets
 from lib.rollout.weight_sync import CheckedStream, weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from tests.common import TOY_MODEL, rollout_batch, tiny_vision, vision_batch
 from tests.gpu import strict
 from tests.gpu.strict import events, on_gpu, waits
-from tests.model.test_varlen import cpu_kernels
+from tests.model.test_varlen import CALLS, cpu_kernels
 
 LIMITS = ["--max-prompt-length", "8", "--max-response-length", "8", "--compute-dtype", "float32"]
 LIMITS += ["--micro-batch-tokens", "24"]
@@ -170,6 +171,18 @@ def test_update(world, name, flags, more_waits):
     if "actor" not in flags:  # else weights come for each forward
         sources = [x for kind, *_, x in events if kind == "in" and x.numel()]
         assert len({(x.untyped_storage().data_ptr(), x.storage_offset()) for x in sources}) == len(sources) > 0
+
+
+@on_gpu
+def test_update_with_the_settings_of_a_gpu(world):
+    """auto is bfloat16 and varlen there. log_probs.ROW_TOLERANCE says what bfloat16 may change."""
+    with cpu_kernels():
+        _, expected = updated("grpo", on_cpu(world), "--compute-dtype", "bfloat16")
+        assert not CALLS
+        _, log_probs = updated("grpo", world, "--compute-dtype", "auto")
+    assert CALLS and waits() == {place: 2 * n for place, n in MINI_BATCH.items()}
+    trained = expected != 0
+    assert (log_probs - expected)[trained].abs().mean() < ROW_TOLERANCE[torch.bfloat16][1]
 
 
 @on_gpu(ranks=2)
