@@ -198,6 +198,9 @@ def _run(main: Callable[[T], None], args: T) -> None:
     try:
         with suppress(JobOver):
             main(args)
+        if dist.is_initialized():
+            enter_stage("end")
+            dist.destroy_process_group()  # NCCL's waits for all ranks: the watcher still watches
         _leave()
     except InputError as error:
         _end_early(interrupted=False)
@@ -228,8 +231,6 @@ def _run(main: Callable[[T], None], args: T) -> None:
         raise
     finally:
         stop_watching()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _end_with(what: str, code: Any = 1) -> NoReturn:

@@ -24,6 +24,7 @@ from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 
 SYNC_TIMEOUT_S = 300.0  # how long all servers may take to join the group, or to take a bucket
 HEALTH_S = 2.0  # time between two checks that the servers are alive
+LEAVE_S = 10.0  # for the servers to leave the group
 
 
 class ServerWeights:
@@ -64,7 +65,7 @@ class ServerWeights:
             pass
         failure = broadcast(failure)
         if failure is not None:
-            self.leave(broken=True)
+            self.leave()
         return failure
 
     def _broadcast(self, weights: Iterator[tuple[str, torch.Tensor]], device: torch.device) -> None:
@@ -148,14 +149,14 @@ class ServerWeights:
             if not self.servers.ask(url, "POST", "/reset_prefix_cache", params=which)["success"]:
                 raise WeightSyncError(f"the vLLM server {url} kept its prefix cache")
 
-    def leave(self, broken: bool = False) -> None:
-        """Ends the group; the next `give` makes a new one. NCCL's shutdown returns when all ranks have called it, so
-        this rank's is beside the servers'. broken: what was sent may never arrive, which shutdown would wait for."""
+    def leave(self) -> None:
+        """Ends the group; the next `give` makes a new one. All sides abort: NCCL's shutdown waits until every rank has
+        called it, and a server may be gone. `give` has waited for all that it sent, so nothing is lost. A server that
+        hangs in a broadcast does not answer; the caller starts it anew."""
         if self._group is not None:
-            own = in_thread(self._group.abort if broken else self._group.shutdown)
+            group, self._group = self._group, None
             ending = self.servers.order("/shutdown_weight_transfer_engine")
-            wait([*ending, own], SYNC_TIMEOUT_S)  # without their results: a server that ended needs none
-            self._group = None
+            wait([*ending, in_thread(group.abort)], LEAVE_S)  # without results: a server that ended needs none
             if self.here:
                 self._meeting.cleanup()
 

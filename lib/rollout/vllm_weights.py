@@ -114,7 +114,7 @@ class BroadcastEngine(DirectEngine):
 
     def shutdown(self):
         if self.group is not None:
-            self.group.shutdown()
+            self.group.abort()  # NCCL's shutdown waits for all ranks, and the trainer may be gone
             self.group = None
 
 

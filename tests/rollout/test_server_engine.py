@@ -28,7 +28,7 @@ from lib import InputError
 from lib.agent import FunctionTool, MultiTurn, ToolCall, agent_metrics, make_episodes
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
-from lib.distributed import World, in_thread, make_mesh, reduce_metrics, shard_model
+from lib.distributed import World, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Generated,
@@ -950,37 +950,6 @@ def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch,
     info = json.loads(Stub.posted["/init_weight_transfer_engine"])["init_info"]
     assert (info["port"] == 0) == here == bool(info["file"])
     assert not here or Path(info["file"]).parent.stat().st_mode & 0o077 == 0
-
-
-class NcclLike:
-    """A group whose shutdown returns when all ranks have called it, and never while a broadcast hangs."""
-
-    def __init__(self, hangs: bool):
-        self.hangs, self.ends, self.aborted = hangs, threading.Barrier(2), False
-
-    def shutdown(self):
-        if self.hangs:
-            time.sleep(1000)
-        self.ends.wait(60)
-
-    def abort(self):
-        self.aborted = True
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_group_is_left_beside_the_servers(broken, tmp_path, monkeypatch):
-    """NCCL's shutdown needs all ranks at once, and none may wait for a broadcast that broke off."""
-    group, weights = NcclLike(hangs=broken), ServerWeights.__new__(ServerWeights)
-
-    def order(path: str) -> list[Future]:
-        return [in_thread(group.ends.wait if not broken else lambda: None)]
-
-    weights.servers, weights._group, weights.here = SimpleNamespace(order=order), group, False
-    monkeypatch.setattr(server_weights, "SYNC_TIMEOUT_S", 60.0)
-    begun = time.monotonic()
-    weights.leave(broken=broken)
-    assert time.monotonic() < begun + 50  # not the limit, at which it would go on
-    assert group.aborted == broken and weights._group is None
 
 
 @pytest.mark.parametrize("message", WRONG)

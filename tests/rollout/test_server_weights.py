@@ -1,0 +1,216 @@
+"""Weights for servers through a group with NCCL's rules: a server that dies, a trainer that is gone, new starts.
+
+Trainer and servers are threads here; a server is its worker, whose thread takes one order after the other, and what
+answers for it. tests/rollout/test_server_engine.py has vLLM's own servers, with gloo."""
+
+import time
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lib.distributed import in_thread
+from lib.rollout import server_weights
+from lib.rollout.server_engine import ServerEngine
+from lib.rollout.server_weights import ServerWeights
+from lib.rollout.servers import ServerLost
+from tests.common import skip_without_vllm
+from tests.distributed.nccl_like import NcclLike, end_all
+from tests.distributed.test_nccl_like import WAIT_S, nccl_on_a_cpu
+
+skip_without_vllm()
+
+from lib.rollout import vllm_weights  # noqa: E402  it imports vLLM, for seconds
+
+TENSORS = {"embedding": torch.randn(6, 4), "norm": torch.randn(4), "head": torch.randn(5, 4)}
+LIMIT_S = 20.0  # of a sync; what must not wait for it takes less than half
+
+
+class Worker(vllm_weights.BroadcastEngine):
+    """BroadcastEngine without a model of vLLM's."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.parallel_config = device, SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+        self.weights: dict[str, torch.Tensor] = {}
+        self.model = SimpleNamespace(load_weights=lambda pairs: self.weights.update(pairs))
+
+    def start_weight_update(self): ...
+
+    def finish_weight_update(self): ...
+
+
+class Server:
+    """What its process does with orders: one after the other, in the worker's thread, where one that hangs holds up
+    those behind it. killed: it takes no more orders, and leaves those that it has unanswered."""
+
+    def __init__(self):
+        self.worker, self.orders, self.killed = Worker(torch.device("cpu")), SimpleQueue(), Event()
+        self.at = lambda path: None  # what happens where it begins an order
+        in_thread(self.work)
+
+    def work(self) -> None:
+        acts = {
+            "/init_weight_transfer_engine": lambda info: self.worker.init_transfer_engine(
+                self.worker.init_info_cls(**info["init_info"])
+            ),
+            "/start_weight_update": lambda _: self.worker.start_weight_update(),
+            "/update_weights": lambda info: self.worker.receive_weights(
+                self.worker.update_info_cls(**info["update_info"])
+            ),
+            "/finish_weight_update": lambda _: self.worker.finish_weight_update(),
+            "/shutdown_weight_transfer_engine": lambda _: self.worker.shutdown(),
+            "/resume": lambda _: None,
+            "/pause": lambda _: None,
+        }
+        while True:
+            path, json, answer = self.orders.get()
+            self.at(path)
+            if self.killed.is_set():
+                return
+            try:
+                answer.set_result(acts[path](json))
+            except Exception as error:  # noqa: BLE001  the answer is a status of 500
+                answer.set_exception(ServerLost(str(error)))
+
+
+class Servers:
+    """Stands for lib.rollout.servers.Servers."""
+
+    def __init__(self, *urls: str):
+        self.urls, self.all = [*urls], {url: Server() for url in urls}
+
+    def post(self, url: str, path: str, json=None, **_) -> Future:
+        answer: Future = Future()
+        if self.all[url].killed.is_set():
+            answer.set_exception(ServerLost(f"{url}: no vLLM server answers there"))
+        else:
+            self.all[url].orders.put((path, json, answer))
+        return answer
+
+    def order(self, path: str, **kwargs) -> list[Future]:
+        return [self.post(url, path, **kwargs) for url in self.urls]
+
+    def order_all(self, path: str, **kwargs) -> None:
+        for reply in self.order(path, **kwargs):
+            reply.result(WAIT_S)
+
+    def ask(self, url: str, method: str, path: str, **_) -> dict:
+        if self.all[url].killed.is_set():
+            raise ServerLost(f"{url}: no vLLM server answers there")
+        return {"world_size": 1, "success": True}
+
+    def start_anew(self, before: str, after: str) -> None:
+        self.all[before].killed.set()
+        self.all[after] = Server()
+        self.urls[self.urls.index(before)] = after
+
+    def held(self) -> list[dict]:
+        return [self.all[url].worker.weights for url in self.urls]
+
+
+@pytest.fixture
+def weights(world, monkeypatch, tmp_path):
+    """ServerWeights of two servers, in a group with NCCL's rules; a bucket has one tensor."""
+    nccl_on_a_cpu(monkeypatch)
+    join = server_weights.join_group
+    for module in (server_weights, vllm_weights):  # as on GPUs: the tensors' own device is the CPU
+        monkeypatch.setattr(
+            module,
+            "join_group",
+            lambda store, rank, size, _, *rest: join(store, rank, size, torch.device("cuda", 0), *rest),
+        )
+    monkeypatch.setattr(server_weights, "compute_device", lambda model: torch.device("cpu"))
+    monkeypatch.setattr(server_weights, "_address_towards", lambda urls: "127.0.0.1")
+    monkeypatch.setattr(server_weights, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(server_weights, "SYNC_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(server_weights, "HEALTH_S", 0.05)
+    monkeypatch.setattr(server_weights, "LEAVE_S", 0.5)
+    ends = []
+    monkeypatch.setattr(NcclLike, "die", lambda self: ends.append(self))
+    ours = ServerWeights.__new__(ServerWeights)
+    ours.servers, ours.dtype, ours.way, ours._group, ours.here = (
+        Servers("a", "b"),
+        torch.float32,
+        "broadcast",
+        None,
+        True,
+    )
+    yield ours
+    ours.leave()
+    end_all()
+    assert not ends  # the watchdog never came to end the process
+
+
+class Stream:
+    model = None
+
+    def __init__(self, tensors=None):
+        self.tensors = TENSORS if tensors is None else tensors
+
+    def __iter__(self):
+        return iter(self.tensors.items())
+
+
+def given(weights: ServerWeights) -> bool:
+    """Whether all servers have all weights, after a sync that succeeded."""
+    assert weights.give(Stream(), 1) is None
+    return all(
+        own.keys() == TENSORS.keys() and all(map(torch.equal, own.values(), TENSORS.values()))
+        for own in weights.servers.held()
+    )
+
+
+def test_weights_reach_all_servers_and_all_leave(weights):
+    assert given(weights) and given(weights)
+    group = weights._group
+    workers = [server.worker for server in weights.servers.all.values()]
+    weights.leave()
+    assert weights._group is None and group._closed.is_set() and [worker.group for worker in workers] == [None, None]
+    assert given(weights)  # in a new group
+
+
+def test_a_server_that_dies_in_a_broadcast_costs_no_time_limit(weights):
+    """It has said that it will receive; the other one hangs in what it receives next, and can only be started anew."""
+    assert given(weights)
+    dies = weights.servers.all["b"]
+    dies.at = lambda path: path == "/update_weights" and dies.killed.set()
+    begun = time.monotonic()
+    assert "b: no vLLM server answers" in weights.give(Stream(), 2)
+    assert time.monotonic() < begun + LIMIT_S / 2
+    for before, after in {"a": "a2", "b": "b2"}.items():
+        weights.servers.start_anew(before, after)
+    assert given(weights)
+
+
+def test_a_server_that_dies_while_it_joins(weights):
+    """NCCL connects in the first collective: the trainer waits there for a server that never comes."""
+    dies = weights.servers.all["b"]
+    dies.at = lambda path: dies.killed.set()
+    begun = time.monotonic()
+    assert "b: no vLLM server answers" in weights.give(Stream(), 1)
+    assert time.monotonic() < begun + LIMIT_S / 2
+
+
+def test_a_server_that_was_started_again_between_two_syncs(weights):
+    """Its peers, trainer and server, leave a group that it has never left. NCCL's shutdown would wait for it."""
+    assert given(weights)
+    engine, servers = ServerEngine.__new__(ServerEngine), weights.servers
+    engine.weights, engine.servers, engine._posted, engine._starts = weights, servers, set(), [1, 1]
+    servers.start_anew("b", "b2")
+    servers.urls[1] = "b"  # what the engine still knows
+    engine.own = SimpleNamespace(states=lambda: [("a", 1), ("b2", 2)])
+    servers.begin = lambda coroutine: (coroutine.close(), SimpleNamespace(result=lambda: None))[1]
+    begun = time.monotonic()
+    assert engine._pause() is None and servers.urls == ["a", "b2"] and given(weights)
+    assert time.monotonic() < begun + LIMIT_S / 2
+
+
+def test_a_server_leaves_the_group_of_a_run_that_was_killed(weights):
+    """The trainer said nothing. The next run's first order finds the servers in a group without it."""
+    assert given(weights)
+    weights._group = None
+    begun = time.monotonic()
+    assert given(weights) and time.monotonic() < begun + LIMIT_S / 2
