@@ -33,7 +33,7 @@ from lib.cli.secrets import private
 from lib.distributed import OVER, JobOver, World, address_towards, broadcast, is_on_one_node, job_store, own_devices
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage
 from lib.rollout.servers import ANSWER_S, HEALTH_S
-from lib.rollout.vllm_engine import engine_settings, save_files
+from lib.rollout.vllm_engine import cached, engine_settings, save_files
 
 PROGRAM = ["-m", "vllm.entrypoints.openai.api_server"]  # for the Python of the engine rank
 ROOT = Path(__file__).parent.parent.parent
@@ -212,7 +212,7 @@ class Server:
     def __init__(self, number: int, order: Mapping[str, Any], env: Mapping[str, str], host: str):
         folder = Path(order["folder"])
         self.number, self.env, self.log, self.host = number, env, folder / f"server_{number}.log", host
-        self.settings = {"model": str(folder / "model"), "host": host, **order["settings"]}
+        self.model, self.settings = folder / "model", {"host": host, **order["settings"]}
         self.config = folder / f"server_{number}.yaml"
         self.command = [sys.executable, *order["program"], "--config", str(self.config)]
         self._headers = {"Authorization": f"Bearer {env['VLLM_API_KEY']}"}
@@ -249,7 +249,8 @@ class Server:
             with socket.create_server((self.host, 0), family=family) as free:
                 port = free.getsockname()[1]
             self.url = f"http://{host}:{port}"
-        settings = self.settings | {"port": port}
+        model = self.model if self.settings.get("enforce_eager") else cached(self.model)
+        settings = {"model": str(model)} | self.settings | {"port": port}
         self.config.write_text(yaml.safe_dump({name.replace("_", "-"): value for name, value in settings.items()}))
 
     def stop(self) -> None:

@@ -3,11 +3,16 @@
 import copy
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -32,6 +37,7 @@ BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
 FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
 FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
 FIXED += ["pipeline_parallel_size", "quantization", "enable_lora"]
+CACHED_S = 30 * 86400.0  # how long files of an engine stay in the cache after their last use
 
 
 def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
@@ -55,6 +61,42 @@ def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: Proce
     if processor is not None:
         processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def cached(folder: Path) -> Path:
+    """A folder with the same files, whose path depends on nothing but them: vLLM looks up what it has compiled by the
+    model's path, and compiles for 20 to 60 s where that is new. It is in the user's cache, for CACHED_S after its last
+    use; `folder` itself where the cache cannot be written. The files are no weights, so they are copied."""
+    name = _content_hash(folder)
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "plainrl", "engines")
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if cache.stat().st_uid != os.getuid():
+            raise PermissionError(f"{cache} belongs to another user")  # who could exchange what is in it
+        if not (cache / name).exists():
+            with TemporaryDirectory(dir=cache) as aside:
+                made = shutil.copytree(folder, Path(aside, name))
+                with suppress(OSError):  # another process was first
+                    made.rename(cache / name)
+        if _content_hash(cache / name) != name:
+            raise FileNotFoundError(f"{cache / name} is damaged: delete it")
+        os.utime(cache / name)
+        for other in cache.iterdir():
+            with suppress(FileNotFoundError):  # another process deletes, too
+                if other.stat().st_mtime < time.time() - CACHED_S:
+                    shutil.rmtree(other, ignore_errors=True)
+    except (OSError, RuntimeError) as error:  # the latter: there is no home
+        if is_first_on_node():
+            why = shorten(str(error), 200, placeholder=" ...")
+            print(f"note: vLLM compiles anew, because the model's files are not in a cache: {why}", flush=True)
+        return folder
+    return cache / name
+
+
+def _content_hash(folder: Path) -> str:
+    files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    hashes = {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    return sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def engine_settings(
@@ -119,7 +161,7 @@ class VLLMEngine(SteppedEngine):
         settings |= more or {}
         try:
             with torch.random.fork_rng(), seeded("vllm"), _groups_of_one():  # vLLM seeds the global generators
-                self.llm = vllm.LLM(str(folder), **settings)
+                self.llm = vllm.LLM(str(folder if settings.get("enforce_eager") else cached(folder)), **settings)
         except (ValueError, TypeError) as error:
             if not more:
                 raise

@@ -100,7 +100,7 @@ def servers_of(
     if world.rank >= world.size:
         serve(world, settings.get("tensor_parallel_size", 1))
     own = ManagedServers(engine_ranks // settings.get("tensor_parallel_size", 1), start_s)
-    own.order(folder, settings)
+    own.order(folder, {"enforce_eager": True} | settings)  # no cache of what vLLM has compiled
     return own, world
 
 
@@ -301,7 +301,7 @@ def main(folder):
     if world.rank == world.size:
         serve(world, 1)
     own = ManagedServers(1, 300)
-    own.order(folder, {})
+    own.order(folder, {"enforce_eager": True})
     [url] = own.urls()
     assert httpx.get(url).is_success
     (folder / "runs").write_text(f"{url} node {os.environ['GROUP_RANK']}")

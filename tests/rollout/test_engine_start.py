@@ -1,0 +1,165 @@
+"""The start of a vLLM engine, without vLLM's own: the folder from which it starts, and the threads that it leaves."""
+
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import grpo
+import lib.rollout
+from lib import setup
+from lib.cli.flags import parse_flags
+from lib.distributed import World
+from lib.model import ForwardConfig, load_tokenizer
+from lib.rollout.managed_servers import Server
+from lib.rollout.vllm_engine import CACHED_S, VLLMEngine, cached, save_files
+from tests.common import TOY_MODEL, full_disk, skip_without_vllm
+
+CONFIG = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/plainrl/engines"
+
+
+def model(**changed) -> SimpleNamespace:
+    return SimpleNamespace(config=LlamaConfig(**CONFIG | changed), parameters=lambda: iter([torch.zeros(1)]))
+
+
+def saved(run: Path, tokenizer=None, **changed) -> Path:
+    save_files(run / "engine", model(**changed), tokenizer or load_tokenizer(TOY_MODEL), None)
+    return run / "engine"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_runs_of_one_model_share_a_path(tmp_path, cache):
+    first, second = (cached(saved(tmp_path / run)) for run in ("monday", "tuesday"))
+    assert first == second and first.parent == cache and contents(first) == contents(tmp_path / "monday/engine")
+    tokenizer = load_tokenizer(TOY_MODEL)
+    tokenizer.add_tokens(["<a new one>"])
+    others = {cached(saved(tmp_path / "wednesday", tokenizer)), cached(saved(tmp_path / "thursday", rope_theta=7.0))}
+    assert len(others | {first}) == len(list(cache.iterdir())) == 3
+
+
+def test_several_processes_at_once(tmp_path, cache):
+    context, processes, folder = multiprocessing.get_context("fork"), 8, saved(tmp_path / "run")
+    together, found = context.Barrier(processes), context.SimpleQueue()
+
+    def start() -> None:
+        together.wait(60)
+        found.put(cached(folder))
+
+    started = [context.Process(target=start) for _ in range(processes)]
+    for process in started:
+        process.start()
+    [path] = {found.get() for _ in started}
+    for process in started:
+        process.join()
+    assert path.parent == cache and contents(path) == contents(folder) and list(cache.iterdir()) == [path]
+
+
+def no_folder(cache, monkeypatch) -> None:
+    cache.parent.parent.write_text("a file")
+
+
+def of_another_user(cache, monkeypatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1 + cache.stat().st_uid)
+
+
+def no_home(cache, monkeypatch) -> None:
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", fail)
+
+
+@pytest.mark.parametrize("without", [no_folder, of_another_user, no_home])
+def test_without_a_cache_the_run_uses_its_own_folder(tmp_path, cache, monkeypatch, capsys, without):
+    folder = saved(tmp_path / "run")
+    without(cache, monkeypatch)
+    assert cached(folder) == folder
+    assert capsys.readouterr().out.startswith("note: vLLM compiles anew, because")
+
+
+def test_a_full_disk_leaves_nothing_half(tmp_path, cache, capsys):
+    folder = saved(tmp_path / "run")
+    with full_disk():
+        assert cached(folder) == folder
+    assert not list(cache.iterdir()) and len(capsys.readouterr().out) < 400
+    assert cached(folder).parent == cache
+
+
+def test_a_damaged_copy_is_not_used(tmp_path, capsys):
+    folder = saved(tmp_path / "run")
+    (cached(folder) / "config.json").write_text("{}")
+    assert cached(folder) == folder and "is damaged: delete it" in capsys.readouterr().out
+
+
+def test_what_is_no_longer_used_is_deleted(tmp_path, cache):
+    old, used = (cached(saved(tmp_path / run, hidden_size=size)) for run, size in (("a", 128), ("b", 64)))
+    for path in (old, used):
+        os.utime(path, 2 * (time.time() - CACHED_S - 60,))
+    assert cached(tmp_path / "b/engine") == used
+    assert list(cache.iterdir()) == [used]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, world, eager):
+    """In process and as a server."""
+    started = []
+
+    def llm(path, **settings):
+        started.append(Path(path))
+        raise InterruptedError
+
+    weights = ModuleType("vllm_weights")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+    monkeypatch.setitem(sys.modules, "lib.rollout.vllm_weights", weights)
+    monkeypatch.setattr(lib.rollout, "vllm_weights", weights, raising=False)
+    monkeypatch.setattr("lib.rollout.vllm_engine._prepare_for_cpu", lambda: None)
+    options = {"max_length": 40, "dtype": torch.float32, "gpu_memory": 0.3, "more": {"enforce_eager": eager}}
+    with pytest.raises(InterruptedError):
+        VLLMEngine(model(), load_tokenizer(TOY_MODEL), folder=tmp_path / "model", **options)
+    order = {"folder": str(tmp_path), "program": [], "settings": {"enforce_eager": eager}}
+    server = Server(0, order, {"VLLM_API_KEY": ""}, "127.0.0.1")
+    server._take_port()
+    own = tmp_path / "model" if eager else cached(tmp_path / "model")
+    assert started == [own] and f"model: {own}\n" in server.config.read_text()
+
+
+def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monkeypatch):
+    """On a GPU a worker of vLLM sets torch's threads to 1 once it has loaded the model, after the trainer set them."""
+    skip_without_vllm()
+    from vllm.utils.torch_utils import set_torch_threads_for_runtime
+
+    set_threads = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
+    monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: set_threads[-1])
+    monkeypatch.setattr(setup, "make_engine", lambda *_, **__: set_torch_threads_for_runtime())
+    monkeypatch.setattr(setup, "Rollouts", lambda *_, **__: None)
+    flags = ["--cpu-offload", "actor", "--model", TOY_MODEL, "--max-prompt-length", "8", "--max-response-length", "8"]
+    args = parse_flags(grpo.Args, flags)
+    world = World(0, 2, torch.device("cuda", 0))
+    setup.use_cores(args.shard, world.device)  # as make_model_factory does
+    actor = SimpleNamespace(
+        world=world, module=None, forward=ForwardConfig(1, args.rollout.sampling(), None, torch.bfloat16)
+    )
+    inputs = SimpleNamespace(tokenizer=None, vision=None, multi_turn=None, train_data=None)
+    run = SimpleNamespace(folder=tmp_path, step=0, recorder=SimpleNamespace(replays=False))
+    setup.make_rollouts(args, actor, inputs, None, run)
+    assert set_threads == [8, 1, 8]
