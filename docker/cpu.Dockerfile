@@ -1,7 +1,7 @@
 # plainrl on CPUs: docker build -f docker/cpu.Dockerfile -t plainrl-cpu . (docs/gpu.md)
 FROM python:3.11-slim
 # libnuma1 is for vLLM, libseccomp2 for the sandbox of what a model writes
-RUN apt-get update && apt-get install -y --no-install-recommends gcc git libc6-dev libnuma1 libseccomp2 make \
+RUN apt-get update && apt-get install -y --no-install-recommends g++ git libc6-dev libnuma1 libseccomp2 make \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home plainrl && install -d -o plainrl -g plainrl /home/plainrl/plainrl
 USER plainrl

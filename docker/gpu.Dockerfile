@@ -1,8 +1,8 @@
 # plainrl on NVIDIA GPUs: docker build -f docker/gpu.Dockerfile -t plainrl-gpu . (docs/gpu.md)
 # CUDA's libraries come with the wheels of torch, the driver from the host by the NVIDIA container toolkit.
 FROM python:3.11-slim
-# gcc and libc6-dev are for Triton, which compiles at run time; libseccomp2 for the sandbox of what a model writes
-RUN apt-get update && apt-get install -y --no-install-recommends gcc git libc6-dev libseccomp2 make \
+# g++ (with gcc) and libc6-dev are for torch.compile and Triton, which compile at run time; libseccomp2 for the sandbox
+RUN apt-get update && apt-get install -y --no-install-recommends g++ git libc6-dev libseccomp2 make \
     && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home plainrl && install -d -o plainrl -g plainrl /home/plainrl/plainrl
 USER plainrl

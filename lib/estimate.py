@@ -159,6 +159,7 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
         offload_activations="activations" in shard.cpu_offload,
         engine_bytes=None if rollout.on_servers else share,
         engine_ranks=rollout.rollout_tensor_parallel_size,
+        scores_awake=args.max_gen_batches > 0 or args.validation.enabled,
         gathered_bytes=ranks * sizes.local_rows * rollout.max_response_length * gathered_bytes_per_token(args),
         **models_of(args),
     )

@@ -413,12 +413,11 @@ def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, upda
 def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
     """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
-    own = None
+    own, engines = None, (rollout.rollout_gpus or world.size) // rollout.rollout_tensor_parallel_size
     if rollout.rollout_gpus and not run.recorder.replays:
         from lib.rollout.managed_servers import ManagedServers
 
-        servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
-        own = ManagedServers(servers, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
+        own = ManagedServers(engines, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
     engine = make_engine(
         "hf" if run.recorder.replays else rollout.rollout_engine,
         actor.module,
@@ -430,6 +429,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         dtype=dtype,
         gpu_memory=rollout.gpu_share,
         ranks=rollout.rollout_tensor_parallel_size,
+        rows=world.size * sizes.local_rows * (1 + rollout.async_level) // engines,
         vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
         own=own,
     )

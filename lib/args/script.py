@@ -54,4 +54,5 @@ class ScriptArgs:
     zero_variance = "keep"
     reward_keys: tuple[str, ...] = ()
     overlong_buffer = 0
+    max_gen_batches = 0  # DAPO's: it scores between rollouts
     critic_model: str | None = None

@@ -77,6 +77,7 @@ def estimate_memory(
     offload_activations: bool = False,
     engine_bytes: int | None = 0,
     engine_ranks: int = 1,
+    scores_awake: bool = False,
     gathered_bytes: int = 0,
     trust_remote_code: bool = False,
     **of_trained: Any,
@@ -89,9 +90,9 @@ def estimate_memory(
     the policy; with LoRA the base is the reference and there is no copy. cpu_offload: weights, gradients and Adam in
     the host's memory (FSDP2's CPUOffloadPolicy). offload_activations: those of an update wait in the host's memory,
     except one layer's. engine_bytes: of a vLLM engine while it is awake; 0: the hf engine; None: servers sample.
-    engine_ranks: over which vLLM splits the model (tensor parallel). gathered_bytes: columns of the rows of all ranks,
-    which each rank holds while it computes advantages. of_trained: `lora_target_modules` and `freeze_pattern` of
-    `meta_model`. What is frozen stays fp32.
+    engine_ranks: over which vLLM splits the model (tensor parallel). scores_awake: the reward model runs while vLLM is
+    awake. gathered_bytes: columns of the rows of all ranks, which each rank holds while it computes advantages.
+    of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
 
     Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
@@ -142,6 +143,8 @@ def estimate_memory(
             gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
             work = max(forward_peak(network, tokens), TowerCosts.of(network, of_images).work)
             moments[name] = {"gathered weights": gathered, "work": work}
+    if engine_bytes and scorer is not None and scores_awake:
+        moments["reward model"]["vLLM"] = moments["rollout"]["vLLM"]
     if gathered_bytes:
         moments["advantages"] = {"columns": gathered_bytes}
 

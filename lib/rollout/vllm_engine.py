@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
@@ -100,7 +100,7 @@ def _content_hash(folder: Path) -> str:
 
 
 def engine_settings(
-    model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, processor=None, max_images=0
+    model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, rows=0, processor=None, max_images=0
 ) -> dict[str, Any]:
     """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
     Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
@@ -122,7 +122,8 @@ def engine_settings(
         settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
         settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
     if on_gpu:
-        return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": 256}
+        # a row takes counts of the vocabulary for penalties: 0.6 GiB for 1024 rows of 152k tokens
+        return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": min(max(256, rows), 1024)}
     settings["max_num_seqs"] = 512  # a step of a tiny model costs the scheduler's time, not that of its rows
     # seeded requests and chunked prefill crash on a CPU
     return settings | {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
@@ -142,7 +143,8 @@ class VLLMEngine(SteppedEngine):
     long_steps = False  # a step is one token; requests come and go at each step
 
     def __init__(self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, **start: Any):
-        on_gpu = compute_device(model).type != "cpu"
+        self._device = compute_device(model)
+        on_gpu = self._device.type != "cpu"
         settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -160,7 +162,7 @@ class VLLMEngine(SteppedEngine):
             settings["distributed_executor_backend"] = "external_launcher"
         settings |= more or {}
         try:
-            with torch.random.fork_rng(), seeded("vllm"), _groups_of_one():  # vLLM seeds the global generators
+            with own_generators(self._device), seeded("vllm"), _groups_of_one():  # vLLM seeds the global ones
                 self.llm = vllm.LLM(str(folder if settings.get("enforce_eager") else cached(folder)), **settings)
         except (ValueError, TypeError) as error:
             if not more:
@@ -204,13 +206,15 @@ class VLLMEngine(SteppedEngine):
             self.version = self.checksum = None
 
     def close(self) -> None:
+        if self.can_sleep and self.version is None:
+            self.llm.wake_up()  # on CUDA vLLM would free again what it has freed to sleep
         self.llm.llm_engine.engine_core.shutdown()
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Inside it submit, step and abort may be called."""
         self._check_weights()
-        with torch.random.fork_rng():  # vLLM advances torch's global generator
+        with own_generators(self._device):
             try:
                 yield
             finally:
@@ -277,8 +281,15 @@ class VLLMEngine(SteppedEngine):
 
     def _run(self, prompts: list[dict], params: list) -> list:
         self._check_weights()
-        with torch.random.fork_rng():  # vLLM advances torch's global generator
+        with own_generators(self._device):
             return self.llm.generate(prompts, params, use_tqdm=False)
+
+
+def own_generators(device: torch.device) -> AbstractContextManager[None]:
+    """In it vLLM may advance torch's global generators, of the CPU and this device. By itself fork_rng takes those of
+    all GPUs, and warns."""
+    devices = [] if device.type == "cpu" else [device]
+    return torch.random.fork_rng(devices, device_type=device.type)
 
 
 def _prepare_for_cpu() -> None:

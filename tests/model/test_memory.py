@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+import dapo
 import grpo
 import lib.model.log_probs
 from lib import InputError
@@ -275,6 +276,8 @@ def test_each_option_adds_or_moves_its_parts():
     assert "reference" not in lora["loss"] and lora["loss"]["Adam"] < plain["loss"]["Adam"] / 10
 
     judged = estimate_memory(TOY_MODEL, reward_model=TOY_MODEL, **TOY)
+    awake = estimate_memory(TOY_MODEL, reward_model=TOY_MODEL, engine_bytes=1 << 30, scores_awake=True, **TOY)
+    assert awake["reward model"] == judged["reward model"] | {"vLLM": awake["rollout"]["vLLM"]}
     assert judged["loss"]["reward model"] > 0.9 * weights and judged["reward model"]["work"] > 0
 
     gathered = estimate_memory(TOY_MODEL, gathered_bytes=5, **TOY)["advantages"]
@@ -337,6 +340,20 @@ def test_ranks_that_do_not_sample_need_no_room_for_it(flags):
     assert moments["weight sync"]["buckets"] == 3 * BUCKET_BYTES
     assert set(with_engine) - set(moments) == {"prefill", "rollout"}
     assert moments["backward"] == with_engine["backward"]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "awake"),
+    [
+        (grpo, ["--val-every", "0", "--no-val-before-train"], False),
+        (grpo, [], True),  # validation
+        (dapo, ["--val-every", "0", "--no-val-before-train"], True),  # which scores before it samples more
+    ],
+)
+def test_a_reward_model_beside_an_engine_that_is_awake(script, flags, awake):
+    args = parse_flags(script.Args, [*flags, "--rollout-engine", "vllm", "--reward-model", TOY_MODEL])
+    moments = memory_of(args, step_sizes(args, 8), 8, GIB)
+    assert ("vLLM" in moments["reward model"]) == awake and "vLLM" not in moments["log-probs"]
 
 
 def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):

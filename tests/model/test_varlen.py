@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from lib import InputError
@@ -64,6 +65,16 @@ def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_cau
     return d_query, d_key, d_value
 
 
+class OperationNames(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def cpu_kernels():
     with torch.library._scoped_library("torch_attn", "IMPL") as library:
@@ -106,6 +117,15 @@ def test_varlen_is_packed_sdpa(tmp_path, family, layers):
         torch.testing.assert_close(results, expected, rtol=1e-6, atol=1e-6)  # norms and rotary tables are in fp32
         assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
         assert layers == CALLS
+
+
+def test_gradients_add_up_in_one_order(tmp_path):
+    """Keys and values of a shared prompt, too: a CUDA kernel of index_add or scatter_add adds with atomics, in bf16."""
+    model = load(save("llama", tmp_path), attn_implementation="varlen")
+    with OperationNames() as names:
+        with_gradient(model, partial(response_log_probs, model, batch_of_groups(), 0.7))
+    assert "embedding_dense_backward" in names.seen
+    assert not names.seen & {"index_add", "index_add_", "scatter_add", "scatter_add_", "index_reduce", "put_"}
 
 
 def over_two_ranks(world, path):

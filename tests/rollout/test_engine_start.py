@@ -18,7 +18,7 @@ from lib.cli.flags import parse_flags
 from lib.distributed import World
 from lib.model import ForwardConfig, load_tokenizer
 from lib.rollout.managed_servers import Server
-from lib.rollout.vllm_engine import CACHED_S, VLLMEngine, cached, save_files
+from lib.rollout.vllm_engine import CACHED_S, VLLMEngine, cached, engine_settings, own_generators, save_files
 from tests.common import TOY_MODEL, full_disk, skip_without_vllm
 
 CONFIG = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -139,6 +139,39 @@ def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, wor
     assert started == [own] and f"model: {own}\n" in server.config.read_text()
 
 
+@pytest.mark.parametrize(("rows", "at_a_time"), [(8, 256), (768, 768), (5000, 1024)])
+def test_as_many_rows_at_a_time_as_a_rank_has(monkeypatch, rows, at_a_time):
+    """Fewer cost time, 256 a third of it with 1024 rows; more cost memory."""
+    monkeypatch.setattr("lib.rollout.vllm_engine.compute_device", lambda model: torch.device("cuda", 0))
+    settings = engine_settings(model(), max_length=40, dtype=torch.bfloat16, gpu_memory=0.4, rows=rows)
+    assert settings["max_num_seqs"] == at_a_time
+
+
+@pytest.mark.parametrize(("version", "calls"), [(None, ["wake_up", "shutdown"]), (3, ["shutdown"])])
+def test_an_engine_that_sleeps_wakes_up_to_end(version, calls):
+    """On CUDA vLLM's allocator unmaps at its end what sleep has unmapped."""
+    engine, called = VLLMEngine.__new__(VLLMEngine), []
+    core = SimpleNamespace(shutdown=lambda: called.append("shutdown"))
+    engine.llm = SimpleNamespace(wake_up=lambda: called.append("wake_up"), llm_engine=SimpleNamespace(engine_core=core))
+    engine.can_sleep, engine.version = True, version
+    engine.close()
+    assert called == calls
+
+
+def test_generators_of_other_gpus_are_left_alone(monkeypatch, recwarn):
+    kept = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: kept.append(device))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: kept.append(device))
+    before = torch.get_rng_state()
+    with own_generators(torch.device("cuda", 3)):
+        torch.manual_seed(7)
+    assert kept == 2 * [torch.device("cuda", 3)] and not recwarn.list
+    with own_generators(torch.device("cpu")):
+        torch.rand(1)
+    assert len(kept) == 2 and torch.equal(torch.get_rng_state(), before)
+
+
 def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monkeypatch):
     """On a GPU a worker of vLLM sets torch's threads to 1 once it has loaded the model, after the trainer set them."""
     skip_without_vllm()
@@ -161,5 +194,5 @@ def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monke
     )
     inputs = SimpleNamespace(tokenizer=None, vision=None, multi_turn=None, train_data=None)
     run = SimpleNamespace(folder=tmp_path, step=0, recorder=SimpleNamespace(replays=False))
-    setup.make_rollouts(args, actor, inputs, None, run)
+    setup.make_rollouts(args, actor, inputs, SimpleNamespace(local_rows=8), run)
     assert set_threads == [8, 1, 8]

@@ -18,6 +18,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from torch._inductor import config as inductor_config
 
 from tests.common import PYTHON, ROOT, SMALL, environment, fork, metrics, ran
 from tests.scripts.test_scripts import saved
@@ -229,6 +230,13 @@ def dockerfile(name: str) -> list[tuple[str, str]]:
     text = (ROOT / f"docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_images_have_the_compilers_that_torch_looks_for(name):
+    """torch.compile's C++, which is found by its name; gcc, which Triton takes, comes with Debian's g++."""
+    installed = next(words.split() for step, words in dockerfile(name) if "apt-get install" in words)
+    assert {"g++", "libc6-dev"} <= set(installed) and "g++" in inductor_config.cpp.cxx
 
 
 @pytest.mark.parametrize(
