@@ -52,18 +52,14 @@ def make_engine(
     """The engine called `name` (engine_class; several URLs have commas between). folder: of its files; it need not
     exist. max_length: tokens of prompt and response. dtype: that the trainer computes in. gpu_memory: share of the GPU
     for the engine. ranks: how many neighbouring ranks share one. rows: responses that one engine has at a time.
-    processor: of a vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine. own: what "vllm" means."""
+    processor: of a vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine. own: what
+    "vllm" means."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
     settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype, "gpu_memory": gpu_memory}
-    settings |= {
-        "ranks": ranks,
-        "rows": rows,
-        "processor": processor,
-        "max_images": max_images,
-        "more": vllm_kwargs or {},
-    }
+    settings |= {"ranks": ranks, "rows": rows, "more": vllm_kwargs or {}}
+    settings |= {"processor": processor, "max_images": max_images}
     if own is not None:
         from lib.rollout.managed_servers import order_servers
 
