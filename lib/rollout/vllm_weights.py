@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from lib.distributed import address_towards, join_group
+from lib.distributed import address_towards, in_thread, join_group
 
 # said at each sync of layers that have nothing of their own in a checkpoint: a tied head, rotary embeddings. The sync's
 # probe would find missing weights
@@ -102,7 +102,9 @@ class BroadcastEngine(DirectEngine):
         else:
             store = dist.TCPStore(init_info.host, init_info.port, is_master=False)
             address = address_towards(init_info.host, init_info.port)
-        self.group = join_group(store, rank, init_info.size, self.device, init_info.timeout_s, address)
+        limit_s = init_info.timeout_s
+        joining = in_thread(lambda: join_group(store, rank, init_info.size, self.device, limit_s, address))
+        self.group = joining.result(limit_s)  # by itself NCCL would wait for ever for a trainer that is gone
 
     def receive_weights(self, update_info):
         """Receives one bucket: tensors of one dtype, end to end."""

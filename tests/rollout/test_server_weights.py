@@ -208,6 +208,15 @@ def test_a_server_that_was_started_again_between_two_syncs(weights):
     assert time.monotonic() < begun + LIMIT_S / 2
 
 
+def test_a_server_takes_orders_after_a_trainer_that_never_joined(weights, tmp_path):
+    info = {"host": "", "port": 0, "file": str(tmp_path / "store"), "device": "cpu", "first_rank": 1, "size": 2}
+    joining = weights.servers.order("/init_weight_transfer_engine", json={"init_info": info | {"timeout_s": 0.2}})
+    for reply in joining:
+        with pytest.raises(ServerLost):
+            reply.result(WAIT_S)
+    assert given(weights)
+
+
 def test_a_server_leaves_the_group_of_a_run_that_was_killed(weights):
     """The trainer said nothing. The next run's first order finds the servers in a group without it."""
     assert given(weights)
