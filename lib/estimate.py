@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lib import InputError
-from lib.args import ROOT, ScriptArgs, Sizes, step_sizes, training_ranks
+from lib.args import ROOT, ScriptArgs, Sizes, engine_rows, step_sizes, training_ranks
 from lib.cli.flags import as_flag, check_flags, parse_json
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import (
@@ -258,7 +258,6 @@ STEP_S = 2e-3  # of the engine's scheduler and launches, each step: an assumptio
 ALL_REDUCE_S = 1e-5  # twice a layer, in an engine on several GPUs: an assumption
 REQUEST_S = 5e-4  # of an HTTP request to a server, on a CPU: benchmarks/results/server_rollout.json
 SYNC_S = 1.0  # of a sync, besides the weights: pause or wake-up, checksum, probe: an assumption
-SLOTS = 256  # rows of an engine at a time (lib/rollout/vllm_engine.py)
 LEVELS = 5  # --async-level 0 to 4
 ENGINE_GPUS = (1, 2, 4, 8)  # of one node
 MOST_SPLITS = 8
@@ -375,9 +374,10 @@ def engine_rates(args: ScriptArgs, policy: DecoderCosts, gpu: Gpu) -> EngineRate
     gpus, prompt = args.rollout.rollout_tensor_parallel_size, args.data.max_prompt_length
     read, computed = READS * gpus * bandwidth * 1e12, PREFILL_MFU * gpus * gpu.peak * 1e12
     room = args.rollout.gpu_share * gpu.memory * gpus - policy.weights
-    slots = parse_json("vllm_kwargs", args.rollout.vllm_kwargs).get("max_num_seqs", SLOTS)
+    rows = engine_rows(args, training_ranks(args))
+    slots = parse_json("vllm_kwargs", args.rollout.vllm_kwargs).get("max_num_seqs", rows)
     if type(slots) is not int or slots < 1:
-        raise InputError(f"--vllm-kwargs max_num_seqs {slots}: give a number of rows, such as {SLOTS}")
+        raise InputError(f"--vllm-kwargs max_num_seqs {slots}: give a number of rows, such as 256")
     return EngineRates(
         fixed=STEP_S + 2 * policy.layers * ALL_REDUCE_S * (gpus > 1),
         row=policy.token / computed,

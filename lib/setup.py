@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 
 from lib import InputError, core_algos, is_first_on_node
 from lib import model as models
-from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read
+from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read, engine_rows
 from lib.cli.flags import non_default, parse_json, with_line_breaks
 from lib.columns import COLUMNS
 from lib.data import (
@@ -413,11 +413,12 @@ def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, upda
 def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
     """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
-    own, engines = None, (rollout.rollout_gpus or world.size) // rollout.rollout_tensor_parallel_size
+    own = None
     if rollout.rollout_gpus and not run.recorder.replays:
         from lib.rollout.managed_servers import ManagedServers
 
-        own = ManagedServers(engines, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
+        servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
+        own = ManagedServers(servers, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
     engine = make_engine(
         "hf" if run.recorder.replays else rollout.rollout_engine,
         actor.module,
@@ -429,7 +430,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         dtype=dtype,
         gpu_memory=rollout.gpu_share,
         ranks=rollout.rollout_tensor_parallel_size,
-        rows=world.size * sizes.local_rows * (1 + rollout.async_level) // engines,
+        rows=engine_rows(args, world.size),
         vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
         own=own,
     )

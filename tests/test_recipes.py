@@ -196,7 +196,7 @@ def smaller(args: Any, model: str, engine: str) -> list[str]:
     words += f" --no-export-model --reward-workers 1 --val-samples {val_samples} --micro-batch-tokens 4000"
     words += f" --prompts-per-step {args.num_mini_batches} --group-size {group_size}"
     words += " --max-prompt-length 1500 --max-response-length 16"
-    if hasattr(args, "max_gen_batches"):  # dapo.py
+    if args.max_gen_batches:  # dapo.py
         words += " --overlong-buffer 4 --max-gen-batches 2"
     return words.split()
 

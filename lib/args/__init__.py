@@ -32,4 +32,4 @@ from lib.args.settings import (
     RolloutCorrectionArgs,
     TokenMaskArgs,
 )
-from lib.args.sizes import Sizes, step_sizes, training_ranks
+from lib.args.sizes import Sizes, engine_rows, step_sizes, training_ranks

@@ -56,3 +56,12 @@ def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
     local_rows = local_prompts * args.group_size
     mini_batch_rows = local_rows // args.num_mini_batches
     return Sizes(args.group_size, args.num_mini_batches, args.update_epochs, local_prompts, local_rows, mini_batch_rows)
+
+
+def engine_rows(args: ScriptArgs, ranks: int) -> int:
+    """The rows that a vLLM engine samples at a time (max_num_seqs): what it has of a step, from 256 to 1024. Each takes
+    counts of the whole vocabulary: 0.6 GiB for 1024 rows of 152k tokens. ranks: those that train."""
+    rollout = args.rollout
+    engines = max(1, (rollout.rollout_gpus or ranks) // rollout.rollout_tensor_parallel_size)
+    rows = args.prompts_per_step * args.group_size * (1 + rollout.async_level) // engines
+    return min(max(256, rows), 1024)

@@ -43,7 +43,7 @@ def make_engine(
     dtype: torch.dtype,
     gpu_memory: float,
     ranks: int = 1,
-    rows: int = 0,
+    rows: int = 256,
     processor: ProcessorMixin | None = None,
     max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
@@ -51,7 +51,7 @@ def make_engine(
 ) -> RolloutEngine:
     """The engine called `name` (engine_class; several URLs have commas between). folder: of its files; it need not
     exist. max_length: tokens of prompt and response. dtype: that the trainer computes in. gpu_memory: share of the GPU
-    for the engine. ranks: how many neighbouring ranks share one. rows: responses that one engine has at a time.
+    for the engine. ranks: how many neighbouring ranks share one. rows: that a vLLM engine samples at a time.
     processor: of a vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine. own: what
     "vllm" means."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)

@@ -100,7 +100,7 @@ def _content_hash(folder: Path) -> str:
 
 
 def engine_settings(
-    model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, rows=0, processor=None, max_images=0
+    model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, rows=256, processor=None, max_images=0
 ) -> dict[str, Any]:
     """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
     Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
@@ -122,8 +122,7 @@ def engine_settings(
         settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
         settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
     if on_gpu:
-        # a row takes counts of the vocabulary for penalties: 0.6 GiB for 1024 rows of 152k tokens
-        return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": min(max(256, rows), 1024)}
+        return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": rows}
     settings["max_num_seqs"] = 512  # a step of a tiny model costs the scheduler's time, not that of its rows
     # seeded requests and chunked prefill crash on a CPU
     return settings | {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 import grpo
 import lib.rollout
 from lib import setup
+from lib.args import engine_rows
 from lib.cli.flags import parse_flags
 from lib.distributed import World
 from lib.model import ForwardConfig, load_tokenizer
@@ -139,10 +140,19 @@ def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, wor
     assert started == [own] and f"model: {own}\n" in server.config.read_text()
 
 
-@pytest.mark.parametrize(("rows", "at_a_time"), [(8, 256), (768, 768), (5000, 1024)])
-def test_as_many_rows_at_a_time_as_a_rank_has(monkeypatch, rows, at_a_time):
+@pytest.mark.parametrize(
+    ("flags", "at_a_time"),
+    [
+        ("", 256),
+        ("--prompts-per-step 768 --group-size 8", 768),
+        ("--prompts-per-step 768 --group-size 8 --rollout-tensor-parallel-size 2 --dry-run 8", 1024),
+        ("--prompts-per-step 96 --group-size 8 --rollout-gpus 2 --dry-run 10 --async-level 1", 768),
+    ],
+)
+def test_as_many_rows_at_a_time_as_an_engine_has(monkeypatch, flags, at_a_time):
     """Fewer cost time, 256 a third of it with 1024 rows; more cost memory."""
     monkeypatch.setattr("lib.rollout.vllm_engine.compute_device", lambda model: torch.device("cuda", 0))
+    rows = engine_rows(parse_flags(grpo.Args, ["--rollout-engine", "vllm", *flags.split()]), ranks=8)
     settings = engine_settings(model(), max_length=40, dtype=torch.bfloat16, gpu_memory=0.4, rows=rows)
     assert settings["max_num_seqs"] == at_a_time
 
