@@ -1,5 +1,6 @@
 """NCCL's rules, as nccl_like.py has them, and what joins and leaves such groups: join_group, the end of a run."""
 
+import faulthandler
 import os
 import re
 import signal
@@ -120,6 +121,7 @@ def test_the_watchdog_ends_the_process(tmp_path, start_ranks):  # noqa: F811
     """And lets no handler of ours say why: limits of ours come first."""
 
     def main(_):
+        faulthandler.disable()  # pytest's, which prints all stacks
         world = nccl_like_job(WAIT_S, timedelta(seconds=0.5))
         enter_stage("step 1 update")
         if world.rank == 0:
