@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_check.attention import rows_of
 from lib.core_algos.advantages import _gae
-from lib.distributed import init_distributed
+from lib.distributed import init_distributed, launch
 from lib.distributed.fake_gpu import register_fake_gpu
 from tests.distributed.test_waits import exit_code, start_ranks, store  # noqa: F401  two fixtures
 
@@ -15,7 +15,7 @@ def test_no_run_on_gpus_uses_cudnns_attention(start_ranks, monkeypatch):  # noqa
     """G8: it plans each new shape for up to a second."""
 
     def main(_):
-        torch.cuda.is_available = lambda: True
+        launch.accelerator = lambda: torch.device("cuda")
         torch.cuda.set_device = lambda device: None
         assert torch.backends.cuda.cudnn_sdp_enabled()
         assert init_distributed().device.type == "cuda"

@@ -206,7 +206,7 @@ class VLLMEngine(SteppedEngine):
 
     def close(self) -> None:
         if self.can_sleep and self.version is None:
-            self.llm.wake_up()  # on CUDA vLLM would free again what it has freed to sleep
+            self.llm.wake_up()  # vLLM would free again what it has freed to sleep, an error on NVIDIA GPUs
         self.llm.llm_engine.engine_core.shutdown()
 
     @contextmanager
