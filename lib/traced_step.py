@@ -32,7 +32,7 @@ from lib.model.trained import RowIsolationCheck, TrainedModel
 from lib.model.update_checks import UpdateChecks
 from lib.rollout import Rollouts
 from lib.rollout.replay import NoRecorder
-from lib.setup import Inputs, get_compute_dtype
+from lib.setup import Inputs
 
 MOMENTS = ("log-probs", "advantages", "forward", "loss", "backward", "last layer", "critic", "optimizer")
 
@@ -82,8 +82,9 @@ def check_traceable(args: ScriptArgs) -> None:
     }
     if found := [what for what, given in untraced.items() if given]:
         raise InputError(f"--trace does not follow {found[0]}: drop one of them")
-    if torch.cuda.is_available():
-        raise InputError("--trace needs a process without a GPU: CUDA_VISIBLE_DEVICES= python ...")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type != "gpu":
+        raise InputError("--trace needs a process without a GPU: hide the machine's from it")
     if dist.get_world_size() > 1:
         raise InputError("--trace runs in one process: start it without torchrun")
 
@@ -172,7 +173,7 @@ class _Step:
 
         with replaced(
             (setup, "join", lambda _: step.world),
-            (setup, "get_compute_dtype", lambda name, _: get_compute_dtype(name, torch.device("cuda"))),
+            (setup, "get_compute_dtype", lambda name, _: getattr(torch, "bfloat16" if name == "auto" else name)),
             (setup, "get_attention", attention_of_h100),
             (setup, "load_inputs", lambda _: step.inputs),
             (script, "estimate", _Estimate),
@@ -196,11 +197,10 @@ class _Step:
 
         def on_device(x: torch.Tensor) -> torch.Tensor:
             if id(x) not in placed:  # tied weights stay one
-                empty = torch.empty(x.shape, dtype=x.dtype, device=self.device)
+                placed[id(x)] = empty = torch.empty(x.shape, dtype=x.dtype, device=self.device)
                 self.trace.forget(empty)
-                placed[id(x)] = (
-                    torch.nn.Parameter(empty, x.requires_grad) if isinstance(x, torch.nn.Parameter) else empty
-                )
+                if isinstance(x, torch.nn.Parameter):
+                    placed[id(x)] = torch.nn.Parameter(empty, x.requires_grad)
             return placed[id(x)]
 
         kept = [x for module in model.modules() for x in (*module._parameters.values(), *module._buffers.values())]

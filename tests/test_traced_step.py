@@ -10,13 +10,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 
 import grpo
 from lib import InputError
 from lib.args import step_sizes
 from lib.cli.flags import parse_flags
 from lib.traced_step import check_traceable, rows_of_trace
-from tests.common import ROOT
+from tests.common import ROOT, TOY_MODEL, rollout_batch
 
 # three layers of public models, with a vocabulary that does not outweigh them
 SMALL = {"num_hidden_layers": 3, "vocab_size": 32768}
@@ -87,8 +88,6 @@ def test_a_copy_of_a_script_is_traced_with_its_own_loss(child, tmp_path):
 
 def followed() -> dict:
     """What the trace says of a few operations."""
-    import torch
-
     from lib.distributed.fake_gpu import register_fake_gpu
     from lib.model.trace import Trace
 
@@ -127,6 +126,18 @@ def test_a_trace_knows_values_of_the_cpu_bytes_and_flops(child):
 def test_what_a_trace_does_not_follow_is_refused(flags, names, world):
     with pytest.raises(InputError, match=names):
         check_traceable(parse_flags(grpo.Args, ["--dry-run", "8", *flags]))
+
+
+def test_a_pass_without_gradients_gives_the_whole_weights_back(world):
+    """FSDP2 keeps the root's after a forward without a backward: of a reference, a GiB at 7B during the update."""
+    from torch.distributed.tensor import DTensor
+
+    from lib.distributed import make_mesh, shard_model
+    from lib.model import batched_log_probs, load_model
+
+    model = shard_model(load_model(TOY_MODEL), make_mesh(world), torch.float32)
+    batched_log_probs(model, rollout_batch([4, 3], [5, 6]), 1.0, 64)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ accelerator have a shape only (torch's FakeTensor), and a value where they are c
 batch's masks are. Where code reads a value that nobody knows, such as a gradient's norm, it is 1, or True.
 
 What autograd, FSDP2 and the optimizer do is their own code, so a trace shows what they allocate. It does not show what
-kernels allocate for themselves, NCCL's buffers, the CUDA context and fragmentation."""
+kernels allocate for themselves, NCCL's buffers, the driver's context and fragmentation."""
 
 import sys
 import weakref
