@@ -23,7 +23,7 @@ from lib.args import ScriptArgs, Sizes, step_sizes, training_ranks
 from lib.data_proto import DataProto
 from lib.distributed import World, current_stage
 from lib.distributed.fake_gpu import register_fake_gpu
-from lib.model import load
+from lib.model import load, log_probs
 from lib.model.load import decoder_layers
 from lib.model.memory import GIB, Moments
 from lib.model.roofline import H100, Kernel, Peaks, Speed, fuse, predict, seconds_by_kind
@@ -137,7 +137,7 @@ class _Step:
     @contextmanager
     def stands_in(self, script: Any) -> Iterator[None]:
         step, begin, backward, update = self, TrainedModel.begin_update, TrainedModel.backward, TrainedModel.step
-        shard_model, after_backward = setup.shard_model, UpdateChecks.after_backward
+        shard_model, after_backward, of_logits = setup.shard_model, UpdateChecks.after_backward, log_probs.with_logits
 
         def shard(model, *more, **options):
             step.prepare(model)
@@ -160,6 +160,12 @@ class _Step:
         def checks(checks, factor):
             step.trace.in_layer = False
             after_backward(checks, factor)
+
+        def with_logits(*args):
+            step.trace.compiled = True
+            out = of_logits(*args)
+            step.trace.compiled = False
+            return out
 
         def stepped(model):
             step.phase = "optimizer"
@@ -188,6 +194,7 @@ class _Step:
             (TrainedModel, "backward", traced_backward),
             (TrainedModel, "step", stepped),
             (UpdateChecks, "after_backward", checks),
+            (log_probs, "with_logits", with_logits),
         ):
             yield
 

@@ -35,6 +35,7 @@ class Kernel(NamedTuple):
     moment: str  # log-probs, forward, ..., optimizer
     forward: bool  # before the backward pass
     in_layer: bool
+    compiled: bool  # on a GPU
     name: str
     kind: str  # products, attention, attention backward, memory, link
     bytes: int
@@ -138,8 +139,7 @@ def fuse(kernels: list[Kernel], layers: bool) -> list[Kernel]:
             run.clear()
 
     for i, k in enumerate(kernels):
-        compiled = k.moment == "loss" or (layers and k.in_layer)
-        if not (compiled and k.kind == "memory" and k.name not in ALONE):
+        if not ((k.compiled or (layers and k.in_layer)) and k.kind == "memory" and k.name not in ALONE):
             end_run(i)
             fused.append(k)
         else:

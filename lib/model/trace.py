@@ -59,7 +59,7 @@ class Trace(TorchDispatchMode):
         self.now = now
         self.events: list[tuple[int, int, str]] = []
         self.kernels: list[Kernel] = []
-        self.forward, self.in_layer = True, False  # where the model is
+        self.forward, self.in_layer, self.compiled = True, False, False  # where the model is
         self.kind: dict[int, str] = {}
         self.live: dict[int, int] = {}  # number of a storage -> bytes
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -211,7 +211,8 @@ class Trace(TorchDispatchMode):
                 tuple((self.number(x), x.numel() * x.itemsize) for x in tensors if self._is_own(x))
                 for tensors in (inputs, outputs)
             )
-            self.kernels.append(Kernel(self.now(), self.forward, self.in_layer and not of_fsdp(), *found, *moved))
+            where = self.now(), self.forward, self.in_layer and not of_fsdp(), self.compiled
+            self.kernels.append(Kernel(*where, *found, *moved))
 
     # ---- memory ----------------------------------------------------------------------------------
     def record(self, tree: Any) -> None:
