@@ -78,11 +78,12 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
         lines += ["note: --lr 0 leaves the policy as it is"]
     if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
         lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
+    gpu = gpu_here()
     if args.run.dry_run:
-        traced = [describe_trace(args, sizes, inputs)] if args.run.trace else []  # before any backward pass
-        lines += [describe_needs(args, sizes, gpu_here()), *traced]
+        traced = [describe_trace(args, sizes, inputs, gpu)] if args.run.trace else []  # before any backward pass
+        lines += [describe_needs(args, sizes, gpu), *traced]
     if args.run.plan:
-        lines += [describe_plan(args, gpu_here())]
+        lines += [describe_plan(args, gpu)]
     return "\n".join(lines)
 
 
@@ -98,10 +99,10 @@ def describe_needs(args: ScriptArgs, sizes: Sizes, gpu: Gpu) -> str:
     return f"{text}:\n{seconds:.0f} s on {ranks} x {gpu.name} at {MFU:.0%} of the peak, without the rollout"
 
 
-def describe_trace(args: ScriptArgs, sizes: Sizes, inputs: Inputs | None) -> str:
+def describe_trace(args: ScriptArgs, sizes: Sizes, inputs: Inputs | None, gpu: Gpu) -> str:
     """Tables of a traced step: its memory beside the estimate, its predicted speed."""
     traced, ranks = trace_step(args, inputs), training_ranks(args)
-    estimated = memory_of(args, sizes, ranks, gpu_here().memory)
+    estimated = memory_of(args, sizes, ranks, gpu.memory)
     return f"{trace_table(traced.memory, estimated)}\n{speed_table(args, sizes, traced, ranks)}"
 
 

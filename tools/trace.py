@@ -15,7 +15,7 @@ from pathlib import Path
 from lib import InputError, report_mistake, setup
 from lib.args import step_sizes, training_ranks
 from lib.cli.flags import parse_flags
-from lib.estimate import describe_trace
+from lib.estimate import H100, describe_trace
 
 
 def main(script: str, config: str, *flags: str) -> None:
@@ -26,7 +26,7 @@ def main(script: str, config: str, *flags: str) -> None:
         args_class = import_module(script.removesuffix(".py")).Args
         args = parse_flags(args_class, ["--model", folder, *flags])
         setup.join(args)
-        print(describe_trace(args, step_sizes(args, training_ranks(args)), None))
+        print(describe_trace(args, step_sizes(args, training_ranks(args)), None, H100))
 
 
 if __name__ == "__main__":
