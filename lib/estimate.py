@@ -3,7 +3,7 @@
 import copy
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from lib.model.memory import GIB, Moments, estimate_memory, fits, kv_bytes_per_t
 from lib.plan import EngineRates, Split, plan_table, predict, read_lengths
 from lib.run.throughput import PEAK_TFLOPS, peak_tflops
 from lib.setup import Inputs, advantage_columns, check_algorithm, get_compute_dtype, needed_log_probs
+from lib.traced_step import speed_table, trace_step, trace_table
 
 MFU = 0.3  # of an update, for its time: an assumption
 NO_SAVER = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
@@ -77,10 +78,12 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
         lines += ["note: --lr 0 leaves the policy as it is"]
     if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
         lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
+    gpu = gpu_here()
     if args.run.dry_run:
-        lines += [describe_needs(args, sizes, gpu_here())]
+        traced = [describe_trace(args, sizes, inputs, gpu)] if args.run.trace else []  # before any backward pass
+        lines += [describe_needs(args, sizes, gpu), *traced]
     if args.run.plan:
-        lines += [describe_plan(args, gpu_here())]
+        lines += [describe_plan(args, gpu)]
     return "\n".join(lines)
 
 
@@ -94,6 +97,13 @@ def describe_needs(args: ScriptArgs, sizes: Sizes, gpu: Gpu) -> str:
         return text
     seconds = sum(flops) / (MFU * 1e12 * gpu.peak * ranks)
     return f"{text}:\n{seconds:.0f} s on {ranks} x {gpu.name} at {MFU:.0%} of the peak, without the rollout"
+
+
+def describe_trace(args: ScriptArgs, sizes: Sizes, inputs: Inputs | None, gpu: Gpu) -> str:
+    """Tables of a traced step: its memory beside the estimate, its predicted speed."""
+    traced, ranks = trace_step(args, inputs), training_ranks(args)
+    estimated = memory_of(args, sizes, ranks, gpu.memory)
+    return f"{trace_table(traced.memory, estimated)}\n{speed_table(args, sizes, traced, ranks)}"
 
 
 def gpu_here() -> Gpu:
@@ -142,6 +152,10 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, ESTIMATED)
     share = int(rollout.gpu_share * gpu) if rollout.starts_vllm else 0
+    rows_a_prompt = args.group_size if model.share_prompts and model.padding_free else 1
+    row = args.data.max_prompt_length / rows_a_prompt + rollout.max_response_length  # tokens
+    one_micro_batch = sizes.local_mini_batch_rows * row <= args.optimizer.micro_batch_tokens
+    whole_or_sharded: Literal["whole", "sharded"] = "sharded" if shard.reduce_each_micro_batch else "whole"
     return estimate_memory(
         model.model,
         ranks=ranks // shard.dp_replicate_size,
@@ -149,9 +163,12 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
         frozen_dtype=dtype,
         micro_batch_tokens=args.optimizer.micro_batch_tokens,
         rows=sizes.local_rows,
+        mini_batch_rows=sizes.local_mini_batch_rows,
+        rows_a_prompt=rows_a_prompt,
         max_prompt_length=args.data.max_prompt_length,
         max_response_length=rollout.max_response_length,
-        accumulation="sharded" if shard.reduce_each_micro_batch else "whole",
+        accumulation="none" if one_micro_batch else whole_or_sharded,
+        entropy_in_loss=bool(args.entropy_coef) or args.entropy_target is not None,
         gradient_checkpointing=model.gradient_checkpointing,
         reference=args.kl_coef > 0 and not model.lora_rank,
         reward_model=args.reward.reward_model,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.common import ROOT
 
-ORDER = ["estimate", "plan", "setup", "run", "agent", "reward", "sandbox", "rollout", "model", "data"]
+ORDER = ["estimate", "plan", "traced_step", "setup", "run", "agent", "reward", "sandbox", "rollout", "model", "data"]
 ORDER += ["distributed", "core_algos", "data_proto", "columns", "args", "sampling", "cli", "manifest", "seeds"]
 """a room imports those behind it"""
 ABOVE = ("rewards", "tools", "data", "benchmarks", "tests")  # lib names scorers as text: lib/reward/scorers.py

@@ -59,6 +59,7 @@ TABLE = (
     Row("no val_only", "gamma gae_lambda gae_lambda_policy length_adaptive_alpha"),
     Row("no val_only", "critic_model critic_lr critic_warmup_steps cliprange_value"),
     # the run
+    Row("dry_run", "trace"),
     Row("no resume never", "resume_override"),
     Row("no total_epochs and no val_only", "total_steps"),
     Row("save_every", "keep_checkpoints"),

@@ -34,6 +34,8 @@ class ScriptArgs:
     loss_agg_mode: settings.AggMode
     loss_scale_factor: float | None
     token_masks: settings.TokenMaskArgs
+    entropy_coef: float
+    entropy_target: float | None
     old_log_probs: Literal["auto", "recompute", "rollout"]
     rollout_correction: settings.RolloutCorrectionArgs
 

@@ -11,6 +11,8 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 DEVICES = 8
+OWN_KERNELS = ("silu_backward", "mish_backward")  # for a device without its own, torch composes these of others
+_kernels = torch.library.Library("aten", "IMPL")
 
 
 class _Nothing:
@@ -47,8 +49,14 @@ class _Backend:
     _is_in_bad_fork = staticmethod(lambda: False)
 
 
+def _no_kernel(*_: Any, **__: Any) -> None:
+    raise RuntimeError("the fake accelerator computes nothing")
+
+
 def register_fake_gpu() -> torch.device:
     """The fake accelerator's first device. A process without a GPU only: torch has one accelerator at a time."""
     if not hasattr(torch, "gpu"):
         _setup_privateuseone_for_python_backend("gpu", backend_module=_Backend)
+        for name in OWN_KERNELS:
+            _kernels.impl(name, _no_kernel, "PrivateUse1")
     return torch.device("gpu", 0)

@@ -10,10 +10,11 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
     Adam              8 P / N: two fp32 moments of what is trained
     gradients         4 P / N: fp32, from the backward pass to the optimizer's step. If only the last of several
                       micro-batches reduces them (set_gradient_sync), they are whole until then: 4 P
-    gathered weights  forward c (P_r + 3 P_l): the root stays whole; a layer is whole in its parameters and in its
-                      all-gather buffer, and the layer before is still whole in its own buffer.
-                      backward c (P_r + 3 P_l) + 4 P_l: a layer's parameters and gradients, the next one's all-gather
-                      buffer, and the fp32 buffer that reduces the gradients of the one before.
+    gathered weights  forward c (P_r + 2 P_l): the root stays whole, and so do a layer and the buffer of the all-gather
+                      before or after it; c 2 (P_r + embedding) at its start, c (P_r + P_l) in the head, also backward.
+                      backward c (P_r + 2 P_l) + 4 P_l: a layer's parameters, the next one's all-gather buffer, and the
+                      fp32 buffer that reduces the gradients of the one before (none where whole ones add up). At the
+                      last layer the next one is the embedding, if it is not tied.
                       rollout (hf engine) c P. One rank needs no buffers
     activations       what autograd keeps of one micro-batch; with gradient checkpointing, the inputs of the layers
     images            of a vision model: what autograd keeps of the tower, if it trains, for as many image tokens as
@@ -31,6 +32,7 @@ meta device, where attention keeps what a flash kernel keeps. HEADROOM is left f
 memory that the allocator cannot use again. With LoRA only adapters have gradients and Adam. What is offloaded counts in
 the moment "host", which is the host's memory."""
 
+import math
 import sys
 import weakref
 from collections.abc import Sequence
@@ -66,7 +68,10 @@ def estimate_memory(
     rows: int,
     max_prompt_length: int,
     max_response_length: int,
+    mini_batch_rows: int = 0,
+    rows_a_prompt: int = 1,
     accumulation: Literal["none", "whole", "sharded"] = "whole",
+    entropy_in_loss: bool = True,
     gradient_checkpointing: bool = False,
     lora_rank: int = 0,
     frozen_dtype: torch.dtype = torch.float32,
@@ -85,18 +90,24 @@ def estimate_memory(
     """Bytes on each of `ranks` ranks in each moment of a step. Models: Hugging Face ids, folders or config.json files.
 
     micro_batch_tokens: tokens of one forward and backward, all taken for response tokens. rows: responses that one rank
-    samples at once. accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last
-    one; "sharded": after each. frozen_dtype: of LoRA's base, reference and reward model. reference: a frozen copy of
-    the policy; with LoRA the base is the reference and there is no copy. cpu_offload: weights, gradients and Adam in
-    the host's memory (FSDP2's CPUOffloadPolicy). offload_activations: those of an update wait in the host's memory,
-    except one layer's. engine_bytes: of a vLLM engine while it is awake; 0: the hf engine; None: servers sample.
-    engine_ranks: over which vLLM splits the model (tensor parallel). scores_awake: the reward model runs while vLLM is
-    awake. gathered_bytes: columns of the rows of all ranks, which each rank holds while it computes advantages.
-    of_trained: `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
+    samples at once. mini_batch_rows: of them, those of an update; 0: all. rows_a_prompt: responses to a prompt that is
+    computed once. accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last
+    one; "sharded": after each. entropy_in_loss: whether the loss has a gradient by the entropies. frozen_dtype: of
+    LoRA's base, reference and reward model. reference: a frozen copy of the policy; with LoRA the base is the reference
+    and there is no copy. cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
+    offload_activations: those of an update wait in the host's memory, except one layer's. engine_bytes: of a vLLM
+    engine while it is awake; 0: the hf engine; None: servers sample. engine_ranks: over which vLLM splits the model
+    (tensor parallel). scores_awake: the reward model runs while vLLM is awake. gathered_bytes: columns of the rows of
+    all ranks, which each rank holds while it computes advantages. of_trained: `lora_target_modules` and
+    `freeze_pattern` of `meta_model`. What is frozen stays fp32.
 
     Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
-    tokens, of_images = (min(micro_batch_tokens, rows * n) for n in (longest, max_prompt_length))
+    trained_rows, shared = mini_batch_rows or rows, max_prompt_length / rows_a_prompt
+    tokens, in_update, of_images = (
+        min(micro_batch_tokens, math.ceil(n))
+        for n in (rows * (shared + max_response_length), trained_rows * (shared + max_response_length), rows * shared)
+    )
     build = partial(_known_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
     train = partial(build, lora_rank=lora_rank, **of_trained)
     actor = train(AutoModelForCausalLM, model, "--model")
@@ -140,17 +151,24 @@ def estimate_memory(
         moments["rollout"] = {"gathered weights": c * numel, "KV cache": rows * longest * kv, "work": work}
     for name, network in {"log-probs": actor, "reward model": scorer}.items():
         if network is not None:
-            gathered = FSDPGroups.of(network).whole_in_forward(c, ranks)
-            work = max(forward_peak(network, tokens), TowerCosts.of(network, of_images).work)
-            moments[name] = {"gathered weights": gathered, "work": work}
+            groups, tower = FSDPGroups.of(network), TowerCosts.of(network, of_images)
+            in_layers = {"gathered weights": groups.whole_in_forward(c, ranks)}
+            in_layers["work"] = max(forward_peak(network, tokens, with_head=False), tower.work)
+            in_head = {"gathered weights": groups.whole_in_head(c, ranks), "work": forward_peak(network, tokens)}
+            at_start = {"gathered weights": groups.whole_at_start(c, ranks), "work": 0}
+            moments[name] = max(at_start, in_layers, in_head, key=lambda parts: sum(parts.values()))
     if engine_bytes and scorer is not None and scores_awake:
         moments["reward model"]["vLLM"] = moments["rollout"]["vLLM"]
     if gathered_bytes:
         moments["advantages"] = {"columns": gathered_bytes}
 
     # ---- update
-    groups, costs = FSDPGroups.of(actor), update_costs(actor, tokens, gradient_checkpointing)
-    in_backward = {"gathered weights": groups.whole_in_backward(c, ranks), "work": costs.backward}
+    groups, costs = FSDPGroups.of(actor), update_costs(actor, in_update, gradient_checkpointing, entropy_in_loss)
+    reduces = accumulation != "whole"
+    in_backward, in_last = (
+        {"gathered weights": groups.whole_in_backward(c, ranks, reduces, last), "work": costs.backward}
+        for last in (False, True)
+    )
     tower = TowerCosts.of(actor, of_images, gradient_checkpointing)
     of_a_layer, host = costs.kept // groups.layers, {}
     if offload_activations:
@@ -160,22 +178,22 @@ def estimate_memory(
     begun = {"activations": of_a_layer if offload_activations else costs.kept, **accumulated}
     # at the last layer: the other layers' activations are gone, and their gradients exist; the root's come last
     of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
-    done = {"activations": of_a_layer, **accumulated, "gradients": 4 * shard_numel(of_layers, ranks)}
-    moments["loss"] = {"gathered weights": c * groups.root, "work": costs.loss, **begun}
+    done = {"activations": of_a_layer, "gradients": 4 * shard_numel(of_layers, ranks), **accumulated}
+    moments["loss"] = {"gathered weights": groups.whole_in_head(c, ranks), "work": costs.loss, **begun}
     moments["backward"] = in_backward | begun
-    moments["last layer"] = in_backward | done
+    moments["last layer"] = in_last | done
     if tower.kept:  # the tower comes last
-        moments["vision"] = in_backward | done | {"activations": 0, "work": tower.work}
+        moments["vision"] = in_last | done | {"activations": 0, "work": tower.work}
     if critic is not None:
-        groups, costs = FSDPGroups.of(critic), update_costs(critic, tokens, gradient_checkpointing)
+        groups, costs = FSDPGroups.of(critic), update_costs(critic, in_update, gradient_checkpointing)
         tower = TowerCosts.of(critic, of_images, gradient_checkpointing)
         kept = costs.kept + tower.kept
         moments["critic"] = {
-            "gathered weights": groups.whole_in_backward(c, ranks),
+            "gathered weights": groups.whole_in_backward(c, ranks, reduces),
             "work": max(costs.loss, costs.backward, tower.work),
             "activations": costs.kept // groups.layers if offload_activations else kept,
-            **gradients,
-            "critic gradients": accumulated.get("critic gradients", gradients["critic gradients"]),
+            "critic gradients": gradients["critic gradients"],
+            **{name: size for name, size in accumulated.items() if name in gradients},
         }
         if offload_activations:
             host["activations"] = max(host["activations"], kept)
@@ -219,11 +237,21 @@ class FSDPGroups(NamedTuple):
         return cls(max(sizes), max(trained), root, own_embedding, len(decoder_layers(model)))
 
     def whole_in_forward(self, c: int, ranks: int) -> int:
-        return c * (self.root + (1 if ranks == 1 else 3) * max(self.layer, self.embedding))
+        return c * (self.root + (1 if ranks == 1 else 2) * self.layer)
 
-    def whole_in_backward(self, c: int, ranks: int) -> int:
-        buffers = 0 if ranks == 1 else c * self.layer + 4 * self.trained_layer
-        return c * (self.root + self.layer + self.trained_layer) + buffers
+    def whole_at_start(self, c: int, ranks: int) -> int:
+        """The root and the embedding, and their all-gather buffers."""
+        return c * (1 if ranks == 1 else 2) * (self.root + self.embedding)
+
+    def whole_in_head(self, c: int, ranks: int) -> int:
+        """The last layer's all-gather buffer lives on, and its next one comes with the head's backward."""
+        return c * (self.root + (self.layer if ranks > 1 else 0))
+
+    def whole_in_backward(self, c: int, ranks: int, reduces: bool, last_layer: bool = False) -> int:
+        """reduces: whether this micro-batch's gradients are reduced at once, not added up whole."""
+        gathered_next = self.embedding if last_layer else self.layer
+        buffers = 0 if ranks == 1 else c * gathered_next + (4 * self.trained_layer if reduces else 0)
+        return c * (self.root + self.layer) + buffers
 
 
 # ---- measured sizes: passes on the meta device ---------------------------------------------------
@@ -300,14 +328,14 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     return model.base_model if family_of(model.config) is None else model.get_decoder()
 
 
-def _forward(model: PreTrainedModel, tokens: int) -> torch.Tensor:
+def _forward(model: PreTrainedModel, tokens: int, entropy_in_loss: bool = True) -> torch.Tensor:
     """Runs one row of `tokens` through the model, as a micro-batch runs. Returns a scalar to differentiate."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
     inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": torch.empty(1, 1, 1, 1)}
     select = torch.arange(tokens)
     if hasattr(model, "token_log_probs"):
         log_probs, entropy = token_log_probs(model, inputs, select, ids[0], temperature=1.0)
-        return (log_probs + entropy).sum()
+        return (log_probs + entropy if entropy_in_loss else log_probs).sum()
     return token_values(model, inputs, select).sum()
 
 
@@ -332,7 +360,9 @@ class UpdateCosts(NamedTuple):
 
 
 @lru_cache(16)
-def update_costs(model: PreTrainedModel, tokens: int, gradient_checkpointing: bool) -> UpdateCosts:
+def update_costs(
+    model: PreTrainedModel, tokens: int, gradient_checkpointing: bool, entropy_in_loss: bool = True
+) -> UpdateCosts:
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -346,12 +376,14 @@ def update_costs(model: PreTrainedModel, tokens: int, gradient_checkpointing: bo
         next_moment()
         output.last_hidden_state.register_hook(next_moment)
 
+    def begin_of_layer(layer, args) -> None:
+        if args[0].requires_grad:  # when its gradient comes, FSDP takes those of the layer away
+            args[0].register_hook(lambda _: layer.zero_grad())
+
     hooks = [_decoder(model).register_forward_hook(end_of_decoder)]
-    for layer in decoder_layers(model):  # FSDP takes their gradients away; "gathered weights" counts them
-        for p in trainable_parameters(layer):
-            hooks.append(p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+    hooks += [layer.register_forward_pre_hook(begin_of_layer) for layer in decoder_layers(model)]
     with torch.device("meta"), live:
-        output = _forward(model, tokens)
+        output = _forward(model, tokens, entropy_in_loss)
         kept = live.now
         output.backward()
         next_moment()

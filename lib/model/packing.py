@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lib.data import LAYOUT, on_host, prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
 from lib.data.vision import text_positions
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup, TakeOwn, all_to_all
+from lib.distributed import RowGroup, TakeOwn, all_to_all, fsdp_modules
 from lib.model.vision import images_of
 
 
@@ -96,6 +96,10 @@ def in_micro_batches(
     layout |= {"padding_free": packing, "share_prompts": sharing}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **layout)
     parts = [of_responses(model, micro, forward, **layout) for micro in micro_batches]
+    for module in fsdp_modules(
+        model
+    ):  # without a backward FSDP2 keeps the root whole: a reference's in the update, too
+        module.reshard()
     return [restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts)]
 
 

@@ -126,6 +126,7 @@ KNOWN = {  # parameters of the public models
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-32b": 32_763_876_352,
     "llama-3-70b": 70_553_706_496,
+    "qwen3-30b-a3b": 30_532_122_624,
     "qwen2.5-vl-3b": 3_754_622_976,
 }
 

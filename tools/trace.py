@@ -1,0 +1,39 @@
+"""Traces a step of a script for a config.json, without weights, tokenizer, data or a network.
+
+    python -m tools.trace grpo.py benchmarks/shapes/qwen2.5-7b.json --dry-run 8 --gradient-checkpointing
+
+The other flags are the script's, a copy's beside the four too. It prints the memory that the step takes beside the
+estimate (lib/traced_step.py), and the speed that the roofline of an H100 predicts (lib/model/roofline.py).
+"""
+
+import shutil
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+from lib import InputError, report_mistake, setup
+from lib.args import step_sizes, training_ranks
+from lib.cli.flags import parse_flags
+from lib.estimate import H100, describe_trace
+
+
+def main(script: str, config: str, *flags: str) -> None:
+    """Prints the tables. flags: the script's, --dry-run N among them."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(config, Path(folder, "config.json"))
+        Path(folder, "model.safetensors").touch()  # the check of the flags wants weights
+        args_class = import_module(script.removesuffix(".py")).Args
+        args = parse_flags(args_class, ["--model", folder, *flags])
+        setup.join(args)
+        print(describe_trace(args, step_sizes(args, training_ranks(args)), None, H100))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    try:
+        main(*sys.argv[1:])
+    except (InputError, OSError) as error:
+        report_mistake(f"error: {error}")
+        sys.exit(2)
