@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 LAUNCH_S = 4e-6
 EFFICIENCY = {"products": 0.7, "attention": 0.35, "attention backward": 0.28, "memory": 0.85, "link": 0.75}
-"""Of the peaks. Matrix products in bfloat16; attention: FlashAttention 2 on Hopper (2407.08608, figures 5 and 6)"""
+"""Assumed shares of the peaks: matrix products in bfloat16, attention by FlashAttention 2 on Hopper"""
 UPDATE = ("forward", "loss", "backward", "last layer", "critic")  # moments of a micro-batch
 
 
