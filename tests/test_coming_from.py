@@ -109,7 +109,7 @@ def test_python_of_the_page_is_python(page):
 
 
 def test_the_batch_sizes_of_the_examples_are_right():
-    """Each product and quotient in a table's cell, such as 8 x 8 x 4 = 256."""
+    """Each cell of the tables with a product or quotient, such as 8 x 8 x 4 = 256."""
     for page in PAGES:
         sums = re.findall(r"\| ((?:\d+ [x/] )+\d+) = (\d+) \|", page.read_text())
         assert len(sums) >= 3
