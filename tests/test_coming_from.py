@@ -25,7 +25,7 @@ def model(tmp_path_factory) -> str:
 
 def scorers(page: Path, folder: Path) -> dict[str, dict]:
     """{file name: its names} of the page's Python files with a scorer, written to the folder."""
-    files = {name: f"#{code}" for name, code in PYTHON.findall(page.read_text()) if "def compute_score" in code}
+    files = {name: code for name, code in PYTHON.findall(page.read_text()) if "def compute_score" in code}
     for name, code in files.items():
         (folder / name).write_text(code)
     return {name: runpy.run_path(str(folder / name)) for name in files}
