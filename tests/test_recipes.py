@@ -181,12 +181,16 @@ def make_data(page: Path, folder: Path) -> None:
         tyro.cli(main, args=[*words, "--local-dir", str(copy), *SMALLER_DATA.get(script, [])])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
+def tiny_chat_model(folder: Path) -> str:
+    """Random weights, with a tokenizer that spells any text; its path."""
     ids = {"eos_token_id": 3, "pad_token_id": 0, "bos_token_id": None}
     toy.make_tokenizer(toy.ROLES, toy_tools.CHAT_TEMPLATE).save_pretrained(folder)
     return save_tiny(folder, cls=LlamaForCausalLM, config=LlamaConfig, max_position_embeddings=4096, **ids)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return tiny_chat_model(tmp_path_factory.mktemp("model"))
 
 
 def smaller(args: Any, model: str, engine: str) -> list[str]:

@@ -1,0 +1,120 @@
+"""docs/coming_from_trl.md and docs/coming_from_verl.md: their commands run as a user would run them, at toy size."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.common import ROOT, fork, metrics, ran, rollouts
+from tests.test_docs import FLAG, SCRIPTS, flags_of
+from tests.test_recipes import commands, in_folder, numbers, parsed, smaller, tiny_chat_model, write
+
+PAGES = [ROOT / f"docs/coming_from_{peer}.md" for peer in ("trl", "verl")]
+PYTHON = re.compile(r"^```python\n# (\w+\.py)(.*?)^```", re.M | re.S)
+OF_VLLM = ("--gpu-memory-utilization", "--rollout-tensor-parallel-size")  # hf samples here
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return tiny_chat_model(tmp_path_factory.mktemp("model"))
+
+
+def scorers(page: Path, folder: Path) -> dict[str, dict]:
+    """{file name: its names} of the page's Python files with a scorer, written to the folder."""
+    files = {name: code for name, code in PYTHON.findall(page.read_text()) if "def compute_score" in code}
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    return {name: runpy.run_path(str(folder / name)) for name in files}
+
+
+def without(words: list[str], flags: tuple[str, ...]) -> list[str]:
+    """The words without these flags and the one value of each."""
+    left_out = {at + i for at, word in enumerate(words) if word in flags for i in (0, 1)}
+    return [word for at, word in enumerate(words) if at not in left_out]
+
+
+def rows_of_verl(n: int) -> list[dict]:
+    return [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": row["question"]}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": row["answer"].split()[-1]},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i, row in enumerate(numbers(n))
+    ]
+
+
+def write_files(folder: Path) -> None:
+    """A copy of openai/gsm8k on the hub, and the files that verl's scripts would make of it and of DAPO-Math."""
+    write(folder / "hub.jsonl", numbers(16))
+    for name in ("gsm8k/train", "gsm8k/test", "dapo_math/train"):
+        path = folder / f"data/{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows_of_verl(16)), path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_run(page, model, tmp_path):
+    scorers(page, tmp_path)
+    write_files(tmp_path)
+    runs = commands(page)
+    assert len(runs) == {"coming_from_trl": 1, "coming_from_verl": 3}[page.stem]
+    for number, run in enumerate(runs):
+        words = [re.sub(r"^(\w+\.py):", rf"{tmp_path}/\1:", word) for word in in_folder(run.words, tmp_path)]
+        words = [str(tmp_path / "hub.jsonl") if word == "openai/gsm8k:main:train" else word for word in words]
+        args = parsed(run._replace(words=words), "--dry-run", str(run.ranks))  # its flags as they stand
+        words = [*without(words, OF_VLLM), *smaller(args, model, "hf"), "--track"]  # no tracker
+        done = ran(fork(run.script, tmp_path, *words, "--run-name", str(number)))
+        logged = {key: value for row in metrics(tmp_path / str(number)) for key, value in row.items()}
+        assert logged["step"] == 1 and logged["training/rows_in"] >= args.num_mini_batches * min(args.group_size, 4)
+        assert logged["reward/error_count"] == 0 and logged["actor/grad_norm"] >= 0, done.stdout
+        samples = rollouts(tmp_path / str(number)).values()
+        assert samples and all("How much are" in str(row["prompt"]) for row in samples)
+
+
+def test_a_reward_function_of_trl_scores_as_in_trl(tmp_path):
+    """The adapter of the page, on the columns that a row has."""
+    [names] = scorers(PAGES[0], tmp_path).values()
+    row = {"question": "How much are 1 and 2?", "answer": "It is 3.\n#### 3"}
+    texts = ["So #### 3", "#### 3 or #### 4", "3", "#### 4 then #### 3"]
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    as_in_trl = names["correct"](completions=messages, prompts=None, answer=[row["answer"]] * len(texts))
+    assert as_in_trl == [1, 0, 0, 1]
+    assert [names["compute_score"]("gsm8k", text, extra_info=row) for text in texts] == as_in_trl
+
+
+def test_a_reward_function_of_verl_is_ours(tmp_path):
+    [names] = scorers(PAGES[1], tmp_path).values()
+    scores = [names["compute_score"]("openai/gsm8k", text, "3", {})["score"] for text in ("#### 3", "#### 4")]
+    assert scores == [1, 0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_flag_is_one_of_a_script(page):
+    known = {flag for script in SCRIPTS for flag in flags_of(script)} | {"--out"}  # of data/
+    named = set(FLAG.findall(page.read_text()))
+    assert len(named) > 60 and named - known == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_of_the_page_is_python(page):
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert blocks and all(ast.parse(block) for block in blocks)
+
+
+def test_the_batch_sizes_of_the_examples_are_right():
+    """Each cell of the tables with a product or quotient, such as 8 x 8 x 4 = 256."""
+    for page in PAGES:
+        sums = re.findall(r"\| ((?:\d+ [x/] )+\d+) = (\d+) \|", page.read_text())
+        assert len(sums) >= 3
+        for left, right in sums:
+            value = 1.0
+            for sign, number in re.findall(r"(^|x|/) ?(\d+)", left):
+                value = value / int(number) if sign == "/" else value * int(number)
+            assert value == int(right), left
