@@ -129,13 +129,14 @@ LAUNCHERS = {
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
 }
 VLLM = {
-    *("--generation-config", "--host", "--logprobs-mode", "--max-model-len", "--middleware"),
+    *("--generation-config", "--host", "--logprobs-mode", "--lora-modules", "--max-model-len", "--middleware"),
     *("--override-generation-config", "--enable-scale-out", "--enforce-eager", "--tensor-parallel-size"),
     *("--weight-transfer-config", "--worker-extension-cls"),
 }
 OF_TOOLS = {
     *("--max-mb", "--output", "--serve", "--wheels"),  # of the run page and gpu_check.sh
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
+    *("--step", "--merged", "--adapter", "--dtype"),  # of tools/export.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others
     *("--flag", "--name"),  # placeholders

@@ -167,17 +167,22 @@ def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]
     for module in fsdp_modules(model):
         module.reshard()
     for name, param in model.named_parameters():
-        path, adapted, leaf = name.rpartition(".base_layer.")
-        if ".lora_" in name:
-            continue
-        weight = param.detach().to(device)
-        if adapted and leaf == "weight":
-            layer = model.get_submodule(path)
-            A, B = layer.lora_A["default"].weight.to(device), layer.lora_B["default"].weight.to(device)
-            if isinstance(A, DTensor):
-                A = A.redistribute(placements=[Replicate()] * A.device_mesh.ndim)
-            weight = (weight + layer.scaling["default"] * (B @ A)).to(weight.dtype)
-        yield f"{path}.{leaf}" if adapted else name, weight
+        if ".lora_" not in name:
+            yield merged_weight(model, name, param.detach().to(device))
+
+
+@torch.no_grad()
+def merged_weight(model: "PreTrainedModel", name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The parameter's name before `add_lora`, and `weight`, its value, with the update of the model's adapters added.
+    A collective, if the adapters are sharded."""
+    path, adapted, leaf = name.rpartition(".base_layer.")
+    if adapted and leaf == "weight":
+        layer = model.get_submodule(path)
+        A, B = (lora["default"].weight.to(weight.device) for lora in (layer.lora_A, layer.lora_B))
+        if isinstance(A, DTensor):
+            A = A.redistribute(placements=[Replicate()] * A.device_mesh.ndim)
+        weight = (weight + layer.scaling["default"] * (B @ A)).to(weight.dtype)
+    return f"{path}.{leaf}" if adapted else name, weight
 
 
 def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

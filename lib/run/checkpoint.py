@@ -20,7 +20,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.cli.secrets import private
@@ -59,6 +59,7 @@ from lib.run.disk import free_space, writes_to
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LambdaLR]
+MAX_SHARD_BYTES = 5 * 10**9  # of a file of an exported model
 
 
 def save_checkpoint(
@@ -134,7 +135,7 @@ def save_checkpoint(
             if config:
                 private(tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             write_manifest(tmp, {file.name: entry(file, hashes.get(file.name)) for file in sorted(tmp.iterdir())})
-            _publish(tmp, final)
+            publish(tmp, final)
             _rotate(final, keep)
 
     def write() -> Path:
@@ -191,7 +192,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
         raise InputError(f"{path}: holds {theirs}, this run {ours}; resume with the script and flags that saved it")
 
     state: dict[str, Any] = {}
-    reader = _Reader(path)
+    reader = CheckpointReader(path)
     saved_keys = reader.read_metadata().state_dict_metadata.keys()
     for name, (module, optimizer) in models.items():
         state[name] = {"model": _model_state(module)}
@@ -242,7 +243,7 @@ def export_hf(
     processor: PreTrainedTokenizerBase | ProcessorMixin,
     out_dir: str | Path,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer
     or (of a vision model) processor. A collective. Raises InputError (on rank 0) if it cannot be written.
@@ -254,34 +255,28 @@ def export_hf(
     tmp = out_dir.with_name(out_dir.name + ".tmp")
     with writes_to(out_dir, "the model was not exported, checkpoints are as they were"):
         try:
-            _export_to(tmp, model, processor, _shards(model, dtype, max_shard_bytes))
+            _export_to(tmp, model, processor, dtype, max_shard_bytes)
         except (OSError, SafetensorError):
             shutil.rmtree(tmp, ignore_errors=True)
             raise
         if dist.get_rank() == 0:
-            _publish(tmp, out_dir)
+            publish(tmp, out_dir)
     dist.barrier()
 
 
-def _export_to(tmp: Path, model, processor, shards: Iterator[dict[str, torch.Tensor]]) -> None:
-    first = dist.get_rank() == 0
+def _export_to(tmp: Path, model, processor, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    first, weights = dist.get_rank() == 0, chain(iter_full_params(model, dtype), saved_buffers(model).items())
     if first:
-        shutil.rmtree(tmp, ignore_errors=True)
-        with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
-            whole = type(model)(deepcopy(model.config))
-        _write_shards(shards, whole, tmp)
+        write_model(tmp, model, weights, max_shard_bytes)
     else:
-        for _ in shards:
+        for _ in weights:
             pass
     adapter = {name: full_tensor(p.detach()).cpu() for name, p in model.named_parameters() if ".lora_" in name}
     if first:
-        own = getattr(model, "generation_config", None)  # save_pretrained may refuse it (temperature, no do_sample)
         if adapter:
-            model.generation_config = getattr(whole, "generation_config", None)
-            model.save_pretrained(tmp / "adapter", state_dict=adapter)
-            model.generation_config = own
-        if own is not None:
-            own.to_json_file(tmp / "generation_config.json")
+            write_adapter(tmp / "adapter", model, adapter)
+        if (own := getattr(model, "generation_config", None)) is not None:
+            own.to_json_file(tmp / "generation_config.json")  # save_pretrained may refuse it: temperature, no do_sample
         processor.save_pretrained(tmp)
 
 
@@ -314,16 +309,24 @@ def _gathered(value: Any, group: dist.ProcessGroup) -> list:
 # ---- export --------------------------------------------------------------------------------------
 
 
-def _shards(model: PreTrainedModel, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields whole weights and buffers by name, some layers at a time, in rank 0's CPU memory. Other ranks get one
-    empty dict. A dict is emptied when the next is asked for. A layer stays together, because transformers may convert
-    some of its weights together (experts). A collective."""
-    first, buffers = dist.get_rank() == 0, dict(model.named_buffers())
-    saved_buffers = ((name, value) for name, value in model.state_dict().items() if name in buffers)
+def layers(weights: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+    """Groups (name, ...) of neighbouring weights by decoder layer. A layer stays together, because transformers may
+    convert some of its weights together (experts)."""
+    for _, layer in groupby(weights, lambda weight: _layer(weight[0])):
+        yield list(layer)
+
+
+def saved_buffers(model: Module) -> dict[str, torch.Tensor]:
+    """The buffers that a model's files have."""
+    buffers = dict(model.named_buffers())
+    return {name: value for name, value in model.state_dict().items() if name in buffers}
+
+
+def _shards(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields weights by name, some layers at a time, in CPU memory. A dict is emptied when the next is asked for."""
     shard: dict[str, torch.Tensor] = {}
-    for _, weights in groupby(chain(iter_full_params(model, dtype), saved_buffers), lambda weight: _layer(weight[0])):
-        layer = {name: weight.cpu() for name, weight in weights if first}
-        if shard and sum(weight.nbytes for weight in (*shard.values(), *layer.values())) > max_bytes:
+    for layer in layers((name, weight.cpu()) for name, weight in weights):
+        if shard and sum(weight.nbytes for weight in (*shard.values(), *dict(layer).values())) > max_bytes:
             yield shard
             shard.clear()
         shard |= layer
@@ -336,11 +339,16 @@ def _layer(name: str) -> str:
     return layer[0] if layer else name.rpartition(".")[0]
 
 
-def _write_shards(shards: Iterator[dict[str, torch.Tensor]], model: PreTrainedModel, folder: Path) -> None:
-    """Writes model.safetensors, or several files and their index, and the config. save_pretrained writes each shard as
-    if it were the model, whose own weights may be on the meta device."""
+def write_model(
+    folder: Path, model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes model.safetensors, or several files and their index, and the config, of a model of the class and config of
+    `model` with these weights: as save_pretrained, but with the weights of one file in memory."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
+        model = type(model)(deepcopy(model.config))
     files, total_size = list[Path](), 0
-    for shard in shards:
+    for shard in _shards(weights, max_bytes):
         total_size += sum(weight.nbytes for weight in shard.values())
         if not files:
             model.to(next(iter(shard.values())).dtype)  # goes to the config
@@ -352,11 +360,18 @@ def _write_shards(shards: Iterator[dict[str, torch.Tensor]], model: PreTrainedMo
     weight_map: dict[str, str] = {}
     for i, file in enumerate(files, 1):
         name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(file.rename(folder / name), "pt") as weights:
-            weight_map |= dict.fromkeys(weights.keys(), name)
+        with safe_open(file.rename(folder / name), "pt") as written:
+            weight_map |= dict.fromkeys(written.keys(), name)
     metadata = {"total_parameters": model.num_parameters(), "total_size": total_size}
     index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
     (folder / "model.safetensors.index.json").write_text(index + "\n")
+
+
+def write_adapter(folder: Path, model: PreTrainedModel, adapter: dict[str, torch.Tensor]) -> None:
+    """Writes the LoRA adapters in peft's form. adapter: those of `model`, by the names of its parameters."""
+    own, model.generation_config = model.generation_config, GenerationConfig()  # save_pretrained may refuse its own
+    model.save_pretrained(folder, state_dict=adapter)
+    model.generation_config = own
 
 
 # ---- state ---------------------------------------------------------------------------------------
@@ -416,7 +431,7 @@ def _exact_json(trainer: dict[str, Any]) -> str:
     return json.dumps(trainer, indent=1)
 
 
-class _Reader(dcp.FileSystemReader):
+class CheckpointReader(dcp.FileSystemReader):
     """DCP's own reader, but for the metadata, from which that one would unpickle anything."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.metadata.Metadata:
@@ -478,7 +493,7 @@ def saved_step(checkpoint: Path) -> int:
     return step
 
 
-def _publish(tmp: Path, final: Path) -> None:
+def publish(tmp: Path, final: Path) -> None:
     """Renames the finished folder `tmp` to `final` once its bytes are on the disk."""
     for file in [*tmp.rglob("*"), tmp]:
         _fsync(file)

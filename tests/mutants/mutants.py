@@ -297,7 +297,7 @@ MUTANTS = {
         "weight sync to version 1 failed",
         2,
         plant(
-            "lib.distributed.sharding:merged_shards",
+            "lib.distributed.sharding:merged_weight",
             'weight = (weight + layer.scaling["default"] * (B @ A)).to(weight.dtype)',
             "pass",
         ),

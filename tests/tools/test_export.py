@@ -1,0 +1,123 @@
+"""tools/export.py: checkpoints of runs as models, compared with what the runs exported themselves."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lib import InputError
+from lib.run.checkpoint import save_checkpoint, write_model
+from tests.common import SMALL, TOY_MODEL, checkpoint_state, fork, full_disk, ran, run_ranks, save_tiny
+from tests.run.test_checkpoint import HostBytes
+from tools.export import Args, main, start_model, weights
+
+FLAGS = [*SMALL, "--val-files", "none", "--save-every", "1", "--total-steps", "2", "--export-model", "--lr", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """The folder of two runs of two steps: `full`, saved by one rank, and `lora`, by two, in bfloat16."""
+    folder = tmp_path_factory.mktemp("runs")
+    lora = ["--lora-rank", "4", "--lora-target-modules", ".*[qv]_proj", "--compute-dtype", "bfloat16"]
+    ran(fork("grpo", folder, *FLAGS, "--run-name", "full"))
+    ran(fork("grpo", folder, *FLAGS, "--run-name", "lora", *lora, ranks=2))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_the_files_are_those_of_the_runs_own_export(runs, tmp_path, name):
+    """Weights, configs and tokenizer, byte for byte; and another step has other weights."""
+    main(Args(runs / name, output=tmp_path / "newest"))
+    own = contents(runs / name / "model")
+    assert contents(tmp_path / "newest") == own and "model.safetensors" in own
+    main(Args(runs / name, step=1, output=tmp_path / "first"))
+    first = contents(tmp_path / "first")
+    assert first.keys() == own.keys() and {file for file in own if first[file] != own[file]} == {"model.safetensors"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "first").chat_template
+    assert {path.name for path in tmp_path.iterdir()} == {"newest", "first"}  # and no .tmp
+
+
+def test_the_dtype_is_the_one_asked_for(runs, tmp_path):
+    main(Args(runs / "full", dtype="bfloat16", output=tmp_path / "half"))
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    whole = AutoModelForCausalLM.from_pretrained(runs / "full/model")
+    assert (half.dtype, whole.dtype) == (torch.bfloat16, torch.float32)
+    assert all(torch.equal(half.state_dict()[name], w.bfloat16()) for name, w in whole.state_dict().items())
+
+
+def test_an_adapter_loads_with_peft(runs, tmp_path, capsys):
+    main(Args(runs / "lora", adapter=True))
+    folder = runs / "lora/export/step_000002-adapter"
+    assert str(folder) in capsys.readouterr().out
+    own = contents(runs / "lora/model/adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= own.keys()
+    assert own.items() <= contents(folder).items()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TOY_MODEL), folder)
+    saved = checkpoint_state(runs / "lora/checkpoints/step_000002")["actor"]["model"]
+    loaded = {name.removeprefix("base_model.model."): p for name, p in adapted.named_parameters() if ".lora_" in name}
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
+    main(Args(runs / "lora", adapter=True, dtype="bfloat16", output=tmp_path / "half"))
+    half = load_file(tmp_path / "half/adapter_model.safetensors")
+    assert all(
+        torch.equal(half[f"base_model.model.{n.replace('.default', '')}"], w.bfloat16()) for n, w in saved.items()
+    )
+
+
+def test_memory_is_one_file_and_one_layer(tmp_path):
+    """A layer is held up to four times: as it is read, as it is exported, the layer before, and what is written."""
+    path = save_tiny(tmp_path / "start", hidden_size=128, intermediate_size=256, num_hidden_layers=16)
+    file_bytes = 2**19
+    config = {"model": path, "trust_remote_code": False, "lora_rank": 0, "effective": {"compute_dtype": "float32"}}
+
+    def save(world, folder):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        models = {"actor": (model, torch.optim.AdamW(model.parameters()))}
+        save_checkpoint(folder, 1, models=models, schedulers={}, trainer_state={}, keep=0).result()
+        return model.num_parameters(), sum(p.numel() for p in model.model.layers[0].parameters())
+
+    [(parameters, layer)] = run_ranks(1, save, tmp_path)
+    source, peaks = tmp_path / "step_000001", []
+    model = start_model(config, source)
+    for most in (10**12, file_bytes):
+        with HostBytes(model) as held:
+            write_model(tmp_path / "model", model, weights(model, source, torch.float32), max_bytes=most)
+        peaks.append(held.peak)
+    assert peaks[0] >= 4 * parameters  # it is counted
+    assert peaks[1] < file_bytes + 4 * 4 * layer < 2 * parameters
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    start = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert all(torch.equal(start[name], w) for name, w in exported.state_dict().items())
+
+
+def test_errors_are_one_line_and_leave_no_files(runs, tmp_path):
+    def refused(match: str, run: Path = runs / "full", **more) -> None:
+        with pytest.raises(InputError, match=match) as error:
+            main(Args(run, output=tmp_path / "out", **more))
+        assert len(str(error.value).splitlines()) == 1
+        assert not (tmp_path / "out").exists() and not (tmp_path / "out.tmp").exists()
+
+    refused("no run with checkpoints; give a folder such as runs/NAME", runs / "none")
+    refused("--step 7: .*full has checkpoints of the steps 1, 2", step=7)
+    refused("--adapter: .*full trained without --lora-rank", adapter=True)
+    with full_disk(4000):
+        refused(r"out: not exported: .*GiB were free.*; give another --output")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(InputError, match="there exists: delete it, or give another --output"):
+        main(Args(runs / "full", output=tmp_path / "there"))
+
+    broken = tmp_path / "broken"
+    shutil.copytree(runs / "full/checkpoints/step_000001", broken / "checkpoints/step_000001")
+    [shard] = (broken / "checkpoints/step_000001").glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    refused(f"step_000001: not a complete checkpoint .*{shard.name} is not as it was saved", broken)
