@@ -36,8 +36,8 @@ ONE_OF = tyro.conf.create_mutex_group(required=False)
 class Args:
     run: Annotated[Path, tyro.conf.Positional]
     """folder of the run, such as runs/NAME"""
-    step: int | Literal["newest"] = "newest"
-    """step of the checkpoint"""
+    step: int | Literal["newest", "best"] = "newest"
+    """step of the checkpoint; best: that of --keep-best"""
     merged: Annotated[bool, ONE_OF, tyro.conf.FlagCreatePairsOff] = False
     """of a run with LoRA: the whole model, with the adapters merged into its weights (the default)"""
     adapter: Annotated[bool, ONE_OF, tyro.conf.FlagCreatePairsOff] = False
@@ -92,7 +92,17 @@ def find_checkpoint(run: Path, step: int | str) -> Path:
     if not folders:
         raise InputError(f"{run}: no run with checkpoints; give a folder such as runs/NAME")
     found = {int(folder.name.removeprefix("step_")): folder for folder in folders}
-    source = folders[-1] if step == "newest" else found.get(int(step))
+    if step in ("newest", "best"):
+        source = checkpoints.newest_complete(run / "checkpoints")
+        if source is None:
+            raise InputError(f"{run}: none of its checkpoints is complete")
+        if step == "newest":
+            return source
+        best = json.loads((source / "trainer.json").read_text())["trainer_state"].get("best")
+        if best is None:
+            raise InputError(f"--step best: {run} has no best checkpoint: it ran without --keep-best")
+        step = best["step"]
+    source = found.get(int(step))
     if source is None:
         raise InputError(f"--step {step}: {run} has checkpoints of the steps {', '.join(map(str, found))}")
     if torn := checkpoints.why_torn(source):

@@ -15,6 +15,7 @@ from lib.args.groups import (
     RolloutArgs,
     RunArgs,
     ShardArgs,
+    StopWhen,
     ValidationArgs,
     check_engine,
     check_output_dir,

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from lib import InputError, is_first_on_node, node_begins
-from lib.args.groups import TOY, TOY_VAL
+from lib.args.groups import TOY, TOY_VAL, StopWhen
 from lib.args.reads import Reads, check_read
 from lib.args.script import ScriptArgs
 from lib.args.sizes import step_sizes, training_ranks
@@ -29,12 +29,21 @@ def check_common_flags(args: ScriptArgs) -> None:
     _check_groups(args)
     _check_kl(args)
     _check_parallel(args)
+    _check_goals(args)
     if args.validation.val_only and (args.run.record or args.run.replay):
         flag = "--record" if args.run.record else "--replay"
         raise InputError(f"{flag} is about training steps, and --val-only has none: drop one")
     if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction):
         raise InputError("--reward without a scorer: name one, or a --reward-model")
     check_read(args)
+
+
+def _check_goals(args: ScriptArgs) -> None:
+    validates, best, stop = args.validation.enabled, args.run.keep_best, args.run.stop_when
+    if best and not args.validation.val_every:
+        raise InputError(f"--keep-best {best} needs validations during training: --val-files and --val-every")
+    if stop and StopWhen.parse(stop).metric.startswith("val/") and not validates:
+        raise InputError(f"--stop-when {stop!r} needs validation: --val-files and --val-every")
 
 
 def _check_engine_ranks(args: ScriptArgs, world_size: int) -> None:

@@ -1,10 +1,11 @@
 """The groups of flags that all scripts share. Each group checks itself, and a function of lib takes those it needs."""
 
+import operator
 import re
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Interval
 
@@ -322,6 +323,27 @@ class ValidationArgs(Group):
         return self.val_files != NO_FILES and (self.val_only or self.val_before_train or self.val_every > 0)
 
 
+class StopWhen(NamedTuple):
+    """--stop-when: compares a metric with a number."""
+
+    metric: str
+    compare: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> "StopWhen":
+        """Raises InputError for a text that is not one comparison."""
+        found = re.fullmatch(r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", text)
+        if found is None:
+            how = '"val/x/mean@1 >= 0.9": a metric, one of >=, <=, > and <, and a number'
+            raise InputError(f"--stop-when {text!r}: give one comparison such as {how}")
+        return cls(found[1], found[2], float(found[3]))
+
+    def holds(self, value: float) -> bool:
+        compare = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}[self.compare]
+        return compare(value, self.value)
+
+
 @dataclass
 class RunArgs(Group):
     """The run: its folder, length, checkpoints and logs."""
@@ -363,6 +385,11 @@ class RunArgs(Group):
     """save a checkpoint every n steps and after the last; 0: never"""
     keep_checkpoints: Annotated[int, Ge(0), MAY_CHANGE] = 2
     """keep the newest n checkpoints; 0: all"""
+    keep_best: Annotated[str, MAY_CHANGE] = ""
+    """metric val/.../mean@n: also save and keep the checkpoint whose validation has its best lower confidence bound"""
+    stop_when: Annotated[str, MAY_CHANGE] = ""
+    """end the run after the step in which this holds, such as "val/x/mean@1 >= 0.9": a metric, >=, <=, > or <, and a
+    number"""
     save_rollouts: Annotated[int | Literal["all"], Ge(0), MAY_CHANGE] = 1
     """groups of each step's training samples to keep in <run>/rollouts, with all that is known of each token"""
     export_model: Annotated[bool, MAY_CHANGE] = True
@@ -394,6 +421,10 @@ class RunArgs(Group):
             check_output_dir(self.record, "--record")
         if self.replay and not Path(self.replay, "config.json").is_file():
             raise InputError(f"--replay {self.replay}: no config.json there; give the folder of a run with --record")
+        if self.keep_best and not re.fullmatch(r"val/.+/mean@\d+", self.keep_best):
+            raise InputError(f"--keep-best {self.keep_best}: give a mean of validation, such as val/x/mean@1")
+        if self.stop_when:
+            StopWhen.parse(self.stop_when)
         if self.resume == "auto" and not self.run_name:
             raise InputError("--resume auto needs the --run-name of the run to resume")
         if self.total_epochs is None:

@@ -53,6 +53,7 @@ TABLE = (
     Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps plan"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
     Row("no val_only", "gradient_checkpointing save_every save_rollouts export_model"),
+    Row("no val_only", "stop_when keep_best"),
     Row("no val_only", "adv_estimator loss loss_agg_mode entropy_coef entropy_target kl_coef"),
     Row("no val_only", "rollout_correction.level rollout_correction.reject.* overlong_buffer overlong_filtering"),
     Row("no val_only", "token_masks.top_entropy token_masks.m2po token_masks.off_policy_sequence"),
@@ -62,7 +63,7 @@ TABLE = (
     Row("dry_run", "trace"),
     Row("no resume never", "resume_override"),
     Row("no total_epochs and no val_only", "total_steps"),
-    Row("save_every", "keep_checkpoints"),
+    Row("save_every or keep_best", "keep_checkpoints"),
     Row("export_model", "export_dtype"),
     Row("profile_steps", "profile_memory"),
     # model and data

@@ -70,10 +70,12 @@ def save_checkpoint(
     schedulers: Schedulers,
     trainer_state: dict,
     keep: int,
+    best: int | None = None,
     batches: dict[str, DataProto] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Future[Path]:
-    """Writes `checkpoint_dir/step_000020/`. Then keeps the `keep` newest complete checkpoints (0: all), deletes others.
+    """Writes `checkpoint_dir/step_000020/`. Then keeps the `keep` newest complete checkpoints (0: all) and that of step
+    `best`, and deletes others.
 
     Returns as soon as the state is copied to CPU memory, and writes it in the background. The future's result is the
     complete folder. Wait for it before the next save and at the end of the run. A kill at any moment leaves the
@@ -136,7 +138,7 @@ def save_checkpoint(
                 private(tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             write_manifest(tmp, {file.name: entry(file, hashes.get(file.name)) for file in sorted(tmp.iterdir())})
             publish(tmp, final)
-            _rotate(final, keep)
+            _rotate(final, keep, best)
 
     def write() -> Path:
         for stage in (make_folder, write_own, write_shards, seal):
@@ -506,13 +508,15 @@ def publish(tmp: Path, final: Path) -> None:
     _remove(replaced)
 
 
-def _rotate(newest: Path, keep: int) -> None:
-    """Deletes all checkpoints, torn ones too, that are older than the `keep` newest complete ones up to `newest`."""
+def _rotate(newest: Path, keep: int, best: int | None) -> None:
+    """Deletes all checkpoints, torn ones too, that are older than the `keep` newest complete ones up to `newest`, but
+    that of step `best`."""
     if keep <= 0:
         return
     folders = step_folders(newest.parent)
     older = folders[: folders.index(newest)]
     kept = [folder for folder in reversed(older) if _why_incomplete(folder) is None][: keep - 1]
+    kept += [folder for folder in older if int(folder.name.removeprefix("step_")) == best]
     for folder in older:
         if folder not in kept:  # renamed first, since a kill during rmtree must not leave half a checkpoint
             _remove(folder.rename(folder.with_name(folder.name + ".tmp")))

@@ -49,6 +49,7 @@ from lib.run import checkpoint as checkpoints
 from lib.run import run_config
 from lib.run.alerts import DROPPED
 from lib.run.disk import writes_to
+from lib.run.goals import Goals
 from lib.run.metrics import merge_metrics
 from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
@@ -84,6 +85,8 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)  # what config.json holds (only on rank 0)
     locks: ExitStack = field(default_factory=ExitStack)  # of the folders that this run writes to (only on rank 0)
     recorder: NoRecorder = field(default_factory=NoRecorder)  # of what steps take from outside
+    last_step: int = field(init=False)  # --total-steps, or the step in which --stop-when held
+    best: dict[str, Any] | None = None  # of --keep-best: metric, step, value, lower_bound
     _saving: Future | None = None
     _writing: Future | None = None
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
@@ -91,6 +94,7 @@ class Run:
     _peak_tflops: float | None = field(init=False)
 
     def __post_init__(self):
+        self.last_step, self._goals = self.args.total_steps, Goals(self.args)
         steps, memory = self.args.profile_steps, self.args.profile_memory
         self._profiler = Profiler(self.folder / "profile", steps, memory, self.world)
         self._peak_tflops = peak_tflops(self.world.device)
@@ -102,6 +106,7 @@ class Run:
         stateful: objects with state_dict() and load_state_dict(), of plain numbers and DataProtos equal on all ranks.
         """
         batches: Batches = {}
+        state: dict[str, Any] = {}
         if self.checkpoint is not None:
             state = checkpoints.load_checkpoint(self.checkpoint, **_of_checkpoint(models))
             batches = checkpoints.load_batches(self.checkpoint)
@@ -113,11 +118,11 @@ class Run:
                 state["loader"] = started | {"position": 0}
             for name, part in _with_loss_scales(stateful, models).items():
                 part.load_state_dict(state[name])
-        distributed.on_first_rank(self._begin)
+        self.best = distributed.on_first_rank(lambda: self._begin(state.get("best")))
         return batches
 
-    def _begin(self) -> None:
-        """Rank 0's part of load: nothing can be refused any more."""
+    def _begin(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Rank 0's part of load: nothing can be refused any more. best: the checkpoint's; returned if it is here."""
         with writes_to(self.folder, "the run was not opened"):
             if not self.validation.val_only:
                 set_aside(self.folder, self.step if self.own else 0)
@@ -126,10 +131,23 @@ class Run:
                 recording = Path(self.args.record)
                 forget_after(recording, self.step)
                 _write_json(recording / "config.json", self.config | {RECORDED_BY: str(self.folder.resolve())})
+            self.tracker.reread(self.step)
+        if best is None or best["metric"] != self.args.keep_best:
+            return None
+        if not self.own or checkpoints.why_torn(self._best_folder(best)):
+            print(f"--keep-best: step {best['step']}, the best so far, is not in this run: it begins anew", flush=True)
+            return None
+        return best
 
     def steps(self) -> Iterator[int]:
         """The steps that are left; the first of a run is 1."""
-        for step in range(self.step + 1, self.args.total_steps + 1) if not self.validation.val_only else ():
+        if self.validation.val_only:
+            return
+        step = self.step
+        self._stop_if_reached(step)  # by the start model, or by the run that is resumed
+        distributed.on_first_rank(lambda: self._goals.better(self.best, step, self._metrics_of(step)))  # a wrong name?
+        while step < self.last_step:
+            step += 1
             distributed.start_step(step)
             self.recorder.begin(step)
             self._profiler.start(step)
@@ -151,6 +169,7 @@ class Run:
         assert reduced["training/rows_in"] == gone, "rows were lost on the way"
         reduced |= throughput_metrics(reduced, self.world.size, self._peak_tflops)
         self.tracker.log(reduced, step)
+        self._stop_if_reached(step)
         return reduced
 
     def validates(self, step: int) -> bool:
@@ -162,14 +181,16 @@ class Run:
         return self._is_due(self.validation.val_every, step)
 
     def save(self, step: int, models: Models, stateful: Mapping[str, Any], batches: Batches | None = None) -> None:
-        """Saves a checkpoint if one is due. Training goes on while it is written; the next save raises what went wrong.
-        The samples of its steps are on the disk before it is. A collective.
+        """Saves a checkpoint if one is due, or if this is the best of --keep-best. Training goes on while it is
+        written; the next save raises what went wrong. The samples of its steps are on the disk before it is. A
+        collective.
 
         batches: rows that the next step needs, the same on all ranks."""
-        if not self._is_due(self.args.save_every, step):
+        self._stop_if_reached(step)
+        if not self._is_better(step) and not self._is_due(self.args.save_every, step):
             return
         self._wait_for_writers()
-        states: dict[str, Any] = {"step": step}
+        states: dict[str, Any] = {"step": step, "best": self.best}
         batches = dict(batches or {})
         for name, part in _with_loss_scales(stateful, models).items():
             state = part.state_dict()
@@ -182,6 +203,7 @@ class Run:
             trainer_state=states,
             batches=batches,
             keep=self.args.keep_checkpoints,
+            best=self.best["step"] if self.best else None,
             config=self.config,
             **_of_checkpoint(models),
         )
@@ -208,6 +230,9 @@ class Run:
         """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""
         self._wait_for_writers()
         self.tracker.report(of_training=not self.validation.val_only)
+        if self.best and self.world.rank == 0:
+            bound = "{metric} {value:.3f}, lower bound {lower_bound:.3f}".format(**self.best)
+            print(f"best checkpoint: {self._best_folder(self.best)} ({bound})", flush=True)
         self.tracker.close()
         distributed.on_early_end(None)
         self.locks.close()
@@ -218,7 +243,33 @@ class Run:
                 writing.result()
 
     def _is_due(self, every: int, step: int) -> bool:
-        return every > 0 and (step == self.args.total_steps or step % every == 0)
+        return every > 0 and (step == self.last_step or step % every == 0)
+
+    def _stop_if_reached(self, step: int) -> None:
+        """Makes this step the last if --stop-when holds for its metrics. A collective."""
+        if not self.args.stop_when or step == self.last_step:
+            return
+        value = distributed.on_first_rank(lambda: self._goals.reached(self._metrics_of(step)))
+        if value is not None:
+            self.last_step = step
+            if self.world.rank == 0:
+                print(f"--stop-when {self.args.stop_when!r}: it is {value:g} after step {step}, the last", flush=True)
+
+    def _is_better(self, step: int) -> bool:
+        """Whether the step's validation is the best of --keep-best so far, which it then becomes. A collective."""
+        if not self.args.keep_best:
+            return False
+        better = distributed.on_first_rank(lambda: self._goals.better(self.best, step, self._metrics_of(step)))
+        self.best = better or self.best
+        return better is not None
+
+    def _metrics_of(self, step: int) -> dict[str, float]:
+        """What rank 0 has logged for the step."""
+        logged, metrics = self.tracker.latest
+        return metrics if logged == step else {}
+
+    def _best_folder(self, best: dict[str, Any]) -> Path:
+        return self.folder / "checkpoints" / f"step_{best['step']:06d}"
 
     def _end_early(self, interrupted: bool) -> None:
         with suppress(OSError):  # a full disk may have ended the run

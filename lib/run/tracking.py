@@ -73,6 +73,7 @@ class Tracker:
         if unknown := set(trackers) - {"wandb", "tensorboard", "trackio"}:
             raise InputError(f"--track {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard, trackio")
         self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
+        self.latest: tuple[int, dict[str, float]] = (resume_step, {})  # a step, its metrics; on rank 0
         if not enabled:
             return
         self.name = name or self.run_dir.resolve().name
@@ -106,6 +107,7 @@ class Tracker:
             check_number(key, value)
         values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
+        self.latest = step, (self.latest[1] if step == self.latest[0] else {}) | values
         row = {"step": step} | {key: None if key in nonfinite else value for key, value in values.items()}
         if nonfinite:
             row["nonfinite"] = nonfinite
@@ -123,6 +125,11 @@ class Tracker:
         self.undrawn |= "reward/mean" in values
         if self.undrawn and _validated(values):
             self.curve()
+
+    def reread(self, step: int) -> None:
+        """Makes `latest` what metrics.jsonl has of the step."""
+        rows = (row for row in _rows(self.run_dir / "metrics.jsonl") if row.pop("step") == step)
+        self.latest = step, {key: value for row in rows for key, value in row.items() if key != "nonfinite"}
 
     def samples(self, rows: Sequence[Mapping[str, Any]], step: int, show: int = 3) -> None:
         """Appends rows (prompt, response, score, ...) to samples.jsonl; `report` prints the first few of the last."""

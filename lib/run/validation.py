@@ -83,6 +83,20 @@ def best_at_k(values: Sequence[float], k: int) -> float:
     return float(np.dot(np.sort(values), [comb(below, k - 1) / comb(n, k) for below in range(n)]))
 
 
+def lower_bound(prompts: Sequence[Sequence[float]], z: float = 1.96) -> float | None:
+    """Lower end of the 95 % confidence interval of the mean over prompts, each with the values of its samples.
+
+    Values of 0 and 1: Wilson's (JASA 22, 1927), with each prompt as one observation: its samples depend on one another.
+    Others: mean - z x standard error over prompts; None for a single prompt. Neither needs random draws.
+    """
+    means, n = np.array([np.mean(samples) for samples in prompts], dtype=float), len(prompts)
+    mean = float(means.mean())
+    if all(value in (0, 1) for samples in prompts for value in samples):
+        half = z * math.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
+        return max(0.0, (mean + z * z / (2 * n) - half) / (1 + z * z / n))
+    return mean - z * float(means.std(ddof=1)) / math.sqrt(n) if n > 1 else None
+
+
 class Validated(NamedTuple):
     """One response to a validation prompt."""
 
@@ -113,6 +127,7 @@ def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) ->
     - pass@k: the chance that one of k is right. Right means above `correct_above`, for the scorer's "acc" if it gives
       one (with several scorers, the first that does), else for the score
     - mean@n/ci_low, ci_high of that "acc" or score: its 95 % bootstrap interval over prompts (1000 seeded draws)
+    - mean@n/lower_bound: `lower_bound` of each mean@n, for --keep-best
     - clip_ratio: the share of truncated responses
     - unscored, and val/unscored over all sources: responses that are in no other number. Their prompts have fewer than
       n samples; a prompt with fewer than k samples is not in the numbers at k
@@ -150,6 +165,8 @@ def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dic
         means = np.array([np.mean(samples) for samples in values])
         name = "" if key == "score" else f"{key}/"
         metrics[f"{name}mean@{n}"] = float(means.mean())
+        if (low := lower_bound(values)) is not None:
+            metrics[f"{name}mean@{n}/lower_bound"] = low
         if key == accuracy:
             rng = np.random.default_rng(0)
             draws = [means[rng.integers(len(means), size=len(means))].mean() for _ in range(1000)]

@@ -312,7 +312,10 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     config = next(tmp_path.glob("*/config.json"))
     dumped = json.loads(config.read_text())
     assert (dumped["clip_ratio_high"], dumped["shuffle"]) == (0.5, False), first.stdout
-    notes = ["--keep-checkpoints (without --save-every)", "--clip-ratio-high (without a second update a step)"]
+    notes = [
+        "--keep-checkpoints (without --save-every or --keep-best)",
+        "--clip-ratio-high (without a second update a step)",
+    ]
     assert dumped["no_effect"] == notes and f"no effect here: {'; '.join(notes)}\n" in first.stdout
     again = tmp_path / "again"
     ran(fork("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))

@@ -120,4 +120,5 @@ def test_errors_are_one_line_and_leave_no_files(runs, tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    refused(f"step_000001: not a complete checkpoint .*{shard.name} is not as it was saved", broken)
+    refused(f"step_000001: not a complete checkpoint .*{shard.name} is not as it was saved", broken, step=1)
+    refused("broken: none of its checkpoints is complete", broken)

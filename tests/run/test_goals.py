@@ -1,0 +1,181 @@
+"""--keep-best and --stop-when."""
+
+import shutil
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import grpo
+from lib import InputError
+from lib.args import RunArgs, StopWhen, ValidationArgs
+from lib.run import open_run
+from lib.run.goals import Goals
+from lib.run.validation import lower_bound
+from tests.common import ROOT, SMALL, fork, metrics, ran, run_ranks
+from tools.export import find_checkpoint
+
+MEAN = "val/toy/arithmetic/mean@1"
+
+# ---- the bound -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("right, n", [(0, 1), (1, 1), (0, 30), (7, 30), (30, 30), (299, 1000)])
+def test_the_bound_of_zeros_and_ones_is_wilsons(right, n):
+    """The smaller root pi of (p - pi)^2 = z^2 pi (1 - pi) / n. rtol 1e-9: numpy finds roots as eigenvalues."""
+    z, p = 1.96, right / n
+    expected = min(np.roots([1 + z * z / n, -(2 * p + z * z / n), p * p]))
+    bound = lower_bound([[1.0]] * right + [[0.0]] * (n - right))
+    assert bound == pytest.approx(expected, rel=1e-9, abs=1e-12) and 0 <= bound <= p
+
+
+def test_samples_of_a_prompt_are_no_more_observations():
+    """Else n copies of each score would narrow the interval."""
+    scores = [[1.0], [0.0], [1.0], [1.0]]
+    assert lower_bound([4 * prompt for prompt in scores]) == lower_bound(scores)
+
+
+def test_the_bound_of_other_scores_is_by_standard_error():
+    prompts = np.random.default_rng(0).normal(size=(40, 3)).tolist()
+    means = [statistics.fmean(prompt) for prompt in prompts]
+    expected = statistics.fmean(means) - 1.96 * statistics.stdev(means) / 40**0.5
+    assert lower_bound(prompts) == pytest.approx(expected, rel=1e-12)
+    assert lower_bound([[0.5, 0.7]]) is None  # a single prompt has no spread
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["val/x/mean@1", "val/x >= ", ">= 0.9", "a >= 1 and b >= 2", "a == 1", "a >= x", "a > 1e", "a >= inf"]
+)
+def test_an_expression_is_one_comparison(text):
+    with pytest.raises(InputError, match="give one comparison such as") as error:
+        RunArgs(stop_when=text).check()
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("compare, holding", [(">=", [1, 2]), ("<=", [0, 1]), (">", [2]), ("<", [0])])
+def test_comparisons(compare, holding):
+    condition = StopWhen.parse(f"reward/mean{compare}1e0")
+    assert condition == ("reward/mean", compare, 1.0) and [x for x in range(3) if condition.holds(x)] == holding
+    assert not condition.holds(float("nan"))
+
+
+@pytest.mark.parametrize(
+    "message, run",
+    [
+        ("--keep-best reward/mean: give a mean of validation, such as val/x/mean@1", {"keep_best": "reward/mean"}),
+        ("--keep-best val/x/mean@1 needs validations during training", {"keep_best": "val/x/mean@1"}),
+        ("--stop-when 'val/x/mean@1 > 0' needs validation", {"stop_when": "val/x/mean@1 > 0"}),
+    ],
+)
+def test_a_run_without_validation_has_neither(message, run, tmp_path):
+    validation = ValidationArgs(val_every=0, val_before_train=False)
+    args = grpo.Args(run=RunArgs(output_dir=str(tmp_path), **run), validation=validation)
+    with pytest.raises(InputError, match=message):
+        args.run.check()
+        args.check()
+
+
+def test_a_metric_that_never_appears_is_named_with_those_near_it():
+    goals = Goals(RunArgs(stop_when="val/toy/mean@4 > 0", keep_best="val/toy/mean@4"))
+    row = {"val/toy/mean@1": 0.5, "val/toy/mean@1/lower_bound": 0.4, "val/unscored": 0}
+    near = "no such metric of validation; near: val/toy/mean@1"
+    assert goals.reached({"reward/mean": 1.0, "training/rows_in": 8}) is None  # no validation yet
+    with pytest.raises(InputError, match=f"--stop-when 'val/toy/mean@4 > 0': {near}"):
+        goals.reached(row)
+    with pytest.raises(InputError, match=f"--keep-best val/toy/mean@4: {near}"):
+        goals.better(None, 1, row)
+    goals = Goals(RunArgs(stop_when="reward/mena > 0"))
+    assert goals.reached(row) is None  # no training yet
+    with pytest.raises(InputError, match="no such metric of training; near: reward/mean"):
+        goals.reached(row | {"reward/mean": 1.0, "training/rows_in": 8})
+    goals = Goals(RunArgs(stop_when="actor/entropy < 0.5"))
+    assert goals.reached({"actor/entropy": 0.25, "training/rows_in": 8}) == 0.25
+    assert goals.reached({"training/rows_in": 8}) is None  # it was there before
+
+
+# ---- the best checkpoint -------------------------------------------------------------------------
+
+
+def part_of_run(
+    world, folder: Path, bounds: dict[int, float | None], resume: str, name: str, flags: dict
+) -> list[list]:
+    """Steps whose validations have these bounds (None: not validated): [checkpoints, best] after each."""
+    run_args = {"keep_best": MEAN, "keep_checkpoints": 2, "save_every": 2, "export_model": False} | flags
+    args = grpo.Args(
+        run=RunArgs(
+            run_name=name, output_dir=str(folder), resume=resume, total_steps=max(bounds), stage_timeout=0, **run_args
+        )
+    )
+    run = open_run(args, world, grpo.__file__)
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    models = {"m": SimpleNamespace(module=module, optimizer=optimizer, scheduler=scheduler, loss_scale=None)}
+    run.load(models, {})
+    seen = []
+    for step in run.steps():
+        run.tracker.log({"reward/mean": 0.0, "training/rows_in": 1}, step)
+        if (bound := bounds[step]) is not None:
+            run.tracker.log({MEAN: bound + 0.1, f"{MEAN}/lower_bound": bound}, step)
+        run.save(step, models, {})
+        run._wait_for_writers()
+        saved = sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step_*"))
+        seen.append([saved, run.best and run.best["step"]])
+    run.close()
+    return seen
+
+
+def steps(folder: Path, bounds: dict, resume: str = "never", name: str = "run", **flags) -> list[list]:
+    [seen] = run_ranks(1, part_of_run, folder, bounds, resume, name, flags)
+    return seen
+
+
+def test_the_best_stays_besides_the_newest(tmp_path, capfd):
+    """--save-every 2 --keep-checkpoints 2. Step 3 is better than 1 and 5 only equal to it; 4 is not validated."""
+    bounds = {1: 0.2, 2: 0.1, 3: 0.5, 4: None, 5: 0.5, 6: 0.4, 7: 0.1, 8: 0.3}
+    first = steps(tmp_path, {step: bounds[step] for step in range(1, 7)})
+    assert first == [[[1], 1], [[1, 2], 1], [[2, 3], 3], [[3, 4], 3], [[3, 4], 3], [[3, 4, 6], 3]]
+    assert f"best checkpoint: {tmp_path}/run/checkpoints/step_000003 ({MEAN} 0.600, " in capfd.readouterr().out
+    assert find_checkpoint(tmp_path / "run", "best").name == "step_000003"
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+
+    assert steps(tmp_path, bounds, "auto") == [[[3, 4, 6], 3], [[3, 6, 8], 3]]  # as if it had not been interrupted
+    rewound = str(tmp_path / "run/checkpoints/step_000003")
+    assert steps(tmp_path, {4: 0.3, 5: 0.6}, rewound)[-1] == [[4, 5], 5]  # later checkpoints are set aside
+    # another run starts with no best of its own, and leaves that of the first
+    branch = steps(tmp_path, {7: 0.1, 8: 0.05}, str(tmp_path / "copy/checkpoints/step_000006"), "branch")
+    assert branch == [[[7], 7], [[7, 8], 7]]
+    assert "step 3, the best so far, is not in this run: it begins anew" in capfd.readouterr().out
+    # of another metric the bound says nothing
+    assert steps(tmp_path, {7: 0.1}, "auto", "copy", keep_best="", save_every=1) == [[[6, 7], None]]
+    with pytest.raises(InputError, match=r"--step best: .*copy has no best checkpoint: it ran without --keep-best"):
+        find_checkpoint(tmp_path / "copy", "best")
+
+
+# ---- early stopping ------------------------------------------------------------------------------
+
+
+def test_a_run_ends_after_the_step_in_which_the_condition_holds(tmp_path):
+    """As after its last: with a validation, a checkpoint, the export and the last lines. A resume trains no further."""
+    rows = (ROOT / "data/toy/val.jsonl").open().readlines()[:8]
+    (tmp_path / "few.jsonl").write_text("".join(rows))
+    flags = [*SMALL, "--val-every", "50", "--val-files", str(tmp_path / "few.jsonl"), "--save-every", "50"]
+    flags += ["--warmup-steps", "4", "--lr", "4e-4", "--export-model", "--run-name", "run", "--total-steps", "9"]
+    done = ran(fork("grpo", tmp_path, *flags, "--stop-when", "actor/lr >= 2e-4"))
+    assert "--stop-when 'actor/lr >= 2e-4': it is 0.0002 after step 2, the last" in done.stdout
+    run = tmp_path / "run"
+    assert [row["step"] for row in metrics(run) if "reward/mean" in row] == [1, 2]
+    assert [row["step"] for row in metrics(run) if MEAN in row] == [2]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_000002"]
+    assert (run / "model/model.safetensors").exists() and "everything else: " in done.stdout
+
+    done = ran(fork("grpo", tmp_path, *flags, "--stop-when", f"{MEAN} >= 0", "--resume", "auto"))
+    assert "after step 2, the last" in done.stdout and metrics(run)[-1]["step"] == 2  # whose validation has that too
+    done = ran(fork("grpo", tmp_path, *flags, "--resume", "auto", "--total-steps", "3"))
+    assert metrics(run)[-1]["step"] == 3
