@@ -55,7 +55,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
             counts["special_tokens_as_text"] = escaped
         return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())}) from {shown(files)}"
 
-    train_data, val_data, samples = inputs.train_data, inputs.val_data, args.validation.val_samples
+    train_data, val_sets = inputs.train_data, list(zip(args.validation.sets(), inputs.val_data))
     ranks = f"on {training_ranks(args)} rank(s) of {world.device.type}"
     if args.rollout.rollout_gpus:
         servers = args.rollout.rollout_gpus // args.rollout.rollout_tensor_parallel_size
@@ -64,10 +64,12 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     if train_data is not None:
         lines += [f"training prompts: {rows_of(train_data, args.data.train_files)}"]
     lines += [f"no effect here: {'; '.join(args.no_effect)}"] * bool(args.no_effect)
-    lines += [f"validation prompts: {rows_of(val_data, args.validation.val_files) if val_data else 'none'}"]
-    if train_data is None:
-        assert val_data is not None  # --val-only
-        return "\n".join([*lines, f"{len(val_data)} x {samples} = {len(val_data) * samples} responses {ranks}"])
+    lines += [f"validation prompts: {rows_of(data, val_set.files)}" for val_set, data in val_sets]
+    lines += ["validation prompts: none"] * (not val_sets)
+    if train_data is None:  # --val-only
+        sampled = [(len(data), val_set.samples) for val_set, data in val_sets]
+        of_sets = " + ".join(f"{rows} x {n}" for rows, n in sampled)
+        return "\n".join([*lines, f"{of_sets} = {sum(rows * n for rows, n in sampled)} responses {ranks}"])
     responses, total_steps = args.prompts_per_step * args.group_size, args.run.total_steps
     lines += [
         f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step {ranks}, "

@@ -36,6 +36,6 @@ class Sampling:
         cut = Truncation(self.top_p, self.top_k if self.top_k > 0 else -1, self.min_p)
         return None if cut == Truncation() else cut
 
-    def at(self, temperature: float, top_p: float = 1.0) -> "Sampling":
-        """The same, with another temperature, and truncated by top_p alone."""
-        return replace(self, temperature=temperature, top_p=top_p, top_k=-1, min_p=0.0)
+    @property
+    def greedy(self) -> "Sampling":
+        return replace(self, temperature=0.0, **Truncation()._asdict())

@@ -163,13 +163,13 @@ def make_kl_control(args: ScriptArgs) -> core_algos.AdaptiveKLController:
 
 @dataclass
 class Inputs:
-    """What is loaded before the models. A data set is None if the run does not need it."""
+    """What is loaded before the models. train_data is None, and val_data empty, if the run does not need it."""
 
     tokenizer: PreTrainedTokenizerBase
     vision: Vision | None  # None: a text model
     multi_turn: "MultiTurn | None"
     train_data: PromptDataset | None
-    val_data: PromptDataset | None
+    val_data: list[PromptDataset]  # one for each of ValidationArgs.sets
     scorers: list[Scorer]
     val_scorers: list[Scorer]  # empty: those of training
 
@@ -225,8 +225,8 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     if vision is not None:  # your own class need not know of what a run does not use
         load = partial(load, vision=vision)
     train_data = None if validation.val_only else load(list(data.train_files))
-    val_data = load(list(validation.val_files)) if validation.enabled else None
-    trained, validated = ([rows] if rows is not None else [] for rows in (train_data, val_data))
+    val_data = [load(list(val_set.files)) for val_set in validation.sets()] if validation.enabled else []
+    trained, validated = [train_data] if train_data is not None else [], val_data
     seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
     if reward.reward_model and seen:
         raise InputError(f"{seen} has images: --reward-model reads text only")
@@ -413,7 +413,8 @@ def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, upda
 def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
     """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
-    own = None
+    own, limits = None, [val_set.max_response_length or 0 for val_set in args.validation.sets()]
+    longest = max(rollout.max_response_length, *limits) if args.validation.enabled else rollout.max_response_length
     if rollout.rollout_gpus and not run.recorder.replays:
         from lib.rollout.managed_servers import ManagedServers
 
@@ -426,7 +427,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         processor=inputs.vision and inputs.vision.processor,
         max_images=data.max_images,
         folder=run.folder / "engine",
-        max_length=data.max_prompt_length + rollout.max_response_length,
+        max_length=data.max_prompt_length + longest,
         dtype=dtype,
         gpu_memory=rollout.gpu_share,
         ranks=rollout.rollout_tensor_parallel_size,
@@ -500,4 +501,5 @@ def make_rewards_and_validation(
 
     rewards = scored_by(inputs.scorers)
     val_rewards = scored_by(inputs.val_scorers) if inputs.val_scorers else rewards
-    return rewards, Validation(args.validation, inputs.val_data, rollouts, val_rewards, rollouts.sizes, run.tracker)
+    sets = list(zip(args.validation.sets(), inputs.val_data))
+    return rewards, Validation(args.validation, sets, rollouts, val_rewards, rollouts.sizes, run.tracker)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from lib import InputError, report_mistake
 from lib.cli.process import end_interrupted, guard_output
+from lib.data import set_chat_template
 from lib.distributed import merged_weight
 from lib.model import add_lora, load_model, load_processor, load_tokenizer
 from lib.run import checkpoint as checkpoints
@@ -74,7 +75,9 @@ def main(args: Args) -> None:
             checkpoints.write_model(tmp, model, weights(model, source, dtype))
             model.generation_config.to_json_file(tmp / "generation_config.json")
         trust = {"trust_remote_code": config["trust_remote_code"]}
-        processor = load_processor(config["model"], **trust) or load_tokenizer(config["model"], **trust)
+        if (processor := load_processor(config["model"], **trust)) is None:
+            processor = load_tokenizer(config["model"], **trust)
+            set_chat_template(processor, config.get("chat_template", ""))
         processor.save_pretrained(tmp)
         checkpoints.publish(tmp, output)
     except (OSError, SafetensorError) as error:

@@ -17,6 +17,7 @@ from lib.args.groups import (
     ShardArgs,
     StopWhen,
     ValidationArgs,
+    ValidationSet,
     check_engine,
     check_output_dir,
 )

@@ -3,7 +3,7 @@
 import operator
 import re
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -288,6 +288,22 @@ class OptimizerArgs(Group):
     """maximum gradient norm (clipping)"""
 
 
+class ValidationSet(NamedTuple):
+    """Files that are validated on, and how."""
+
+    files: tuple[str, ...]
+    samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_length: int | None  # None: as in training
+
+    def sampling(self, training: Sampling) -> Sampling:
+        length = self.max_response_length or training.max_response_length
+        own = replace(training, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=0.0)
+        return replace(own, max_response_length=length)
+
+
 @dataclass
 class ValidationArgs(Group):
     """Validation during training."""
@@ -302,12 +318,17 @@ class ValidationArgs(Group):
     """validate (with --resume: that checkpoint) and stop; reads no training data; writes to <run>/val_only/1, 2, ..."""
     val_reward: Annotated[tuple[str, ...], MAY_CHANGE, FILES] = ()
     """scorers of validation, as --reward; empty: those of training"""
-    val_samples: Annotated[int, Ge(1), MAY_CHANGE] = 1
-    """responses per validation prompt: n in mean@n, pass@k, maj@k"""
-    val_temperature: Annotated[float, Ge(0), MAY_CHANGE] = 0.0
+    val_samples: Annotated[tuple[int, ...], Ge(1), MAY_CHANGE] = (1,)
+    """responses per validation prompt: n in mean@n, pass@k, maj@k. This and the next four: one value, or one for each
+    file of --val-files, such as --val-samples 32 1"""
+    val_temperature: Annotated[tuple[float, ...], Ge(0), MAY_CHANGE] = (0.0,)
     """sampling temperature in validation; 0: greedy"""
-    val_top_p: Annotated[float, Interval(gt=0, le=1), MAY_CHANGE] = 1.0
+    val_top_p: Annotated[tuple[float, ...], Interval(gt=0, le=1), MAY_CHANGE] = (1.0,)
     """nucleus sampling in validation"""
+    val_top_k: Annotated[tuple[int, ...], Ge(-1), MAY_CHANGE] = (-1,)
+    """top-k sampling in validation; -1: all tokens"""
+    val_max_response_length: Annotated[tuple[int, ...], Ge(1), MAY_CHANGE] = ()
+    """maximum number of response tokens in validation; empty: --max-response-length"""
     show_samples: Annotated[int, Ge(0), MAY_CHANGE] = 3
     """number of validation samples printed at the end of the run (samples.jsonl has all)"""
 
@@ -315,8 +336,22 @@ class ValidationArgs(Group):
         check_scorers("val_reward", self.val_reward)
         if self.val_only and not self.enabled:
             raise InputError("--val-only needs --val-files: name the files to validate on")
-        if self.val_samples > 1 and self.val_temperature == 0:
-            raise InputError(f"--val-samples {self.val_samples} are all the same at --val-temperature 0: raise it")
+        for val_set in self.sets():
+            if val_set.samples > 1 and val_set.temperature == 0:
+                raise InputError(f"--val-samples {val_set.samples} are all the same at --val-temperature 0: raise it")
+
+    def sets(self) -> list[ValidationSet]:
+        """The files with their sampling: all together if no flag has several values. Raises InputError."""
+        names, files = ValidationSet._fields[1:], self.val_files or TOY_VAL
+        values: dict[str, tuple] = {name: getattr(self, f"val_{name}") or (None,) for name in names}
+        for name, given in values.items():
+            if len(given) not in (1, len(files)):
+                counts = f"{len(given)} values for {len(files)} --val-files"
+                raise InputError(f"{as_flag(f'val_{name}')} has {counts}: give one for all, or one for each")
+        if all(len(given) == 1 for given in values.values()):
+            return [ValidationSet(files, **{name: given[0] for name, given in values.items()})]
+        own = [{name: given[i % len(given)] for name, given in values.items()} for i in range(len(files))]
+        return [ValidationSet((file,), **settings) for file, settings in zip(files, own)]
 
     @property
     def enabled(self) -> bool:

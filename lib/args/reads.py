@@ -88,7 +88,8 @@ TABLE = (
     # validation
     Row("no val_files none and no val_only", "val_before_train val_every"),
     Row("val_only or val_before_train or val_every", "val_reward val_samples val_temperature show_samples"),
-    Row("val_temperature", "val_top_p"),
+    Row("val_only or val_before_train or val_every", "val_max_response_length"),
+    Row("val_temperature", "val_top_p val_top_k"),
     # advantages
     Row("adv_estimator grpo|grpo_leave_one_out|grpo_batch_std", "singleton adv_kwargs.epsilon"),
     Row("adv_estimator dr_grpo|rloo|opo|reinforce_plus_plus_baseline", "singleton"),
@@ -162,7 +163,7 @@ class Reads:
         text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         if patterns:
             return any(fnmatchcase(text, pattern) for pattern in patterns)
-        return bool(value) or (name in ON_AT_ZERO and value is not None)
+        return (any(value) if isinstance(value, tuple) else bool(value)) or (name in ON_AT_ZERO and value is not None)
 
     def columns(self) -> tuple[set[str], set[str]]:
         """The columns that `add_advantages` and `update` read."""

@@ -163,7 +163,7 @@ class Rollouts:
     @timed("rollout")
     def next_greedy(self, step: int) -> DataProto:
         """One greedy response to each of the step's `prompts`."""
-        return self.generate(self.prompts, self.sampling.at(temperature=0.0), step)
+        return self.generate(self.prompts, self.sampling.greedy, step)
 
     @timed("rollout")
     def sample(self, step: int, number: int) -> DataProto:

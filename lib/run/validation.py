@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.args import Sizes, ValidationArgs
+from lib import InputError
+from lib.args import Sizes, ValidationArgs, ValidationSet
 from lib.data import PromptDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, broadcast, enter_stage, timed
@@ -189,44 +190,70 @@ def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dic
 @dataclass
 class Validation:
     args: ValidationArgs
-    dataset: PromptDataset | None
+    sets: list[tuple[ValidationSet, PromptDataset]]
     rollouts: Rollouts
     rewards: Rewards
     sizes: Sizes
     tracker: Tracker
 
+    def __post_init__(self):
+        if len(self.sets) > 1:
+            check_sources(self.sets)
+
     @timed("validation")
     def __call__(self, actor: Policy, step: int) -> dict[str, float]:
         """validation_metrics of the policy after `step` steps. Writes samples.jsonl. A collective."""
         metrics = self.rollouts.sync(actor, step)
-        args, world = self.args, self.rollouts.world
-        sampling = self.rollouts.sampling.at(args.val_temperature, args.val_top_p)
-        assert self.dataset is not None  # else Run.validates is False
-        per_rank = math.ceil(len(self.dataset) / world.size)
-        per_call = max(1, self.sizes.local_rows // args.val_samples)
-        results, shown, folder = [], [], broadcast(self.tracker.run_dir)
-        for start in range(0, per_rank, per_call):
-            enter_stage(f"validation at step {step}")
-            # every rank takes the same number of rows; those beyond the data set's end only fill up
-            rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
-            items = collate_fn([self._item(self.dataset, row) for row in rows])
-            prompts = DataProto.from_single_dict(items).to(world.device)
-            prompts.non_tensor_batch["uid"] = np.array([f"val-{row}" for row in rows], dtype=object)
-            batch = prompts.repeat(args.val_samples, interleave=True)
-            numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
-            batch = self.rollouts.generate(batch, sampling, step=-1, numbers=numbers)
-            extras, _ = self.rewards.submit(batch).add_to(batch)
-            batch = batch[: sum(row < len(self.dataset) for row in rows) * args.val_samples]
-            results += validated_rows(batch, extras, [n // args.val_samples for n in numbers])
-            for row, names in zip(sample_rows(batch, self.rewards.manager.tokenizer), keep_images(folder, batch)):
-                shown.append(row | ({"images": names} if names else {}))
+        results: list[Validated] = []
+        shown: list[dict] = []
+        first_prompt = first_response = 0  # of the set, among those of all sets
+        for val_set, dataset in self.sets:
+            stage = f"validation at step {step}"
+            self._add(results, shown, stage, val_set, dataset, first_prompt, first_response)
+            first_prompt += len(dataset)
+            first_response += len(dataset) * val_set.samples
         results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # the same order on any number of ranks
-        self.tracker.samples(all_gather_lists(shown), step, show=args.show_samples)
+        self.tracker.samples(all_gather_lists(shown), step, show=self.args.show_samples)
         return metrics | validation_metrics(results)
 
-    def _item(self, dataset: PromptDataset, row: int) -> dict:
-        with seeded(f"{self.rollouts.seed} validation {row}"):
+    def _add(
+        self, results: list, shown: list, stage: str, val_set: ValidationSet, dataset, first_prompt: int, first: int
+    ) -> None:
+        """Adds this rank's responses to the prompts of a set, and what samples.jsonl has of them. A collective."""
+        world, n = self.rollouts.world, val_set.samples
+        sampling = val_set.sampling(self.rollouts.sampling)
+        per_rank = math.ceil(len(dataset) / world.size)
+        per_call = max(1, self.sizes.local_rows // n)
+        folder = broadcast(self.tracker.run_dir)
+        for start in range(0, per_rank, per_call):
+            enter_stage(stage)
+            # every rank takes the same number of rows; those beyond the data set's end only fill up
+            rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
+            items = collate_fn([self._item(dataset, row, first_prompt) for row in rows])
+            prompts = DataProto.from_single_dict(items).to(world.device)
+            prompts.non_tensor_batch["uid"] = np.array([f"val-{first_prompt + row}" for row in rows], dtype=object)
+            numbers = [first + row * n + sample for row in rows for sample in range(n)]
+            batch = self.rollouts.generate(prompts.repeat(n, interleave=True), sampling, step=-1, numbers=numbers)
+            extras, _ = self.rewards.submit(batch).add_to(batch)
+            batch = batch[: sum(row < len(dataset) for row in rows) * n]
+            results += validated_rows(batch, extras, [first_prompt + row for row in rows for _ in range(n)])
+            for row, names in zip(sample_rows(batch, self.rewards.manager.tokenizer), keep_images(folder, batch)):
+                shown.append(row | ({"images": names} if names else {}))
+
+    def _item(self, dataset: PromptDataset, row: int, first_prompt: int) -> dict:
+        with seeded(f"{self.rollouts.seed} validation {first_prompt + row}"):
             return dataset[min(row, len(dataset) - 1)]
 
     def close(self) -> None:
         self.rewards.close()
+
+
+def check_sources(sets: Sequence[tuple[ValidationSet, Any]]) -> None:
+    """Raises InputError if a data source is in two sets: its metrics would mix two ways of sampling."""
+    files: dict[str, str] = {}
+    for val_set, dataset in sets:
+        for source in sorted(dataset.data_sources):
+            if source in files:
+                both = f"{files[source]} and {val_set.files[0]} both have data_source {source!r}"
+                raise InputError(f"--val-files: {both}: with a sampling of its own each file needs its own name")
+            files[source] = val_set.files[0]
