@@ -71,9 +71,7 @@ def test_one_value_is_for_all_files():
 
 
 def test_errors_name_the_flag():
-    with pytest.raises(
-        InputError, match="--val-samples has 2 values for 3 --val-files: give one for all"
-    ):
+    with pytest.raises(InputError, match="--val-samples has 2 values for 3 --val-files: give one for all"):
         ValidationArgs(val_files=("a", "b", "c"), val_samples=(1, 2)).check()
     with pytest.raises(InputError, match="--val-samples 4 are all the same at --val-temperature 0"):
         ValidationArgs(val_files=("a", "b"), val_samples=(1, 4), val_temperature=(1.0, 0.0)).check()

@@ -24,6 +24,9 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     lora = ["--lora-rank", "4", "--lora-target-modules", ".*[qv]_proj", "--compute-dtype", "bfloat16"]
     ran(fork("grpo", folder, *FLAGS, "--run-name", "full"))
+    template = AutoTokenizer.from_pretrained(TOY_MODEL).chat_template
+    (folder / "template.jinja").write_text("{# ours #}" + template)
+    lora += ["--chat-template", str(folder / "template.jinja")]
     ran(fork("grpo", folder, *FLAGS, "--run-name", "lora", *lora, ranks=2))
     return folder
 
@@ -41,7 +44,7 @@ def test_the_files_are_those_of_the_runs_own_export(runs, tmp_path, name):
     main(Args(runs / name, step=1, output=tmp_path / "first"))
     first = contents(tmp_path / "first")
     assert first.keys() == own.keys() and {file for file in own if first[file] != own[file]} == {"model.safetensors"}
-    assert AutoTokenizer.from_pretrained(tmp_path / "first").chat_template
+    assert ("{# ours #}" in AutoTokenizer.from_pretrained(tmp_path / "first").chat_template) == (name == "lora")
     assert {path.name for path in tmp_path.iterdir()} == {"newest", "first"}  # and no .tmp
 
 
