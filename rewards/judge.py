@@ -17,6 +17,7 @@ import asyncio
 import os
 import re
 from functools import partial
+from statistics import mean
 
 import openai
 
@@ -126,6 +127,13 @@ def parse_score(reply: str) -> float:
     return score / 10
 
 
+def compared(first_reply: str, second_reply: str) -> tuple[float, bool]:
+    """(mean verdict on a response that is A in the first prompt and B in the second, whether both agree)."""
+    first = {"A": 1.0, "TIE": 0.5, "B": 0.0}[verdict(VERDICT, first_reply).upper()]
+    second = {"A": 0.0, "TIE": 0.5, "B": 1.0}[verdict(VERDICT, second_reply).upper()]
+    return (first + second) / 2, first == second
+
+
 async def compute_score(
     data_source,
     solution_str,
@@ -171,6 +179,51 @@ async def compute_score_pairwise(
     orders = [{"A": solution_str, "B": ground_truth}, {"A": ground_truth, "B": solution_str}]
     prompts = [fill(prompt_template, order | {"rubric": rubric}, extra_info) for order in orders]
     replies = await ask(prompts, base_url, model, time_limit_s=time_limit_s, **kwargs)
-    first, second = [verdict(VERDICT, reply).upper() for reply in replies]
-    wins = [{"A": 1.0, "TIE": 0.5, "B": 0.0}[first], {"A": 0.0, "TIE": 0.5, "B": 1.0}[second]]
-    return {"score": sum(wins) / 2, "agree": float(wins[0] == wins[1])}
+    score, agree = compared(*replies)
+    return {"score": score, "agree": float(agree)}
+
+
+async def compute_score_group(
+    data_source,
+    solution_strs,
+    ground_truth=None,
+    extra_info=None,
+    *,
+    base_url,
+    model,
+    opponents=None,
+    prompt_template=PAIR_PROMPT,
+    rubric=RUBRIC,
+    time_limit_s=30.0,
+    **kwargs,
+) -> list[dict]:
+    """Compares the responses of a group with each other, in both orders. Takes ask()'s keywords.
+
+    opponents: response i meets only the next `opponents` ones, in a ring; None: each meets all others, G (G - 1)
+    requests for G responses. Equal texts tie without a request. Returns for each response {"score": its mean verdict,
+    1 better, 0.5 tie, 0 worse; "agree": share of its pairs whose verdict is the same in both orders}; alone 0.5 and 1.
+    Raises what compute_score raises: then the group has no scores.
+    """
+    size = len(solution_strs)
+    reach = min(size - 1, opponents or size)
+    pairs = sorted({tuple(sorted((i, (i + k) % size))) for i in range(size) for k in range(1, reach + 1)})
+    asked = [(i, j) for i, j in pairs if solution_strs[i] != solution_strs[j]]
+    values = [
+        {"A": solution_strs[a], "B": solution_strs[b], "reference": ground_truth, "rubric": rubric}
+        for i, j in asked
+        for a, b in ((i, j), (j, i))
+    ]
+    prompts = [fill(prompt_template, value, extra_info) for value in values]
+    replies = await ask(prompts, base_url, model, time_limit_s=time_limit_s * size, **kwargs)
+    outcomes = {pair: compared(*replies[2 * n : 2 * n + 2]) for n, pair in enumerate(asked)}
+    wins: list[list[float]] = [[] for _ in solution_strs]
+    agreed: list[list[bool]] = [[] for _ in solution_strs]
+    for i, j in pairs:
+        score, agree = outcomes.get((i, j), (0.5, True))
+        for one, own in ((i, score), (j, 1 - score)):
+            wins[one].append(own)
+            agreed[one].append(agree)
+    return [
+        {"score": mean(own) if own else 0.5, "agree": float(mean(agree)) if agree else 1.0}
+        for own, agree in zip(wins, agreed)
+    ]

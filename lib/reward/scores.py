@@ -37,9 +37,9 @@ class Rewards:
     turn_coef: float = 1.0  # weight of the rewards that tools and interactions gave
 
     @timed("reward")
-    def submit(self, batch: DataProto) -> "PendingRewards":
-        """Starts the scorers, in other processes, on the responses of `batch`."""
-        return PendingRewards(self, self.manager.submit(batch), batch.batch["responses"])
+    def submit(self, batch: DataProto, step: int) -> "PendingRewards":
+        """Starts the scorers, in other processes, on the responses of `batch`. Its groups must be whole on a rank."""
+        return PendingRewards(self, self.manager.submit(batch, step), batch.batch["responses"])
 
     def close(self) -> None:
         self.manager.close()

@@ -198,7 +198,7 @@ class Validation:
             batch = prompts.repeat(args.val_samples, interleave=True)
             numbers = [row * args.val_samples + n for row in rows for n in range(args.val_samples)]
             batch = self.rollouts.generate(batch, sampling, step=-1, numbers=numbers)
-            extras, _ = self.rewards.submit(batch).add_to(batch)
+            extras, _ = self.rewards.submit(batch, step).add_to(batch)
             batch = batch[: sum(row < len(self.dataset) for row in rows) * args.val_samples]
             results += validated_rows(batch, extras, [n // args.val_samples for n in numbers])
             for row, names in zip(sample_rows(batch, self.rewards.manager.tokenizer), keep_images(folder, batch)):

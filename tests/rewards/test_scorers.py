@@ -28,7 +28,7 @@ from math_verify import parse, verify
 import rewards
 from lib import InputError
 from lib.sandbox.pool import Pool
-from rewards import _math, countdown, geometry3k, gsm8k, judge, math_dapo, multiple_choice, search_qa
+from rewards import _math, countdown, geometry3k, gsm8k, judge, length_penalty, math_dapo, multiple_choice, search_qa
 from rewards import format as form
 from rewards import math as math_reward
 from rewards.answers import last_boxed, last_tagged
@@ -956,7 +956,7 @@ def test_the_pool_counts_a_judge_that_says_nothing():
     with judge_server(lambda prompt, _: "Score: 6" if "good" in prompt else "Hm.") as (url, _):
         kwargs = {"base_url": url, "model": "m"}
         spec = f"{ROOT / 'rewards' / 'judge.py'}:compute_score"
-        pool = Pool([{"spec": spec, "modules": [], "kwargs": kwargs, "batched": False}], workers=2, memory_mb=512)
+        pool = Pool([{"spec": spec, "modules": [], "kwargs": kwargs, "form": "response"}], workers=2, memory_mb=512)
         try:
             sample = {"data_source": "", "ground_truth": "", "extra_info": {"question": "Is it?"}}
             tasks = [(0, 30.0, [sample | {"solution_str": text}], "") for text in ("good", "bad", "good")]
@@ -966,3 +966,48 @@ def test_the_pool_counts_a_judge_that_says_nothing():
     assert [(answers[i][0], answers[i][1]["score"]) for i in (0, 2)] == [("ok", 0.6)] * 2
     kind, text = answers[1]
     assert kind == "error" and "ValueError: the judge's reply has no line as asked for" in text
+
+
+def test_a_judge_compares_a_groups_responses_with_each_other():
+    texts = ["b!", "a!!!", "c", "a!!!"]
+
+    def reply(prompt, _):
+        a, b = (re.search(rf"<response_{x}>\n(.*)\n</response_{x}>", prompt)[1] for x in "AB")
+        return by_content(prompt, 0) if "c" not in (a, b) else "Verdict: A"  # of c it prefers whoever is first
+
+    results, requests = judged(reply, texts, None, function=judge.compute_score_group)
+    assert len(requests) == 2 * 5  # the two equal texts tie
+    assert [result["score"] for result in results] == [pytest.approx(x) for x in (0.5 / 3, 2 / 3, 0.5, 2 / 3)]
+    assert [result["agree"] for result in results] == [pytest.approx(x) for x in (2 / 3, 2 / 3, 0, 2 / 3)]
+    results, requests = judged(by_content, texts, None, function=judge.compute_score_group, opponents=1)
+    assert len(requests) == 2 * 4 and [result["score"] for result in results] == [0, 1, 0, 1]
+    results, requests = judged(by_content, ["b"], None, function=judge.compute_score_group)
+    assert not requests and results == [{"score": 0.5, "agree": 1.0}]
+
+
+# ---- length penalty ----
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 10**6)), min_size=1, max_size=8), st.floats(0, 0.99))
+def test_a_length_penalty_keeps_the_right_before_the_wrong(group, coef):
+    right, num_tokens = map(list, zip(*group))
+    found = length_penalty.penalties(right, num_tokens, coef)
+    scores = [ok + penalty for ok, penalty in zip(right, found)]
+    assert all(scores[i] > scores[j] for i, a in enumerate(right) for j, b in enumerate(right) if a > b)
+    assert all(-coef * sum(right) / len(right) * (1 + 1e-12) <= penalty <= 0 for penalty in found)  # rounding
+    by_length = [penalty for _, penalty in sorted(zip(num_tokens, found), key=lambda pair: pair[0])]
+    assert by_length == sorted(by_length, reverse=True) and by_length[0] == 0
+
+
+def test_a_length_penalty_grows_with_the_pass_rate(tmp_path):
+    assert length_penalty.penalties([True, False], [10, 30], 0.4) == [0.0, -0.2]
+    assert length_penalty.penalties([True, True], [20, 10], 0.4) == [-0.4, 0.0]
+    assert length_penalty.penalties([False, False], [20, 10], 0.4) == [0.0, 0.0]
+    kwargs = {"num_tokens": [3, 5, 4], "coef": 0.3, "scorer_kwargs": {"method": "flexible"}}
+    results = length_penalty.compute_score_group("openai/gsm8k", ["It is 7", "6", "#### 7"], "7", **kwargs)
+    assert [result["score"] for result in results] == [pytest.approx(x) for x in (1, -0.2, 0.9)]
+    assert [(result["acc"], result["pred"]) for result in results] == [(1, "7"), (0, "6"), (1, "7")]
+    (tmp_path / "mine.py").write_text("async def score(solution_str, **kwargs):\n    return len(solution_str)\n")
+    kwargs = {"num_tokens": [1, 2], "coef": 0.5, "scorer": f"{tmp_path / 'mine.py'}:score"}
+    results = length_penalty.compute_score_group("any", ["a", "aa"], None, **kwargs)
+    assert results[1] == {"score": 1.5, "acc": 2, "length_penalty": -0.5}

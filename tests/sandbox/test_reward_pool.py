@@ -1025,3 +1025,99 @@ def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
     for scorers, known in ((gsm8k, "method"), ([*gsm8k, *loose], "factor, method")):
         with pytest.raises(InputError, match=f"no scorer declares metod; the scorers take {known}$"):
             check_keywords(scorers, {"metod": "strict"})
+
+
+# ---- arguments by name, groups ---------------------------------------------------------------------
+
+NAMED = """
+def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens, finish_reason, prompt, images, step):
+    return {"score": num_tokens, "seen": f"{finish_reason} {prompt} {images} {step}"}
+
+def many(data_sources, solution_strs, ground_truths, extra_infos, num_tokens, finish_reason, prompt, images, step):
+    seen = [f"{f} {p} {i} {step}" for f, p, i in zip(finish_reason, prompt, images)]
+    return [{"score": n, "seen": text} for n, text in zip(num_tokens, seen)]
+
+def group(data_source, solution_strs, ground_truth, extra_info, num_tokens, finish_reason, prompt, images, step):
+    return [{"score": n, "seen": f"{f} {prompt} {images} {step}"} for n, f in zip(num_tokens, finish_reason)]
+
+def own_step(data_source, solution_str, ground_truth, extra_info=None, step=None, **kwargs):
+    return {"score": step, "others": len(kwargs)}
+
+def place(data_source, solution_strs, ground_truth, extra_info=None):
+    if "bad" in data_source:
+        raise ValueError("a bad group")
+    if "short" in data_source:
+        return [0.0]
+    ordered = sorted(solution_strs)
+    return [{"score": ordered.index(text), "size": len(solution_strs)} for text in solution_strs]
+"""
+
+
+def groups_of(texts: list[str | None], uids: str, data_sources=None) -> DataProto:
+    batch = batch_of(texts, data_sources)
+    columns = {
+        "uid": list(uids),
+        "finish_reason": [f"f{i}" for i in range(len(texts))],
+        "raw_prompt": [f"p{uid}" for uid in uids],
+        "multi_modal_data": [{"image": [uid]} if uid == "a" else {} for uid in uids],
+    }
+    batch.non_tensor_batch |= {name: np.array([*values, None], dtype=object)[:-1] for name, values in columns.items()}
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
+    batch = groups_of(["1", "2=2", None, "1234"], "aabb")
+    manager = manager_of(NAMED, "one", "many", "group", workers=workers)
+    _, extras, metrics = manager.submit(batch, 7).get()
+    tokens = batch.batch["response_mask"].sum(1).tolist()
+    assert metrics == counts() and tokens[2] == 0 and len(set(tokens)) == 4
+    seen = ["f0 pa ['a'] 7", "f1 pa ['a'] 7", None, "f3 pb [] 7"]
+    for name in ("one", "many", "group"):
+        assert extras[f"mine.{name}/seen"] == seen and extras[f"mine.{name}"] == [tokens[0], tokens[1], None, tokens[3]]
+    settings = {"scorer_kwargs": {"step": 3}, "workers": workers}
+    _, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
+    assert extras["others"] == [0, 0, None, 0]  # and the user's own step is the one in effect
+    assert manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()[0].sum(1).tolist() == [3, 3, 0, 3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_group_scorer_sees_a_prompts_responses_and_no_others(manager_of, workers):
+    batch = groups_of(["3", "9", "1", None, "2", "5", "4"], "abacbaa")  # c has only an aborted response
+    scores, extras, metrics = manager_of(NAMED, "place", workers=workers).submit(batch).get()
+    assert scores.sum(1).tolist() == [1, 1, 0, 0, 0, 3, 2] and metrics == counts()
+    assert extras == {"size": [4, 2, 4, None, 2, 4, 4]}
+    moved = [4, 3, 6, 0, 5, 2, 1]  # another order of the rows: the same scores
+    assert manager_of(NAMED, "place").submit(batch[moved]).get()[1]["size"] == [2, None, 4, 4, 4, 4, 2]
+
+
+def test_a_group_that_fails_costs_its_own_responses(manager_of, capsys):
+    sources = ["calm", "calm", "bad", "bad", "short", "short", "calm"]
+    batch = groups_of(["1", "2", "1", "2", "1", "2", "3"], "aabbcca", sources)
+    scores, extras, metrics = manager_of(NAMED, "place", failure_score=-1.0, workers=1).submit(batch).get()
+    assert scores.sum(1).tolist() == [0, 1, -1, -1, -1, -1, 2] and metrics == counts(error=4)
+    assert extras == {"size": [3, 3, None, None, None, None, 3]}
+    assert "ValueError: a bad group" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("parameters", "form"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", "response"),
+        ("solution_str, **kwargs", "response"),
+        ("data_sources, solution_strs, ground_truths, extra_infos", "batch"),
+        ("solution_strs, **kwargs", "batch"),
+        ("data_source, solution_strs, ground_truth, extra_info", "group"),
+        ("solution_strs, ground_truth=None, **kwargs", "group"),
+    ],
+)
+def test_what_a_scorer_sees_follows_from_its_parameters(tmp_path, parameters, form):
+    (tmp_path / "mine.py").write_text(f"def score({parameters}): ...\n")
+    [scorer] = load_scorers([f"{tmp_path / 'mine.py'}:score"], [])
+    assert scorer.form == form and scorer.requested == ()
+
+
+def test_a_scorer_that_mixes_the_forms_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(data_source, solution_strs, ground_truths, extra_info): ...\n")
+    with pytest.raises(InputError, match="cannot be called as score\\(data_source=, solution_strs=, ground_truth="):
+        load_scorers([f"{tmp_path / 'mine.py'}:score"], [])
