@@ -27,6 +27,7 @@ from lib.sandbox import ARGUMENTS, LARGEST_SCORE, OF, call, checked, load_scorer
 from lib.sandbox.pool import Pool
 from lib.seeds import seeded
 
+SHADOW = "shadow/"  # begins the names of values that nothing is trained on
 ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run
 
 
@@ -150,8 +151,8 @@ def _parts(form: str, rows: list[int], uids: Sequence[str]) -> list[list[int]]:
 def unfit(key: str, value) -> str:
     """Why a value that a scorer returned besides its score is rejected; "" if it is accepted."""
     shown = f"{key[:40]!r}: {str(value)[:40]}"
-    if key == "reward_model":
-        return f"{shown} has the name of that model's score"
+    if key == "reward_model" or key.startswith(SHADOW):
+        return f"{shown} has the name of another score"
     if not (key.isprintable() and 0 < len(key) <= 100):
         return f"{shown} has no name that can be logged"
     if key == "pred" and isinstance(value, list | dict):
@@ -224,3 +225,16 @@ class PendingScores:
         if of_others:
             counts["faults/scores_of_other_rows"] = Max(of_others)
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts
+
+    def get_by_name(self) -> tuple[dict[str, list], dict[str, Metric]]:
+        """get(), for scorers that are only logged: {"shadow/<name>": B scores, None for a response without one}, and
+        the metrics, under shadow/."""
+        scores, extras, metrics = self.get()
+        names = [scorer.name for scorer in self.manager.scorers]
+        given = extras if len(names) > 1 else {names[0]: scores.sum(1).tolist()}
+        of_name: dict[str, list] = {f"{SHADOW}{name}": [None] * len(scores) for name in names}
+        for row in self.samples:
+            for name in names:
+                if not math.isnan(score := given[name][row]):
+                    of_name[f"{SHADOW}{name}"][row] = score
+        return of_name, {key.replace("reward/", SHADOW): metric for key, metric in metrics.items()}

@@ -1,5 +1,6 @@
 """lib/sandbox/pool.py and the RewardManager that uses it, with real processes and scorers that misbehave on purpose."""
 
+import math
 import os
 import random
 import signal
@@ -13,14 +14,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import Sum
+from lib.distributed import Sum, reduce_metrics
 from lib.model import load_tokenizer
 from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import check_keywords
-from lib.reward.scores import reward_components
+from lib.reward.scores import Rewards, correlation, reward_components
 from lib.run import extra_metrics
 from lib.sandbox import pool
 from tests.common import TOY_MODEL, run_ranks
@@ -562,7 +564,7 @@ TRAINER = """
 import os, signal, sys, time
 from lib.sandbox.pool import Pool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
-pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, form="response")], 2, 256)
 pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})], "")
              for kind in ("fork_and_hang_twice", "hang_ignoring_signals")])
 if os.fork() == 0:  # as a loader's process would: it keeps the pool's socket open
@@ -605,7 +607,7 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
 UNREAD = """
 import os, sys, time
 from lib.sandbox.pool import Pool
-pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, form="response")], 2, 256)
 ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})], "")] * 100)
 next(pool.collect(ids))
 if os.fork() == 0:
@@ -1121,3 +1123,75 @@ def test_a_scorer_that_mixes_the_forms_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text("def score(data_source, solution_strs, ground_truths, extra_info): ...\n")
     with pytest.raises(InputError, match="cannot be called as score\\(data_source=, solution_strs=, ground_truth="):
         load_scorers([f"{tmp_path / 'mine.py'}:score"], [])
+
+
+# ---- shadow scorers --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+SHADOWS = """
+import math
+
+def score(solution_str, **kwargs):
+    return {"score": int(solution_str), "pred": solution_str}
+
+def doubled(data_source, solution_str, **kwargs):
+    return {"score": 9 - 2 * int(solution_str), "acc": 1.0, "pred": "another"}
+
+def fails(data_source, solution_str, ground_truth, extra_info):
+    return {"score": math.nan if data_source == "bad" else int(solution_str) ** 2}
+
+def constant(solution_str, **kwargs):
+    return 1.0
+
+def greedy(solution_str, **kwargs):
+    return {"score": 0.0, "shadow/mine.doubled": 1.0}
+"""
+
+
+@pytest.mark.parametrize("names", [("fails",), ("doubled", "fails", "constant")])
+def test_a_shadow_scorer_is_logged_and_changes_no_reward(manager_of, one_rank, names):
+    def rewarded(shadow):
+        batch = batch_of(["1", "2", "3", None], ["calm", "calm", "bad", "calm"])
+        extras, metrics = Rewards(manager_of(SHADOWS), shadow=shadow).submit(batch, 1).add_to(batch)
+        return batch, extras, metrics
+
+    batch, extras, metrics = rewarded(None)
+    # its failures have no score to fall back to: the mean is of scores alone
+    shadowed, of_shadow, logged = rewarded(manager_of(SHADOWS, *names, failure_score=None))
+    assert set(batch.batch.keys()) == set(shadowed.batch.keys())
+    assert all(torch.equal(batch.batch[key], shadowed.batch[key]) for key in set(batch.batch.keys()))
+    assert {key: of_shadow[key] for key in extras} == extras and {key: logged[key] for key in metrics} == metrics
+    expected = {"doubled": [7, 5, 3, None], "fails": [1, 4, None, None], "constant": [1, 1, 1, None]}
+    assert {k: v for k, v in of_shadow.items() if k not in extras} == {f"shadow/mine.{k}": expected[k] for k in names}
+    numbers = reduce_metrics(logged | extra_metrics(of_shadow))
+    assert numbers["shadow/mine.fails/mean"] == 2.5 and numbers["shadow/error_count"] == 1
+    assert numbers["shadow/mine.fails/correlation"] == pytest.approx(1)
+    assert numbers.get("shadow/mine.doubled/correlation") == (pytest.approx(-1) if len(names) > 1 else None)
+    assert "shadow/mine.constant/correlation" not in numbers and numbers["reward/error_count"] == 0
+
+
+def test_nothing_trains_on_a_shadow_scorer(manager_of, one_rank, capsys):
+    batch = batch_of(["1", "2"])
+    rewards = Rewards(manager_of(SHADOWS), shadow=manager_of(SHADOWS, "constant"))
+    with pytest.raises(InputError, match=r"--reward-keys shadow/mine\.constant: the scorers return no such number"):
+        rewards.submit(batch, 1).add_to(batch, ["shadow/mine.constant"])
+    _, extras, metrics = manager_of(SHADOWS, "greedy").submit(batch).get()
+    assert extras == {} and metrics == counts(dropped_key=2)
+    assert "'shadow/mine.doubled': 1.0 has the name of another score" in capsys.readouterr().out
+
+
+def _correlation(world):
+    x, y = [[1.0, None, 2.0, math.nan], [4.0]][world.rank], [[1.0, 9.0, 3.0, 5.0], [2.0]][world.rank]
+    return correlation(x, y)
+
+
+def test_a_correlation_is_that_of_all_ranks():
+    [one, other] = run_ranks(2, _correlation)
+    assert one == other == (pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1], rel=1e-12), 1)  # float64
