@@ -67,7 +67,9 @@ def text_hash(text: str) -> int:
 
 def checked(result, sample: dict) -> dict:
     """A scorer's result as {"score": a finite float, OF: hash of the response, other keys} of JSON's types. Raises
-    TypeError, ValueError."""
+    TypeError, ValueError, and a result that is an exception."""
+    if isinstance(result, Exception):  # of one response, among several
+        raise result
     result = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in result:
         raise ValueError(f'the scorer returned a dict without "score": {list(result)}')
