@@ -32,6 +32,7 @@ import tyro
 
 from lib import InputError, report_mistake
 from lib.cli.flags import parse_json
+from lib.data.row_form import RowForm
 from lib.data.rows import read_rows
 from lib.reward import load_scorers
 from lib.reward.scorers import Scorer, check_keywords
@@ -60,7 +61,7 @@ class Rows:
     without_ground_truth: str | None
 
 
-def load(files: tuple[str, ...], limit: int, gold_key: str) -> tuple[list[dict], int, Rows]:
+def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tuple[list[dict], int, Rows]:
     """(rows as scorers get them with "gold" and "prompt", number of those left out, what load_scorers checks)."""
     rows: list[dict] = []
     left_out, without, sources = 0, None, set()
@@ -69,22 +70,23 @@ def load(files: tuple[str, ...], limit: int, gold_key: str) -> tuple[list[dict],
             raise InputError(f"--train-files {file}: no such file")
         found = read_rows(file)
         for number in range(min(len(found), limit - len(rows) - left_out)):
-            row = found[number]
             try:
+                row = form.in_verls_form(found[number], Path(file).stem)
                 truth, info = (row.get("reward_model") or {}).get("ground_truth"), row.get("extra_info") or {}
-                prompt = row.get("prompt") or ""
-                text = prompt if isinstance(prompt, str) else "\n".join(str(turn["content"]) for turn in prompt)
+                text = "\n".join(str(turn["content"]) for turn in row["prompt"] or [])
                 gold = info.get(gold_key) if gold_key else truth
             except (AttributeError, TypeError, KeyError):
-                form = "prompt (text or messages), reward_model.ground_truth, extra_info, data_source"
-                raise InputError(f"{file} row {number}: not a row of {form}: docs/data.md") from None
+                columns = "prompt (text or messages), reward_model.ground_truth, extra_info, data_source"
+                raise InputError(f"{file} row {number}: not a row of {columns}: docs/data.md") from None
+            except InputError as error:
+                raise InputError(f"{file} row {number}: {error}") from None
             source = str(row.get("data_source"))
             sources.add(source)
             if truth is None and without is None:
                 without = f"{file} row {number}"
             if isinstance(gold, str | int | float) and str(gold).strip():
                 of_row = {"data_source": source, "ground_truth": truth, "extra_info": info}
-                rows.append(of_row | {"gold": str(gold), "prompt": prompt, "text": text})
+                rows.append(of_row | {"gold": str(gold), "prompt": row["prompt"], "text": text})
             else:
                 left_out += 1
     if not rows:
@@ -161,6 +163,8 @@ def main(
     reward: str = "data_source",
     reward_kwargs: str = "{}",
     rows: int = 100,
+    prompt_key: str = "prompt",
+    answer_key: str = "",
     gold_key: str = "",
     answer_template: str = "",
     correct_above: float = 0.5,
@@ -175,7 +179,7 @@ def main(
         raise InputError(f"--answer-template {answer_template!r}: needs {{answer}}")
     accept(sandbox_level)
     kwargs = parse_json("reward_kwargs", reward_kwargs)
-    audited, left_out, checked = load(train_files, rows, gold_key)
+    audited, left_out, checked = load(train_files, RowForm(prompt_key, answer_key), rows, gold_key)
     [scorer] = load_scorers([reward], [checked], kwargs)
     check_keywords([scorer], kwargs)
     audit = Audit(scorer, reward_workers, reward_timeout, correct_above)
