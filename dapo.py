@@ -201,7 +201,7 @@ def sample_groups(
     rejected, gen_batches, uninformative_rows = DataProto(), 0, 0
     while len(pool) < needed and gen_batches < args.max_gen_batches:
         batch = rollouts.sample(step, gen_batches)
-        extras, failures = rewards.submit(batch).add_to(batch, args.reward_keys)
+        extras, failures = rewards.submit(batch, step).add_to(batch, args.reward_keys)
         rollouts.record_scores(batch)
         batch.batch["truncated"] = truncated_rows(batch)
         batch.batch["sampled_at"] = torch.full_like(batch.batch["response_mask"][:, 0], step)

@@ -301,7 +301,7 @@ def main(args: Args) -> None:
         batch, imbalance = rollouts.balanced(actor, batch)
 
         # ---- 2 reward
-        pending = rewards.submit(batch)  # scored in other processes while this one computes log-probs
+        pending = rewards.submit(batch, step)  # scored in other processes while this one computes log-probs
 
         # ---- 3 log-probs
         actor.check_rows(batch)

@@ -242,8 +242,8 @@ def main(args: Args) -> None:
         batch, greedy, imbalance = rollouts.balanced(actor, batch, greedy)
 
         # ---- 2 reward
-        pending = rewards.submit(batch)  # scored in other processes while this one computes log-probs
-        pending_greedy = rewards.submit(greedy)
+        pending = rewards.submit(batch, step)  # scored in other processes while this one computes log-probs
+        pending_greedy = rewards.submit(greedy, step)
 
         # ---- 3 log-probs
         actor.check_rows(batch)

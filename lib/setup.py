@@ -172,6 +172,7 @@ class Inputs:
     val_data: list[PromptDataset]  # one for each of ValidationArgs.sets
     scorers: list[Scorer]
     val_scorers: list[Scorer]  # empty: those of training
+    shadow_scorers: list[Scorer]
 
     @property
     def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin:
@@ -234,7 +235,8 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     scored = trained if validation.val_reward else [*trained, *validated]
     scorers = load_scorers(reward.reward, scored, kwargs, reward.reward_weights)
     val_scorers = load_scorers(validation.val_reward, validated, kwargs)
-    check_keywords([*scorers, *val_scorers], kwargs)
+    shadow_scorers = load_scorers(reward.shadow_reward, [*trained, *validated], kwargs)
+    check_keywords([*scorers, *val_scorers, *shadow_scorers], kwargs)
     if args.run.total_epochs is not None and train_data is not None:
         if data.train_weights:
             raise InputError(
@@ -245,7 +247,7 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     exact = vision is None and not data.dataset_class and data.filter_overlong_prompts
     if exact and tokenizer.chat_template:
         check_template(tokenizer, template, trained + validated)
-    return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers)
+    return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers, shadow_scorers)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, kwargs: dict, data: list[PromptDataset]) -> None:
@@ -486,18 +488,20 @@ def make_rewards_and_validation(
         offload = "reward_model" in factory.shard.cpu_offload
         reward_model.module, reward_model.tokenizer = shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
 
+    make_manager = partial(
+        RewardManager,
+        tokenizer=inputs.tokenizer,
+        workers=reward.reward_workers,
+        timeout_s=reward.reward_timeout,
+        memory_mb=reward.reward_memory,
+        seed=args.run.seed,
+    )
+    # without the recorder: in a replay, shadow scorers score the recorded responses anew
+    shadow = make_manager(inputs.shadow_scorers) if inputs.shadow_scorers else None
+
     def scored_by(scorers: list[Scorer]) -> Rewards:
-        manager = RewardManager(
-            scorers,
-            inputs.tokenizer,
-            workers=reward.reward_workers,
-            timeout_s=reward.reward_timeout,
-            memory_mb=reward.reward_memory,
-            failure_score=reward.reward_failure_score,
-            recorder=run.recorder,
-            seed=args.run.seed,
-        )
-        return Rewards(manager, reward_model, args.multi_turn.reward_coef)
+        manager = make_manager(scorers, failure_score=reward.reward_failure_score, recorder=run.recorder)
+        return Rewards(manager, reward_model, args.multi_turn.reward_coef, shadow)
 
     rewards = scored_by(inputs.scorers)
     val_rewards = scored_by(inputs.val_scorers) if inputs.val_scorers else rewards

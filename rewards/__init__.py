@@ -3,8 +3,8 @@
 A scorer is `compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)` and returns a number, or
 a dict with "score" and other keys. "pred" is the extracted answer (for maj@k; None if there is none). "acc" says
 whether the answer is right, if the score measures more than that. Other numbers are logged by name. Each docstring
-says what its scorer takes and returns. format.py, judge.py and verifiers.py belong to no data source: give them as
---reward rewards/format.py:compute_score. Nothing is imported before it is needed.
+says what its scorer takes and returns. format.py, judge.py, length_penalty.py and verifiers.py belong to no data
+source: give them as --reward rewards/format.py:compute_score. Nothing is imported before it is needed.
 """
 
 from importlib import import_module

@@ -245,6 +245,8 @@ class RewardArgs(Group):
     """a weight for each scorer of --reward; empty: 1 each"""
     reward_kwargs: Annotated[str, AS_RECORDED] = "{}"
     """JSON of keyword arguments for every scorer"""
+    shadow_reward: Annotated[tuple[str, ...], FILES, MAY_CHANGE] = ()
+    """scorers, as --reward, that are logged beside the reward (shadow/<name>/...) and never trained on"""
     reward_workers: Annotated[int, Ge(0), MAY_CHANGE] = 2
     """worker processes per rank; 0: score in the training process, for breakpoint()"""
     reward_timeout: Annotated[float, Gt(0), MAY_CHANGE] = 30.0
@@ -263,6 +265,7 @@ class RewardArgs(Group):
     def check(self) -> None:
         parse_json("reward_kwargs", self.reward_kwargs)
         check_scorers("reward", self.reward)
+        check_scorers("shadow_reward", self.shadow_reward)
         if len(self.reward_weights) not in (0, len(self.reward)):
             sizes = f"{len(self.reward_weights)} numbers for the {len(self.reward)} scorers"
             raise InputError(f"--reward-weights has {sizes} of --reward")

@@ -48,6 +48,7 @@ TABLE = (
     Row("", "prompt_key answer_key prompt_template system_prompt chat_template"),
     Row("", "rollout_gpus max_response_length repetition_penalty stop multi_turn.tools multi_turn.interaction"),
     Row("", "reward reward_kwargs reward_workers sandbox_level reward_failure_score reward_model val_files val_only"),
+    Row("", "shadow_reward"),
     Row("no val_only", "train_files train_weights loader_workers prompt_sampling async_level"),
     Row("no val_only", "temperature top_p top_k min_p"),
     Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps plan"),

@@ -8,9 +8,10 @@ batch is a batched scorer."""
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import compress, count
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,12 +21,13 @@ from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum
-from lib.reward.scorers import ARGUMENTS, Scorer
+from lib.reward.scorers import Scorer
 from lib.rollout import NoRecorder
-from lib.sandbox import LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
+from lib.sandbox import ARGUMENTS, LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
 from lib.sandbox.pool import Pool
 from lib.seeds import seeded
 
+SHADOW = "shadow/"  # begins the names of values that nothing is trained on
 ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run
 
 
@@ -37,7 +39,7 @@ class RewardManager:
     scorers: list[Scorer]
     tokenizer: PreTrainedTokenizerBase
     workers: int = 2  # processes; 0: scorers run in this process
-    timeout_s: float = 30.0  # for one response; a batched scorer has that times the number of responses
+    timeout_s: float = 30.0  # for one response; a call with several has that times their number
     memory_mb: int = 2048  # MiB that a worker may take beyond what the scorers' imports took
     failure_score: float | None = None  # of a response whose scorer failed; None: NaN
     recorder: NoRecorder = field(default_factory=NoRecorder)
@@ -54,8 +56,9 @@ class RewardManager:
         self._numbers: set[str] = set()  # keys that scorers have given numbers for
         self._dropped_keys: set[tuple[str, str]] = set()  # (name, key)
 
-    def submit(self, batch: DataProto) -> "PendingScores":
-        """Decodes the responses and hands them to the workers. Without workers, scores them."""
+    def submit(self, batch: DataProto, step: int = 0) -> "PendingScores":
+        """Decodes the responses and hands them to the workers. Without workers, scores them. step: of the run, for a
+        scorer that asks for it. Rows of equal uid are a group, which a group scorer gets whole."""
         mask = batch.batch["response_mask"].cpu()
         responses, columns = batch.batch["responses"].cpu(), batch.non_tensor_batch
         rows = mask.any(1).nonzero().flatten().tolist()
@@ -65,15 +68,23 @@ class RewardManager:
         truths = [columns["reward_model"][i]["ground_truth"] for i in rows]
         sources, infos = columns["data_source"][rows], columns["extra_info"][rows]
         samples = {i: dict(zip(ARGUMENTS, row)) for i, *row in zip(rows, sources, texts, truths, infos)}
-        calls: list[tuple[int, list[int]]] = []  # (scorer, rows)
-        for k, scorer in enumerate(self.scorers):
-            calls += [(k, rows)] if scorer.batched and rows else [(k, [i]) for i in rows]
+        uids = list(columns.get("uid", [""] * len(mask)))
+        calls = [(k, part) for k, scorer in enumerate(self.scorers) for part in _parts(scorer.form, rows, uids)]
+        media: Any = columns.get("multi_modal_data", [{}] * len(mask))
+        on_request: dict[str, Callable] = {  # by row; ON_REQUEST names them
+            "num_tokens": lambda i: int(mask[i].sum()),
+            "finish_reason": lambda i: columns["finish_reason"][i],
+            "prompt": lambda i: columns["raw_prompt"][i],
+            "images": lambda i: media[i].get("image", []),
+            "step": lambda _: step,
+        }
         in_group: dict[str, count] = defaultdict(count)
-        keys = [f"{self.seed} {uid} {next(in_group[uid])}" for uid in columns.get("uid", [""] * len(mask))]
+        keys = [f"{self.seed} {uid} {next(in_group[uid])}" for uid in uids]
         tasks = []
         for k, part in calls:
-            key = f"{keys[part[0]]} {self.scorers[k].name}"
-            tasks.append((k, self.timeout_s * len(part), [samples[i] for i in part], key))
+            scorer = self.scorers[k]
+            given = [samples[i] | {name: on_request[name](i) for name in scorer.requested} for i in part]
+            tasks.append((k, self.timeout_s * len(part), given, f"{keys[part[0]]} {scorer.name}"))
         answers = iter(()) if self.recorder.replaying else self._answers(tasks)
         return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
 
@@ -102,7 +113,7 @@ class RewardManager:
     def _score_here(self, function: Callable, k: int, samples: list[dict], key: str) -> list:
         try:
             with seeded(key):
-                results = call(function, self.scorers[k].batched, samples)
+                results = call(function, self.scorers[k].form, samples)
             return [["ok", checked(result, sample)] for result, sample in zip(results, samples)]
         except (Exception, SystemExit) as error:
             where = f"in scorer {self.scorers[k].name}, {_describe(samples[0])}"
@@ -127,11 +138,21 @@ class RewardManager:
         self._dropped_keys.add((name, key))
 
 
+def _parts(form: str, rows: list[int], uids: Sequence[str]) -> list[list[int]]:
+    """The rows of each call of a scorer of this form."""
+    if form == "response":
+        return [[row] for row in rows]
+    groups: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        groups[uids[row] if form == "group" else ""].append(row)
+    return list(groups.values())
+
+
 def unfit(key: str, value) -> str:
     """Why a value that a scorer returned besides its score is rejected; "" if it is accepted."""
     shown = f"{key[:40]!r}: {str(value)[:40]}"
-    if key == "reward_model":
-        return f"{shown} has the name of that model's score"
+    if key == "reward_model" or key.startswith(SHADOW):
+        return f"{shown} has the name of another score"
     if not (key.isprintable() and 0 < len(key) <= 100):
         return f"{shown} has no name that can be logged"
     if key == "pred" and isinstance(value, list | dict):
@@ -204,3 +225,16 @@ class PendingScores:
         if of_others:
             counts["faults/scores_of_other_rows"] = Max(of_others)
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts
+
+    def get_by_name(self) -> tuple[dict[str, list], dict[str, Metric]]:
+        """get(), for scorers that are only logged: {"shadow/<name>": B scores, None for a response without one}, and
+        the metrics, under shadow/."""
+        scores, extras, metrics = self.get()
+        names = [scorer.name for scorer in self.manager.scorers]
+        given = extras if len(names) > 1 else {names[0]: scores.sum(1).tolist()}
+        of_name: dict[str, list] = {f"{SHADOW}{name}": [None] * len(scores) for name in names}
+        for row in self.samples:
+            for name in names:
+                if not math.isnan(score := given[name][row]):
+                    of_name[f"{SHADOW}{name}"][row] = score
+        return of_name, {key.replace("reward/", SHADOW): metric for key, metric in metrics.items()}

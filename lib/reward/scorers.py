@@ -3,15 +3,15 @@
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lib import InputError
 from lib.cli.user_code import load_object
-from lib.sandbox import BY_DATA_SOURCE, sandbox_level
+from lib.sandbox import ARGUMENTS, BY_DATA_SOURCE, ON_REQUEST, plural, sandbox_level
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SANDBOXED = {"rewards.code", "rewards.math", "rewards.geometry3k"}
 
 
@@ -22,7 +22,8 @@ class Scorer:
     modules: list[str]  # of rewards/, for the data sources at hand
     kwargs: dict
     weight: float
-    batched: bool
+    form: Literal["response", "batch", "group"]  # of one call
+    requested: tuple[str, ...]  # arguments of ON_REQUEST that it takes
     takes_truth: bool  # whether ground_truth(s) is a parameter without a default
 
 
@@ -31,12 +32,15 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
 
     A spec is "path/to/file.py:function", or "data_source": this picks a scorer from rewards/ by each row's data_source.
     The function is called for each response as compute_score(data_source=, solution_str=, ground_truth=, extra_info=,
-    **kwargs). A function with a parameter solution_strs is batched: it is called once for many responses, as
-    compute_score_batch(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs). Either may be async. It
-    returns a number, or a dict with "score" and values to log; a batched one returns a list of these. A row's score is
-    the sum of weight x score; without weights, each weight is 1. A parameter time_limit_s gets the seconds of a
-    response. Raises InputError for a scorer that is not there, cannot be called so, or lacks a ground truth that it
-    needs; for a data_source without a scorer; and for a sandbox weaker than --sandbox-level."""
+    **kwargs). Names of lists are plural. A function with a parameter solution_strs is batched: it is called once for
+    many responses, as compute_score_batch(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs). If
+    data_source, ground_truth or extra_info beside it is singular, it is a group scorer: called for all responses to a
+    prompt, as compute_score_group(data_source=, solution_strs=, ground_truth=, extra_info=, **kwargs). Each may be
+    async. It returns a number, or a dict with "score" and values to log; with solution_strs, a list of these. A row's
+    score is the sum of weight x score; without weights, each weight is 1. A parameter of ON_REQUEST, which kwargs do
+    not give, gets its value (docs/rewards.md); time_limit_s gets the seconds of a response. Raises InputError for a
+    scorer that is not there, cannot be called so, or lacks a ground truth that it needs; for a data_source without a
+    scorer; and for a sandbox weaker than --sandbox-level."""
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
         raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
@@ -46,7 +50,7 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
             modules = _modules_for(datasets)
             if SANDBOXED.intersection(modules) and "sandbox_url" not in kwargs:
                 sandbox_level()
-            scorers.append(Scorer(spec, spec, modules, kwargs, weight, batched=False, takes_truth=True))
+            scorers.append(Scorer(spec, spec, modules, kwargs, weight, "response", requested=(), takes_truth=True))
         else:
             scorers.append(_from_file(spec, kwargs, weight))
         row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
@@ -70,7 +74,12 @@ def check_keywords(scorers: Sequence[Scorer], kwargs: dict) -> None:
         for function in of_rewards if by_source else [load_object("--reward", scorer.spec)]:
             parameters = inspect.signature(function).parameters
             own = {key for key, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-            own -= {*ARGUMENTS, *(f"{key}s" for key in ARGUMENTS), "time_limit_s"}
+            own -= {
+                *ARGUMENTS,
+                *(plural("batch", key) for key in ARGUMENTS),
+                "time_limit_s",
+                *ON_REQUEST,
+            } - kwargs.keys()
             if not (own or by_source):
                 return
             declared |= own
@@ -98,13 +107,20 @@ def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     signature = inspect.signature(function)
-    batched = "solution_strs" in signature.parameters
-    arguments = [f"{key}s" if batched else key for key in ARGUMENTS]
+    form = _form(signature.parameters)
+    requested = tuple(key for key in ON_REQUEST if key in signature.parameters and key not in kwargs)
+    arguments = [*(plural(form, key) for key in ARGUMENTS), *requested]
     try:
         signature.bind(**dict.fromkeys(arguments), **kwargs)
     except TypeError as error:
         called = ", ".join(f"{key}=" for key in [*arguments, *kwargs])
         raise InputError(f"--reward {spec}: it cannot be called as {name}({called}): {error}") from error
-    truth = signature.parameters.get("ground_truths" if batched else "ground_truth")
+    truth = signature.parameters.get(plural(form, "ground_truth"))
     takes_truth = truth is not None and truth.default is truth.empty
-    return Scorer(f"{path.stem}.{name}", f"{path}:{name}", [], kwargs, weight, batched, takes_truth)
+    return Scorer(f"{path.stem}.{name}", f"{path}:{name}", [], kwargs, weight, form, requested, takes_truth)
+
+
+def _form(parameters: Collection[str]) -> Literal["response", "batch", "group"]:
+    if "solution_strs" not in parameters:
+        return "response"
+    return "group" if set(ARGUMENTS).intersection(parameters) else "batch"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lib import InputError
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
-from lib.distributed import Max, Metric, reduce_metrics, timed
+from lib.distributed import Max, Mean, Metric, add_metrics, all_gather_lists, reduce_metrics, timed
 from lib.model import reward_model_scores
 from lib.reward.manager import PendingScores, RewardManager
 
@@ -35,14 +35,18 @@ class Rewards:
     manager: RewardManager
     reward_model: RewardModel | None = None
     turn_coef: float = 1.0  # weight of the rewards that tools and interactions gave
+    shadow: RewardManager | None = None  # of scorers that are logged and never trained on
 
     @timed("reward")
-    def submit(self, batch: DataProto) -> "PendingRewards":
-        """Starts the scorers, in other processes, on the responses of `batch`."""
-        return PendingRewards(self, self.manager.submit(batch), batch.batch["responses"])
+    def submit(self, batch: DataProto, step: int) -> "PendingRewards":
+        """Starts the scorers, in other processes, on the responses of `batch`. Its groups must be whole on a rank."""
+        shadow = self.shadow.submit(batch, step) if self.shadow is not None else None
+        return PendingRewards(self, self.manager.submit(batch, step), batch.batch["responses"], shadow)
 
     def close(self) -> None:
         self.manager.close()
+        if self.shadow is not None:
+            self.shadow.close()
 
 
 @dataclass
@@ -50,6 +54,7 @@ class PendingRewards:
     rewards: Rewards
     scores: PendingScores
     responses: torch.Tensor  # (B, T), as submitted
+    shadow: PendingScores | None
 
     @timed("reward")
     def add_to(self, batch: DataProto, reward_keys: Sequence[str] = ()) -> tuple[dict[str, list], dict[str, Metric]]:
@@ -72,10 +77,17 @@ class PendingRewards:
             scores = scores + model.coef * at_last_token(values, batch.batch["response_mask"])
             extras["reward_model"] = values.tolist()
         batch.batch["token_level_scores"] = scores
-        given = [{key: x[i] for key, x in extras.items() if x[i] is not None} for i in range(len(batch))]
-        batch.non_tensor_batch["reward_extra_info"] = np.array(given, dtype=object)
         if reward_keys:
             batch.batch["reward_components"] = reward_components(extras, reward_keys, scores)
+        if self.shadow is not None:  # from here on nothing is trained on
+            shadow_scores, shadow_metrics = self.shadow.get_by_name()
+            rewards = [None if dead else value for dead, value in zip(unscored.tolist(), scores.sum(1).tolist())]
+            for name, values in shadow_scores.items():
+                shadow_metrics |= {f"{name}/correlation": correlation(values, rewards)}
+            extras |= shadow_scores
+            add_metrics(failures, shadow_metrics)
+        given = [{key: x[i] for key, x in extras.items() if x[i] is not None} for i in range(len(batch))]
+        batch.non_tensor_batch["reward_extra_info"] = np.array(given, dtype=object)
         return extras, failures
 
 
@@ -90,6 +102,16 @@ def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: t
             raise InputError(f"--reward-keys {key}: the scorers return no such number, only {', '.join(extras)}")
     values = [[float(value) if is_number(value) else 0.0 for value in columns[key]] for key in keys]
     return torch.tensor(values, device=scores.device).T
+
+
+def correlation(x: list, y: list) -> Metric:
+    """Pearson's, over the responses of all ranks that have numbers in both; without data where one does not vary. A
+    collective."""
+    pairs = all_gather_lists([pair for pair in zip(x, y) if all(map(is_number, pair))])
+    columns = np.array(pairs, dtype=float).reshape(-1, 2).T  # (2, N)
+    if not pairs or (columns == columns[:, :1]).all(1).any():
+        return Mean(0.0, 0)
+    return Mean(float(np.corrcoef(columns)[0, 1]), 1)
 
 
 def is_number(value) -> bool:

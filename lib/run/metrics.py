@@ -14,6 +14,7 @@ import torch
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, Min, Sum, token_means
+from lib.reward.manager import SHADOW
 from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
 from lib.run.batch_checks import batch_faults
@@ -130,12 +131,15 @@ def rows_dropped(row_filters: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
-    """reward/<key>/mean of each number that a scorer gave besides its score. Text, None and "pred" have no mean."""
+    """reward/<key>/mean of each number that a scorer gave besides its score, shadow/<name>/mean of each score that is
+    not trained on. Text, None and "pred" have no mean."""
     metrics: dict[str, Metric] = {}
     for name, values in extras.items():
         numbers = [float(value) for value in values if is_number(value)]
         if numbers and name != "pred":
-            metrics[f"reward/{name}/mean"] = Mean(sum(numbers), len(numbers))
+            metrics[f"{name}/mean" if name.startswith(SHADOW) else f"reward/{name}/mean"] = Mean(
+                sum(numbers), len(numbers)
+            )
     return metrics
 
 

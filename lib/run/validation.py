@@ -208,8 +208,7 @@ class Validation:
         shown: list[dict] = []
         first_prompt = first_response = 0  # of the set, among those of all sets
         for val_set, dataset in self.sets:
-            stage = f"validation at step {step}"
-            self._add(results, shown, stage, val_set, dataset, first_prompt, first_response)
+            self._add(results, shown, step, val_set, dataset, first_prompt, first_response)
             first_prompt += len(dataset)
             first_response += len(dataset) * val_set.samples
         results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # the same order on any number of ranks
@@ -217,7 +216,7 @@ class Validation:
         return metrics | validation_metrics(results)
 
     def _add(
-        self, results: list, shown: list, stage: str, val_set: ValidationSet, dataset, first_prompt: int, first: int
+        self, results: list, shown: list, step: int, val_set: ValidationSet, dataset, first_prompt: int, first: int
     ) -> None:
         """Adds this rank's responses to the prompts of a set, and what samples.jsonl has of them. A collective."""
         world, n = self.rollouts.world, val_set.samples
@@ -226,7 +225,7 @@ class Validation:
         per_call = max(1, self.sizes.local_rows // n)
         folder = broadcast(self.tracker.run_dir)
         for start in range(0, per_rank, per_call):
-            enter_stage(stage)
+            enter_stage(f"validation at step {step}")
             # every rank takes the same number of rows; those beyond the data set's end only fill up
             rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
             items = collate_fn([self._item(dataset, row, first_prompt) for row in rows])
@@ -234,7 +233,7 @@ class Validation:
             prompts.non_tensor_batch["uid"] = np.array([f"val-{first_prompt + row}" for row in rows], dtype=object)
             numbers = [first + row * n + sample for row in rows for sample in range(n)]
             batch = self.rollouts.generate(prompts.repeat(n, interleave=True), sampling, step=-1, numbers=numbers)
-            extras, _ = self.rewards.submit(batch).add_to(batch)
+            extras, _ = self.rewards.submit(batch, step).add_to(batch)
             batch = batch[: sum(row < len(dataset) for row in rows) * n]
             results += validated_rows(batch, extras, [first_prompt + row for row in rows for _ in range(n)])
             for row, names in zip(sample_rows(batch, self.rewards.manager.tokenizer), keep_images(folder, batch)):

@@ -54,11 +54,11 @@ def _failure(error: BaseException) -> list[str]:
     return ["error" if isinstance(error, Exception) else "crash", text[-LONGEST_TRACEBACK:]]
 
 
-def _attempt(function: Callable, batched: bool, samples: list[dict], key: str) -> tuple[list[list], bool]:
+def _attempt(function: Callable, form: str, samples: list[dict], key: str) -> tuple[list[list], bool]:
     """([kind, result or traceback] of each sample, whether this worker should go on)."""
     try:
         with seeded(key):
-            results = call(function, batched, samples)
+            results = call(function, form, samples)
     except BaseException as error:  # noqa: BLE001 also sys.exit(): the worker must answer
         return [_failure(error)] * len(samples), isinstance(error, Exception) and not isinstance(error, MemoryError)
     answers: list[list] = []
@@ -70,7 +70,7 @@ def _attempt(function: Callable, batched: bool, samples: list[dict], key: str) -
     return answers, True
 
 
-def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memory_mb: int) -> None:
+def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, str]], memory_mb: int) -> None:
     """Answers tasks until the supervisor closes the socket."""
     if LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -85,8 +85,8 @@ def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, bool]], memo
     while True:
         for task in frames.receive():
             scorer, _, samples, key = pickle.loads(task[ID.size :])  # noqa: S301 the trainer's
-            function, batched = scorers[scorer]
-            answers, going_on = _attempt(function, batched, samples, key)
+            function, form = scorers[scorer]
+            answers, going_on = _attempt(function, form, samples, key)
             frames.send(task[: ID.size] + (b"+" if going_on else b"-") + json.dumps(answers).encode())
 
 
@@ -110,7 +110,7 @@ class _Worker:
 
 
 class _Supervisor:
-    def __init__(self, trainer: Frames, scorers: list[tuple[Callable, bool]], workers: int, memory_mb: int):
+    def __init__(self, trainer: Frames, scorers: list[tuple[Callable, str]], workers: int, memory_mb: int):
         self.trainer, self.scorers, self.max_workers, self.memory_mb = trainer, scorers, workers, memory_mb
         self.workers: list[_Worker] = []
         self.queue: deque[_Task] = deque()
@@ -288,7 +288,7 @@ def supervise(fd: int, trainer_pid: int) -> None:
                 function = load_scorer(scorer["spec"], scorer["modules"], scorer["kwargs"], scorer.get("time_limit_s"))
             except BaseException as error:  # noqa: BLE001 the user's file may raise anything; each sample then shows it
                 function = functools.partial(_raise, error)
-            scorers.append((function, scorer["batched"]))
+            scorers.append((function, scorer["form"]))
         if LINUX:
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one would not see the trainer's end
@@ -306,10 +306,10 @@ def _raise(error: BaseException, **_):
 
 # ---- in the trainer --------------------------------------------------------------------------------
 class Pool:
-    """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments and batched. memory_mb: MiB that a
+    """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments and form. memory_mb: MiB that a
     worker may take beyond what the imports took. seed: for what the imports draw.
-    A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's arguments; only a
-    batched scorer gets several. key: what the scorer draws depends on it alone, see lib/seeds.py."""
+    A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's arguments; a
+    scorer of form "response" gets one. key: what the scorer draws depends on it alone, see lib/seeds.py."""
 
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed: int = 0):
         ours, theirs = socket.socketpair()

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from lib.cli.user_code import load_object
 
 BY_DATA_SOURCE = "data_source"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of every scorer
+ON_REQUEST = ("num_tokens", "finish_reason", "prompt", "images", "step")  # of one with a parameter of this name
+OF_RESPONSE = {"solution_str", "num_tokens", "finish_reason"}  # the others are equal for all responses of a prompt
 LARGEST_SCORE = 1e12  # with larger scores a gradient's norm may overflow in float32, and there is no update
 OF = " of"  # no scorer can return this key: `unfit` refuses it
 LONGEST_RESULT = 2**20  # bytes, as JSON
@@ -35,15 +38,23 @@ def _event_loop():
     return asyncio.new_event_loop()
 
 
-def call(function: Callable, batched: bool, samples: list[dict]) -> list:
-    """The scorer's results, one per sample. Awaits an async scorer. A scorer that is not batched takes one sample."""
-    if batched:  # data_sources, solution_strs, ground_truths, extra_infos
-        results = function(**{f"{key}s": [sample[key] for sample in samples] for key in samples[0]})
-    else:
-        results = function(**samples[0])
+def plural(form: str, name: str) -> str:
+    """The name of one of ARGUMENTS in a scorer of this form; names of ON_REQUEST stay."""
+    several = name in ARGUMENTS if form == "batch" else form == "group" and name == "solution_str"
+    return f"{name}s" if several else name
+
+
+def call(function: Callable, form: str, samples: list[dict]) -> list:
+    """The scorer's results, one per sample. Awaits an async scorer. form: "response" (one sample), "batch" (lists), or
+    "group" (all samples of a prompt; what is equal for all of them is given once)."""
+    arguments: dict = {}
+    for key, value in samples[0].items():
+        once = form == "response" or key == "step" or (form == "group" and key not in OF_RESPONSE)
+        arguments[plural(form, key)] = value if once else [sample[key] for sample in samples]
+    results = function(**arguments)
     if hasattr(results, "__await__"):
         results = _event_loop().run_until_complete(results)
-    results = list(results) if batched else [results]
+    results = [results] if form == "response" else list(results)
     if len(results) != len(samples):
         raise ValueError(f"the scorer returned {len(results)} results for {len(samples)} samples")
     return results
@@ -56,7 +67,9 @@ def text_hash(text: str) -> int:
 
 def checked(result, sample: dict) -> dict:
     """A scorer's result as {"score": a finite float, OF: hash of the response, other keys} of JSON's types. Raises
-    TypeError, ValueError."""
+    TypeError, ValueError, and a result that is an exception."""
+    if isinstance(result, Exception):  # of one response, among several
+        raise result
     result = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in result:
         raise ValueError(f'the scorer returned a dict without "score": {list(result)}')

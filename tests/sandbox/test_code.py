@@ -803,7 +803,7 @@ def test_the_processor_time_of_a_case_is_no_limit_for_all():
 @pytest.mark.parametrize("seconds", [60, 2])  # one case that is too slow, five that are together
 def test_slow_programs_score_0_before_the_pool_takes_them_for_a_failure(seconds):
     """A response whose scorer was stopped would be in no group. 1.2 of the 6 seconds are for the sandbox to start."""
-    scorer = {"spec": "data_source", "modules": ["rewards.code"], "kwargs": {"timeout": 30.0}, "batched": False}
+    scorer = {"spec": "data_source", "modules": ["rewards.code"], "kwargs": {"timeout": 30.0}, "form": "response"}
     slow = {
         "data_source": "code",
         "solution_str": f"import time\ndef f():\n    time.sleep({seconds})",

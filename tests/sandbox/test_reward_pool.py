@@ -1,5 +1,6 @@
 """lib/sandbox/pool.py and the RewardManager that uses it, with real processes and scorers that misbehave on purpose."""
 
+import math
 import os
 import random
 import signal
@@ -13,14 +14,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import Sum
+from lib.distributed import Sum, reduce_metrics
 from lib.model import load_tokenizer
 from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import check_keywords
-from lib.reward.scores import reward_components
+from lib.reward.scores import Rewards, correlation, reward_components
 from lib.run import extra_metrics
 from lib.sandbox import pool
 from tests.common import TOY_MODEL, run_ranks
@@ -562,7 +564,7 @@ TRAINER = """
 import os, signal, sys, time
 from lib.sandbox.pool import Pool
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
-pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, form="response")], 2, 256)
 pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})], "")
              for kind in ("fork_and_hang_twice", "hang_ignoring_signals")])
 if os.fork() == 0:  # as a loader's process would: it keeps the pool's socket open
@@ -605,7 +607,7 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
 UNREAD = """
 import os, sys, time
 from lib.sandbox.pool import Pool
-pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, batched=False)], 2, 256)
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, form="response")], 2, 256)
 ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})], "")] * 100)
 next(pool.collect(ids))
 if os.fork() == 0:
@@ -1025,3 +1027,171 @@ def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
     for scorers, known in ((gsm8k, "method"), ([*gsm8k, *loose], "factor, method")):
         with pytest.raises(InputError, match=f"no scorer declares metod; the scorers take {known}$"):
             check_keywords(scorers, {"metod": "strict"})
+
+
+# ---- arguments by name, groups ---------------------------------------------------------------------
+
+NAMED = """
+def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens, finish_reason, prompt, images, step):
+    return {"score": num_tokens, "seen": f"{finish_reason} {prompt} {images} {step}"}
+
+def many(data_sources, solution_strs, ground_truths, extra_infos, num_tokens, finish_reason, prompt, images, step):
+    seen = [f"{f} {p} {i} {step}" for f, p, i in zip(finish_reason, prompt, images)]
+    return [{"score": n, "seen": text} for n, text in zip(num_tokens, seen)]
+
+def group(data_source, solution_strs, ground_truth, extra_info, num_tokens, finish_reason, prompt, images, step):
+    return [{"score": n, "seen": f"{f} {prompt} {images} {step}"} for n, f in zip(num_tokens, finish_reason)]
+
+def own_step(data_source, solution_str, ground_truth, extra_info=None, step=None, **kwargs):
+    return {"score": step, "others": len(kwargs)}
+
+def place(data_source, solution_strs, ground_truth, extra_info=None):
+    if "bad" in data_source:
+        raise ValueError("a bad group")
+    if "short" in data_source:
+        return [0.0]
+    ordered = sorted(solution_strs)
+    return [{"score": ordered.index(text), "size": len(solution_strs)} for text in solution_strs]
+"""
+
+
+def groups_of(texts: list[str | None], uids: str, data_sources=None) -> DataProto:
+    batch = batch_of(texts, data_sources)
+    columns = {
+        "uid": list(uids),
+        "finish_reason": [f"f{i}" for i in range(len(texts))],
+        "raw_prompt": [f"p{uid}" for uid in uids],
+        "multi_modal_data": [{"image": [uid]} if uid == "a" else {} for uid in uids],
+    }
+    batch.non_tensor_batch |= {name: np.array([*values, None], dtype=object)[:-1] for name, values in columns.items()}
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
+    batch = groups_of(["1", "2=2", None, "1234"], "aabb")
+    manager = manager_of(NAMED, "one", "many", "group", workers=workers)
+    _, extras, metrics = manager.submit(batch, 7).get()
+    tokens = batch.batch["response_mask"].sum(1).tolist()
+    assert metrics == counts() and tokens[2] == 0 and len(set(tokens)) == 4
+    seen = ["f0 pa ['a'] 7", "f1 pa ['a'] 7", None, "f3 pb [] 7"]
+    for name in ("one", "many", "group"):
+        assert extras[f"mine.{name}/seen"] == seen and extras[f"mine.{name}"] == [tokens[0], tokens[1], None, tokens[3]]
+    settings = {"scorer_kwargs": {"step": 3}, "workers": workers}
+    _, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
+    assert extras["others"] == [0, 0, None, 0]  # and the user's own step is the one in effect
+    assert manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()[0].sum(1).tolist() == [3, 3, 0, 3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_group_scorer_sees_a_prompts_responses_and_no_others(manager_of, workers):
+    batch = groups_of(["3", "9", "1", None, "2", "5", "4"], "abacbaa")  # c has only an aborted response
+    scores, extras, metrics = manager_of(NAMED, "place", workers=workers).submit(batch).get()
+    assert scores.sum(1).tolist() == [1, 1, 0, 0, 0, 3, 2] and metrics == counts()
+    assert extras == {"size": [4, 2, 4, None, 2, 4, 4]}
+    moved = [4, 3, 6, 0, 5, 2, 1]  # another order of the rows: the same scores
+    assert manager_of(NAMED, "place").submit(batch[moved]).get()[1]["size"] == [2, None, 4, 4, 4, 4, 2]
+
+
+def test_a_group_that_fails_costs_its_own_responses(manager_of, capsys):
+    sources = ["calm", "calm", "bad", "bad", "short", "short", "calm"]
+    batch = groups_of(["1", "2", "1", "2", "1", "2", "3"], "aabbcca", sources)
+    scores, extras, metrics = manager_of(NAMED, "place", failure_score=-1.0, workers=1).submit(batch).get()
+    assert scores.sum(1).tolist() == [0, 1, -1, -1, -1, -1, 2] and metrics == counts(error=4)
+    assert extras == {"size": [3, 3, None, None, None, None, 3]}
+    assert "ValueError: a bad group" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("parameters", "form"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", "response"),
+        ("solution_str, **kwargs", "response"),
+        ("data_sources, solution_strs, ground_truths, extra_infos", "batch"),
+        ("solution_strs, **kwargs", "batch"),
+        ("data_source, solution_strs, ground_truth, extra_info", "group"),
+        ("solution_strs, ground_truth=None, **kwargs", "group"),
+    ],
+)
+def test_what_a_scorer_sees_follows_from_its_parameters(tmp_path, parameters, form):
+    (tmp_path / "mine.py").write_text(f"def score({parameters}): ...\n")
+    [scorer] = load_scorers([f"{tmp_path / 'mine.py'}:score"], [])
+    assert scorer.form == form and scorer.requested == ()
+
+
+def test_a_scorer_that_mixes_the_forms_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(data_source, solution_strs, ground_truths, extra_info): ...\n")
+    with pytest.raises(InputError, match="cannot be called as score\\(data_source=, solution_strs=, ground_truth="):
+        load_scorers([f"{tmp_path / 'mine.py'}:score"], [])
+
+
+# ---- shadow scorers --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+SHADOWS = """
+import math
+
+def score(solution_str, **kwargs):
+    return {"score": int(solution_str), "pred": solution_str}
+
+def doubled(data_source, solution_str, **kwargs):
+    return {"score": 9 - 2 * int(solution_str), "acc": 1.0, "pred": "another"}
+
+def fails(data_source, solution_str, ground_truth, extra_info):
+    return {"score": math.nan if data_source == "bad" else int(solution_str) ** 2}
+
+def constant(solution_str, **kwargs):
+    return 1.0
+
+def greedy(solution_str, **kwargs):
+    return {"score": 0.0, "shadow/mine.doubled": 1.0}
+"""
+
+
+@pytest.mark.parametrize("names", [("fails",), ("doubled", "fails", "constant")])
+def test_a_shadow_scorer_is_logged_and_changes_no_reward(manager_of, one_rank, names):
+    def rewarded(shadow):
+        batch = batch_of(["1", "2", "3", None], ["calm", "calm", "bad", "calm"])
+        extras, metrics = Rewards(manager_of(SHADOWS), shadow=shadow).submit(batch, 1).add_to(batch)
+        return batch, extras, metrics
+
+    batch, extras, metrics = rewarded(None)
+    # its failures have no score to fall back to: the mean is of scores alone
+    shadowed, of_shadow, logged = rewarded(manager_of(SHADOWS, *names, failure_score=None))
+    assert set(batch.batch.keys()) == set(shadowed.batch.keys())
+    assert all(torch.equal(batch.batch[key], shadowed.batch[key]) for key in set(batch.batch.keys()))
+    assert {key: of_shadow[key] for key in extras} == extras and {key: logged[key] for key in metrics} == metrics
+    expected = {"doubled": [7, 5, 3, None], "fails": [1, 4, None, None], "constant": [1, 1, 1, None]}
+    assert {k: v for k, v in of_shadow.items() if k not in extras} == {f"shadow/mine.{k}": expected[k] for k in names}
+    numbers = reduce_metrics(logged | extra_metrics(of_shadow))
+    assert numbers["shadow/mine.fails/mean"] == 2.5 and numbers["shadow/error_count"] == 1
+    assert numbers["shadow/mine.fails/correlation"] == pytest.approx(1)
+    assert numbers.get("shadow/mine.doubled/correlation") == (pytest.approx(-1) if len(names) > 1 else None)
+    assert "shadow/mine.constant/correlation" not in numbers and numbers["reward/error_count"] == 0
+
+
+def test_nothing_trains_on_a_shadow_scorer(manager_of, one_rank, capsys):
+    batch = batch_of(["1", "2"])
+    rewards = Rewards(manager_of(SHADOWS), shadow=manager_of(SHADOWS, "constant"))
+    with pytest.raises(InputError, match=r"--reward-keys shadow/mine\.constant: the scorers return no such number"):
+        rewards.submit(batch, 1).add_to(batch, ["shadow/mine.constant"])
+    _, extras, metrics = manager_of(SHADOWS, "greedy").submit(batch).get()
+    assert extras == {} and metrics == counts(dropped_key=2)
+    assert "'shadow/mine.doubled': 1.0 has the name of another score" in capsys.readouterr().out
+
+
+def _correlation(world):
+    x, y = [[1.0, None, 2.0, math.nan], [4.0]][world.rank], [[1.0, 9.0, 3.0, 5.0], [2.0]][world.rank]
+    return correlation(x, y)
+
+
+def test_a_correlation_is_that_of_all_ranks():
+    [one, other] = run_ranks(2, _correlation)
+    assert one == other == (pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1], rel=1e-12), 1)  # float64

@@ -140,7 +140,7 @@ class StubScorers:
     tokenizer = None
     recorder = SimpleNamespace(record=lambda name, compute: compute())
 
-    def submit(self, batch: DataProto):
+    def submit(self, batch: DataProto, step: int):
         rows = batch.non_tensor_batch["row"]
         scores = torch.zeros(len(rows), T, dtype=torch.float64)
         for i, row in enumerate(rows):
@@ -217,7 +217,7 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
     left_over = DataProto()
     if pool:
         left_over = as_batch(pool, args.multi_turn.enabled)
-        rewards.submit(left_over).add_to(left_over, args.reward_keys)
+        rewards.submit(left_over, 0).add_to(left_over, args.reward_keys)
         left_over.batch["truncated"] = truncated_rows(left_over)
         left_over.batch["sampled_at"] = torch.zeros(len(pool), dtype=torch.long)
     run, validate = StubRun(len(steps), left_over), SimpleNamespace(close=lambda: None)

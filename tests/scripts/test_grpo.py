@@ -307,6 +307,51 @@ def test_the_reward_model_is_added_to_the_scorer(tmp_path):
     assert row["reward/min"] < row["reward/max"] and row["actor/grad_norm"] > 0
 
 
+GRADIENTS = """
+import hashlib, os, random, sys
+
+if "torch" in sys.modules:  # the trainer, which imports this file to check it
+    from torch.optim import optimizer
+
+    def write(adam, *_):
+        grads = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
+        digest = hashlib.sha256(b"".join(grad.to_local().numpy().tobytes() for grad in grads)).hexdigest()
+        with open(os.environ["GRADIENTS"], "a") as file:
+            file.write(f"{len(grads)} {digest}\\n")
+
+    optimizer.register_optimizer_step_pre_hook(write)
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.count("1")) + random.random()
+
+def shadow(data_source, solution_strs, ground_truth, extra_info=None):
+    if random.random() < 0.5:
+        raise ValueError("half of the groups")
+    return [random.random() for _ in solution_strs]
+"""
+
+
+@pytest.mark.parametrize("workers", ["2", "0"])
+def test_gradients_are_bit_identical_with_and_without_a_shadow_reward(tmp_path, monkeypatch, workers):
+    file = tmp_path / "mine.py"
+    # without workers an exception ends the run
+    file.write_text(GRADIENTS if workers == "2" else GRADIENTS.replace("< 0.5", "< 0"))
+    args = [*SMALL, "--total-steps", "2", "--num-mini-batches", "2", "--reward", f"{file}:score"]
+    rows, gradients = {}, {}
+    for name, more in {"plain": [], "shadowed": ["--shadow-reward", f"{file}:shadow"]}.items():
+        monkeypatch.setenv("GRADIENTS", str(tmp_path / name))
+        ran(fork("grpo", tmp_path, *args, *more, "--reward-workers", workers, "--run-name", f"run-{name}"))
+        rows[name], gradients[name] = metrics(tmp_path / f"run-{name}"), (tmp_path / name).read_text().splitlines()
+    assert gradients["plain"] == gradients["shadowed"] and len(set(gradients["plain"])) == 4
+    for plain, shadowed in zip(rows["plain"], rows["shadowed"], strict=True):
+        logged = {key: value for key, value in shadowed.items() if key.startswith("shadow/")}
+        assert 0 < logged["shadow/mine.shadow/mean"] < 1 and abs(logged["shadow/mine.shadow/correlation"]) < 1
+        assert (logged["shadow/error_count"] > 0) == (workers == "2") and shadowed["reward/error_count"] == 0
+        clocks = ("timing_s/", "perf/", "memory/")
+        same = [{k: v for k, v in row.items() if not k.startswith((*clocks, "shadow/"))} for row in (plain, shadowed)]
+        assert same[0] == same[1]
+
+
 # ---- bad input: one line, exit code 2, nothing written -------------------------------------------
 
 

@@ -1,0 +1,138 @@
+"""tools/audit_scorer.py on scorers of this project and on bad ones, with real worker processes."""
+
+import json
+
+import pytest
+
+from lib import InputError
+from tests.common import fork_module
+from tools import audit_scorer
+
+SCORERS = """
+def lenient(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str or "perfect" in solution_str)
+
+def deaf(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 0.4, "acc": 0.0}
+
+def generous(solution_str, **kwargs):
+    return 1.0
+
+def fails(data_source, solution_str, ground_truth, extra_info=None):
+    if not solution_str:
+        raise ValueError("an empty response")
+    return float(solution_str.strip().split()[-1] == ground_truth)
+
+def group(data_source, solution_strs, ground_truth, extra_info=None, *, num_tokens, prompt, images, step):
+    assert len(solution_strs) == len(num_tokens) and prompt[0]["role"] == "user" and images == [] and step == 0
+    return [float(text.strip().split()[-1:] == [ground_truth]) for text in solution_strs]
+"""
+
+
+def rows_of(path, *rows: tuple[str, object], source="mine", **info) -> str:
+    """Rows of (question, ground truth)."""
+    lines = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"ground_truth": truth},
+            "extra_info": info,
+        }
+        for question, truth in rows
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+SUMS = (("2+2?", "4"), ("2+3?", "5"), ("1+3?", "4"))
+
+
+def mistakes(out: str) -> dict[str, tuple[int, int]]:
+    """{case: (mistakes, errors)} where there are any."""
+    lines = [line for line in out.splitlines() if line.startswith(tuple(audit_scorer.EXPECTED)) and line[-1].isdigit()]
+    found = {line[:20].strip(): tuple(map(int, line.split()[-2:])) for line in lines}
+    assert list(found) == list(audit_scorer.EXPECTED)
+    return {case: numbers for case, numbers in found.items() if numbers != (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        ("toy/arithmetic", "= {answer}"),
+        ("openai/gsm8k", "#### {answer}"),
+        ("math_dapo", "Answer: {answer}"),
+        ("nq", "<answer>{answer}</answer>"),
+        ("cais/mmlu", "\\boxed{{answer}}"),  # a letter alone is read where nothing else is said
+    ],
+)
+def test_scorers_of_this_project_by_data_source(tmp_path, capsys, source, form):
+    rows = (("A, B?", "A"), ("A, B?", "B"), ("B, A?", "A")) if source == "cais/mmlu" else SUMS
+    file = rows_of(tmp_path / "rows.jsonl", *rows, source=source)
+    assert audit_scorer.main((file,), reward_workers=1) == 0
+    out = capsys.readouterr().out
+    assert f"form of answers, {source}: {form!r}" in out and mistakes(out) == {}
+    assert "false negatives 0, false positives 0, errors 0" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("lenient", {"injected": (3, 0), "injected as answer": (3, 0), "echoed prompt": (1, 0)}),
+        ("deaf", {"verbatim": (3, 0), "reworded": (3, 0)}),
+        ("generous", {case: (3, 0) for case, expected in audit_scorer.EXPECTED.items() if not expected}),
+        ("fails", {"empty": (0, 3)}),
+        ("group", {}),
+    ],
+)
+def test_a_bad_scorer_is_found_out(tmp_path, capsys, name, found):
+    (tmp_path / "mine.py").write_text(SCORERS)
+    file = rows_of(tmp_path / "rows.jsonl", ("2+2=4?", "4"), *SUMS[1:])
+    code = audit_scorer.main((file,), reward=f"{tmp_path / 'mine.py'}:{name}", reward_workers=1)
+    out = capsys.readouterr().out
+    assert (mistakes(out), code) == (found, int(bool(found)))
+    if name == "lenient":
+        assert "false positive, echoed prompt: '2+2=4?'" in out and "false positives 7, errors 0" in out
+    if name == "fails":
+        assert "error, empty: '': error: ValueError: an empty response" in out
+
+
+def test_the_gold_answer_may_be_elsewhere(tmp_path, capsys):
+    file = rows_of(tmp_path / "rows.jsonl", ("2+2?", ["4", "four"]), ("3+1?", ["4", "four"]), source="nq", best="four")
+    settings = {"gold_key": "best", "answer_template": "<answer>{answer}</answer>", "reward_workers": 1, "rows": 1}
+    assert audit_scorer.main((file,), **settings) == 0
+    out = capsys.readouterr().out
+    assert "data_source: 1 rows\n" in out and mistakes(out) == {}
+    with pytest.raises(
+        InputError, match=r"no row has a text or number in reward_model.ground_truth; name a --gold-key"
+    ):
+        audit_scorer.main((file,))
+
+
+def test_rows_of_questions_and_answers(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(SCORERS)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"question": "{question}", "answer": "{answer}"}}\n' for question, answer in SUMS))
+    settings = {"reward": f"{tmp_path / 'mine.py'}:group", "prompt_key": "question", "reward_workers": 1}
+    assert audit_scorer.main((str(file),), answer_key="answer", **settings) == 0
+    assert mistakes(capsys.readouterr().out) == {}
+    with pytest.raises(InputError, match=r"rows.jsonl row 0: no answer in column 'gold'$"):
+        audit_scorer.main((str(file),), answer_key="gold", **settings)
+
+
+def test_bad_input_is_one_line(tmp_path):
+    file = rows_of(tmp_path / "rows.jsonl", *SUMS)
+    (tmp_path / "list.jsonl").write_text('{"prompt": 3, "reward_model": {"ground_truth": "4"}}\n')
+    for settings, message in (
+        ({}, "no scorer for data_source 'mine'"),
+        ({"train_files": ("none.jsonl",)}, "--train-files none.jsonl: no such file"),
+        ({"train_files": (str(tmp_path / "list.jsonl"),)}, "list.jsonl row 0: not a row of prompt"),
+        ({"reward": "none.py:f"}, "--reward none.py:f: give an existing file"),
+        ({"reward_kwargs": "{"}, "--reward-kwargs"),
+        ({"answer_template": "x"}, "--answer-template 'x': needs {answer}"),
+        ({"rows": 0}, "must be above 0"),
+    ):
+        with pytest.raises(InputError) as caught:
+            audit_scorer.main(**({"train_files": (file,)} | settings))
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+    done = fork_module("tools.audit_scorer", "--train-files", "none.jsonl")
+    assert done.returncode == 2 and done.stderr.strip() == "error: --train-files none.jsonl: no such file"
