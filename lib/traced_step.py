@@ -317,7 +317,7 @@ class _Rewards:
     def __init__(self, step: _Step):
         self.step = step
 
-    def submit(self, batch: DataProto) -> "_Rewards":
+    def submit(self, batch: DataProto, step: int = 0) -> "_Rewards":
         return self
 
     def add_to(self, batch: DataProto, reward_keys: tuple[str, ...] = ()) -> tuple[dict, dict]:
