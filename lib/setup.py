@@ -303,6 +303,8 @@ class ModelFactory:
     def place(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
         if self.model.compile:
             models.compile_layers(module)
+        if self.model.use_liger_kernel:
+            models.use_liger_kernel(module, self.world.device)
         self.forward.modules.append(module)
         return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=name in self.shard.cpu_offload)
 

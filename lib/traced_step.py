@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,26 +177,45 @@ class _Step:
                 raise _Updated
             return metrics
 
-        with replaced(
-            (setup, "join", lambda _: step.world),
-            (setup, "get_compute_dtype", lambda name, _: getattr(torch, "bfloat16" if name == "auto" else name)),
-            (setup, "get_attention", attention_of_h100),
-            (setup, "load_inputs", lambda _: step.inputs),
-            (script, "estimate", _Estimate),
-            (script, "open_run", lambda *_, **__: _Run(step)),
-            (setup, "make_rollouts", lambda *_: _Rollouts(step)),
-            (setup, "make_rewards_and_validation", lambda *_: (_Rewards(step), None)),
-            (load, "_meta_model", model_without_weights),
-            (setup.models, "compile_layers", lambda _: None),
-            (setup, "shard_model", shard),
-            (RowIsolationCheck, "checked", True),
-            (TrainedModel, "begin_update", begun),
-            (TrainedModel, "backward", traced_backward),
-            (TrainedModel, "step", stepped),
-            (UpdateChecks, "after_backward", checks),
-            (log_probs, "with_logits", with_logits),
+        with (
+            ExitStack() as self.exit,
+            replaced(
+                (setup, "join", lambda _: step.world),
+                (setup, "get_compute_dtype", lambda name, _: getattr(torch, "bfloat16" if name == "auto" else name)),
+                (setup, "get_attention", attention_of_h100),
+                (setup, "load_inputs", lambda _: step.inputs),
+                (script, "estimate", _Estimate),
+                (script, "open_run", lambda *_, **__: _Run(step)),
+                (setup, "make_rollouts", lambda *_: _Rollouts(step)),
+                (setup, "make_rewards_and_validation", lambda *_: (_Rewards(step), None)),
+                (load, "_meta_model", model_without_weights),
+                (setup.models, "compile_layers", lambda _: None),
+                *self.liger_kernels(),
+                (setup, "shard_model", shard),
+                (RowIsolationCheck, "checked", True),
+                (TrainedModel, "begin_update", begun),
+                (TrainedModel, "backward", traced_backward),
+                (TrainedModel, "step", stepped),
+                (UpdateChecks, "after_backward", checks),
+                (log_probs, "with_logits", with_logits),
+            ),
         ):
             yield
+
+    def liger_kernels(self) -> list[tuple[Any, str, Any]]:
+        if not self.args.model.use_liger_kernel:
+            return []
+        from triton.runtime.jit import JITFunction  # its import takes a second, and not every machine has it
+
+        apply = setup.models.use_liger_kernel
+
+        def applied(model, device):
+            names = vars(sys.modules[type(model).__module__])
+            self.exit.callback(names.update, dict(names))  # liger-kernel changes the module of the model's class
+            apply(model, device)
+
+        launch = JITFunction, "run", lambda function, *args, **_: self.trace.launched(args)
+        return [launch, (setup.models, "use_liger_kernel", applied)]
 
     def prepare(self, model: Any) -> None:
         """Puts the model's tensors on the accelerator, and hooks that tell the phases of an update."""

@@ -53,6 +53,10 @@ def trace(script: str, config: dict, folder: str, *flags: str) -> dict:
     return {"traced": traced.memory, "estimated": estimated, "speed": traced.speed(ranks), "names": names, "s": seconds}
 
 
+def rotary_embedding() -> str:
+    return import_module("transformers.models.qwen2.modeling_qwen2").apply_rotary_pos_emb.__module__
+
+
 @pytest.fixture(scope="module")
 def child():
     with ProcessPoolExecutor(1, get_context("spawn")) as executor:
@@ -74,6 +78,16 @@ def test_the_estimate_agrees_with_the_trace(child, case, tmp_path):
         assert abs(estimated - traced) <= max(0.05 * traced, 64 << 20), (moment, traced, estimated, result)
     update, log_probs = result["s"]
     assert 0 < log_probs < update / 2 and 0 < result["speed"].mfu < 1
+
+
+def test_liger_kernels_are_counted_as_launches(child, tmp_path):
+    """A layer takes 132 launches without them. The modules of transformers are then as before."""
+    config = json.loads((ROOT / "benchmarks/shapes/qwen2.5-1.5b.json").read_text()) | SMALL
+    result = child.submit(trace, "grpo", config, str(tmp_path), "--dry-run", "8", "--use-liger-kernel").result()
+    assert 50 < result["speed"].launches < 70
+    kept = {name: sum(result[name]["loss"].values()) for name in ("traced", "estimated")}
+    assert kept["traced"] < 0.9 * kept["estimated"]  # norms and gated MLPs keep less for the backward pass
+    assert child.submit(rotary_embedding).result() == "transformers.models.qwen2.modeling_qwen2"
 
 
 def test_a_copy_of_a_script_is_traced_with_its_own_loss(child, tmp_path):

@@ -135,6 +135,7 @@ def _check_parallel(args: ScriptArgs) -> None:
         "--sequence-parallel-size": args.shard.sequence_parallel_size > 1,
         "--dry-run": args.run.dry_run > 0,
         "--compile": args.model.compile,
+        "--use-liger-kernel": args.model.use_liger_kernel,
         "the validation of --replay (--val-every 0 --no-val-before-train)": args.run.replay and args.validation.enabled,
     }
     wrong = [name for name, is_given in without_tensor_parallel.items() if is_given]

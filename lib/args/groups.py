@@ -40,6 +40,8 @@ class ModelArgs(Group):
     flash_attention_2 needs its package; with any other, rows are padded (docs/gpu.md)"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the layers, for packed rows: the first steps take a minute longer"""
+    use_liger_kernel: Annotated[bool, MAY_CHANGE] = False
+    """liger-kernel's fused norms, rotary embedding and gated MLP: fewer launches and activations (docs/gpu.md)"""
     padding_free: Annotated[bool, MAY_CHANGE] = True
     """pack the sequences of a micro-batch without padding, if the model supports it (docs/models.md)"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
@@ -64,6 +66,8 @@ class ModelArgs(Group):
                 re.compile(pattern)
             except re.error as error:
                 raise InputError(f"{flag} {pattern}: not a regular expression: {error}") from error
+        if self.compile and self.use_liger_kernel:
+            raise InputError("--compile and --use-liger-kernel fuse the same operations: drop one of them")
 
 
 @dataclass

@@ -42,7 +42,8 @@ LIMITS = "max_turns max_turn_tokens max_tool_output truncate tool_timeout episod
 
 TABLE = (
     Row("", "run_name output_dir config seed dry_run memory_check resume record replay stage_timeout track"),
-    Row("", "model compute_dtype attn_implementation trust_remote_code lora_rank padding_free compile"),
+    Row("", "model compute_dtype attn_implementation trust_remote_code lora_rank padding_free"),
+    Row("", "compile use_liger_kernel"),
     Row("", "dp_replicate_size sequence_parallel_size tensor_parallel_size cpu_offload micro_batch_tokens"),
     Row("", "dataset_class max_prompt_length filter_overlong_prompts chat_template_kwargs allow_special_tokens"),
     Row("", "prompt_key answer_key prompt_template system_prompt chat_template"),

@@ -203,9 +203,18 @@ class Trace(TorchDispatchMode):
         return out
 
     # ---- kernels ---------------------------------------------------------------------------------
+    def launched(self, args: Iterable[Any]) -> None:
+        """In place of the launch of a Triton function: each of its tensors is read or written once."""
+        tensors = list(tensors_in(args))
+        for x in tensors:
+            self.forget(x)
+        self._keep(("triton", "memory", sum(x.numel() * x.itemsize for x in tensors), 0.0), tensors, tensors)
+
     def _note(self, func, args, kwargs, inputs: list[torch.Tensor], out: Any) -> None:
         outputs = list(tensors_in([out]))
-        found = kernel(func, args, kwargs, inputs, outputs, self._value)
+        self._keep(kernel(func, args, kwargs, inputs, outputs, self._value), inputs, outputs)
+
+    def _keep(self, found: tuple | None, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if found is not None:
             moved = (
                 tuple((self.number(x), x.numel() * x.itemsize) for x in tensors if self._is_own(x))
