@@ -56,7 +56,7 @@ def write_start(
 
 def _packages() -> dict[str, str]:
     """{name: version} of what is installed. importlib.metadata would parse each file, with its description, twice."""
-    found = {}
+    found: dict[str, str] = {}
     for package in distributions():
         head, _, _ = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "").partition("\n\n")
         fields = dict(re.findall(r"^(Name|Version): *(.*)$", head, re.MULTILINE))
