@@ -378,6 +378,7 @@ def started(arguments: list[str], ranks: int = 1) -> Iterator[Processes]:
 
 def run_as_main(arguments: list[str], outputs: list[Path], env: dict[str, str]) -> None:
     """In a process of its own: arguments are a script's path or a module's name, and what follows."""
+    gc.freeze()  # a collection need not look through what the server has imported
     for stream, path in zip((sys.stdout, sys.stderr), outputs):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
     os.environ.clear()
@@ -460,12 +461,21 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+# its engine's process is a fork, as on a GPU; vLLM on a CPU would start one that imports everything again
+SERVER = """
+import multiprocessing, runpy
+from vllm.v1.engine import utils
+utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+"""
+
+
 @contextmanager
 def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/scaling.md says, but with the
     model's generation config. more: further flags."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "m"]
+    command = [sys.executable, "-c", SERVER, "--model", model, "--served-model-name", "m"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
     command += ["--max-model-len", str(max_length), "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
@@ -488,7 +498,7 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
         yield url, process
     finally:
         process.terminate()  # it ends its engine's process too, which a kill leaves behind
-        process.wait(30)
+        process.wait(START_S)
 
 
 def key_header() -> dict[str, str]:

@@ -784,7 +784,7 @@ def test_future_waits_only_in_get():
     gate = threading.Event()
 
     def late(i):
-        assert gate.wait(10)
+        assert gate.wait(60)
         return make(2, offset=2 * i)
 
     with ThreadPoolExecutor(3) as pool:

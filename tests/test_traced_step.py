@@ -6,7 +6,6 @@ import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from lib import InputError
 from lib.args import step_sizes
 from lib.cli.flags import parse_flags
 from lib.traced_step import check_traceable, rows_of_trace
-from tests.common import ROOT, TOY_MODEL, rollout_batch
+from tests.common import FORKSERVER, ROOT, TOY_MODEL, rollout_batch
 
 # three layers of public models, with a vocabulary that does not outweigh them
 SMALL = {"num_hidden_layers": 3, "vocab_size": 32768}
@@ -59,7 +58,7 @@ def rotary_embedding() -> str:
 
 @pytest.fixture(scope="module")
 def child():
-    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+    with ProcessPoolExecutor(1, FORKSERVER) as executor:
         yield executor
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 
 from lib import InputError
 
@@ -230,9 +229,13 @@ def with_images(model: PreTrainedModel, inputs: dict) -> dict:
         rest["visual_pos_masks"] = mask.view(embeds.shape[:2])
         rest["deepstack_visual_embeds"] = [F.embedding(order, torch.cat(level)) for level in zip(*deep)]
     if images.blocks is not None and "packed_runs" not in rest:
+        from transformers.models.gemma3 import modeling_gemma3  # slow, and Gemma alone needs it
+
         of_cache = rest.get("attention_mask"), rest.get("past_key_values")
         text = model.config.get_text_config()
-        rest["attention_mask"] = create_masks_for_vision_model(text, embeds, *of_cache, None, images.blocks)
+        rest["attention_mask"] = modeling_gemma3.create_masks_for_vision_model(
+            text, embeds, *of_cache, None, images.blocks
+        )
     return rest
 
 

@@ -4,6 +4,7 @@ flags that differ from the defaults, and the machine."""
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -37,7 +38,6 @@ def write_start(
     script = next(iter(code.values()))
     commit = _commit(script.parent)
     untracked, number = _untracked(script.parent) if commit else ([], 0)
-    found = ((package.metadata["Name"], package.version) for package in sorted(distributions(), key=str))
     start = {
         "command": redact(command),
         "flags": redact_values(flags),
@@ -47,11 +47,22 @@ def write_start(
         "untracked": untracked,
         "untracked_files": number,
         "python": platform.python_version(),
-        "packages": {name: version for name, version in found if name},
+        "packages": _packages(),
     }
     (folder / "start.json").write_text(json.dumps(start, indent=1, sort_keys=True) + "\n")
     if commit and (diff := _diff(script.parent)):
         private(folder / "diff.patch").write_text(redact(diff), errors="surrogateescape")
+
+
+def _packages() -> dict[str, str]:
+    """{name: version} of what is installed. importlib.metadata would parse each file, with its description, twice."""
+    found: dict[str, str] = {}
+    for package in distributions():
+        head, _, _ = (package.read_text("METADATA") or package.read_text("PKG-INFO") or "").partition("\n\n")
+        fields = dict(re.findall(r"^(Name|Version): *(.*)$", head, re.MULTILINE))
+        if "Name" in fields:
+            found.setdefault(fields["Name"], fields.get("Version", ""))  # the first on the path is what is imported
+    return found
 
 
 def _machine() -> str:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial, wraps
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lib.distributed import World
 from lib.distributed.fake_gpu import register_fake_gpu
-from tests.common import run_ranks
+from tests.common import FORKSERVER, run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 GPU = torch.device("cpu")  # in the process of `on_gpu`: gpu:0
@@ -170,7 +169,7 @@ def _bias(cls, *_):
         return torch.Tensor.__new__(cls)
 
 
-process = cache(lambda: ProcessPoolExecutor(1, get_context("spawn"), start))
+process = cache(lambda: ProcessPoolExecutor(1, FORKSERVER, start))
 
 
 def run(ranks: int, module: str, *test) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 import dapo
 import grpo
@@ -36,6 +36,7 @@ from lib.model import (
     load_critic,
     load_model,
     load_tokenizer,
+    memory,
     response_log_probs,
     response_values,
 )
@@ -256,6 +257,34 @@ def test_the_peaks_of_log_probs_and_rollout(path):
     moments = estimate_memory(path, ranks=1, compute_dtype=torch.float32, **sizes(64))
     assert abs(beside_weights(moments, "log-probs") - log_probs) < 0.25 * log_probs
     assert abs(beside_weights(moments, "rollout", "prefill") - rollout) < 0.25 * rollout
+
+
+UNLIKE = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}  # the last layer has a window
+
+
+@pytest.mark.parametrize(
+    ("config", "lora_rank", "tokens", "checkpointing"),
+    [({}, 0, 500, True), ({}, 4, 3, False), (UNLIKE, 0, 3, False)],
+    ids=["checkpointing", "LoRA", "unlike"],
+)
+def test_layers_that_are_alike_tell_what_all_of_them_need(
+    tmp_path, monkeypatch, config, lora_rank, tokens, checkpointing
+):
+    """To the byte; and where they are not alike, all are measured."""
+    shape = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5}
+    Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=1, **config).save_pretrained(tmp_path)
+    model = meta_model(AutoModelForCausalLM, str(tmp_path), "--model", torch.bfloat16, lora_rank=lora_rank)
+
+    def costs() -> tuple:
+        update = memory.update_costs.__wrapped__(model, tokens, checkpointing)
+        return update, memory.forward_peak.__wrapped__(model, tokens, with_head=False)
+
+    depths = []
+    model.model.register_forward_pre_hook(lambda decoder, _: depths.append(len(decoder.layers)))
+    told = costs()
+    assert set(depths) == ({5} if config else {3, 4}) and len(model.model.layers) == 5
+    monkeypatch.setattr(memory, "_of_all_layers", lambda _, measure: [*measure()])
+    assert told == costs()
 
 
 # ---- options and what is shown -------------------------------------------------------------------

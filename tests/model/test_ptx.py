@@ -1,31 +1,13 @@
-"""What torch.compile makes of our code for an H100, down to PTX and machine code, without a GPU.
-
-torch.compile traces on the CPU. The graphs that inductor would get are moved to fake tensors of "cuda"; inductor writes
-their Triton code, and triton compiles it for sm_90 with the ptxas of its wheel."""
+"""What torch.compile makes of our code for an H100, down to PTX and machine code, without a GPU: by ptx.py."""
 
 import itertools
 import re
-import subprocess
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor import config, scheduler
-from torch._inductor.codecache import PyCodeCache
-from torch._inductor.debug import DebugContext
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime import triton_helpers
-from torch._inductor.runtime.hints import DeviceProperties
-from torch._inductor.virtualized import V
-from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lib.model.load
@@ -36,99 +18,11 @@ from tests.model.test_models import batch_of_groups, load, with_gradient
 if find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-H100 = GPUTarget("cuda", 90, 32)
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-PROPERTIES = DeviceProperties("cuda", 0, 132, 90, 9, 65536, 2048, 1024, 32)
+TOOLS = Path(find_spec("triton").origin).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="needs triton's ptxas")
 
 
-class Kernel(NamedTuple):
-    loops: int
-    """over the elements of a row; 0: one program has a few elements"""
-    ptx: str
-    resources: dict[str, int]
-    """of the machine code: registers (REG), bytes of a thread's stack (STACK) and of its local memory (LOCAL)"""
-
-
-class Graphs(list):
-    """The graphs of what is compiled by `backend`, which runs them as they are: [(graph, its fake inputs)]."""
-
-    def __init__(self):
-        super().__init__()
-        self.backend = aot_autograd(fw_compiler=self.take, decompositions=select_decomp_table())
-
-    def take(self, graph, inputs):
-        self.append((graph, inputs))
-        return make_boxed_func(graph)
-
-
-@contextmanager
-def as_on_an_h100(folder: Path):
-    """What inductor and triton ask of the GPU."""
-    capability = SimpleNamespace(major=9, minor=0, multi_processor_count=132, warp_size=32, gcnArchName="")
-    driver = SimpleNamespace(get_current_target=lambda: H100, is_active=lambda: True)
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for cache in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-            patch.setenv(cache, str(folder))
-        patch.setattr(DeviceProperties, "create", lambda device: PROPERTIES)
-        patch.setattr(torch.cuda, "get_device_properties", lambda *_: capability)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(scheduler, "has_triton", lambda *_: True)
-        patch.setattr(triton_helpers, "set_driver_to_gpu", lambda: None)
-        patch.setattr(triton.runtime.driver, "_active", driver)
-        stack.enter_context(config.patch(compile_threads=1, force_disable_caches=True))
-        yield
-
-
-def on_cuda(graph, inputs):
-    """The graph and its inputs, with fake tensors on "cuda"; numbers, which are scalar tensors, stay on the CPU."""
-    mode = next(x.fake_mode for x in inputs if isinstance(x, torch.Tensor))
-
-    def move(x: torch.Tensor) -> torch.Tensor:
-        if x.ndim == 0 and x.dtype == torch.float64:
-            return x
-        with mode:
-            return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="cuda:0")
-
-    for node in graph.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = node.kwargs | {"device": torch.device("cuda", 0)}
-        node.meta["val"] = tree_map_only(torch.Tensor, move, node.meta.get("val"))
-    return [tree_map_only(torch.Tensor, move, x) for x in inputs], mode
-
-
-def kernels_of(graph, inputs, folder: Path, options: dict) -> list[Kernel]:
-    """Those that inductor makes of a graph, compiled by the first of their configurations."""
-    with as_on_an_h100(folder), config.patch(options):
-        inputs, mode = on_cuda(graph, inputs)
-        lowering = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
-        with V.set_fake_mode(mode), V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
-            lowering.run(*inputs)
-            code = lowering.codegen()[0].value
-        sources = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'", code, re.DOTALL)
-        return [compiled(name, source, folder) for name, source in sources]
-
-
-def compiled(name: str, source: str, folder: Path) -> Kernel:
-    kernel = getattr(PyCodeCache.load(source), name)
-    first = kernel.configs[0]
-    meta = kernel._create_compile_meta(first)
-    code = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
-    binary = triton.compile(code, target=H100, options=kernel._create_compile_options(first, meta))
-    (folder / "cubin").write_bytes(binary.asm["cubin"])
-    dump = [TOOLS / "cuobjdump", "--dump-resource-usage", folder / "cubin"]
-    said = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    resources = {what: int(n) for what, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
-    return Kernel(source.count("for r0_offset in"), binary.asm["ptx"], resources)
-
-
-def assert_for_an_h100_without_spills(kernels: list[list[Kernel]]) -> None:
+def assert_for_an_h100_without_spills(kernels) -> None:
     for kernel in itertools.chain(*kernels):
         assert re.search(r"^\.target sm_90a?$", kernel.ptx, re.MULTILINE) and ".visible .entry" in kernel.ptx
         assert kernel.resources["STACK"] == kernel.resources["LOCAL"] == 0  # where ptxas puts what it spills
@@ -137,6 +31,8 @@ def assert_for_an_h100_without_spills(kernels: list[list[Kernel]]) -> None:
 
 @pytest.fixture
 def graphs(monkeypatch):
+    from tests.model.ptx import Graphs  # imports inductor
+
     torch._dynamo.reset()
     graphs = Graphs()
     monkeypatch.setattr(log_probs, "COMPILE", {"cpu": {"backend": graphs.backend}})
@@ -152,7 +48,7 @@ def test_log_probs_are_three_kernels(graphs, tmp_path):
     h, weight = (torch.randn(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 151_936))  # Qwen's words
     log_probs_, entropy = LinearLogProbs.apply(h, weight, torch.tensor([0, 1, 2, 3]), 1 / 0.7, 4, False, None)
     (log_probs_.sum() + entropy.sum()).backward()
-    kernels = [kernels_of(*graph, tmp_path, log_probs.OPTIONS) for graph in graphs]
+    kernels = graphs.kernels(tmp_path, log_probs.OPTIONS)
     assert [[kernel.loops for kernel in own] for own in kernels] == [[2], [0, 0]]
     assert_for_an_h100_without_spills(kernels)
 
@@ -164,6 +60,6 @@ def test_a_compiled_layer_is_eight_kernels_forward_and_six_backward(graphs, monk
     compile_layers(model)
     monkeypatch.setattr(log_probs, "COMPILE", {})
     with_gradient(model, partial(response_log_probs, model, batch_of_groups(), 0.7))
-    kernels = [kernels_of(*graph, tmp_path, {}) for graph in graphs]
+    kernels = graphs.kernels(tmp_path, {})
     assert [len(own) for own in kernels] == [1, 2, 2, 3, *(0, 0, 3, 3)]  # the backward of a graph is another one
     assert_for_an_h100_without_spills(kernels)

@@ -391,6 +391,15 @@ def test_a_dry_run_counts_the_gpus_that_train(tmp_path):
 # ---- vLLM ----------------------------------------------------------------------------------------
 
 
+# the engine's process of a server is a fork, as on a GPU; vLLM on a CPU would start one that imports everything again
+ENGINE_IS_A_FORK = """
+import multiprocessing, sys
+if "vllm.entrypoints.openai.api_server" in sys.orig_argv:
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)
+"""
+
+
 def kill_the_server(run: Path, mark: str) -> None:
     """After the first step."""
     deadline = time.monotonic() + START_S
@@ -409,7 +418,9 @@ def test_a_job_with_its_own_server_trains_as_with_an_engine_in_process(tmp_path)
     own, inside = tmp_path / "own", tmp_path / "inside"
     mark, args = uuid.uuid4().hex, [*SMALL, "--total-steps", "5", "--save-every", "5", "--save-rollouts", "all"]
     args += ["--reward-workers", "0"]
-    launcher = ["env", "GPUS=3", f"{MARK}={mark}", *ONE_NODE[2:]]
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(ENGINE_IS_A_FORK)
+    launcher = ["env", "GPUS=3", f"{MARK}={mark}", f"PYTHONPATH={tmp_path / 'site'}", *ONE_NODE[2:]]
     arguments = command("grpo", tmp_path, *args, "--run-name", "own", "--rollout-gpus", "1", launcher=launcher)
     with ThreadPoolExecutor(1) as pool:
         killed = pool.submit(kill_the_server, own, mark)

@@ -57,6 +57,7 @@ from tests.agent.test_agent_loop import (
 )
 from tests.common import (
     SMALL,
+    START_S,
     TOY_MODEL,
     fork,
     free_port,
@@ -443,7 +444,7 @@ def test_a_function_that_blocks_holds_nobody_else_up(engine_and_model):
         calls.append(waits)
         if calls.count(False) == 5 * 3:
             others_done.set()
-        return str(others_done.wait(20) if waits else a + b)
+        return str(others_done.wait(60) if waits else a + b)
 
     kwargs = [{"add": {"execute_kwargs": {"waits": row == 0}}} for row in range(6)]
     out = always_calls(engine, FunctionTool(add), turns=4, tools_kwargs=kwargs)
@@ -605,7 +606,7 @@ def test_no_request_outlives_its_engine(engine_and_model, server, tmp_path):
 
 
 def await_idle(engine):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while "vllm:num_requests_running{" in (text := server_metrics(engine)):
         running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
         if all(float(line.split()[-1]) == 0 for line in running):
@@ -1009,7 +1010,7 @@ def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
         sync_weights(engine, model, 1, tolerance=TOLERANCE)
     assert "\n" not in str(raised.value) and "no answer" not in str(raised.value)
     process.kill()  # a worker is missing: it would not end by itself
-    process.wait(30)
+    process.wait(START_S)
     with pytest.raises(WeightSyncError, match="no weights"):
         engine.generate(random_prompts(2), Sampling(4), [1, 2])
     idle.version = 0

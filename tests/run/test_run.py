@@ -435,7 +435,8 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     assert first["command"] == "python mine.py --lr 1" and first["commit"] is None
     assert first["flags"]["lr"] == [1.0, 1e-6] and "correct-horse" not in str(first)
     assert "CPU cores" in first["machine"]
-    assert first["packages"]["torch"] == importlib.metadata.version("torch")
+    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    assert first["packages"] == installed and "torch" in installed
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert second["commit"] == head and second["untracked"] == ["new.py"] and second["untracked_files"] == 1
     diff = tmp_path / "starts/2/diff.patch"
@@ -760,11 +761,11 @@ def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, l
                 assert f"{tmp_path}/run is in use by pid {job.pid} on " in second
             os.killpg(job.pid, signal.SIGCONT)
         os.killpg(job.pid, signal.SIGINT)
-        assert job.wait(60) == (130 if launcher == PYTHON else 1)
+        assert job.wait(300) == (130 if launcher == PYTHON else 1)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while "interrupted" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     *others, last = log.read_text().splitlines()

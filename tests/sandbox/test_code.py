@@ -45,7 +45,7 @@ def level(request, monkeypatch):
     """Each level of the sandbox that works on this machine."""
     spec = code.make_spec(level=request.param, form="stdin", program="print(input())")
     try:
-        assert code._attempt(spec, code.Tests("stdin", [("1", "1")]), set(), time.monotonic() + 10) == ["passed"]
+        assert code._attempt(spec, code.Tests("stdin", [("1", "1")]), set(), time.monotonic() + 60) == ["passed"]
     except RuntimeError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(code, "sandbox_level", lambda: request.param)
@@ -925,7 +925,7 @@ def test_a_dead_scorer_leaves_no_process(end):
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.DEVNULL, check=False)
     start = time.monotonic()
     while sandbox_processes() - before:
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < ENDS_S
         time.sleep(0.01)
 
 
@@ -1048,22 +1048,22 @@ def test_a_function_that_misbehaves_costs_its_own_argument(how, level):
     before = sandbox_processes()
     start = time.monotonic()
     assert client.evaluate("tests.sandbox.in_sandbox:misbehave", how, 0.5) in (None, "write")
-    assert time.monotonic() - start < 15
-    assert client.evaluate("tests.sandbox.in_sandbox:misbehave", "well", 10) == "well"
+    assert time.monotonic() - start < ENDS_S
+    assert client.evaluate("tests.sandbox.in_sandbox:misbehave", "well", ENDS_S) == "well"
     for conn in client._idle.pop("tests.sandbox.in_sandbox:misbehave"):
         client.hang_up(conn)
     while sandbox_processes() - before:
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < ENDS_S
         time.sleep(0.01)
 
 
 def test_a_sandbox_that_is_killed_is_no_wrong_answer():
     function = "tests.sandbox.in_sandbox:misbehave"
-    assert client.evaluate(function, "well", 10) == "well"
+    assert client.evaluate(function, "well", ENDS_S) == "well"
     client._idle[function][0].shutdown(2)  # as it looks from here
     with pytest.raises(RuntimeError, match="the sandbox of"):
         client.evaluate(function, "well", 10)
-    assert client.evaluate(function, "well", 10) == "well"
+    assert client.evaluate(function, "well", ENDS_S) == "well"
 
 
 # ---- SandboxFusion ----

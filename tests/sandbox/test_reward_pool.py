@@ -580,7 +580,7 @@ def hanging_trainer(tmp_path) -> tuple[subprocess.Popen, psutil.Process, list[ps
     command = [sys.executable, "-c", TRAINER, f"{tmp_path / 'hostile.py'}:score"]
     trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     supervisor = psutil.Process(int(trainer.stdout.readline()))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(supervisor.children(recursive=True)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     return trainer, supervisor, supervisor.children(recursive=True)
@@ -596,7 +596,7 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
         supervisor.suspend()
         dies_by = signal.SIGKILL
     trainer.send_signal(dies_by)
-    trainer.wait(20)
+    trainer.wait(60)
     try:
         assert not wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
     finally:

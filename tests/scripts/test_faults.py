@@ -168,7 +168,7 @@ def play(seed: int, folder: Path, whole: Callable[[str], Path]) -> list[tuple[st
         assert rollouts(run) == rollouts(other)
         mine, theirs = (saved(at / f"checkpoints/step_{STEPS:06}") for at in (run, other))
         assert mine == theirs, [file for file in theirs if mine.get(file) != theirs[file]]
-    deadline = time.monotonic() + 30  # workers end by themselves without their rank
+    deadline = time.monotonic() + 120  # workers end by themselves without their rank
     while (left := left_behind(folder)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []

@@ -788,7 +788,7 @@ def test_the_page_needs_no_torch_and_is_its_owners_alone(made, tmp_path):
     code = "import runpy, sys; sys.argv[1:] = sys.argv[1:]; runpy.run_module('tools.page', run_name='__main__'); "
     code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     words = [*PYTHON, "-c", code, str(made / "a"), "--output", str(tmp_path / "page.html")]
-    ran(subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100))
+    ran(subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300))
     assert (tmp_path / "page.html").stat().st_mode & 0o077 == 0
 
 
@@ -864,7 +864,7 @@ def test_a_connection_without_a_request_is_closed(made, monkeypatch):
 def test_the_measurement_runs(browser):
     """benchmarks/run_page.py, at toy size."""
     words = [*PYTHON, "-m", "benchmarks.run_page", "--steps", "2", "--tokens", "20"]
-    done = ran(subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100))
+    done = ran(subprocess.run(words, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300))
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["responses"] == figures["of"] == 2 * 8 + 32 and figures["mb"] < 1
 
