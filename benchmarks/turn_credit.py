@@ -1,13 +1,13 @@
 """Whether credit for single turns helps on the embedded task with tools: grpo, gigpo and mt_grpo with the same rewards.
 
-    python -m benchmarks.turn_credit                    every arm and seed, one run at a time (40 minutes of one core);
+    python -m benchmarks.turn_credit                    every arm and seed, one run at a time (20 minutes of one core);
                                                         what benchmarks/results/turn_credit.json has is not run again
     python -m benchmarks.turn_credit --table            the table of docs/multi_turn.md
 
 The calculator of the runs is the one below: a call that it can compute has a reward of 0.2, beside the 1 of a right
 answer. Two further arms have the built-in calculator, without that reward. Accuracy is that of the answers alone
-(pass@1: a score above 0.5), of two samples of each held-out product at temperature 1, because the greedy answer jumps
-from 0 to 1 where a call becomes more likely than none.
+(pass@1: a score above 0.5), of a sample of each held-out product at temperature 1, because the greedy answer jumps from
+0 to 1 where a call becomes more likely than none.
 """
 
 import json
@@ -23,8 +23,8 @@ CALL_REWARD = 0.2  # of a tool that ran, as in the experiments of arXiv 2505.118
 RECORD = Path(__file__).parent / "results/turn_credit.json"
 FLAGS = (
     "--model data/toy_tools/model --train-files data/toy_tools/train.jsonl --val-files data/toy_tools/val.jsonl "
-    "--max-prompt-length 32 --max-response-length 48 --lr 3e-4 --total-steps 30 --multi-turn.max-turns 3 "
-    "--val-every 3 --val-samples 2 --val-temperature 1 --show-samples 0"
+    "--max-prompt-length 32 --max-response-length 48 --lr 3e-4 --total-steps 20 --multi-turn.max-turns 3 "
+    "--val-every 2 --val-temperature 1 --show-samples 0"
 )
 REWARDED = "--multi-turn.tools benchmarks/turn_credit.py:calculator"
 ARMS = {  # flags of grpo.py
@@ -36,7 +36,7 @@ ARMS = {  # flags of grpo.py
 }
 SEEDS = (1, 2, 3, 4, 5)
 CURVES = {"accuracy": "val/toy/arithmetic/pass@1", "calls": "agent/tool_calls_mean", "reward": "reward/mean"}
-SHOWN = (3, 6, 9, 12, 15, 21, 30)  # steps of the table
+SHOWN = (2, 4, 6, 8, 10, 14, 20)  # steps of the table
 
 
 def calculator(expression: str) -> tuple[str, float]:
@@ -91,7 +91,7 @@ def main() -> None:
 
 def table() -> str:
     """Mean and range of the seeds."""
-    head = ["", *(f"step {step}" for step in SHOWN), "first step at 50 %", "calls, step 30", "CPU of a run, s", "seeds"]
+    head = ["", *(f"step {step}" for step in SHOWN), "first step at 50 %", "calls, step 20", "CPU of a run, s", "seeds"]
     lines = [head, ["---"] * len(head)]
     for arm, record in json.loads(RECORD.read_text()).items():
         runs = record["runs"]
