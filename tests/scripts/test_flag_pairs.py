@@ -580,7 +580,8 @@ def test_every_pair_is_rejected_or_equal(name, one_rank):
 
 ON_TWO_RANKS = {  # cases of each script
     "grpo": (
-        "--loss gspo --loss-agg-mode seq-mean-token-mean --kl-coef 0.1 --zero-variance drop_from_denominator",
+        "--loss gspo --loss-agg-mode seq-mean-token-mean --kl-coef 0.1 --zero-variance drop_from_denominator "
+        "--adv-estimator gigpo --multi-turn.tools calculator",
         "--adv-estimator gdpo --reward-keys a,b --update-epochs 2 --micro-batch-tokens 12 --token-masks.m2po 0.06",
         "--adv-estimator optimal_token_baseline --rollout-correction.level sequence --token-masks.top-entropy 0.8",
         "--loss clip_cov --token-masks.clip-cov-ratio 0.1 --token-masks.clip-cov-bounds 0.01,2 --micro-batch-tokens 12",
