@@ -3,6 +3,7 @@
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -193,6 +194,7 @@ def tail(log: Path, start: int) -> str:
     except OSError:
         return ""
     said, crash, where = printed.partition("Fatal Python error")  # faulthandler's
+    said = re.sub(r'^.*File ".*", line \d+, in .*\n', "", said, flags=re.M)  # torch's frames of C++ may come before
     return f"{crash}{where[:1500]}\n{said[-1500:]}"
 
 

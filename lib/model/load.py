@@ -108,7 +108,9 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> transformer
     try:
         if not any(cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in files):
             return None
-        return transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        processor = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        processor.tokenizer.init_kwargs.pop("local_files_only", None)  # as load_tokenizer
+        return processor
     except ImportError as error:
         raise InputError(f"--model {path}: its processor needs torchvision: install it") from error
     except (OSError, ValueError) as error:
@@ -122,6 +124,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
+    tokenizer.init_kwargs.pop("local_files_only", None)  # exports would differ by whether there was a network
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

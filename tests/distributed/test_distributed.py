@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ from lib.distributed import (
     trainable_parameters,
     unsharded,
 )
-from lib.model import add_lora, batched_log_probs, load_critic, load_model, response_log_probs, response_values
+from lib.model import add_lora, batched_log_probs, load_model, response_log_probs
 from lib.rollout import weight_checksum
 from tests.common import ROOT, randomize_lora_b, rollout_batch, run_ranks, save_tiny
 
@@ -233,47 +232,6 @@ def test_offloading_to_cpu_memory_changes_no_number(tmp_path, size, monkeypatch)
     (loss, norm, gradients, _), (plain_loss, plain_norm, plain_gradients, _) = results
     assert torch.equal(loss, plain_loss) and norm == plain_norm
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
-
-
-def offloaded_update(world, path, checkpointing):
-    """({offload: outputs and gradients of actor and critic}, the tensors that were copied with offload)."""
-    results, copied, batch = {}, [], rollout_batch(PROMPTS, RESPONSES)
-
-    class Spy(lib.model.load.save_on_cpu):
-        def __init__(self, pin_memory):
-            super().__init__(pin_memory)
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: pack(copied.append(tensor.detach().clone()) or copied[-1])
-
-    lib.model.load.save_on_cpu = Spy
-    for offload in (False, True):
-        results[offload] = []
-        for load, forward in (
-            (load_model, partial(response_log_probs, temperature=0.8)),
-            (load_critic, response_values),
-        ):
-            model = load(path, gradient_checkpointing=checkpointing, offload_activations=offload)
-            model = shard_model(model, make_mesh(world), torch.float32)
-            outputs = forward(model, batch)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            sum((x * torch.arange(x.shape[1])).sum() for x in outputs).backward()
-            gradients = [full_tensor(p.grad).clone() for p in trainable_parameters(model)]
-            results[offload] += [*(x.detach() for x in outputs), *gradients]
-        assert bool(copied) == offload
-    return results, copied
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_activations_on_the_cpu_change_no_number_and_weights_are_not_among_them(tmp_path, size):
-    """On a CPU they are clones here, where save_on_cpu would keep the tensor itself."""
-    path, counts = save_tiny(tmp_path), []
-    weights = [w for p in load_model(path).parameters() if p.ndim == 2 for w in (p, p.T)]
-    for checkpointing in (False, True):
-        results, copied = run_ranks(size, offloaded_update, path, checkpointing)[0]
-        assert all(torch.equal(a, b) for a, b in zip(results[False], results[True], strict=True))
-        assert not any(x.shape == w.shape and torch.equal(x, w) for x in copied for w in weights)
-        counts.append(sum(x.numel() for x in copied))
-    assert 0 < counts[1] < counts[0] / 2  # a checkpointed layer keeps what goes into it
 
 
 def test_fp32_gradients_of_1_and_2_ranks_agree_to_rounding(tmp_path):

@@ -200,6 +200,21 @@ def test_update_of_two_ranks(world, flags, more_waits):
     compare(world, "grpo", flags, more_waits)
 
 
+@on_gpu(ranks=2)
+def test_activations_on_the_cpu_are_no_weights(world):
+    """FSDP frees a layer's weights after its forward, and gathers them again for its backward."""
+    sizes = []
+    for flags in ([], ["--gradient-checkpointing"]):
+        flags = ["--cpu-offload", "activations", *flags]
+        compare(world, "grpo", flags, {})
+        copied = [source for kind, *_, source in events if kind == "out"]
+        _, _, _, [policy, *_] = set_up("grpo", on_cpu(world), *flags)
+        weights = {shape for p in policy.module.parameters() for shape in (p.shape, p.shape[::-1])}
+        assert len(weights) > 3 and not weights & {x.squeeze(0).shape for x in copied}
+        sizes.append(sum(x.numel() for x in copied))
+    assert 0 < sizes[1] < sizes[0] / 2  # a checkpointed layer keeps what goes into it
+
+
 @on_gpu
 def test_a_column_that_has_changed_is_read_again(world):
     """A script may give a micro-batch another mask: copies of the old one must not lay out its rows."""
