@@ -61,6 +61,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     ),
     "lib/agent/agent_loop.py: _as_batch": (
         Column("turn_rewards", "B, T", "float32", "rewards of tools and interactions", "add_to", saved="turns"),
+        Column("anchor_states", "B, T", "int64", "hash of the answer before the turn, or 0", "gigpo", "if read"),
         Column("messages", "B", "list", "the episode"),
         Column("num_turns", "B", "int", "turns of the policy", "metrics"),
         Column("segments", "B", "list", "start and end of each context in the response", "metrics"),

@@ -189,6 +189,48 @@ def token_baseline(args, at, mates_of, rewards, squared_scores, weights) -> tupl
     return advantages, to_go
 
 
+def runs(steps: list[int]) -> list[list[int]]:
+    """Positions, cut wherever one is left out: the turns of an episode."""
+    turns: list[list[int]] = []
+    for t in steps:
+        if turns and turns[-1][-1] == t - 1:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    return turns
+
+
+def credit_for_turns(args, rows, at, mates_of, rewards) -> Numbers:
+    """GiGPO and MT-GRPO: what the episode is worth in its group, and the turn among its peers."""
+    k, is_gigpo = args.adv_kwargs, args.adv_estimator == "gigpo"
+    epsilon, by_std = k.epsilon or 1e-6, k.norm_adv_by_std_in_grpo is not False
+    gamma, coef = (default if x is None else x for x, default in ((k.gamma, 0.95), (k.turn_coef, 1.0)))
+
+    def against(x: float, peers: list[float], alone: float) -> float:
+        if len(peers) == 1:
+            return alone
+        return (x - mean(peers)) / (stdev(peers) + epsilon if by_std else 1.0)
+
+    turns = {i: runs(steps) for i, steps in at.items()}
+    r = {i: [fsum(rewards[i, t] for t in turn) for turn in own] for i, own in turns.items()}
+    score, worth, place = {}, {}, {}
+    for i, own in turns.items():
+        score[i] = fsum(r[i]) if is_gigpo else r[i][-1]
+        for n, turn in enumerate(own):
+            to_go = fsum(gamma**m * x for m, x in enumerate(r[i][n:]))
+            worth[i, n] = to_go if is_gigpo else r[i][n] if n < len(own) - 1 else 0.0
+            place[i, n] = rows[i].uid, rows[i].anchor_states[turn[0]] if is_gigpo else n
+    advantages = {}
+    for (i, n), x in worth.items():
+        alone = 0.0 if args.singleton == "zero" else score[i] / (1 + epsilon if by_std else 1)
+        episode = against(score[i], [score[j] for j in mates_of(i)], alone)
+        turn = against(x, [worth[key] for key in worth if place[key] == place[i, n]], 0.0)
+        if not is_gigpo and n == len(turns[i]) - 1:
+            turn = 0.0
+        advantages |= {(i, t): episode + coef * turn for t in turns[i][n]}
+    return advantages
+
+
 def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[Numbers, Numbers]:
     """Of every --adv-estimator. at: {live row: positions}."""
     name, kwargs = args.adv_estimator, args.adv_kwargs
@@ -196,6 +238,9 @@ def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[N
     spread = lambda values: {(i, t): values[i] for i, steps in at.items() for t in steps}  # noqa: E731
     if name.endswith("optimal_token_baseline"):
         return token_baseline(args, at, mates_of, rewards, squared_scores, weights)
+    if name in ("gigpo", "mt_grpo"):
+        advantages = credit_for_turns(args, rows, at, mates_of, rewards)
+        return advantages, advantages
     if name == "reinforce_plus_plus":
         returns = rewards_to_go(at, rewards, 1.0 if kwargs.gamma is None else kwargs.gamma)
         return whitened(returns), returns

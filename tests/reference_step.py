@@ -49,6 +49,15 @@ class Row:
     truncated: bool = False
     fresh: bool = True  # DAPO: sampled in this step, by these weights
 
+    @property
+    def anchor_states(self) -> list[int]:
+        """By position: the state in which a token's turn began. Here tools answer odd and even."""
+        states, seen = [], 0
+        for token, own in zip(self.response, self.sampled):
+            seen = seen if own else 1 + token % 2
+            states.append(seen)
+        return states
+
 
 class Bigram:
     """A model without layers: hidden state h(x) = scale table[x] / rms(table[x]) of the last token x alone, then a

@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from lib import InputError
 from lib.agent.episode import Episode
@@ -96,6 +97,9 @@ class Episodes:
             for at, reward in zip(request.rewarded, request.turn_rewards):
                 given[i, at] += reward
         batch.batch["turn_rewards"] = given * batch.batch["response_mask"].any(1, keepdim=True)
+        states = [torch.tensor(request.anchor_states, dtype=torch.long) for request in requests]
+        states = [F.pad(own, (0, given.shape[1] - len(own))) for own in states]
+        batch.batch["anchor_states"] = torch.stack(states).to(given.device)
         columns = {name: [getattr(request, name) for request in requests] for name in OUTPUT_COLUMNS}
         columns["agent_metrics"] = [dict(request.metrics) for request in requests]
         batch.non_tensor_batch |= DataProto.from_dict(non_tensors=columns).non_tensor_batch

@@ -2,6 +2,8 @@
 
 import asyncio
 import copy
+import hashlib
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +27,15 @@ from lib.agent.multi_turn import (
 )
 from lib.agent.tools import ToolCall, ToolResult, attempt, check_metrics, run_tool_call
 from lib.rollout import Sampling, turn_seed
+
+
+def observation(answers: list[dict], images: list[Image]) -> int:
+    """The hash of what tools or a user answered: the state in which the next turn begins, for GiGPO. A signed 64-bit
+    number."""
+    shown = hashlib.blake2b(json.dumps([answer["content"] for answer in answers]).encode(), digest_size=8)
+    for image in images:
+        shown.update(f"{image.size}".encode() + image.tobytes())
+    return int.from_bytes(shown.digest(), signed=True)
 
 
 class Episode:
@@ -108,6 +119,7 @@ class Episode:
                 fits = await add_messages(request, settings, turn, has_end_token, [[plain, *answers]], images)
             if not fits:
                 return FinishReason.LENGTH
+            request.observation = observation(answers, images)
 
     async def _sample_turn(self) -> tuple[str, str, bool]:
         """(text without the end token, the engine's finish_reason, whether there is an end token)."""

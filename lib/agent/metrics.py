@@ -26,7 +26,9 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     Means are per episode, but timing_s/tool_call is per call. agent/tool_errors/<kind> counts calls answered with an
     error, and failures of create, calc_reward and release. agent/failed and agent/aborted are episodes that are not
     trained on. agent/tool/<key> and agent/interaction/<key> are metrics that tools and interactions report, as a mean
-    over the episodes that have them: a tool's add up over its calls, an interaction's are those of the last turn."""
+    over the episodes that have them: a tool's add up over its calls, an interaction's are those of the last turn.
+    agent/turn_rewards_mean adds up an episode's rewards of tools and interaction. agent/shared_states is the share of
+    the turns after the first that began in the state of another turn of their group, which GiGPO compares."""
     rows, B = batch.non_tensor_batch, len(batch)
     if "agent_metrics" not in rows:
         return {}
@@ -34,8 +36,10 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     for own in rows["agent_metrics"]:
         totals.update(own)
         counts.update(own.keys())
-    calls = totals["tool_calls"]
+    calls, shared = totals["tool_calls"], shared_states(batch)
     return {
+        "agent/turn_rewards_mean": Mean(float(batch.batch["turn_rewards"].sum()), B),
+        "agent/shared_states": Mean(sum(shared), len(shared)),
         "agent/turns_mean": Mean(sum(rows["num_turns"]), B),
         "agent/segments_mean": Mean(sum(map(len, rows["segments"])), B),
         "agent/tool_calls_mean": Mean(calls, B),
@@ -46,3 +50,13 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
         "agent/aborted": Sum(reasons["abort"]),
         **{f"agent/{key}": Mean(totals[key], counts[key]) for key in totals if "/" in key},
     }
+
+
+def shared_states(batch: DataProto) -> list[bool]:
+    """Of each turn after an answer: whether another turn of its group began in the same state."""
+    mask, states = batch.batch["response_mask"].bool(), batch.batch["anchor_states"]
+    starts = mask.int().diff(prepend=mask[:, :1].int() * 0) == 1  # (B, T)
+    begun = zip(batch.non_tensor_batch["uid"][starts.nonzero()[:, 0].tolist()], states[starts].tolist())
+    later = [(uid, state) for uid, state in begun if state]
+    counts = Counter(later)
+    return [counts[turn] > 1 for turn in later]

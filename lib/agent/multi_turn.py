@@ -152,10 +152,12 @@ class AsyncRolloutRequest:
     row_inputs: dict = field(default_factory=dict)  # those of all segments, one after the other
     state: RequestState = RequestState.PENDING
     finish_reason: FinishReason | None = None
-    token_ids: list[int] = field(default_factory=list)  # tokens of the response; the next four go with them
+    observation: int = 0  # hash of what answered the last turn; 0: the prompt
+    token_ids: list[int] = field(default_factory=list)  # tokens of the response; the next five go with them
     response_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)  # -1 where none is known
+    anchor_states: list[int] = field(default_factory=list)  # of a sampled token: the observation before its turn
     new_positions: list[torch.Tensor] = field(default_factory=list)  # pieces
     starts: list[int] = field(default_factory=lambda: [0])  # where segments start; the first includes the prompt
     num_turns: int = 0
@@ -205,6 +207,7 @@ class AsyncRolloutRequest:
         self.response_mask += [int(sampled is not None)] * len(ids)
         self.log_probs += [0.0] * len(ids) if sampled is None else sampled.log_probs
         self.weight_versions += (sampled.weight_versions if sampled else None) or [-1] * len(ids)
+        self.anchor_states += [self.observation if sampled is not None else 0] * len(ids)
 
     def append_images(self, encoded: Encoded, data: dict, vision: Vision) -> None:
         """Appends text with images that the policy was given. data: all images of the context, these among them."""

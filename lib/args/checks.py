@@ -15,6 +15,7 @@ from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import as_flag
 
 HUB_ANSWER_S = 5.0
+GIVE_NO_REWARD = {"calculator", "python", "zoom", "search", "mcp"}  # kinds of --multi-turn.tools
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>\w+))?")
 
 
@@ -102,6 +103,8 @@ def _check_groups(args: ScriptArgs) -> None:
         raise InputError(f"{flag} with --group-size 1: every advantage is 0, and nothing trains; raise --group-size")
     if args.zero_variance == "drop_from_denominator" and args.loss_agg_mode == "token-sum":
         raise InputError("--zero-variance drop_from_denominator: --loss-agg-mode token-sum has none; use mask")
+    if estimator in ("gigpo", "mt_grpo"):
+        _check_turns(args)
     if estimator != "gdpo":
         return
     if not args.reward_keys:
@@ -116,6 +119,24 @@ def _check_groups(args: ScriptArgs) -> None:
         raise InputError(f"--adv-estimator gdpo weighs --reward-keys and ignores all other rewards: {needed[0]}")
     if 0 in (args.adv_kwargs.reward_weights or ()):
         raise InputError("--adv-kwargs.reward-weights 0: this reward trains nothing: drop it from --reward-keys")
+
+
+def _check_turns(args: ScriptArgs) -> None:
+    """Of estimators that credit single turns."""
+    flag, turns = f"--adv-estimator {args.adv_estimator}", args.multi_turn
+    if not turns.enabled:
+        raise InputError(f"{flag} credits the turns of an episode: it needs --multi-turn.tools or .interaction")
+    if turns.max_turns == 1:
+        raise InputError(f"{flag} with --multi-turn.max-turns 1: an episode has one turn, so this is GRPO: use grpo")
+    if args.loss == "geo_mean":
+        why = "its gradient is that of the row's mean advantage, so turns would get no credit of their own"
+        raise InputError(f"{flag} with --loss geo_mean: {why}; --loss gspo keeps them apart")
+    if args.adv_estimator == "mt_grpo" and not turns.reward_coef:
+        raise InputError(f"{flag} compares the rewards of turns: --multi-turn.reward-coef 0 leaves none")
+    silent = [spec for spec in turns.tools if spec.partition(":")[0] in GIVE_NO_REWARD]
+    if args.adv_estimator == "mt_grpo" and not turns.interaction and len(silent) == len(turns.tools):
+        why = f"--multi-turn.tools {' '.join(silent)} give none: write a tool that does, or use gigpo"
+        raise InputError(f"{flag} compares the rewards of turns, and {why}")
 
 
 def _check_kl(args: ScriptArgs) -> None:

@@ -38,6 +38,7 @@ COVARIANCE = "old_log_probs advantages"
 WEIGHTS = "rollout_correction.action rollout_correction.bounds"
 CLIP = "loss_kwargs.cliprange_low loss_kwargs.cliprange_high"
 DPPO = "loss_kwargs.delta_low loss_kwargs.delta_high loss_kwargs.ratio_high"
+BY_STD = "grpo_passk|gigpo|mt_grpo"
 LIMITS = "max_turns max_turn_tokens max_tool_output truncate tool_timeout episode_timeout reward_coef"
 
 TABLE = (
@@ -95,8 +96,10 @@ TABLE = (
     # advantages
     Row("adv_estimator grpo|grpo_leave_one_out|grpo_batch_std", "singleton adv_kwargs.epsilon"),
     Row("adv_estimator dr_grpo|rloo|opo|reinforce_plus_plus_baseline", "singleton"),
-    Row("adv_estimator grpo_passk", "adv_kwargs.norm_adv_by_std_in_grpo"),
-    Row("adv_estimator grpo_passk and no adv_kwargs.norm_adv_by_std_in_grpo False", "adv_kwargs.epsilon"),
+    Row(f"adv_estimator {BY_STD}", "adv_kwargs.norm_adv_by_std_in_grpo"),
+    Row(f"adv_estimator {BY_STD} and no adv_kwargs.norm_adv_by_std_in_grpo False", "adv_kwargs.epsilon"),
+    Row("adv_estimator gigpo|mt_grpo", "singleton adv_kwargs.turn_coef"),
+    Row("adv_estimator gigpo", "adv_kwargs.gamma", "anchor_states"),
     Row("adv_estimator gpg", "singleton adv_kwargs.f_norm"),
     Row("adv_estimator maxrl", ""),
     Row("adv_estimator reinforce_plus_plus", "adv_kwargs.gamma"),

@@ -11,7 +11,7 @@ FILES, AS_RECORDED = Names.FILES, OnReplay.AS_RECORDED
 AdvEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "opo", "gpg", "maxrl", "grpo_passk", "grpo_leave_one_out", "grpo_batch_std",
     "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline",
-    "tir_optimal_token_baseline",
+    "tir_optimal_token_baseline", "gigpo", "mt_grpo",
 ]  # fmt: skip
 """names in lib/core_algos/advantages.py"""
 PolicyLoss = Literal[
@@ -167,11 +167,13 @@ class AdvKwargs:
     defaults."""
 
     epsilon: Annotated[float | None, Gt(0)] = None
-    """added to the standard deviation [grpo, grpo_passk, grpo_leave_one_out, grpo_batch_std]"""
+    """added to the standard deviation [grpo, grpo_passk, grpo_leave_one_out, grpo_batch_std, gigpo, mt_grpo]"""
     norm_adv_by_std_in_grpo: bool | None = None
-    """divide by the group's standard deviation [grpo_passk]"""
+    """divide by the group's standard deviation [grpo_passk, gigpo, mt_grpo]"""
     gamma: Annotated[float | None, Interval(ge=0, le=1)] = None
-    """discount [reinforce_plus_plus]"""
+    """discount, by token [reinforce_plus_plus] or by turn [gigpo]"""
+    turn_coef: Annotated[float | None, Ge(0)] = None
+    """weight of the turn's advantage, beside that of its episode [gigpo, mt_grpo]"""
     f_norm: Annotated[float | None, Gt(0)] = None
     """divisor of the advantages [gpg]"""
     reward_weights: Annotated[tuple[float, ...] | None, Interval(ge=-1e4, le=1e4)] = None

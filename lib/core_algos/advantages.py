@@ -15,8 +15,10 @@ loss is differentiated. Statistics are in float64; results have the dtype of the
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lib import InputError
@@ -367,6 +369,105 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     return advantages, returns
 
 
+# ------------------------------------------------------------------------ credit for the turns of an episode
+
+
+class Turns(NamedTuple):
+    """The turns of the live rows, in float64 on the CPU. A turn is a run of valid tokens: a tool's or a user's answer
+    is always between two."""
+
+    rewards: Tensor  # (N, K): r_ik, the sum of the rewards of the tokens of turn k
+    exists: Tensor  # (N, K) bool: whether the row has that turn
+    starts: Tensor  # (N, T) bool: the first token of each turn
+    group: Tensor  # (N,)
+    scores: Tensor  # (N,): R_i
+    alive: Tensor  # (B,) bool
+    spread: Callable[[Tensor], Pair]  # A of each turn, in the order of `exists`, -> advantages (B, T), returns (B, T)
+
+
+def _turns(rewards: Tensor, mask: Tensor, index: Index) -> Turns:
+    scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
+    valid = mask.bool().cpu()[alive]  # (N, T)
+    starts = valid & ~F.pad(valid, (1, -1))
+    turn = (starts.cumsum(1) - 1).clamp(min=0)  # (N, T): the number of a valid token's turn
+    K = int(turn.amax()) + 1 if len(turn) else 0
+    tokens = _keep(rewards.detach().cpu()[alive], valid).double()
+
+    of_turns = tokens.new_zeros(len(turn), K).scatter_add(1, turn, tokens)
+    exists = torch.arange(K) <= turn.amax(1, keepdim=True)
+
+    def spread(values: Tensor) -> Pair:
+        rows = values.new_zeros(mask.shape)
+        rows[alive] = torch.zeros_like(of_turns).masked_scatter(exists, values).gather(1, turn)
+        advantages = _keep(rows.to(mask.device), mask)
+        return _rewards_dtype(rewards, advantages, advantages)
+
+    return Turns(of_turns, exists, starts, group, scores, alive, spread)
+
+
+def _among(index: Tensor, scores: Tensor, epsilon: float, by_std: bool, singleton: str = "zero") -> Tensor:
+    """GRPO's advantages of the scores (M,), among those with an equal index (M,)."""
+    ones = torch.ones(len(scores), 1)
+    return compute_grpo_outcome_advantage(scores[:, None], ones, index, epsilon, by_std, singleton)[0][:, 0]
+
+
+def _pairs(a: Tensor, b: Tensor) -> Tensor:
+    """The number of each pair (a_i, b_i): equal pairs have an equal one."""
+    return torch.stack([a, b], 1).unique(dim=0, return_inverse=True)[1]
+
+
+def compute_gigpo_advantage(
+    token_level_rewards,
+    response_mask,
+    index,
+    *,
+    anchor_states,
+    gamma=0.95,
+    turn_coef=1.0,
+    epsilon=1e-6,
+    norm_adv_by_std_in_grpo=True,
+    singleton="raw",
+) -> Pair:
+    """GiGPO, arXiv 2505.10978: A_ik = A^E_i + turn_coef·A^S_ik on the tokens of turn k.
+
+    A^E_i is GRPO's advantage of the episode, by its R_i. A^S_ik is GRPO's advantage of the turn, by its return
+    Σ_{l≥k} gamma^(l−k)·r_il, among all turns of the group that began in the same state, whatever their number; 0 for a
+    turn that is alone in its state. anchor_states (B, T): on the tokens of a turn, the id of that state."""
+    turns = _turns(token_level_rewards, response_mask, index)
+    returns = turns.rewards.clone()
+    for k in reversed(range(returns.shape[1] - 1)):
+        returns[:, k] += gamma * returns[:, k + 1]
+    row, _ = turns.exists.nonzero(as_tuple=True)  # of each turn
+    state = _pairs(turns.group[row], anchor_states.cpu()[turns.alive][turns.starts].long())
+    step = _among(state, returns[turns.exists], epsilon, norm_adv_by_std_in_grpo)
+    episode = _among(turns.group, turns.scores, epsilon, norm_adv_by_std_in_grpo, singleton)
+    return turns.spread(episode[row] + turn_coef * step)
+
+
+def compute_mt_grpo_advantage(
+    token_level_rewards,
+    response_mask,
+    index,
+    turn_coef=1.0,
+    epsilon=1e-6,
+    norm_adv_by_std_in_grpo=True,
+    singleton="raw",
+) -> Pair:
+    """Turn-level GRPO (MT-GRPO), arXiv 2505.11821: A_ik = A^O_i + turn_coef·A^T_ik; in the last turn A^O_i alone.
+
+    The reward of the last turn is the outcome; A^O_i is GRPO's advantage by it. A^T_ik is GRPO's advantage of r_ik
+    among the kth turns of the group; 0 if there is no other. The paper's episodes all have the same number of turns.
+    Here one that ends with its kth turn takes part there with a turn reward of 0, as an episode without a call does in
+    the paper."""
+    turns = _turns(token_level_rewards, response_mask, index)
+    row, number = turns.exists.nonzero(as_tuple=True)  # of each turn
+    rewards = turns.rewards[turns.exists]
+    last = number == turns.exists.sum(1)[row] - 1
+    turn = _among(_pairs(turns.group[row], number), rewards.masked_fill(last, 0), epsilon, norm_adv_by_std_in_grpo)
+    outcome = _among(turns.group, rewards[last], epsilon, norm_adv_by_std_in_grpo, singleton)
+    return turns.spread(outcome[row] + turn_coef * turn.masked_fill(last, 0))
+
+
 # estimator(token_level_rewards, response_mask, index, **tensors, **settings); singleton is a setting of all of them
 ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=True),
@@ -381,6 +482,8 @@ ADV_ESTIMATORS: dict[str, Callable[..., Pair]] = {
     "gdpo": compute_gdpo_outcome_advantage,
     "optimal_token_baseline": compute_optimal_token_baseline_advantage,
     "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
+    "gigpo": compute_gigpo_advantage,
+    "mt_grpo": compute_mt_grpo_advantage,
     "reinforce_plus_plus": compute_reinforce_plus_plus_outcome_advantage,
     "reinforce_plus_plus_baseline": compute_reinforce_plus_plus_baseline_outcome_advantage,
 }

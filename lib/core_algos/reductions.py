@@ -88,7 +88,7 @@ def zero_variance_rows(
 ) -> Tensor:
     """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all exactly equal.
 
-    Every group estimator gives them advantage 0, and DAPO's dynamic sampling, arXiv 2503.14476, drops them. Groups of
+    Estimators of outcomes give them advantage 0, and DAPO's dynamic sampling, arXiv 2503.14476, drops them. Groups of
     one do not count, since their variance is undefined, not zero. The arguments are those of the estimators. With
     reward_components (B, K), which GDPO compares one by one, each of the K must be equal, whatever their sum is."""
     if reward_components is not None:

@@ -40,9 +40,11 @@ def batch_faults(batch: DataProto) -> dict[str, Metric]:
     totals = torch.zeros(len(first), dtype=torch.float64, device=given.device)
     of_rows = advantage, advantage.abs(), torch.ones_like(alive), alive
     total, sizes, rows, live = (totals.index_add(0, group, x.double()) for x in of_rows)
-    # estimators whose advantages add up to 0 in whole groups can tell; two groups, for one may do so by chance
+    # Estimators whose advantages add up to 0 in whole groups can tell. Two groups, for one may do so by chance; and the
+    # same for all tokens of a row, for credit for turns may be 0 in groups of single turns.
     large, whole = total.abs() > CLOSE * advantage.abs().max(), (live == rows) & (sizes > 0)
     tells = (whole.sum() > 1) & ~(large & whole).any()
+    tells &= ((t["advantages"] - advantage[:, None]).abs().where(valid, 0) <= CLOSE * advantage.abs().max()).all()
     found["dead_rows_count"] = (tells & large & (live > 1)).sum() + (~alive & (t["advantages"] != 0).any(1)).sum()
 
     if "values" in t:  # whatever gamma and lambda are, the return of the last token is its reward

@@ -9,9 +9,11 @@ import threading
 import time
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from transformers import AddedToken
 
 from lib import InputError
@@ -26,10 +28,11 @@ from lib.agent import (
     load_multi_turn,
     make_episodes,
 )
+from lib.agent.episode import observation
 from lib.agent.multi_turn import LONG_TEXT
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
-from lib.distributed import World, init_distributed, make_mesh, reduce_metrics, shard_model
+from lib.distributed import Mean, World, init_distributed, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
 from lib.rollout.server_engine import ServerEngine
@@ -109,7 +112,7 @@ def prompts_of(how: MultiTurn, n: int, **columns) -> DataProto:
         "attention_mask": mask,
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
     }
-    return DataProto.from_dict(tensors, {"raw_prompt": messages, "raw_prompt_ids": ids, **columns})
+    return DataProto.from_dict(tensors, {"uid": [*range(n)], "raw_prompt": messages, "raw_prompt_ids": ids, **columns})
 
 
 class Scripted:
@@ -204,6 +207,37 @@ def test_a_row_is_the_conversation_as_the_template_writes_it():
     positions = out.batch["position_ids"][0][out.batch["attention_mask"][0].bool()]
     assert torch.equal(positions, torch.arange(len(positions)))
     assert how.tools["add"].log[0][0] == "create" and [kind for kind, *_ in how.tools["add"].log].count("release") == 2
+
+
+def test_a_turn_has_the_state_that_it_began_in():
+    """The hash of the answer before it, whatever the call looked like; 0 after the prompt, and where nothing was
+    sampled."""
+    one = [CALL % (1, 2) + END, CALL % (3, 4) + END, "=7" + END]
+    other = ["Hm. " + CALL % (2, 1) + END, CALL % (5, 5) + END, "=10" + END]
+    out, _ = play(settings(), one, other, ["no" + END])
+    mask, states = out.batch["response_mask"].bool(), out.batch["anchor_states"]
+    assert states.dtype == torch.long and not states[~mask].any()
+    turns = []
+    for row, own in zip(mask.tolist(), states.tolist()):
+        runs = [list(run) for sampled, run in itertools.groupby(zip(row, own), key=lambda at: at[0]) if sampled]
+        assert all(len({state for _, state in run}) == 1 for run in runs)
+        turns.append([run[0][1] for run in runs])
+    assert [len(row) for row in turns] == out.non_tensor_batch["num_turns"].tolist() == [3, 3, 1]
+    assert [row[0] for row in turns] == [0, 0, 0] and turns[0][1] == turns[1][1] != 0  # both calls give 3
+    assert len({turns[0][1], turns[0][2], turns[1][2]}) == 3
+    out.non_tensor_batch["uid"] = np.array(["a", "a", "a"], object)
+    metrics = agent_metrics(out)
+    assert metrics["agent/shared_states"] == Mean(2, 4)
+    assert metrics["agent/turn_rewards_mean"] == Mean(float(out.batch["turn_rewards"].sum()), 3)
+    out.non_tensor_batch["uid"] = np.array(["a", "b", "a"], object)
+    assert agent_metrics(out)["agent/shared_states"] == Mean(0, 4)
+
+
+def test_images_are_part_of_a_state():
+    answers, image = [{"role": "tool", "content": "shown"}], Image.new("RGB", (2, 2))
+    states = [observation(answers, images) for images in ([], [image], [Image.new("RGB", (2, 2), "red")], [image] * 2)]
+    assert len(set(states)) == 4 and observation(answers, [image.copy()]) == states[1]
+    assert observation([{"role": "user", "content": "shown"}], []) == states[0]  # as some templates want it
 
 
 def test_a_call_that_the_template_would_write_otherwise_stays_as_it_was_sampled():
@@ -712,7 +746,7 @@ def test_results_do_not_depend_on_time(engine_and_model):
     _, quick = random_play(engine)
     for _ in range(2):
         _, slow = random_play(engine, delay=0.05)
-        for name in ("responses", "response_mask", "position_ids", "turn_rewards"):
+        for name in ("responses", "response_mask", "position_ids", "turn_rewards", "anchor_states"):
             assert torch.equal(slow.batch[name], quick.batch[name])
         torch.testing.assert_close(slow.batch["rollout_log_probs"], quick.batch["rollout_log_probs"], rtol=0, atol=1e-4)
         for name in ("finish_reason", "messages", "segments"):

@@ -91,6 +91,7 @@ def settings(vision: Vision, tools=None, parse=None, interaction=None, **limits)
 def prompts_of(how: MultiTurn, rows: list[tuple[str, list[Image.Image]]]) -> DataProto:
     """As the data set makes them."""
     columns = {name: [] for name in ("raw_prompt", "raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")}
+    columns["uid"] = [*range(len(rows))]
     encoded = []
     for text, images in rows:
         content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]

@@ -135,11 +135,25 @@ BAD_FLAGS = {  # what the message says, by flags
 }
 SERVER = ["--rollout-engine", "http://127.0.0.1:1", "--async-order", "finished"]
 GDPO = ["--adv-estimator", "gdpo", "--reward-keys", "x"]
+GIGPO = ["--adv-estimator", "gigpo", "--multi-turn.tools", "calculator"]
+MT_GRPO = ["--adv-estimator", "mt_grpo", "--multi-turn.tools"]
 OWN_BAD_FLAGS = {
     "grpo": {
         "invalid choice 'gae'": ["--adv-estimator", "gae"],
         "invalid choice 'remax'": ["--adv-estimator", "remax"],
         "gdpo weighs --reward-keys: name them": ["--adv-estimator", "gdpo"],
+        "gigpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "gigpo"],
+        "mt_grpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "mt_grpo"],
+        "gigpo with --multi-turn.max-turns 1: an episode has one": [*GIGPO, "--multi-turn.max-turns", "1"],
+        "gigpo with --loss geo_mean: its gradient is that of the row's mean": [*GIGPO, "--loss", "geo_mean"],
+        "rewards of turns, and --multi-turn.tools python search:c.jsonl give none": [
+            *MT_GRPO,
+            "python",
+            "search:c.jsonl",
+        ],
+        "mt_grpo compares the rewards of turns: --multi-turn.reward-coef 0": [
+            *(*MT_GRPO, "benchmarks/turn_credit.py:calculator", "--multi-turn.reward-coef", "0")
+        ],
         "--kl-placement loss": [*GDPO, "--kl-placement", "reward", "--kl-coef", "0.1"],
         "--reward-weights has no effect with --adv-estimator gdpo": [*GDPO, "--reward-weights", "2"],
         "--reward-keys ... reward_model": [*GDPO, "--reward-model", TOY_MODEL],

@@ -126,6 +126,7 @@ def step_tensors() -> tuple[dict[str, torch.Tensor], np.ndarray, torch.Tensor]:
     lengths = torch.randint(1, T + 1, (B,))
     lengths[5] = 0
     mask = (torch.arange(T) < lengths[:, None]).long()
+    mask[lengths > 6, 4] = 0  # a tool's answer
     log_probs = lambda: -torch.rand(B, T) * 2  # noqa: E731
     groups = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [5] * 2 + [6, 7]
     scores = torch.rand(B) + torch.arange(B) % 2
@@ -141,6 +142,7 @@ def step_tensors() -> tuple[dict[str, torch.Tensor], np.ndarray, torch.Tensor]:
         **{name: log_probs() for name in ("old_log_probs", "rollout_log_probs", "ref_log_prob")},
         "entropys": torch.rand(B, T),
         "squared_score": torch.rand(B, T),
+        "anchor_states": torch.arange(B)[:, None].expand(B, T) % 2,
     }
     return t, np.array([f"1-{g}" for g in groups], dtype=object), log_probs()
 
@@ -180,6 +182,7 @@ VALUES = {  # what a flag is changed to, where it is no choice among two
     "adv_kwargs.epsilon": 0.5,
     "adv_kwargs.norm_adv_by_std_in_grpo": False,
     "adv_kwargs.gamma": 0.5,
+    "adv_kwargs.turn_coef": 0.5,
     "adv_kwargs.f_norm": 3.0,
     "adv_kwargs.reward_weights": (1.0, 3.0),
     "singleton": "zero",
@@ -215,9 +218,11 @@ OF_ADVANTAGE = [name for name in VALUES if name.startswith(("adv_kwargs", "singl
 OF_CORRECTION = [name for name in VALUES if name.startswith("rollout_correction")]
 OF_KL = [name for name in VALUES if name.startswith("kl_")]
 ONE = "--num-mini-batches 1"
+REWARDING = "--multi-turn.tools benchmarks/turn_credit.py:calculator"
 CASES: dict[str, tuple[str, list[str]]] = {
     **{name: (f"--adv-estimator {name}", OF_ADVANTAGE) for name in ADV_ESTIMATORS},
     "gdpo": ("--adv-estimator gdpo --reward-keys a b --overlong-buffer 0", OF_ADVANTAGE),
+    **{name: (f"--adv-estimator {name} {REWARDING}", OF_ADVANTAGE) for name in ("gigpo", "mt_grpo")},
     "grpo_passk, not divided": (
         "--adv-estimator grpo_passk --adv-kwargs.norm-adv-by-std-in-grpo False",
         [*OF_ADVANTAGE[:1], *OF_ADVANTAGE[2:]],

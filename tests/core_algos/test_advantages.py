@@ -5,6 +5,7 @@ import json
 import math
 import random
 import statistics
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,6 +87,7 @@ def random_batch(seed, dtype=torch.float64, size=1):
         "squared_score": torch.rand(rows, width, generator=g, dtype=dtype),
         "is_weights": torch.rand(rows, width, generator=g, dtype=dtype) * 2,
         "baselines": randn(rows),
+        "anchor_states": torch.randint(0, 2, (rows, width), generator=g),
         "components": torch.stack([rewards.sum(1), randn(rows).round()], 1),
     }
 
@@ -120,7 +122,8 @@ def slow(name, **kwargs):
         args = SimpleNamespace(
             adv_estimator=name, adv_kwargs=AdvKwargs(**kwargs), singleton=singleton, reward_keys=keys
         )
-        rows = [SimpleNamespace(uid=u, components=x.tolist()) for u, x in zip(b["index"], b["components"])]
+        each = zip(b["index"], b["components"].tolist(), b["anchor_states"].tolist())
+        rows = [SimpleNamespace(uid=u, components=x, anchor_states=states) for u, x, states in each]
         tensors = (at_tokens(b, key) for key in ("rewards", "squared_score", "is_weights"))
         return [as_tensor(b, numbers) for numbers in grpo_advantages(args, rows, live_rows(b), *tensors)]
 
@@ -182,6 +185,13 @@ ESTIMATORS = {
         ),
         slow("tir_optimal_token_baseline"),
     ),
+    "gigpo": (
+        lambda b, s: ADV_ESTIMATORS["gigpo"](
+            *(b[k] for k in ("rewards", "mask", "index")), anchor_states=b["anchor_states"], gamma=GAMMA, singleton=s
+        ),
+        slow("gigpo", gamma=GAMMA),
+    ),
+    "mt_grpo": outcome("mt_grpo"),
     "gae": (
         lambda b, s: compute_gae_advantage_return(b["rewards"], b["values"], b["mask"], GAMMA, LAM),
         slow_gae(LAM),
@@ -222,6 +232,7 @@ TENSORS = {  # of the shape that each has beside rewards (B, T)
     "rollout_is_weights": lambda x: x,
     "reward_baselines": lambda x: x[:, 0],
     "reward_components": lambda x: x,
+    "anchor_states": lambda x: x.long(),
 }
 
 
@@ -309,7 +320,7 @@ def test_nothing_or_one_token_lives(name):
 TOKEN_BASELINES = {"gae", "vapo", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"}
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - TOKEN_BASELINES))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - TOKEN_BASELINES - {"gigpo", "mt_grpo"}))  # see below
 @for_all(seed=seeds, size=st.integers(2, 7), reward=st.floats(-100, 100))
 def test_equal_rewards_give_exactly_zero(name, seed, size, reward):
     rng = random.Random(seed)
@@ -336,6 +347,8 @@ SINGLETONS = {  # A of a group of one with R = 2, "raw", beside a group with R =
     "reinforce_plus_plus_baseline": (2 - 2 / 3) / math.sqrt(19 / 12 + 1e-8),  # 2, −½, ½ whitened
     "optimal_token_baseline": 2.0,
     "tir_optimal_token_baseline": 2.0,
+    "gigpo": 2.0 / (1 + 1e-6),
+    "mt_grpo": 2.0 / (1 + 1e-6),
 }
 
 
@@ -343,6 +356,7 @@ SINGLETONS = {  # A of a group of one with R = 2, "raw", beside a group with R =
 def test_singletons(name):
     b = {"rewards": torch.tensor([[2.0], [0.0], [1.0]]), "mask": torch.ones(3, 1), "index": ["a", "b", "b"]}
     b |= {"log_probs": -torch.ones(3, 1), "squared_score": torch.ones(3, 1), "is_weights": torch.ones(3, 1)}
+    b |= {"anchor_states": torch.zeros(3, 1).long()}
     fast, _ = ESTIMATORS[name]
     assert fast(b, "raw")[0][0].item() == pytest.approx(SINGLETONS[name], rel=1e-6)
     assert fast(b, "zero")[0][0].item() == pytest.approx(0, abs=1e-7)
@@ -495,11 +509,92 @@ def test_turn_aligned_baseline_by_hand():
     torch.testing.assert_close(plain, torch.tensor([[-1.0, 0, 0], [1, 0, 3]]))  # alone at positions 1 and 2
 
 
+# A group of four. Rows 0 and 1 call, get the same answer, and one of the two copies it well. Row 2 gets another answer,
+# row 3 answers at once, and wrongly. Of the calls only the first two are rewarded.
+EPISODES = {
+    "token_level_rewards": torch.tensor(
+        [[0, 0.2, 0, 1], [0, 0.2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64
+    ),
+    "response_mask": torch.tensor([[1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 0, 1], [1, 0, 0, 0]]),
+    "index": ["u"] * 4,
+    "anchor_states": torch.tensor([[0, 0, 0, 7], [0, 0, 0, 7], [0, 0, 0, 9], [0, 0, 0, 0]]),
+}
+
+
+def by_turn(first: list[float], second: list[float]) -> torch.Tensor:
+    """(4, 4): the advantages of the episodes' turns on their tokens."""
+    rows = torch.tensor([first, first, first, second], dtype=torch.float64).T
+    return rows.where(EPISODES["response_mask"].bool(), 0)
+
+
+@pytest.mark.parametrize("coef", [0, 1, 2])
+def test_gigpo_by_hand(coef):
+    """Episodes have 1.2, 0.2, 0, 0. From the prompt the returns are 0.7, 0.2, 0, 0; from state 7 they are 1 and 0."""
+    found, _ = ADV_ESTIMATORS["gigpo"](**EPISODES, gamma=0.5, turn_coef=coef, norm_adv_by_std_in_grpo=False)
+    first = [0.85 + coef * 0.475, -0.15 - coef * 0.025, -0.35 - coef * 0.225, -0.35 - coef * 0.225]
+    close(found, by_turn(first, [0.85 + coef * 0.5, -0.15 - coef * 0.5, -0.35, -0.35]))
+
+
+@pytest.mark.parametrize("coef", [0, 1, 2])
+def test_mt_grpo_by_hand(coef):
+    """Outcomes are 1, 0, 0, 0; rewards of the first turn 0.2, 0.2, 0, and 0 of the episode that ends with it."""
+    columns = {key: value for key, value in EPISODES.items() if key != "anchor_states"}
+    found, _ = ADV_ESTIMATORS["mt_grpo"](**columns, turn_coef=coef, norm_adv_by_std_in_grpo=False)
+    outcome = [0.75, -0.25, -0.25, -0.25]
+    first = [outcome[0] + coef * 0.1, outcome[1] + coef * 0.1, outcome[2] - coef * 0.1, outcome[3]]
+    close(found, by_turn(first, outcome))
+
+
+@for_all(seed=seeds)
+@pytest.mark.parametrize("by_std", [True, False])
+@pytest.mark.parametrize("singleton", ["raw", "zero"])
+def test_credit_for_turns_is_grpo_without_turns_or_without_their_weight(singleton, by_std, seed):
+    """Of one turn, GiGPO's two advantages are the same; a row that is alone in its group has only the episode's."""
+    settings = {"norm_adv_by_std_in_grpo": by_std, "singleton": singleton}
+    for one_turn in (True, False):
+        b = random_batch(seed)
+        b["anchor_states"][:] = 0  # every episode of a group begins in the same state
+        if one_turn:
+            b["mask"] = torch.arange(b["mask"].shape[1]) < b["mask"].sum(1, keepdim=True)
+        columns = [b[k] for k in ("rewards", "mask", "index")]
+        gigpo = partial(ADV_ESTIMATORS["gigpo"], *columns, anchor_states=b["anchor_states"], **settings)
+        grpo, _ = compute_grpo_outcome_advantage(*columns, **settings)
+        close(gigpo(turn_coef=0)[0], grpo)
+        if one_turn:
+            live = {u: sum(b["mask"][b["index"] == u].any(1)).item() for u in b["index"]}
+            sizes = torch.tensor([live[u] for u in b["index"]])[:, None]
+            close(gigpo(turn_coef=0.5)[0], torch.where(sizes > 1, 1.5 * grpo, grpo))
+            close(ADV_ESTIMATORS["mt_grpo"](*columns, **settings)[0], grpo)
+
+
+@for_all(seed=seeds)
+def test_turns_without_a_reward_leave_mt_grpo_the_outcome(seed):
+    b = random_batch(seed)
+    for i in range(len(b["mask"])):
+        b["rewards"][i, : max(valid_tokens(b, i), default=0)] = 0
+    columns = [b[k] for k in ("rewards", "mask", "index")]
+    close(ADV_ESTIMATORS["mt_grpo"](*columns)[0], compute_grpo_outcome_advantage(*columns)[0])
+
+
+@for_all(seed=seeds)
+def test_states_of_other_groups_are_other_states(seed):
+    """Equal ids in two groups are not compared, and what the ids are does not matter."""
+    b = random_batch(seed)
+    columns = [b[k] for k in ("rewards", "mask", "index")]
+    found, _ = ADV_ESTIMATORS["gigpo"](*columns, anchor_states=b["anchor_states"])
+    apart = b["anchor_states"] * 2**61 - torch.tensor(b["index"])[:, None]
+    assert bits_equal(ADV_ESTIMATORS["gigpo"](*columns, anchor_states=apart)[0], found)
+    unique = torch.arange(b["mask"].numel()).view(b["mask"].shape)
+    grpo, _ = compute_grpo_outcome_advantage(*columns)
+    close(ADV_ESTIMATORS["gigpo"](*columns, anchor_states=unique)[0], grpo)  # a state of its own compares with nothing
+
+
 def test_estimator_inputs():
     mask = torch.ones(2, 1)
     whole, index = torch.tensor([[0, 3], [1, 2], [0, 1], [0, 0], [5, 0]]), ["a", "a", "a", "b", "b"]
     b = {"mask": torch.ones(5, 2), "index": index} | dict.fromkeys(("values", "log_probs"), -torch.ones(5, 2))
     b |= {"squared_score": torch.ones(5, 2), "is_weights": torch.ones(5, 2), "baselines": torch.ones(5) / 2}
+    b |= {"anchor_states": torch.zeros(5, 2).long()}
     for name, (fast, _) in ESTIMATORS.items():  # integers must not truncate
         results = [fast(b | {"rewards": x, "components": x}, "raw") for x in (whole, whole.float())]
         assert all(bits_equal(x, y) for x, y in zip(*results)), name

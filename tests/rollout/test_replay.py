@@ -75,13 +75,14 @@ def test_a_replay_repeats_the_metrics_to_the_bit_and_neither_samples_nor_scores(
 
 
 def test_several_turns_and_a_reward_model(tmp_path):
-    """With validation, which is sampled, scored and judged anew."""
+    """With validation, which is sampled, scored and judged anew, and an estimator that compares turns."""
     judge = tmp_path / "judge"
     AutoModelForSequenceClassification.from_pretrained(TOY_MODEL, num_labels=1).save_pretrained(judge)
     AutoTokenizer.from_pretrained(TOY_MODEL).save_pretrained(judge)
     rows = Path(ROOT, "data/toy_tools/val.jsonl").read_text().splitlines()[:4]
     (tmp_path / "val.jsonl").write_text("\n".join(rows))
     args = [*SMALL, *TOOLS, "--total-steps", "2", "--reward-model", str(judge), "--reward-kwargs", "{}"]
+    args += ["--adv-estimator", "gigpo"]
     args += ["--val-files", str(tmp_path / "val.jsonl"), "--val-every", "2", "--val-before-train"]
     ran(fork("grpo", tmp_path, *args, "--run-name", "live", "--record", str(tmp_path / "kept")))
     ran(fork("grpo", tmp_path, *args, "--run-name", "again", "--replay", str(tmp_path / "kept")))

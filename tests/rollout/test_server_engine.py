@@ -298,6 +298,7 @@ def test_grpo_with_async_episodes_and_a_resume(server, tmp_path):
     args += ["--multi-turn.tools", f"{tmp_path / 'talk.py'}:Client", "calculator", "--multi-turn.parser", "hermes"]
     args += ["--multi-turn.interaction", f"{tmp_path / 'talk.py'}:TalksOn", "--multi-turn.max-turns", "3"]
     args += ["--multi-turn.max-turn-tokens", "12", "--val-every", "2", "--val-files", str(tmp_path / "val.jsonl")]
+    args += ["--adv-estimator", "gigpo"]
     ran(fork("grpo", tmp_path, *args, "--total-steps", "3", ranks=2))
     check_async_episodes(tmp_path / "run", [0, 1, 1])
     saved = tmp_path / "run/checkpoints/step_000002"

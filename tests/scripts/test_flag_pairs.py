@@ -42,10 +42,11 @@ BASE = ("--prompts-per-step", str(PROMPTS), "--max-prompt-length", "2", "--val-e
 # which a case has at most one.
 FLAGS = """
 --adv-estimator: - dr_grpo rloo opo gpg maxrl grpo_passk grpo_leave_one_out grpo_batch_std reinforce_plus_plus
-    reinforce_plus_plus_baseline gdpo optimal_token_baseline tir_optimal_token_baseline
+    reinforce_plus_plus_baseline gdpo optimal_token_baseline tir_optimal_token_baseline gigpo mt_grpo
 --adv-kwargs.epsilon: - 0.5
 --adv-kwargs.norm-adv-by-std-in-grpo: - False
 --adv-kwargs.gamma: - 0.9
+--adv-kwargs.turn-coef: - 0.5
 --adv-kwargs.f-norm: - 2
 --adv-kwargs.reward-weights: - 1,0.5
 --reward-keys: - a,b
@@ -100,7 +101,7 @@ FLAGS = """
 --min-p: - 0.1
 --reward-model: - MODEL
 --reward-model-coef: - 0.5
---multi-turn.tools: - calculator
+--multi-turn.tools: - calculator REWARDING
 --multi-turn.reward-coef: - 0.5
 """
 ADVANTAGES = ("--adv-estimator", "--adv-kwargs", "--reward-keys", "--singleton", "--zero-variance")
@@ -122,12 +123,17 @@ OWN = {  # in place of the values above, or further flags
 --kl-coef: - 0.1 0
 """,
 }
+REWARDING = "benchmarks/turn_credit.py:calculator"  # a tool that rewards calls
+BY_STD = ["grpo_passk", "gigpo", "mt_grpo"]
 CLIPPED = ["cispo", "gspo", "geo_mean", "two_sided", "decoupled", "clip_cov"]
 # What a flag, or a value of it, needs of another flag: without that it is rejected, which is checked.
 NEEDS = {
-    "--adv-kwargs.epsilon": ("--adv-estimator", ["-", "grpo_passk", "grpo_leave_one_out", "grpo_batch_std"]),
-    "--adv-kwargs.norm-adv-by-std-in-grpo": ("--adv-estimator", ["grpo_passk"]),
-    "--adv-kwargs.gamma": ("--adv-estimator", ["reinforce_plus_plus"]),
+    "--adv-kwargs.epsilon": ("--adv-estimator", ["-", *BY_STD, "grpo_leave_one_out", "grpo_batch_std"]),
+    "--adv-kwargs.norm-adv-by-std-in-grpo": ("--adv-estimator", BY_STD),
+    "--adv-kwargs.gamma": ("--adv-estimator", ["reinforce_plus_plus", "gigpo"]),
+    "--adv-kwargs.turn-coef": ("--adv-estimator", ["gigpo", "mt_grpo"]),
+    "--adv-estimator gigpo": ("--multi-turn.tools", ["calculator", "REWARDING"]),
+    "--adv-estimator mt_grpo": ("--multi-turn.tools", ["REWARDING"]),
     "--adv-kwargs.f-norm": ("--adv-estimator", ["gpg"]),
     "--adv-kwargs.reward-weights": ("--adv-estimator", ["gdpo"]),
     "--reward-keys": ("--adv-estimator", ["gdpo"]),
@@ -159,7 +165,7 @@ NEEDS = {
     "--kl-target": ("--kl-placement", ["reward"]),
     "--kl-horizon": ("--kl-target", ["0.5"]),
     "--reward-model-coef": ("--reward-model", ["MODEL"]),
-    "--multi-turn.reward-coef": ("--multi-turn.tools", ["calculator"]),
+    "--multi-turn.reward-coef": ("--multi-turn.tools", ["calculator", "REWARDING"]),
     "--overlong-factor": ("--overlong-buffer", ["-", "4"]),
     "--max-gen-batches": ("--zero-variance", ["-"]),
 }
@@ -197,7 +203,7 @@ def words_of(flag: str, value: str) -> list[str]:
     if flag.endswith("..."):
         name, *value = value.split(",")
         return [f"{flag.removesuffix('...')}.{name}", *value]
-    return [flag, *value.replace("MODEL", TOY_MODEL).split(",")]
+    return [flag, *value.replace("MODEL", TOY_MODEL).replace("REWARDING", REWARDING).split(",")]
 
 
 def field_of(flag: str) -> str:
@@ -574,7 +580,8 @@ def test_every_pair_is_rejected_or_equal(name, one_rank):
 
 ON_TWO_RANKS = {  # cases of each script
     "grpo": (
-        "--loss gspo --loss-agg-mode seq-mean-token-mean --kl-coef 0.1 --zero-variance drop_from_denominator",
+        "--loss gspo --loss-agg-mode seq-mean-token-mean --kl-coef 0.1 --zero-variance drop_from_denominator "
+        "--adv-estimator gigpo --multi-turn.tools calculator",
         "--adv-estimator gdpo --reward-keys a,b --update-epochs 2 --micro-batch-tokens 12 --token-masks.m2po 0.06",
         "--adv-estimator optimal_token_baseline --rollout-correction.level sequence --token-masks.top-entropy 0.8",
         "--loss clip_cov --token-masks.clip-cov-ratio 0.1 --token-masks.clip-cov-bounds 0.01,2 --micro-batch-tokens 12",

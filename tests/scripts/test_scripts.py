@@ -240,7 +240,7 @@ KILLED = {  # script, ranks, flags
     "remax": ("remax", 1, ["--lora-rank", "4", "--reward-workers", "0", *DRAWS]),
     # leaves groups over in every step
     "dapo on 2 ranks": ("dapo", 2, ["--group-size", "8", "--prompt-sampling", "skip"]),
-    "dapo, several turns": ("dapo", 1, ["--group-size", "8", *TOOLS]),
+    "dapo, several turns": ("dapo", 1, ["--group-size", "8", *TOOLS, "--adv-estimator", "gigpo"]),
 }
 
 

@@ -1,0 +1,30 @@
+"""lib/run/batch_checks.py. What it finds in runs with planted bugs: tests/mutants."""
+
+import numpy as np
+import pytest
+import torch
+
+from lib.data_proto import DataProto
+from lib.distributed import reduce_metrics
+from lib.run.batch_checks import batch_faults
+
+
+def batch(advantages: list[list[float]], alive: list[bool]) -> DataProto:
+    """Pairs of episodes of two tokens with these advantages; the tokens of a row that is not alive are not trained."""
+    B = len(alive)
+    ones, valid = torch.ones(B, 2).long(), torch.tensor(alive)[:, None].expand(B, 2)
+    tensors = {"response_mask": ones, "loss_mask": valid, "valid_mask": valid, "prompts": torch.ones(B, 1).long()}
+    tensors |= {"attention_mask": torch.ones(B, 3).long(), "position_ids": torch.arange(3).expand(B, 3)}
+    tensors |= {"advantages": torch.tensor(advantages), "group": torch.arange(B) // 3}
+    return DataProto.from_dict(
+        tensors, {"uid": np.array([str(i // 3) for i in range(B)]), "finish_reason": np.array(["stop"] * B)}
+    )
+
+
+@pytest.mark.parametrize(("second_turns", "found"), [(0.0, 1), (0.3, 0)])
+def test_the_mean_over_dead_rows_is_found_where_advantages_are_those_of_rows(second_turns, found):
+    """Two whole groups add up to 0, one with a dead row does not. With credit for turns that is right."""
+    whole = [[1.0, 1.0], [-0.5, -0.5], [-0.5, -0.5]]
+    one_is_dead = [[0.7, 0.7 + second_turns], [-0.2, -0.2], [0.0, 0.0]]
+    faults = reduce_metrics(batch_faults(batch([*whole, *whole, *one_is_dead], [True] * 8 + [False])))
+    assert faults.get("faults/dead_rows_count", 0) == found
