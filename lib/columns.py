@@ -56,6 +56,9 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("rollout_log_probs", "B, T", "float32", "log-probs of the engine", "correction", "if read", ": float"),
         Column("finish_reason", "B", "str", "stop, length, abort, error, ...", "metrics", saved=": str"),
     ),
+    "lib/rollout/stream.py: add_limit": (
+        Column("max_response_length", "B", "int", "tokens that the response might have", "scorers"),
+    ),
     "lib/rollout/engine.py: add_weight_versions": (
         Column("weight_versions", "B, T", "int64", "weights that sampled it, or -1", "metrics", "", ": int32", -1),
     ),
