@@ -69,6 +69,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("segments", "B", "list", "start and end of each context in the response", "metrics"),
         Column("weight_version", "B", "int", "version of the weights at the episode's start"),
         Column("agent_metrics", "B", "dict", "numbers of the episode", "metrics"),
+        Column("tool_errors", "B", "list", "a line for each error of a tool", "samples", saved="tool_errors"),
     ),
     "lib/reward/scores.py: add_to": (
         Column("token_level_scores", "B, T", "float32", "reward, on the last token", "advantages", "always", "score"),

@@ -146,8 +146,8 @@ class Audit:
 
     def _sample(self, row: dict, text: str) -> dict:
         tokens = len(text.split()) + 1
-        named = {"num_tokens": tokens, "response_length": tokens, "max_response_length": sys.maxsize, "step": 0}
-        named |= {"finish_reason": "stop", "prompt": row["prompt"], "images": []}
+        named: dict[str, Any] = {"num_tokens": tokens, "response_length": tokens, "max_response_length": sys.maxsize}
+        named |= {"finish_reason": "stop", "prompt": row["prompt"], "images": [], "step": 0}
         own = {key: row[key] for key in ("data_source", "ground_truth", "extra_info")} | {"solution_str": text}
         return own | {key: named[key] for key in self.scorer.requested}
 
