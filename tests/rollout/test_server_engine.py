@@ -90,9 +90,9 @@ def server(tmp_path_factory):
     """(URL, folder that it serves, process). The server takes what a request leaves out from the model's generation
     config: no log-prob of a sample would be right."""
     folder = tmp_path_factory.mktemp("served")
-    path = str(folder / "model")
-    run_ranks(1, export_with_lora, save_tiny(folder / "start"), path)
+    path = save_tiny(folder / "model")
     give_generation_config(path)
+    load_tokenizer(TOY_MODEL).save_pretrained(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", "the server's key")
         with serve(path, MAX_LENGTH) as (url, process):
@@ -143,16 +143,21 @@ def on_a_rank(world, url, path, folder):
 
 
 @needs_vllm
-def test_a_merged_model_is_what_vllm_loads_from_its_folder(server):
-    """First: no weights have been synced yet. Log-probs round differently, of float32 as in test_rollout.py."""
+def test_a_merged_model_is_what_vllm_loads_from_its_folder(server, tmp_path):
+    """vLLM reads the folder as at its start. First: the server's engines have not synced yet."""
     url, path, _ = server
+    merged = str(tmp_path / "merged")
+    run_ranks(1, export_with_lora, path, merged)
+    order = {"method": "reload_from", "kwargs": {"weights_path": merged}}
+    header = {"Authorization": "Bearer the server's key"}
+    assert httpx.post(f"{url}/collective_rpc", json=order, headers=header, timeout=60).status_code == 200
     ids = torch.arange(20, 36)
     request = {"model": "m", "prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
-    answer = httpx.post(f"{url}/v1/completions", json=request, headers={"Authorization": "Bearer the server's key"})
+    answer = httpx.post(f"{url}/v1/completions", json=request, headers=header, timeout=60)
     found = [next(iter(token.values()))["logprob"] for token in answer.json()["choices"][0]["prompt_logprobs"][1:]]
     expected, start = (
         AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[0, :-1].log_softmax(-1).detach()
-        for folder in (path, Path(path).with_name("start"))
+        for folder in (merged, path)
     )
     token = (torch.arange(15), ids[1:])
     assert torch.tensor(found) == pytest.approx(expected[token], abs=TOLERANCE)
