@@ -169,7 +169,7 @@ class AsyncRolloutRequest:
         """Counts an error of a tool, and keeps the first line of the first few for the sample."""
         self.metrics[kind] += 1
         if len(self.tool_errors) < MOST_ERRORS:
-            line = f"turn {self.num_turns}, {where[:50]}, {kind}: {what[: 2 * ERROR_TEXT].partition(chr(10))[0]}"
+            line = f"turn {self.num_turns}, {where[:50]}, {kind}: {what.partition(chr(10))[0]}"
             self.tool_errors.append(readable(line, ERROR_TEXT, "right"))
 
     @property

@@ -754,7 +754,7 @@ def test_an_episode_out_of_time_on_a_real_engine(engine_and_model):
 def test_errors_of_tools_for_the_samples_are_bounded(monkeypatch):
     """However many there are, however long their texts, and whatever a call's name is."""
     monkeypatch.setenv("MY_API_KEY", "hidden-from-samples-1")
-    what = "E\ud800: hidden-from-samples-1 " + "x" * 10_000_000 + "\nthe second line"
+    what = "E\ud800: hidden-from-samples-1 " + "x" * 1_000_000 + "\nthe second line"
     request = AsyncRolloutRequest("r", [], "", [], [], torch.zeros(0), {}, {}, 0, None, 10)
     for _ in range(30):
         request.add_error("<b>" * 1000, "exception", what)
