@@ -56,6 +56,9 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("rollout_log_probs", "B, T", "float32", "log-probs of the engine", "correction", "if read", ": float"),
         Column("finish_reason", "B", "str", "stop, length, abort, error, ...", "metrics", saved=": str"),
     ),
+    "lib/rollout/stream.py: add_limit": (
+        Column("max_response_length", "B", "int", "tokens that the response might have", "scorers"),
+    ),
     "lib/rollout/engine.py: add_weight_versions": (
         Column("weight_versions", "B, T", "int64", "weights that sampled it, or -1", "metrics", "", ": int32", -1),
     ),
@@ -67,6 +70,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("segments", "B", "list", "start and end of each context in the response", "metrics"),
         Column("weight_version", "B", "int", "version of the weights at the episode's start"),
         Column("agent_metrics", "B", "dict", "numbers of the episode", "metrics"),
+        Column("tool_errors", "B", "list", "a line for each error of a tool", "samples", saved="tool_errors"),
     ),
     "lib/reward/scores.py: add_to": (
         Column("token_level_scores", "B, T", "float32", "reward, on the last token", "advantages", "always", "score"),

@@ -8,13 +8,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tyro
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from tests.common import ROOT, fork, metrics, ran, rollouts
-from tests.test_docs import FLAG, SCRIPTS, flags_of
+from tests.test_docs import FLAG, OF_TOOLS, SCRIPTS, flags_of
 from tests.test_recipes import commands, in_folder, numbers, parsed, smaller, tiny_chat_model, write
+from tools import export
 
 PAGES = [ROOT / f"docs/coming_from_{peer}.md" for peer in ("trl", "verl")]
 PYTHON = re.compile(r"^```python\n# (\w+\.py)(.*?)^```", re.M | re.S)
+EXPORT = re.compile(r"^python -m tools\.export runs/(\w+) (.+)$", re.M)
+SMALLER = {"1024": "8", "2048": "16", '{"overlong_buffer": 512}': '{"overlong_buffer": 8}'}
 OF_VLLM = ("--gpu-memory-utilization", "--rollout-tensor-parallel-size")  # hf samples here
 
 
@@ -37,10 +43,10 @@ def without(words: list[str], flags: tuple[str, ...]) -> list[str]:
     return [word for at, word in enumerate(words) if at not in left_out]
 
 
-def rows_of_verl(n: int) -> list[dict]:
+def rows_of_verl(n: int, data_source: str) -> list[dict]:
     return [
         {
-            "data_source": "openai/gsm8k",
+            "data_source": data_source,
             "prompt": [{"role": "user", "content": row["question"]}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": row["answer"].split()[-1]},
@@ -51,12 +57,13 @@ def rows_of_verl(n: int) -> list[dict]:
 
 
 def write_files(folder: Path) -> None:
-    """A copy of openai/gsm8k on the hub, and the files that verl's scripts would make of it and of DAPO-Math."""
+    """A copy of openai/gsm8k on the hub, and the files that verl's scripts would make of it, of DAPO-Math and AIME."""
     write(folder / "hub.jsonl", numbers(16))
-    for name in ("gsm8k/train", "gsm8k/test", "dapo_math/train"):
+    sources = {"gsm8k/train": "openai/gsm8k", "gsm8k/test": "openai/gsm8k", "dapo_math/train": "math_dapo"}
+    for name, source in (sources | {"math_val/aime24": "math_dapo/aime24"}).items():
         path = folder / f"data/{name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows_of_verl(16)), path)
+        pq.write_table(pa.Table.from_pylist(rows_of_verl(16, source)), path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -64,18 +71,32 @@ def test_commands_run(page, model, tmp_path):
     scorers(page, tmp_path)
     write_files(tmp_path)
     runs = commands(page)
-    assert len(runs) == {"coming_from_trl": 1, "coming_from_verl": 3}[page.stem]
+    assert len(runs) == {"coming_from_trl": 2, "coming_from_verl": 4}[page.stem]
     for number, run in enumerate(runs):
         words = [re.sub(r"^(\w+\.py):", rf"{tmp_path}/\1:", word) for word in in_folder(run.words, tmp_path)]
         words = [str(tmp_path / "hub.jsonl") if word == "openai/gsm8k:main:train" else word for word in words]
         args = parsed(run._replace(words=words), "--dry-run", str(run.ranks))  # its flags as they stand
-        words = [*without(words, OF_VLLM), *smaller(args, model, "hf"), "--track"]  # no tracker
+        words = [SMALLER.get(word, word) for word in without(words, OF_VLLM)]
+        words += [*smaller(args, model, "hf"), "--track"]  # no tracker
         done = ran(fork(run.script, tmp_path, *words, "--run-name", str(number)))
         logged = {key: value for row in metrics(tmp_path / str(number)) for key, value in row.items()}
         assert logged["step"] == 1 and logged["training/rows_in"] >= args.num_mini_batches * min(args.group_size, 4)
         assert logged["reward/error_count"] == 0 and logged["actor/grad_norm"] >= 0, done.stdout
         samples = rollouts(tmp_path / str(number)).values()
         assert samples and all("How much are" in str(row["prompt"]) for row in samples)
+        if "rewards/overlong.py:compute_score" in words:
+            assert "reward/overlong_penalty/mean" in logged and any(key.startswith("shadow/") for key in logged)
+            assert {"val/openai/gsm8k/acc/mean@1", "val/math_dapo/aime24/acc/mean@1"} <= logged.keys()
+            assert "(val/openai/gsm8k/acc/mean@1 0.000, lower bound 0.000)" in done.stdout
+    [(name, flags)] = EXPORT.findall(page.read_text())
+    folder = next(str(i) for i, run in enumerate(runs) if run.words[run.words.index("--run-name") + 1] == name)
+    export.main(tyro.cli(export.Args, args=[str(tmp_path / folder), *flags.split()]))
+    [exported] = (tmp_path / folder / "export").iterdir()
+    if "--adapter" in flags:
+        base = AutoModelForCausalLM.from_pretrained(model)
+        assert len(PeftModel.from_pretrained(base, exported).peft_config) == 1
+    else:
+        assert AutoModelForCausalLM.from_pretrained(exported).config.vocab_size
 
 
 def test_a_reward_function_of_trl_scores_as_in_trl(tmp_path):
@@ -97,7 +118,7 @@ def test_a_reward_function_of_verl_is_ours(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_flag_is_one_of_a_script(page):
-    known = {flag for script in SCRIPTS for flag in flags_of(script)} | {"--out"}  # of data/
+    known = {flag for script in SCRIPTS for flag in flags_of(script)} | {"--out"} | OF_TOOLS  # of data/
     named = set(FLAG.findall(page.read_text()))
     assert len(named) > 60 and named - known == set()
 

@@ -131,7 +131,7 @@ LAUNCHERS = {
 VLLM = {
     *("--generation-config", "--host", "--logprobs-mode", "--lora-modules", "--max-model-len", "--middleware"),
     *("--override-generation-config", "--enable-scale-out", "--enforce-eager", "--tensor-parallel-size"),
-    *("--weight-transfer-config", "--worker-extension-cls"),
+    *("--weight-transfer-config", "--worker-extension-cls", "--enable-lora", "--max-lora-rank"),
 }
 OF_TOOLS = {
     *("--max-mb", "--output", "--serve", "--wheels"),  # of the run page and gpu_check.sh

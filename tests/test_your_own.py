@@ -27,7 +27,8 @@ from tests.common import ROOT, SMALL, checkpoint_state, fork, metrics, ran
 DOC = ROOT / "docs/your_own.md"
 BLOCK = re.compile(r"```diff\n--- (\w+)\.py\n(.*?)```", re.S)
 METHODS = {"distill": 40, "best_of_n": 40, "self_distill": 50, "chord": 60}  # most lines that go and come
-EDITS = ("advantage", "loss", "temperature", "token_reward", "metric", "optimizer", "second_policy")
+TOGETHER = ("advantage", "loss", "temperature", "token_reward", "metric", "optimizer")  # they change different lines
+EDITS = (*TOGETHER, "length", "second_policy")
 ACCURACY = "val/toy/arithmetic/mean@1"
 TEN_STEPS = ["--total-steps", "10", "--val-every", "10", "--save-every", "0", "--show-samples", "0"]
 
@@ -113,9 +114,9 @@ def test_a_diff_is_short_and_leaves_nothing_unused(scripts, name):
 
 
 def test_six_edits_run_together(scripts, tmp_path):
-    """They change different lines, so one run shows all of them."""
+    """One run shows all of them."""
     script = Path(shutil.copy(ROOT / "grpo.py", tmp_path / "edited.py"))
-    for name in EDITS[:-1]:
+    for name in TOGETHER:
         patch = ["patch", "-F", "0", str(script)]
         subprocess.run(patch, input=difference(scripts[name], 1), text=True, check=True, capture_output=True)
     ran(start(script, tmp_path, *SMALL, "--total-steps", "2", "--save-every", "2", "--run-name", "run"))
@@ -149,6 +150,23 @@ def test_an_edited_advantage_and_an_edited_loss(scripts):
         for j in range(5):
             weight = min(math.exp((new[i, j] - old[i, j]).item()), 1.2)
             assert gradient[i, j].item() == pytest.approx(-advantages[i, j].item() * weight)
+
+
+def test_a_schedule_of_the_response_length_resumes_exactly(scripts, tmp_path):
+    """The limit of each step bounds its responses, and is the one by which the scorer finds them overlong."""
+    args = [*SMALL, "--max-response-length", "10", "--total-steps", "4", "--save-every", "2", "--keep-checkpoints", "0"]
+    args += ["--reward", f"{ROOT}/rewards/overlong.py:compute_score", "--reward-kwargs", '{"overlong_buffer": 2}']
+    ran(start(scripts["length"], tmp_path, *args, "--run-name", "whole"))
+    first = str(tmp_path / "whole/checkpoints/step_000002")
+    ran(start(scripts["length"], tmp_path, *args, "--run-name", "rest", "--resume", first))
+    whole, rest = (metrics(tmp_path / name) for name in ("whole", "rest"))
+    assert [row["rollout/max_response_length"] for row in whole] == [2, 5, 7, 10]
+    assert [row["response_length/max"] for row in whole] == [2, 5, 7, 10]
+    for row in whole:
+        # a response that the limit cut has -1, one that ends at the limit or a token before it -1 or -0.5
+        assert row["response_length/clip_ratio"] > 0
+        assert -row["reward/overlong_penalty/mean"] >= row["response_length/clip_ratio"]
+    assert whole[2:] == rest and len(rest) == 2
 
 
 def test_a_second_policy_trains_on_the_same_batch(scripts, tmp_path):

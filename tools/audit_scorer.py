@@ -145,9 +145,11 @@ class Audit:
         return (accuracy if isinstance(accuracy, int | float) else result["score"]) > self.correct_above
 
     def _sample(self, row: dict, text: str) -> dict:
-        named = {"num_tokens": len(text.split()) + 1, "finish_reason": "stop", "prompt": row["prompt"], "images": []}
+        tokens = len(text.split()) + 1
+        named: dict[str, Any] = {"num_tokens": tokens, "response_length": tokens, "max_response_length": sys.maxsize}
+        named |= {"finish_reason": "stop", "prompt": row["prompt"], "images": [], "step": 0}
         own = {key: row[key] for key in ("data_source", "ground_truth", "extra_info")} | {"solution_str": text}
-        return own | {key: (named | {"step": 0})[key] for key in self.scorer.requested}
+        return own | {key: named[key] for key in self.scorer.requested}
 
 
 def best_form(audit: Audit, rows: list[dict], forms: tuple[str, ...]) -> str:

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from lib import InputError
 from lib.agent.episode import Episode
 from lib.agent.metrics import FinishReason
-from lib.agent.multi_turn import AsyncRolloutRequest, MultiTurn
-from lib.agent.tools import show_once, story
+from lib.agent.multi_turn import ERROR_TEXT, AsyncRolloutRequest, MultiTurn
+from lib.agent.tools import readable, say, show_once, story
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses
@@ -36,7 +36,7 @@ LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool 
 NUMBERS = itertools.count()  # numbers the episodes of this process
 INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kwargs")
 MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs")
-OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version")
+OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version", "tool_errors")
 
 
 class Episodes:
@@ -85,6 +85,8 @@ class Episodes:
         for request, error in zip(requests, errors):
             if error is not None:
                 request.finish_reason = FinishReason.ERROR
+                line = f"the episode failed: {say(error).splitlines()[0]}"
+                request.tool_errors.append(readable(line, ERROR_TEXT, "right"))
                 show_once("an episode", error)
         rows = [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests]
         masks, positions = [r.response_mask for r in requests], [r.position_ids for r in requests]

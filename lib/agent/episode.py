@@ -164,7 +164,7 @@ class Episode:
             request.metrics.update({"tool_calls": 1, "tool_seconds": time.monotonic() - start})  # adds, as a Counter
             request.metrics.update({f"tool/{key}": value for key, value in result.metrics.items()})
             if result.error_kind is not None:
-                request.metrics[result.error_kind] += 1
+                request.add_error(call.name or "a call", result.error_kind, result.text.removeprefix("Error: "))
         return answers, images
 
     async def _fit_images(self, result: ToolResult, before: int) -> None:
@@ -202,7 +202,7 @@ class Episode:
             if isinstance(reward, int | float) and math.isfinite(reward):
                 total += reward
             elif kind is None:
-                self.request.metrics["exception"] += 1
+                self.request.add_error(f"{name}.calc_reward", "exception", f"returned {reward!r}, which is no number")
         return total + (await self._interact("score") if self.interaction else 0.0)
 
     async def _tool(self, name: str, method: str) -> tuple[Any, str | None, str]:
@@ -215,7 +215,7 @@ class Episode:
         request_id, timeout_s = self.request.request_id, self.settings.limits.tool_timeout
         value, kind, what = await attempt(partial(function, request_id, **kwargs), timeout_s=timeout_s)
         if kind is not None:
-            self.request.metrics[kind] += 1
+            self.request.add_error(f"{name}.{method}", kind, what)
         return value, kind, what
 
     async def _interact(self, method: str, *args, **kwargs) -> Any:

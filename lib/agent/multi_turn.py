@@ -36,6 +36,7 @@ from lib.rollout import Generated
 from lib.sandbox import LARGEST_SCORE
 
 LONG_TEXT = 10_000  # characters that take milliseconds to encode
+MOST_ERRORS, ERROR_TEXT = 20, 300  # errors of an episode that its sample shows, characters of one
 REFUSALS = (jinja2.TemplateError, TypeError)  # what a chat template raises for messages that it refuses
 
 
@@ -164,6 +165,14 @@ class AsyncRolloutRequest:
     turn_rewards: list[float] = field(default_factory=list)
     rewarded: list[int] = field(default_factory=list)  # each reward's index: the last token before it was given
     metrics: Counter = field(default_factory=Counter)
+    tool_errors: list[str] = field(default_factory=list)  # what its sample shows of them
+
+    def add_error(self, where: str, kind: str, what: str) -> None:
+        """Counts an error of a tool, and keeps the first line of the first few for the sample."""
+        self.metrics[kind] += 1
+        if len(self.tool_errors) < MOST_ERRORS:
+            line = f"turn {self.num_turns}, {where[:50]}, {kind}: {what.partition(chr(10))[0]}"
+            self.tool_errors.append(readable(line, ERROR_TEXT, "right"))
 
     @property
     def context(self) -> list[int]:

@@ -73,6 +73,8 @@ class RewardManager:
         media: Any = columns.get("multi_modal_data", [{}] * len(mask))
         on_request: dict[str, Callable] = {  # by row; ON_REQUEST names them
             "num_tokens": lambda i: int(mask[i].sum()),
+            "response_length": lambda i: 1 + int(mask[i].nonzero().max()),
+            "max_response_length": lambda i: columns["max_response_length"][i],
             "finish_reason": lambda i: columns["finish_reason"][i],
             "prompt": lambda i: columns["raw_prompt"][i],
             "images": lambda i: media[i].get("image", []),

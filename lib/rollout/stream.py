@@ -111,6 +111,12 @@ def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None)
         check_vllm_kwargs(vllm_kwargs or {}, [setting.name for setting in fields(EngineArgs)])
 
 
+def add_limit(batch: DataProto, sampling: Sampling) -> DataProto:
+    """The batch, with the limit that its responses were sampled with."""
+    batch.non_tensor_batch["max_response_length"] = np.full(len(batch), sampling.max_response_length, dtype=object)
+    return batch
+
+
 @dataclass(eq=False)
 class Rollouts:
     """Samples with `sampler`, which is the engine or lib/agent's episodes. Seeds and uids count prompts over all ranks:
@@ -175,12 +181,13 @@ class Rollouts:
         if self._async is not None:
             rows, responses = self._async.take(last)
             self.prompts = rows[:: self.sizes.group_size]
-            return self.recorder.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
+            batch = self.recorder.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
+            return add_limit(batch, self.sampling)
         self.prompts, rows, seeds = self._batch_of(step, first)
         if self._replays_any_order:
             batch = self.recorder.rollout(rows, DataProto, any_order=True)
             self.prompts = batch[:: self.sizes.group_size]
-            return batch
+            return add_limit(batch, self.sampling)
         return self._sampled(rows, self.sampling, seeds)
 
     def generate(self, prompts: DataProto, sampling: Sampling, step: int, numbers=None) -> DataProto:
@@ -251,7 +258,8 @@ class Rollouts:
             raise InputError(f"resume: {what}, which would be lost without --async-level: set it as before")
 
     def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        return self.recorder.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
+        batch = self.recorder.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
+        return add_limit(batch, sampling)
 
     def _batch_of(self, step: int, first: int) -> tuple[DataProto, DataProto, list[int]]:
         """(prompts, the prompts repeated group_size times, seeds). first: the number of the batch's first prompt."""

@@ -64,7 +64,7 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
     - columns of the batch that lib/columns.py copies: masks, log-probs, entropy, advantages, values, weight_versions
     - ratio of log_probs to old_log_probs, the log ratio clamped to ±20 as in the losses; 1 without old_log_probs
     - score, null for a row without one; rewards, a JSON object of all that the scorers gave besides
-    - turns of an episode: by, text, tokens, reward
+    - turns of an episode: by, text, tokens, reward; tool_errors: a line for each error of its tools
 
     Lists have a value for each response token (prompt_ids: for each prompt token). A column that was not computed is
     null.
@@ -132,6 +132,7 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
         "score": pa.array([score if known else None for score, known in zip(scores, scored)], pa.float64()),
         "rewards": texts(map(_json, columns["reward_extra_info"])),
         "turns": pa.array(turns, pa.list_(pa.struct(list(turn.items())))),
+        "tool_errors": pa.array([*columns.get("tool_errors", [None] * B)], pa.list_(pa.string())),
     }
     for key, column in COLUMNS.items():
         name, type = column.copied

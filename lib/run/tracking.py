@@ -32,13 +32,15 @@ from lib.data_proto import DataProto
 from lib.distributed import check_number
 from lib.run.alerts import alerts_of_run, alerts_of_step
 from lib.run.disk import writes_to
-from lib.run.prompt_images import row_hashes
+from lib.run.prompt_images import keep_images, row_hashes
 
 # what a step's console line shows
 NUMBERS = {"reward/mean": "reward {:.3f}", "response_length/mean": "length {:.0f}"}
 SPEED = {"perf/tokens_per_s": "{:,.0f} tok/s"}
 SPEED_OF_GPUS = {"perf/tokens_per_s_per_device": "{:,.0f} tok/s/GPU", "perf/mfu": "MFU {:.0%}"}
 TABLE_ROWS, TABLE_TEXT = 8, 4000  # rows of a tracker's table of samples, characters of a text there
+SHOWN_LINES = 3  # names of images, and errors, of a sample in the console
+OF_SOME = ("images", "tool_errors")  # lists that not every sample has
 
 
 class Tracker:
@@ -145,17 +147,27 @@ class Tracker:
     def training_samples(self, batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
         """Shows the first rows of a scored batch in wandb, tensorboard and trackio."""
         if self.enabled and (self.wandb or self.tensorboard or self.trackio):
-            self._table("samples/training", sample_rows(batch[:TABLE_ROWS], tokenizer), step)
+            self._table("samples/training", sample_rows(batch[:TABLE_ROWS], tokenizer, self.run_dir), step)
 
     def _table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         names = ["step", "score", "prompt", "response", "ground_truth"]
+        names += [key for key in OF_SOME if any(row.get(key) for row in rows[:TABLE_ROWS])]
         table = [[_cell(({"step": step} | dict(row)).get(key)) for key in names] for row in rows[:TABLE_ROWS]]
         if self.wandb is not None:
-            self.wandb.log({name: import_module("wandb").Table(names, table), "step": step})
+            self.wandb.log({name: self._wandb_table(names, table, rows), "step": step})
         if self.tensorboard is not None:
             self.tensorboard.add_text(name, "\n\n".join(_markdown(dict(zip(names, row))) for row in table), step)
         if self.trackio is not None:
             self.trackio.log({name: self.trackio.Table(names, table)}, step)
+
+    def _wandb_table(self, names: list[str], table: list[list], rows: Sequence[Mapping[str, Any]]) -> Any:
+        """With the images themselves, which wandb uploads with the table."""
+        wandb = import_module("wandb")
+        if "images" in names:
+            at, folder = names.index("images"), self.run_dir / "images"
+            pictures = [[wandb.Image(str(folder / name)) for name in row.get("images") or ()] for row in rows]
+            table = [[*cells[:at], own or None, *cells[at + 1 :]] for cells, own in zip(table, pictures)]
+        return wandb.Table(names, table)
 
     def curve(self) -> None:
         """Draws metrics.jsonl to curve.png."""
@@ -203,6 +215,11 @@ class Tracker:
             score = "none" if row["score"] is None else f"{row['score']:.3g}"
             table.add_row(*map(Text, (score, prompt, response)))
         self.console.print(table)
+        for number, row in enumerate(rows, 1):
+            if images := row.get("images"):
+                self._say(f"images of sample {number}: {self.run_dir / 'images'}/{', '.join(images[:SHOWN_LINES])}")
+            for error in (row.get("tool_errors") or [])[:SHOWN_LINES]:
+                self._say(self._one_line(f"tool error of sample {number}: {error}", self.console.width))
 
     def close(self) -> None:
         if not self.enabled:
@@ -283,14 +300,15 @@ def _module(tracker: str, name: str | None = None) -> Any:
         raise InputError(f"--track {tracker}: not installed; run `pip install {tracker}`") from error
 
 
-def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> list[dict[str, Any]]:
     """The rows of a scored batch for `Tracker.samples`, without the chat template, with the response's special tokens.
-    A multi-turn episode also has how it ended, and its turns (`turns_of`)."""
+    A row with images has their names in run_dir/images, where they are written. A multi-turn episode also has how it
+    ended, its turns (`turns_of`) and the errors of its tools."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
     scored = tensors["response_mask"].any(1).tolist()
     attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
-    rows, hashes = [], row_hashes(batch)
+    rows, hashes, images = [], row_hashes(batch), keep_images(run_dir, batch)
     for i, own in enumerate(attended):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
@@ -306,6 +324,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[di
             sampled, rewards = tensors["response_mask"][i][own], tensors["turn_rewards"][i][own]
             turns = turns_of(responses[i][own], sampled, rewards, tokenizer)
             shown |= {"finish_reason": row["finish_reason"], "turns": turns}
+        shown |= {key: value for key, value in zip(OF_SOME, (images[i], row.get("tool_errors"))) if value}
         rows.append(shown)
     return rows
 

@@ -19,7 +19,6 @@ from lib.distributed import all_gather_lists, broadcast, enter_stage, timed
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, truncated_rows
-from lib.run.prompt_images import keep_images
 from lib.run.tracking import Tracker, sample_rows
 from lib.seeds import seeded
 
@@ -236,8 +235,7 @@ class Validation:
             extras, _ = self.rewards.submit(batch, step).add_to(batch)
             batch = batch[: sum(row < len(dataset) for row in rows) * n]
             results += validated_rows(batch, extras, [first_prompt + row for row in rows for _ in range(n)])
-            for row, names in zip(sample_rows(batch, self.rewards.manager.tokenizer), keep_images(folder, batch)):
-                shown.append(row | ({"images": names} if names else {}))
+            shown += sample_rows(batch, self.rewards.manager.tokenizer, folder)
 
     def _item(self, dataset: PromptDataset, row: int, first_prompt: int) -> dict:
         with seeded(f"{self.rollouts.seed} validation {first_prompt + row}"):

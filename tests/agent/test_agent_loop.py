@@ -29,7 +29,7 @@ from lib.agent import (
     make_episodes,
 )
 from lib.agent.episode import observation
-from lib.agent.multi_turn import LONG_TEXT
+from lib.agent.multi_turn import LONG_TEXT, AsyncRolloutRequest
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import Mean, World, init_distributed, make_mesh, reduce_metrics, shard_model
@@ -561,6 +561,15 @@ def test_hostile_tools():
     assert errors["agent/tool_errors/timeout"] == 1
     # 7 calls, 10 releases, 3 rewards, create and its call
     assert errors == {"agent/tool_errors/timeout": 1, "agent/tool_errors/exception": 22}
+    lines = out.non_tensor_batch["tool_errors"]
+    assert sum(map(len, lines)) == 23 and max(len(line) for row in lines for line in row) < 350
+    no_release = "turn 2, add.release, exception: RuntimeError: no release"
+    assert lines[0][0] == "turn 1, add, timeout: no answer within 0.3 s"
+    calc_reward = "turn 2, add.calc_reward, exception: returned nan, which is no number"
+    assert lines[1] == ["turn 1, add, exception: RuntimeError: broken", calc_reward, no_release]
+    assert [row[-1] for row in lines[:10]] == [no_release] * 10 and [len(row) for row in lines[3:5]] == [1, 1]
+    assert lines[10][0] == "turn 0, add.create, exception: RuntimeError: no start"
+    assert lines[10][1] == "turn 1, add, exception: add did not start: RuntimeError: no start"
     assert rewards(out)[:3] == [[]] * 3 and [given[-1] for given in rewards(out)[3:10]] == [1.0] * 7
 
 
@@ -774,3 +783,16 @@ def test_an_episode_out_of_time_on_a_real_engine(engine_and_model):
     assert "abort" in reasons
     _, again = random_play(engine)
     assert set(again.non_tensor_batch["finish_reason"]) <= {"stop", "length", "tool_call"}
+
+
+def test_errors_of_tools_for_the_samples_are_bounded(monkeypatch):
+    """However many there are, however long their texts, and whatever a call's name is."""
+    monkeypatch.setenv("MY_API_KEY", "hidden-from-samples-1")
+    what = "E\ud800: hidden-from-samples-1 " + "x" * 1_000_000 + "\nthe second line"
+    request = AsyncRolloutRequest("r", [], "", [], [], torch.zeros(0), {}, {}, 0, None, 10)
+    for _ in range(30):
+        request.add_error("<b>" * 1000, "exception", what)
+    assert request.metrics["exception"] == 30 and len(request.tool_errors) == 20
+    [line] = {*request.tool_errors}
+    assert line.startswith(f"turn 0, {'<b>' * 16}<b, exception: E\ufffd: *** xxx") and len(line) < 350
+    assert "the second line" not in line

@@ -22,14 +22,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib import InputError
 from lib.agent import FunctionTool, MultiTurn, ToolCall, agent_metrics, make_episodes
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
-from lib.model import load_model, load_tokenizer, response_log_probs
+from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Generated,
     Sampling,
@@ -43,6 +43,7 @@ from lib.rollout import (
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import PATH, Servers
+from lib.run.checkpoint import export_hf
 from tests.agent.test_agent_loop import (
     Add,
     Hostile,
@@ -65,6 +66,7 @@ from tests.common import (
     key_header,
     metrics,
     ran,
+    randomize_lora_b,
     rollouts,
     run_ranks,
     save_tiny,
@@ -75,6 +77,13 @@ from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, close, on_policy, p
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 MAX_LENGTH = 400
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+
+
+def export_with_lora(world, path, folder):
+    """Merged, as a run writes it, and `tools.export --merged` to the byte (tests/tools/test_export.py)."""
+    model = add_lora(load_model(path), rank=4, alpha=32, seed=0)
+    randomize_lora_b(model)
+    export_hf(model, load_tokenizer(TOY_MODEL), folder)
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +144,30 @@ def on_a_rank(world, url, path, folder):
 
 
 @needs_vllm
+def test_a_merged_model_is_what_vllm_loads_from_its_folder(server, tmp_path):
+    """vLLM reads the folder as at its start. First: the server's engines have not synced yet."""
+    url, path, _ = server
+    merged = str(tmp_path / "merged")
+    run_ranks(1, export_with_lora, path, merged)
+    order = {"method": "reload_from", "kwargs": {"weights_path": merged}}
+    header = {"Authorization": "Bearer the server's key"}
+    assert httpx.post(f"{url}/collective_rpc", json=order, headers=header, timeout=60).status_code == 200
+    ids = torch.arange(20, 36)
+    request = {"model": "m", "prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=request, headers=header, timeout=60)
+    found = [next(iter(token.values()))["logprob"] for token in answer.json()["choices"][0]["prompt_logprobs"][1:]]
+    expected, start = (
+        AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[0, :-1].log_softmax(-1).detach()
+        for folder in (merged, path)
+    )
+    token = (torch.arange(15), ids[1:])
+    assert torch.tensor(found) == pytest.approx(expected[token], abs=TOLERANCE)
+    assert (expected[token] - start[token]).abs().max() > 0.1  # the adapters count
+
+
+@needs_vllm
 def test_ranks_share_a_server(server, tmp_path):
-    """First: ranks are forked, and this process has no process group yet."""
+    """Early: ranks are forked, and this process has no process group yet."""
     url, path, _ = server
     (off, rows), (off2, rows2) = run_ranks(2, on_a_rank, url, path, tmp_path / "engine")
     assert max(off, off2) < 1e-4 and len(rows) == len(rows2) == 4

@@ -217,6 +217,21 @@ def test_samples_are_stored_whole_and_those_of_the_last_validation_shown_short(t
     tracker.close()
 
 
+def test_images_and_errors_of_tools_are_shown_below_the_samples(tmp_path, capsys):
+    tracker = Tracker(tmp_path, {}, total_steps=20)
+    hostile = "turn 1, f, exception: \x1b[2J[bold]red[/bold] \u202e" + "long " * 200
+    rows = [{"prompt": "p", "response": "r", "score": 1.0}, {"prompt": "q", "response": "s", "score": 0.0}]
+    rows[1] |= {"images": ["a.jpg", "b.jpg"], "tool_errors": [hostile] * 5}
+    tracker.samples(rows, 3)
+    tracker.report(of_training=False)
+    shown = capsys.readouterr().out.splitlines()
+    tracker.close()
+    assert f"images of sample 2: {tmp_path / 'images'}/a.jpg, b.jpg" in shown
+    errors = [line for line in shown if line.startswith("tool error of sample 2: turn 1, f, exception: ")]
+    assert len(errors) == 3 and all(len(line) <= 120 and line.isprintable() and "[bold]re" in line for line in errors)
+    assert not any("sample 1" in line for line in shown) and lines(tmp_path / "samples.jsonl")[1]["images"]
+
+
 TERMINAL_SCRIPT = """
 import sys
 from lib.run.tracking import Tracker
@@ -292,12 +307,18 @@ SAMPLES = [
 def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))  # what is uploaded
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (8, 6), "red").save(tmp_path / "images/a.jpg")
+    seen = {"images": ["a.jpg"], "tool_errors": ["turn 1, f, exception: ValueError: <b>"]}
     ids = []
     for resume_step in (0, 2, 0):
         tracker = Tracker(tmp_path, {"lr": 0.1}, trackers=("wandb",), total_steps=4, resume_step=resume_step)
         assert tracker.wandb.config["lr"] == 0.1
         tracker.log(STEP | {"bad": math.nan}, resume_step + 1)
         tracker.samples(SAMPLES, resume_step + 1)
+        if resume_step == 2:
+            tracker.samples([SAMPLES[0], SAMPLES[0] | seen], resume_step + 2)
         tracker.close()
         ids.append((tmp_path / "wandb_id.txt").read_text())
     assert ids[0] == ids[1] != ids[2]
@@ -305,6 +326,12 @@ def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
     assert len(runs) >= 2 and all(any(run.endswith(run_id) for run in runs) for run_id in ids)
     files = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/validation_*.json")
     tables = [json.loads(file.read_text()) for file in files]
+    [with_images] = [table for table in tables if len(table["columns"]) > 5]
+    tables.remove(with_images)
+    assert with_images["columns"][5:] == ["images", "tool_errors"] and with_images["data"][0][5:] == [None, None]
+    assert with_images["data"][1][5:] == [["Image"], str(seen["tool_errors"])]
+    uploads = [file.read_bytes() for file in (tmp_path / "data").rglob("*") if file.is_file()]
+    assert (tmp_path / "images/a.jpg").read_bytes() in uploads
     assert sorted(row[0] for table in tables for row in table["data"]) == [1] * 16 + [3] * 8
     assert tables[0]["columns"] == ["step", "score", "prompt", "response", "ground_truth"]
     assert all(table["data"][0][1:4:2] == [0.5, SAMPLES[0]["response"]] for table in tables)
@@ -370,7 +397,7 @@ def test_a_sample_of_a_prompt_with_a_call_is_shown_without_content():
     prompt = [{"role": "user", "content": "2*3"}, {"role": "assistant", "tool_calls": [{}]}]
     columns = {"raw_prompt": [prompt] * 2, "reward_model": [{"ground_truth": "6"}] * 2, "data_source": ["toy"] * 2}
     batch.non_tensor_batch |= {key: np.fromiter(values, object, count=2) for key, values in columns.items()}
-    rows = sample_rows(batch, load_tokenizer(TOY_MODEL))
+    rows = sample_rows(batch, load_tokenizer(TOY_MODEL), Path("none"))
     assert [row["prompt"] for row in rows] == ["2*3\n"] * 2 and rows[0]["score"] == 0
 
 

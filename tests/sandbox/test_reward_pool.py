@@ -1032,15 +1032,20 @@ def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
 # ---- arguments by name, groups ---------------------------------------------------------------------
 
 NAMED = """
-def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens, finish_reason, prompt, images, step):
-    return {"score": num_tokens, "seen": f"{finish_reason} {prompt} {images} {step}"}
+def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens, finish_reason, prompt, images, step,
+        response_length, max_response_length):
+    seen = f"{finish_reason} {prompt} {images} {step}"
+    return {"score": num_tokens, "seen": seen, "length": response_length, "limit": max_response_length}
 
 def many(data_sources, solution_strs, ground_truths, extra_infos, num_tokens, finish_reason, prompt, images, step):
     seen = [f"{f} {p} {i} {step}" for f, p, i in zip(finish_reason, prompt, images)]
     return [{"score": n, "seen": text} for n, text in zip(num_tokens, seen)]
 
-def group(data_source, solution_strs, ground_truth, extra_info, num_tokens, finish_reason, prompt, images, step):
-    return [{"score": n, "seen": f"{f} {prompt} {images} {step}"} for n, f in zip(num_tokens, finish_reason)]
+def group(data_source, solution_strs, ground_truth, extra_info, num_tokens, finish_reason, prompt, images, step,
+          response_length, max_response_length):
+    rows = zip(num_tokens, finish_reason, response_length)
+    same = {"limit": max_response_length}
+    return [{"score": n, "seen": f"{f} {prompt} {images} {step}", "length": length, **same} for n, f, length in rows]
 
 def own_step(data_source, solution_str, ground_truth, extra_info=None, step=None, **kwargs):
     return {"score": step, "others": len(kwargs)}
@@ -1060,6 +1065,7 @@ def groups_of(texts: list[str | None], uids: str, data_sources=None) -> DataProt
     columns = {
         "uid": list(uids),
         "finish_reason": [f"f{i}" for i in range(len(texts))],
+        "max_response_length": [9] * len(texts),
         "raw_prompt": [f"p{uid}" for uid in uids],
         "multi_modal_data": [{"image": [uid]} if uid == "a" else {} for uid in uids],
     }
@@ -1069,7 +1075,8 @@ def groups_of(texts: list[str | None], uids: str, data_sources=None) -> DataProt
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
-    batch = groups_of(["1", "2=2", None, "1234"], "aabb")
+    batch = groups_of(["1", "2=2", None, "12345"], "aabb")
+    batch.batch["response_mask"][3, 1] = 0  # given by a tool
     manager = manager_of(NAMED, "one", "many", "group", workers=workers)
     _, extras, metrics = manager.submit(batch, 7).get()
     tokens = batch.batch["response_mask"].sum(1).tolist()
@@ -1077,6 +1084,9 @@ def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
     seen = ["f0 pa ['a'] 7", "f1 pa ['a'] 7", None, "f3 pb [] 7"]
     for name in ("one", "many", "group"):
         assert extras[f"mine.{name}/seen"] == seen and extras[f"mine.{name}"] == [tokens[0], tokens[1], None, tokens[3]]
+    for name in ("one", "group"):
+        assert extras[f"mine.{name}/length"] == [tokens[0], tokens[1], None, tokens[3] + 1]
+        assert extras[f"mine.{name}/limit"] == [9, 9, None, 9]
     settings = {"scorer_kwargs": {"step": 3}, "workers": workers}
     _, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
     assert extras["others"] == [0, 0, None, 0]  # and the user's own step is the one in effect

@@ -113,10 +113,23 @@ def test_a_run_repeats_itself(default_run, tmp_path):
 
 def test_vllm_trains_as_hf_does(tmp_path):
     """An engine on each of two ranks: tests/rollout/test_managed_servers.py. One that is split over them:
-    test_scripts.py, tests/model/test_tensor_parallel.py."""
+    test_scripts.py, tests/model/test_tensor_parallel.py. A second validation set has a limit of its own, above that of
+    training."""
     skip_without_vllm()
+    lines = (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:32]
+    (tmp_path / "long.jsonl").write_text("\n".join(lines).replace('"toy/arithmetic"', '"toy/long"') + "\n")
+    scorer = f"{ROOT / 'rewards/arithmetic.py'}:compute_score"
     args = ["--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "6", "--no-export-model"]
+    args += ["--val-files", str(ROOT / "data/toy/val.jsonl"), str(tmp_path / "long.jsonl"), "--val-reward", scorer]
+    args += ["--val-max-response-length", "16", "40", "--val-samples", "1", "2", "--val-temperature", "0", "2"]
     done = ran(fork("grpo", tmp_path, *args))
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
+    longest = {row["data_source"]: 0 for row in samples}
+    for row in samples:
+        tokens = len(tokenizer.encode(row["response"], add_special_tokens=False))
+        longest[row["data_source"]] = max(longest[row["data_source"]], tokens)
+    assert longest["toy/arithmetic"] <= 16 < longest["toy/long"] <= 40
     rows = metrics(tmp_path / "run")
     accuracy = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
     assert accuracy[0] <= 0.4 and accuracy[-1] >= 0.6, done.stdout

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -218,7 +219,9 @@ def test_the_image_decides_what_is_learnt(tmp_path, flags):
     for blank in (False, True):
         sizes = ["--prompts-per-step", "32", "--group-size", "8", "--lr", "5e-4", "--micro-batch-tokens", "16384"]
         args = [*flags(blank), *sizes, "--total-steps", "6", "--val-every", "6", "--val-before-train"]
-        ran(fork("grpo", tmp_path, *args, "--no-export-model", "--run-name", str(blank)))
+        done = ran(fork("grpo", tmp_path, *args, "--no-export-model", "--run-name", str(blank)))
+        shown = re.findall(r"^images of sample \d: (.*)", done.stdout, re.M)
+        assert len(shown) == 3 and all(Path(file).is_file() for file in shown)
         rows = metrics(tmp_path / str(blank))
         accuracy[blank] = [row["val/toy/vision/mean@1"] for row in rows if "val/toy/vision/mean@1" in row]
         questions_of_equal_text_are_apart(tmp_path / str(blank), blank)

@@ -45,8 +45,21 @@ TOOLS = [
         "--max-response-length",
         "48",
     ),
-    *("--multi-turn.tools", "calculator", "--multi-turn.max-turns", "3"),
+    *("--multi-turn.max-turns", "3"),
 ]
+CALCULATOR = """
+from lib.agent.builtin_tools import calculator as right
+
+def calculator(expression: str) -> str:
+    \"\"\"Works out an expression.
+
+    Args:
+        expression: with digits
+    \"\"\"
+    if sum(int(x) for x in expression if x.isdigit()) % 2:
+        raise ValueError("<img src=x onerror=\\"document.title='run'\\">\\u202e" + 999 * "long " + "\\na second line")
+    return right(expression)
+"""
 
 
 PATIENCE_MS = 120_000  # for anything in the browser, on a busy machine
@@ -134,8 +147,13 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory) -> Path:
+    """Its calculator raises an exception at every second expression, about."""
     folder = tmp_path_factory.mktemp("runs")
-    ran(fork("grpo", folder, *SMALL, *TOOLS, "--lr", "3e-4", "--total-steps", "2", "--run-name", "tools"))
+    (folder / "mine.py").write_text(CALCULATOR)
+    args = [*SMALL, *TOOLS, "--multi-turn.tools", f"{folder / 'mine.py'}:calculator", "--lr", "3e-4"]
+    args += ["--val-every", "2", "--val-temperature", "1", "--show-samples", "12", "--total-steps", "2"]
+    done = ran(fork("grpo", folder, *args, "--run-name", "tools"))
+    (folder / "tools/printed.txt").write_text(done.stdout)
     return folder / "tools"
 
 
@@ -235,6 +253,28 @@ def test_turns_are_a_conversation(tools, visit):
     policy = [turn["text"] for turn in row["turns"] if turn["by"] == "policy"]
     page.fill("#f-text", policy[1])
     expect_count(page, sum(policy[1] in row["response"] for row in rows_of(tools)))
+
+
+def test_exceptions_of_tools_are_shown_as_text(tools, visit):
+    """The first line, with turn and kind: in both files of samples, in the console and on the page."""
+    rows = rows_of(tools)
+    failed = [row for row in rows if any(", exception: " in line for line in row["tool_errors"])]
+    assert 0 < len(failed) < len(rows)
+    for line in (line for row in failed for line in row["tool_errors"] if ", exception: " in line):
+        assert re.match("turn [12], calculator, exception: ValueError: <img src=x onerror=", line)
+        assert len(line) < 350 and "a second line" not in line
+    validated = [json.loads(line) for line in (tools / "samples.jsonl").read_text().splitlines()]
+    assert {"tool_errors" in row for row in validated} == {True, False}
+    shown = [number for number, row in enumerate(validated[:12], 1) if "tool_errors" in row]
+    printed = re.findall(r"^tool error of sample (\d+): turn ", (tools / "printed.txt").read_text(), re.M)
+    assert shown and [*dict.fromkeys(map(int, printed))] == shown
+    page = visit(tools)
+    page.fill("#f-text", "document.title='run'")
+    see_samples(page, kind="train")
+    expect_count(page, len(failed))
+    shown = page.locator(".response").first.get_by_role("list", name="errors of tools").get_by_role("listitem").first
+    assert "<img src=x onerror=\"document.title='run'\">‹U+202E›long" in shown.inner_text()
+    assert page.locator(".response img").count() == 0 and page.title() != "run"
 
 
 # ---- samples: filters ------------------------------------------------------------------------------
@@ -605,7 +645,7 @@ MALFORMED_SAMPLES = [
     *MALFORMED[:18],
     *(
         f'{{"step": 9, "{name}": {value}}}'
-        for name in ("prompt", "score", "data_source", "finish_reason", "turns", "images", "row_hash")
+        for name in ("prompt", "score", "data_source", "finish_reason", "turns", "images", "tool_errors", "row_hash")
         for value in ("[1]", '{"a": 1}', DEEP)
     ),
     *(f'{{"step": 9, "ground_truth": {value}}}' for value in (DEEP, "[" * 60 + "]" * 60, "1" * 5000)),
@@ -649,6 +689,7 @@ NAMES = [
     "nonfinite",
     "turns",
     "images",
+    "tool_errors",
     "row_hash",
     "index",
     "score",

@@ -46,7 +46,8 @@ COLUMNS = (
     dict.fromkeys(("step", "sample"), pa.int64())
     | dict.fromkeys(("group", "prompt", "data_source", "finish_reason", "ground_truth", "rewards"), pa.string())
     | dict.fromkeys(("row_hash",), pa.string())
-    | {"score": pa.float64(), "images": pa.list_(pa.string()), "tokens": pa.list_(pa.string()), "ratio": FLOATS}
+    | dict.fromkeys(("images", "tool_errors", "tokens"), pa.list_(pa.string()))
+    | {"score": pa.float64(), "ratio": FLOATS}
     | {
         c.copied[0]: FLOATS if c.copied[1] == "float" else WHOLE
         for c in OF_BATCH.values()
@@ -63,7 +64,7 @@ NEEDED = ("step", "group", "sample", "prompt", "response_ids", "tokens")
 TURN = {"by": "unknown", "text": "", "tokens": 0, "reward": 0.0}
 TURNS = [{"by": str, "text": str, "tokens": int, "reward": float}]
 VALIDATED = (
-    {"step": int, "score": float, "turns": TURNS, "images": [str]}
+    {"step": int, "score": float, "turns": TURNS, "images": [str], "tool_errors": [str]}
     | dict.fromkeys(("prompt", "response", "data_source", "finish_reason", "row_hash"), str)
 )  # fmt: skip
 
@@ -198,6 +199,7 @@ def _of_version(folder: Path, name: str, *version: int) -> Chunk:
         rows.append(
             {name: row[name] for name in ("prompt", "ground_truth", "tokens")}
             | {"turns": _turns(row["turns"]), "rewards": rewards, "images": images.keys(row["images"])}
+            | {"tool_errors": row["tool_errors"]}
             | {name: _runs(arrays[name]) for name in ("response_mask", "loss_mask", "weight_versions")}
             | {"fields": [*fields], "length": length}
         )
@@ -225,7 +227,8 @@ def _checked(row: dict[str, Any], arrays: dict[str, np.ndarray | None]) -> dict[
     """The rewards of a row of training samples. Raises ValueError if something is wrong with the row."""
     if missing := [name for name in NEEDED if row.get(name, arrays.get(name)) is None]:
         raise ValueError(f"no {', '.join(missing)}")
-    check(row, {"step": int, "sample": int, "tokens": [str], "images": [str], "turns": TURNS})
+    shape = {"step": int, "sample": int, "turns": TURNS}
+    check(row, shape | {"tokens": [str], "images": [str], "tool_errors": [str]})
     lengths = {name: len(values) for name, values in arrays.items() if values is not None}
     if wrong := [name for name, length in lengths.items() if length != len(row["tokens"])]:
         raise ValueError(f"{len(row['tokens'])} tokens, but {lengths[wrong[0]]} {wrong[0]}")
@@ -299,7 +302,7 @@ def _of_validation(folder: Path, rows: list[dict[str, Any]]) -> Chunk:
         truth = row.get("ground_truth")
         shown.append(
             {"prompt": prompt, "response": response, "turns": _turns(row.get("turns")), "fields": []}
-            | {"images": images.keys(row.get("images"))}
+            | {"images": images.keys(row.get("images")), "tool_errors": row.get("tool_errors")}
             | {"ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth)}
         )
     return _chunk(index, shown, [], images, [])

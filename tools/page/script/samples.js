@@ -86,7 +86,10 @@ async function matching(mine) {
     $("count").textContent = `looking through the texts, ${i} of ${keys.length} …`;
     await Promise.all(keys.slice(i, i + 8).map(async (key) => {
       const texts = await chunk(key);
-      for (const row of unread.get(key)) row.text = `${texts[row.at].prompt}\n${texts[row.at].response}`.toLowerCase();
+      for (const row of unread.get(key)) {
+        const {prompt, response, tool_errors: errors} = texts[row.at];
+        row.text = [prompt, response, ...errors ?? []].join("\n").toLowerCase();
+      }
     }));
   }
   return found.filter((row) => row.text.includes(text));
@@ -256,6 +259,9 @@ function response(row, sample) {
       advantages.length ? h("b", {}, `advantage ${fmt3(mean(advantages))}`) : null,
       h("span", {}, plural(row.length, sample.tokens ? "token" : "character")),
       row.finish ? h("bdi", {}, row.finish) : null),
+    sample.tool_errors?.length
+      ? h("ul", {class: "tool-errors", "aria-label": "errors of tools"}, ...sample.tool_errors.map((e) => h("li", {}, e)))
+      : null,
     box, Object.keys(rewards).length ? more("rewards", facts(rewards)) : null);
 }
 function expand(parts) { return parts && parts.flatMap(([value, times]) => Array(times).fill(value)); }
