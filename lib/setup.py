@@ -134,7 +134,7 @@ def check_quantization(name: str, dtype: torch.dtype, device: torch.device, corr
     if dtype == torch.float32:
         raise InputError(f"{flag}: vLLM quantizes 16-bit weights: set --compute-dtype bfloat16")
     if not corrected:
-        fix = "set --rollout-correction.level token (docs/grpo.md)"
+        fix = "set --rollout-correction.level token (docs/algorithms.md)"
         raise InputError(f"{flag}: the engine samples from other probabilities than the loss assumes: {fix}")
 
 

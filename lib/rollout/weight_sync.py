@@ -70,11 +70,11 @@ def sync_weights(
     for where, difference in differences.items():
         if not difference.finite:
             raise InputError(f"the policy's log-probs are not finite {since}")
+        check_mismatch(difference.k3, max_mismatch, f"{where} after step {version}")
         if not difference.mean <= tolerance:
             what = f"engine and trainer differ by {difference.mean:.3g} nats {where} (allowed: {tolerance:g})"
             why = "the engine got the weights and does not compute with them"
             raise WeightSyncError(f"weight sync to version {version} failed: {what}; {why}")
-        check_mismatch(difference.k3, max_mismatch, f"{where} after step {version}")
     engine.verified = {"rollout/canary_logp_diff": max(difference.mean for difference in differences.values())}
     return engine.verified
 
@@ -83,7 +83,9 @@ def check_mismatch(k3: float, limit: float, where: str) -> None:
     """Raises InputError if k3, between engine and trainer, is more than --max-mismatch."""
     if not k3 <= limit:
         what = f"engine and trainer differ by k3 = {k3:.3g} nats {where}"
-        raise InputError(f"--max-mismatch {limit:g}: {what}: take a more exact engine (docs/grpo.md), or raise it")
+        raise InputError(
+            f"--max-mismatch {limit:g}: {what}: take a more exact engine (docs/algorithms.md), or raise it"
+        )
 
 
 @torch.no_grad()
