@@ -32,6 +32,8 @@ from lib.data_proto import DataProto
 from lib.distributed import World, fsdp_modules, init_distributed, iter_full_params, make_mesh, shard_model, unsharded
 from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
+    NoRecorder,
+    Rollouts,
     Sampling,
     WeightSyncError,
     check_engine_import,
@@ -698,6 +700,20 @@ def test_an_adapter_that_vllm_has_no_room_for_is_refused_or_merged(capsys):
             engine._lora_settings(wrong, "adapter")
         assert engine._lora_settings(wrong, "auto") == {} and engine.lora_sync == "merged"
         assert why in capsys.readouterr().out
+
+
+def test_a_resumed_run_syncs_lora_as_it_began():
+    def rollouts(lora_sync) -> Rollouts:
+        made = Rollouts.__new__(Rollouts)
+        made.engine = SimpleNamespace(takes_adapters=True, lora_sync=lora_sync)
+        made.loader, made.recorder = None, NoRecorder()
+        return made
+
+    state = rollouts("adapter").state_dict()
+    for flag, way in {"auto": "adapter", "merged": "merged", "adapter": "adapter"}.items():
+        resumed = rollouts(flag)
+        resumed.load_state_dict(state)
+        assert resumed.engine.lora_sync == way
 
 
 def test_the_weights_below_an_adapter_survive_the_sleep_of_a_gpu():
