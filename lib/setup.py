@@ -54,6 +54,9 @@ from lib.seeds import set_seed
 if TYPE_CHECKING:
     from lib.agent.multi_turn import MultiTurn
 
+ON_CPU = "fp8_per_channel"
+ONLINE_FP8 = ("fp8", "fp8_per_tensor", ON_CPU, "fp8_per_block")  # vLLM quantizes the 16-bit weights that it loads
+
 # ---- before a model loads ------------------------------------------------------------------------
 
 
@@ -104,6 +107,7 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
     core_algos.check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and not engine_class(args.rollout.rollout_engine).shares_weights
+    merged &= args.rollout.lora_sync != "adapter"
     # the engine gets W + dW, which 16 bits may round to W
     rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
     loss_corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in Reads(args).columns()[1]
@@ -111,7 +115,27 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
         correction = correction or {"level": "token", "bounds": (0, 2)}
     if correction:
         core_algos.get_rollout_correction_fn(correction)
+    if args.rollout.quantization:
+        corrected = bool(correction) or loss_corrects or args.validation.val_only
+        dtype = get_compute_dtype(args.model.compute_dtype, device)
+        check_quantization(args.rollout.quantization, dtype, device, corrected)
     return correction
+
+
+def check_quantization(name: str, dtype: torch.dtype, device: torch.device, corrected: bool) -> None:
+    """Raises InputError for a quantization of vLLM's weights that no sync of weights reaches, or that nothing corrects.
+    corrected: whether the loss accounts for the difference between engine and trainer."""
+    flag = f'--vllm-kwargs {{"quantization": "{name}"}}'
+    if name not in ONLINE_FP8:
+        others = f"others need weights in their own format: take one of {', '.join(ONLINE_FP8)}"
+        raise InputError(f"{flag}: vLLM quantizes the weights of each sync itself only as FP8; {others}")
+    if device.type == "cpu" and name != ON_CPU:
+        raise InputError(f"{flag}: on a CPU vLLM has kernels for {ON_CPU} only: take that")
+    if dtype == torch.float32:
+        raise InputError(f"{flag}: vLLM quantizes 16-bit weights: set --compute-dtype bfloat16")
+    if not corrected:
+        fix = "set --rollout-correction.level token (docs/algorithms.md)"
+        raise InputError(f"{flag}: the engine samples from other probabilities than the loss assumes: {fix}")
 
 
 def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
@@ -437,6 +461,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         ranks=rollout.rollout_tensor_parallel_size,
         rows=engine_rows(args, world.size),
         vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
+        lora_sync=rollout.lora_sync,
         own=own,
     )
     use_cores(args.shard, world.device)
@@ -471,7 +496,9 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         steps=range(run.step + 1, args.run.total_steps + 1),
         async_level=rollout.async_level,
         async_order=rollout.async_order,
-        sync_tolerance=1e-3 if dtype == torch.float32 else 0.25,  # nats; bf16 engines differ by 0.03
+        # nats; bf16 engines differ by 0.03. For a quantized one the limit is that of the mismatch
+        sync_tolerance=math.inf if rollout.quantization else 1e-3 if dtype == torch.float32 else 0.25,
+        max_mismatch=rollout.mismatch_limit,
         recorder=run.recorder,
     )
 

@@ -1,5 +1,6 @@
 """The groups of flags that all scripts share. Each group checks itself, and a function of lib takes those it needs."""
 
+import math
 import operator
 import re
 import tempfile
@@ -177,7 +178,14 @@ class RolloutArgs(Group):
     gpu_memory_utilization: Annotated[float | None, Interval(gt=0, lt=1), MAY_CHANGE] = None
     """share of a GPU's memory for vLLM (on a CPU its KV cache has 1 GiB); empty: 0.4, with --rollout-gpus 0.9"""
     vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
-    """JSON of more EngineArgs of the vLLM engine, such as {"kv_cache_dtype": "fp8"} or {"speculative_config": ...}"""
+    """JSON of more EngineArgs of the vLLM engine, such as {"kv_cache_dtype": "fp8"}, or {"quantization": "fp8"} with a
+    --rollout-correction"""
+    lora_sync: Literal["auto", "adapter", "merged"] = "auto"
+    """how vLLM in the training processes gets LoRA: the adapter alone at each sync, or weights merged with it; auto:
+    the adapter where merging rounds too much of an update away, which the run measures and prints. Servers: merged"""
+    max_mismatch: Annotated[float | None, Gt(0), MAY_CHANGE] = None
+    """largest k3 in nats between engine and trainer, at the probe of a sync and in each step; above it the run stops.
+    Empty: no limit, with a quantized engine 0.1"""
     async_level: Annotated[int, Ge(0)] = 0
     """on servers (--rollout-gpus or http://...): how many steps old the weights of a rollout may be; above 0,
     --rollout-correction has a default"""
@@ -232,6 +240,16 @@ class RolloutArgs(Group):
     def sampling(self) -> Sampling:
         given = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         return Sampling(**given | {"stop": tuple(map(with_line_breaks, self.stop))})
+
+    @property
+    def quantization(self) -> str | None:
+        """What --vllm-kwargs says about it."""
+        return parse_json("vllm_kwargs", self.vllm_kwargs).get("quantization")
+
+    @property
+    def mismatch_limit(self) -> float:
+        """max_mismatch, or its default."""
+        return self.max_mismatch or (0.1 if self.quantization else math.inf)
 
     @property
     def gpu_share(self) -> float:

@@ -52,7 +52,7 @@ TABLE = (
     Row("", "reward reward_kwargs reward_workers sandbox_level reward_failure_score reward_model val_files val_only"),
     Row("", "shadow_reward"),
     Row("no val_only", "train_files train_weights loader_workers prompt_sampling async_level"),
-    Row("no val_only", "temperature top_p top_k min_p"),
+    Row("no val_only", "temperature top_p top_k min_p max_mismatch"),
     Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps plan"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
     Row("no val_only", "gradient_checkpointing save_every save_rollouts export_model"),
@@ -81,6 +81,7 @@ TABLE = (
     # rollouts and rewards
     Row("no replay", "rollout_engine"),
     Row("rollout_engine vllm", "rollout_tensor_parallel_size gpu_memory_utilization vllm_kwargs"),
+    Row("lora_rank and rollout_engine vllm and no rollout_gpus", "lora_sync"),
     Row("async_level", "async_order"),
     Row("multi_turn.tools or multi_turn.interaction", " ".join(f"multi_turn.{name}" for name in LIMITS.split())),
     Row("multi_turn.tools", "multi_turn.parser multi_turn.max_tool_calls"),

@@ -28,6 +28,6 @@ from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, ch
 from lib.distributed.reduced import token_means
 from lib.distributed.sharding import TENSOR_PARALLEL_STYLES, RowGroup, make_mesh, make_row_group, shard_model
 from lib.distributed.sharding import clip_grad_norm, compute_device, fsdp_modules, set_gradient_sync
-from lib.distributed.sharding import full_tensor, iter_full_params, merged_shards, merged_weight
+from lib.distributed.sharding import Part, full_tensor, iter_full_params, merged_weight, weight_shards
 from lib.distributed.sharding import trainable_parameters, unsharded
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage, note_waits_in

@@ -21,6 +21,8 @@ from lib.distributed.watchdog import enter_stage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Part = Literal["merged", "base", "adapter"]  # of a model with LoRA adapters: see weight_shards
+
 # torch warns on every rank that weights split over two mesh dimensions take two collectives to gather
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # torch.distributed.checkpoint says so of a single process: in torch 2.11 its group has an empty gather
@@ -160,15 +162,23 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def merged_shards(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, this rank's shard as a DTensor) of each weight, under its name before `add_lora` and with its LoRA
-    update added: W + alpha / rank x B A. Rows of W and B are split alike, and A is gathered. A collective."""
+def weight_shards(model: "PreTrainedModel", part: Part = "merged") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, this rank's shard as a DTensor). A collective. part:
+
+    merged: of each weight, under its name before `add_lora` and with its LoRA update added, W + alpha / rank x B A.
+    Rows of W and B are split alike, and A is gathered.
+    base: the same without the update. adapter: of each A and B, by the names in peft's files."""
     device = compute_device(model)
     for module in fsdp_modules(model):
         module.reshard()
     for name, param in model.named_parameters():
-        if ".lora_" not in name:
-            yield merged_weight(model, name, param.detach().to(device))
+        if (".lora_" in name) != (part == "adapter"):
+            continue
+        value = param.detach().to(device)
+        if part == "merged":
+            yield merged_weight(model, name, value)
+        else:
+            yield name.replace(".base_layer.", ".").replace(".default.", "."), value
 
 
 @torch.no_grad()
@@ -185,11 +195,13 @@ def merged_weight(model: "PreTrainedModel", name: str, weight: torch.Tensor) -> 
     return f"{path}.{leaf}" if adapted else name, weight
 
 
-def iter_full_params(model: torch.nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor) of the weights of `merged_shards`, one at a time, on every rank. A collective: every
+def iter_full_params(
+    model: torch.nn.Module, dtype: torch.dtype | None = None, part: Part = "merged"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, whole tensor) of the weights of `weight_shards`, one at a time, on every rank. A collective: every
     rank must run through all of it. Extra memory: twice the largest parameter. Tied weights come once, under the name
     of the embedding. dtype: a shard is cast before it is gathered."""
-    for name, shard in merged_shards(model):
+    for name, shard in weight_shards(model, part):
         yield name, full_tensor(shard if dtype is None else shard.to(dtype))
 
 

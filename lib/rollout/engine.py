@@ -69,10 +69,12 @@ class RolloutEngine(Protocol):
     shares_weights: bool = False  # whether it samples with the trainer's own tensors, which no copy rounds or merges
     takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
+    takes_adapters: bool = False  # whether it can be made with lora_sync="adapter"
 
     version: int | None = None  # of the weights that it holds; None before the first load_weights
     checksum: int | None = None  # weight_checksum of the weights that load_weights gave it
     dtype: torch.dtype | None = None  # of its weights; None: the trainer's
+    lora_sync: str = "merged"  # LoRA adapters come merged into the weights, or by themselves ("adapter")
     verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync, set by sync_weights
     pad_token_id: int
     image_probe: ImageProbe | None = None  # what sync_weights also probes a vision model with

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,18 +26,19 @@ from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
-from lib.rollout.weight_sync import CheckedStream, WeightSyncError
+from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
 
 # settings of vLLM: the flag that sets each
 BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype", "seed": "--seed"}
 BY_FLAG |= {"max_model_len": "--max-prompt-length and --max-response-length", "limit_mm_per_prompt": "--max-images"}
+BY_FLAG |= {"enable_lora": "--lora-sync", "max_lora_rank": "--lora-rank"}
 BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
 BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
 FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
 FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
-FIXED += ["pipeline_parallel_size", "quantization", "enable_lora"]
+FIXED += ["pipeline_parallel_size", "max_loras"]
 CACHED_S = 30 * 86400.0  # how long files of an engine stay in the cache after their last use
 
 
@@ -128,6 +130,20 @@ def engine_settings(
     return settings | {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
 
 
+def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """With which vLLM samples with the model's LoRA adapter. Raises UnsupportedAdapter if it cannot."""
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    rank, ranks = model.peft_config["default"].r, get_args(MaxLoRARanks)
+    if rank > max(ranks):
+        raise UnsupportedAdapter(f"--lora-rank {rank}: vLLM takes adapters up to {max(ranks)}: take --lora-sync merged")
+    known = ModelRegistry.models.get(name := model.config.architectures[0])
+    if known is None or not supports_lora(known.load_model_cls()):
+        raise UnsupportedAdapter(f"--lora-sync adapter: vLLM has no LoRA for {name}: take --lora-sync merged")
+    return {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= rank), "max_loras": 1}
+
+
 class VLLMEngine(SteppedEngine):
     """A vLLM engine inside this process, on CPU or GPU, which takes weights in memory. It starts with dummy weights,
     from a folder that holds only config and tokenizer. A generate before the first load_weights is refused.
@@ -135,13 +151,15 @@ class VLLMEngine(SteppedEngine):
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
     the same requests in the same order on all of them: generate, step and the end of a session are their collectives.
 
-    more: further settings of vLLM, which check_vllm_kwargs has seen. start: of engine_settings. Raises InputError as
-    engine_settings, or if vLLM refuses a setting."""
+    more: further settings of vLLM, which check_vllm_kwargs has seen. lora_sync: --lora-sync. start: of engine_settings.
+    Raises InputError as engine_settings, or if vLLM refuses a setting; UnsupportedAdapter if lora_sync is "adapter"."""
 
-    takes_images = True
+    takes_images = takes_adapters = True
     long_steps = False  # a step is one token; requests come and go at each step
 
-    def __init__(self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, **start: Any):
+    def __init__(
+        self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, lora_sync="merged", **start
+    ):
         self._device = compute_device(model)
         on_gpu = self._device.type != "cpu"
         settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
@@ -159,7 +177,7 @@ class VLLMEngine(SteppedEngine):
         settings |= {"enable_sleep_mode": on_gpu, "weight_transfer_config": {"backend": "direct"}}
         if dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
-        settings |= more or {}
+        settings |= (more or {}) | self._lora_settings(model, lora_sync)
         try:
             with own_generators(self._device), seeded("vllm"), _groups_of_one():  # vLLM seeds the global ones
                 self.llm = vllm.LLM(str(folder if settings.get("enforce_eager") else cached(folder)), **settings)
@@ -176,22 +194,59 @@ class VLLMEngine(SteppedEngine):
         self._submitted: dict[str, tuple] = {}  # (prompt, sampling, seed) of requests that begin at the next step
         self._aborted: list[str] = []
         self._running: dict[str, Media | None] = {}
+        self._base: int | None = None  # the checksum of the weights below an adapter
+        self._adapters = count(1)
+        self._lora: Any = None  # the LoRARequest of each request
         self.sleep()
 
+    def _lora_settings(self, model: PreTrainedModel, lora_sync: str) -> dict[str, Any]:
+        if getattr(model, "peft_config", None) is None or lora_sync == "merged":
+            return {}
+        try:
+            settings, self.lora_sync = adapter_settings(model), lora_sync
+        except UnsupportedAdapter as error:
+            if lora_sync == "adapter":
+                raise
+            if is_first_on_node():
+                print(f"--lora-sync auto: merged: {error}", flush=True)
+            return {}
+        return settings
+
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Streams the trainer's weights into the engine, one whole tensor at a time. A collective."""
+        """Streams the trainer's weights into the engine, one whole tensor at a time; those below an adapter once. A
+        collective. Raises UnsupportedAdapter."""
         if self.can_sleep:
             self.llm.wake_up(["weights"])  # the KV cache wakes later: it and the update's memory never add up
-        stream = CheckedStream(model, self.dtype)
-        self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"weights": stream}})
-        self.llm.finish_weight_update(weight_version=str(version))
+        merged = self.lora_sync == "merged"
+        if merged or self._base is None:
+            stream = CheckedStream(model, self.dtype, "merged" if merged else "base")
+            self.llm.start_weight_update()
+            self.llm.update_weights({"update_info": {"weights": stream}})
+            self.llm.finish_weight_update(weight_version=str(version))
+            self._base, self._lora, checksum = None if merged else stream.checksum, None, stream.checksum
+        if not merged:
+            checksum = (self._base + self._load_adapter(model)) % (1 << 64)
         if not self.llm.reset_prefix_cache():  # cached prefixes hold keys and values of the old weights
             raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
         self.llm.llm_engine.reset_encoder_cache()  # features of images, by the old weights
-        self.version, self.checksum = version, stream.checksum
+        self.version, self.checksum = version, checksum
         if self.can_sleep:
             self.llm.wake_up(["kv_cache"])
+
+    def _load_adapter(self, model: PreTrainedModel) -> int:
+        """Gives vLLM the adapter as a new one. Returns its checksum."""
+        from vllm.lora.request import LoRARequest
+
+        from lib.rollout.vllm_weights import load_adapter
+
+        stream = CheckedStream(model, self.dtype, "adapter")
+        config, number = model.peft_config["default"], next(self._adapters)
+        try:
+            self.llm.collective_rpc(load_adapter, args=(dict(stream), config.r, config.lora_alpha, number))
+        except ValueError as error:
+            raise UnsupportedAdapter(f"--lora-sync adapter: {error}: take --lora-sync merged") from error
+        self._lora = LoRARequest(f"adapter-{number}", number, "in memory")
+        return stream.checksum
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
@@ -199,9 +254,9 @@ class VLLMEngine(SteppedEngine):
         return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
 
     def sleep(self) -> None:
-        """On a GPU, frees weights and KV cache."""
+        """On a GPU, frees weights and KV cache. Weights below an adapter stay in CPU memory."""
         if self.can_sleep:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2 if self._base is None else 1)
             self.version = self.checksum = None
 
     def close(self) -> None:
@@ -251,7 +306,7 @@ class VLLMEngine(SteppedEngine):
             engine.abort_request([f"{place} {request_id}" for request_id in aborted])
             for request_id, (prompt, sampling, seed) in submitted.items():
                 params = self._params(**vllm_settings(sampling, seed))
-                engine.add_request(f"{place} {request_id}", prompt, params)
+                engine.add_request(f"{place} {request_id}", prompt, params, lora_request=self._lora)
         ended = {out.request_id: out for out in engine.step() if out.finished}
         mine = {name: ended[full] for name in self._running if (full := f"{self._place} {name}") in ended}
         done = {name: generated(_checked(out, self._running.pop(name))) for name, out in mine.items()}
@@ -281,7 +336,7 @@ class VLLMEngine(SteppedEngine):
     def _run(self, prompts: list[dict], params: list) -> list:
         self._check_weights()
         with own_generators(self._device):
-            return self.llm.generate(prompts, params, use_tqdm=False)
+            return self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._lora)
 
 
 def own_generators(device: torch.device) -> AbstractContextManager[None]:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lib.distributed import address_towards, in_thread, join_group
@@ -65,6 +67,29 @@ class DirectEngine(WeightTransferEngine):
         pack_linear_layers(self.model)
 
     def shutdown(self): ...
+
+
+def load_adapter(worker: Any, tensors: dict[str, torch.Tensor], rank: int, alpha: float, number: int) -> None:
+    """Gives a worker the LoRA adapter `number` in place of the one before. tensors: whole, by peft's names; vLLM alone
+    would read them from files. Raises ValueError for layers to which vLLM would silently add nothing."""
+    manager = worker.model_runner.lora_manager
+    adapters, model = manager._adapter_manager, worker.model_runner.get_model()
+    helper: Any = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    lora = LoRAModel.from_lora_tensors(
+        number,
+        # copies, since vLLM multiplies B by alpha / rank in place
+        {name: tensor.to(manager.lora_config.lora_dtype, copy=True) for name, tensor in tensors.items()},
+        helper,
+        device=str(worker.device),
+        dtype=manager.lora_config.lora_dtype,
+        weights_mapper=mapper and mapper.get_rename_mapper(),
+    )
+    adapters.remove_all_adapters()
+    adapters.add_adapter(lora)  # packs q, k, v into qkv
+    if unknown := sorted(lora.loras.keys() - adapters.modules.keys()):
+        raise ValueError(f"vLLM adapts no {unknown[0]} ({len(unknown)} of {len(lora.loras)} layers)")
+    adapters.activate_adapter(number)
 
 
 @dataclass

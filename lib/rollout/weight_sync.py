@@ -2,7 +2,9 @@
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lib import InputError
 from lib.data.vision import Media, Vision, media_hash
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, compute_device, iter_full_params, merged_shards
+from lib.distributed import Part, all_gather_lists, compute_device, iter_full_params, weight_shards
 from lib.model import response_log_probs
 from lib.rollout.engine import ImageProbe, RolloutEngine
 
@@ -25,14 +27,29 @@ class WeightSyncError(RuntimeError):
     """The rollout engine does not hold the trainer's weights."""
 
 
-def sync_weights(engine: RolloutEngine, model, version: int, *, tolerance: float) -> Mapping[str, float]:
+class UnsupportedAdapter(InputError):
+    """The rollout engine cannot sample with this LoRA adapter."""
+
+
+class Difference(NamedTuple):
+    """Of the engine's log-probs from the trainer's, on a probe."""
+
+    mean: float  # nats, absolute
+    k3: float
+    finite: bool  # the trainer's log-probs are
+
+
+def sync_weights(
+    engine: RolloutEngine, model, version: int, *, tolerance: float, max_mismatch: float = math.inf
+) -> Mapping[str, float]:
     """Gives the engine the trainer's weights as `version`, unless it already has it, and checks them. A collective.
 
     A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a fixed probe text, for a
     vision model also of one after an image, find weights that are not used (a stale tied head, kept image features).
 
-    Raises InputError if a weight of the trainer, or a log-prob, is not finite; WeightSyncError if a check failed. The
-    mean |log-prob difference| on the probe may be at most `tolerance`."""
+    Raises InputError if a weight of the trainer, or a log-prob, is not finite, or if k3 of the probe is more than
+    `max_mismatch`; WeightSyncError if a check failed. The mean |log-prob difference| on the probe may be at most
+    `tolerance`."""
     if engine.version == version:
         return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
     since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
@@ -42,28 +59,39 @@ def sync_weights(engine: RolloutEngine, model, version: int, *, tolerance: float
         engine.version = version
         return engine.verified
     engine.load_weights(model, version)
-    expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype)
+    parts: tuple[Part, ...] = ("base", "adapter") if engine.lora_sync == "adapter" else ("merged",)
+    expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype, parts)
     if (engine.version, engine.checksum) != (version, expected):
         held = f"the engine holds version {engine.version} with checksum {engine.checksum}"
         raise WeightSyncError(f"weight sync to version {version} failed: {held}, the trainer has {expected}")
     differences = {"on the probe": _probe_difference(engine, model, None)}
     if engine.image_probe is not None:
         differences["on the probe with an image"] = _probe_difference(engine, model, engine.image_probe)
-    for where, (difference, finite) in differences.items():
-        if not finite:
+    for where, difference in differences.items():
+        if not difference.finite:
             raise InputError(f"the policy's log-probs are not finite {since}")
-        if not difference <= tolerance:
-            what = f"engine and trainer differ by {difference:.3g} nats {where} (allowed: {tolerance:g})"
+        check_mismatch(difference.k3, max_mismatch, f"{where} after step {version}")
+        if not difference.mean <= tolerance:
+            what = f"engine and trainer differ by {difference.mean:.3g} nats {where} (allowed: {tolerance:g})"
             why = "the engine got the weights and does not compute with them"
             raise WeightSyncError(f"weight sync to version {version} failed: {what}; {why}")
-    engine.verified = {"rollout/canary_logp_diff": max(difference for difference, _ in differences.values())}
+    engine.verified = {"rollout/canary_logp_diff": max(difference.mean for difference in differences.values())}
     return engine.verified
 
 
+def check_mismatch(k3: float, limit: float, where: str) -> None:
+    """Raises InputError if k3, between engine and trainer, is more than --max-mismatch."""
+    if not k3 <= limit:
+        what = f"engine and trainer differ by k3 = {k3:.3g} nats {where}"
+        raise InputError(
+            f"--max-mismatch {limit:g}: {what}: take a more exact engine (docs/algorithms.md), or raise it"
+        )
+
+
 @torch.no_grad()
-def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> tuple[float, bool]:
-    """(mean |log-prob difference| over the text of the probe, of the server that differs most; whether the trainer's
-    log-probs are finite). probe: None for a text of random tokens."""
+def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> Difference:
+    """Over the text of the probe, of the server that differs most, the same on all ranks. probe: None for a text of
+    random tokens."""
     if probe is None:
         ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
         tensors = {"input_ids": torch.tensor([ids]), "position_ids": torch.arange(len(ids))[None]}
@@ -78,7 +106,11 @@ def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: Imag
     tensors |= {"attention_mask": torch.ones_like(tensors["input_ids"]), "responses": answer}
     row = DataProto.from_dict(tensors=tensors | {"response_mask": torch.ones_like(answer)}, non_tensors=objects)
     own = response_log_probs(model, row.to(compute_device(model)), 1.0)[0][0].float().cpu()
-    return float((of_engine[..., -n:] - own).abs().mean(-1).max()), bool(own.isfinite().all())
+    log_ratio = own - of_engine[..., -n:]  # log r = log π_train / π_rollout, (n,) or (servers, n)
+    k3 = torch.expm1(log_ratio.clamp(-20, 20)) - log_ratio.clamp(-20, 20)
+    largest = [float(log_ratio.abs().mean(-1).max()), float(k3.mean(-1).max()), float(not own.isfinite().all())]
+    mean, k3, infinite = torch.tensor(all_gather_lists([largest])).amax(0).tolist()  # nan if there is one
+    return Difference(mean, k3, not infinite)
 
 
 def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> ImageProbe:
@@ -104,13 +136,13 @@ def _check_finite(model: PreTrainedModel, since: str) -> None:
 class CheckedStream:
     """Iterates over (name, whole tensor) of the trainer's model, and keeps the checksum of what the engine took."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype):
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, part: Part = "merged"):
+        self.model, self.dtype, self.part = model, dtype, part
         self._sums: dict[str, torch.Tensor] = {}
 
     def __iter__(self):
         self._sums = {}
-        for name, tensor in iter_full_params(self.model, self.dtype):
+        for name, tensor in iter_full_params(self.model, self.dtype, self.part):
             self._sums[name] = _sum_of_bits(tensor)
             yield name, tensor
 
@@ -120,10 +152,10 @@ class CheckedStream:
         return sum(_checksums(self._sums).values()) % (1 << 64)
 
 
-def weight_checksum(model: PreTrainedModel, dtype: torch.dtype) -> int:
+def weight_checksum(model: PreTrainedModel, dtype: torch.dtype, parts: Sequence[Part] = ("merged",)) -> int:
     """An exact checksum of all weights as `dtype`, in any order. Each rank reads its own shards. A collective."""
     sums, pieces, ranks = {}, {}, dist.get_world_size()
-    for name, shard in merged_shards(model):
+    for name, shard in chain.from_iterable(weight_shards(model, part) for part in parts):
         pieces[name] = 1  # each piece is on ranks / pieces ranks
         if isinstance(shard, DTensor):
             sizes = zip(shard.device_mesh.shape, shard.placements)

@@ -19,6 +19,7 @@ checkpoint.
 
 import fcntl
 import json
+import math
 import os
 import secrets
 import shlex
@@ -44,7 +45,7 @@ from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World
 from lib.model import TrainedModel
-from lib.rollout import NoRecorder, Recorder, Replayer, check_recorded, forget_after
+from lib.rollout import NoRecorder, Recorder, Replayer, check_mismatch, check_recorded, forget_after
 from lib.run import checkpoint as checkpoints
 from lib.run import run_config
 from lib.run.alerts import DROPPED
@@ -78,6 +79,7 @@ class Run:
     validation: ValidationArgs
     world: World
     tracker: Tracker
+    max_mismatch: float = math.inf  # nats of k3
     checkpoint: Path | None = None  # the one that is resumed from
     step: int = 0  # of the checkpoint
     own: bool = False  # whether the checkpoint is this run's, not another's (only on rank 0)
@@ -169,6 +171,9 @@ class Run:
         assert reduced["training/rows_in"] == gone, "rows were lost on the way"
         reduced |= throughput_metrics(reduced, self.world.size, self._peak_tflops)
         self.tracker.log(reduced, step)
+        if "rollout/k3" in reduced:
+            mismatch = reduced["rollout/k3"], self.max_mismatch, f"in step {step}"
+            distributed.on_first_rank(lambda: check_mismatch(*mismatch))
         self._stop_if_reached(step)
         return reduced
 
@@ -315,7 +320,7 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
     name = distributed.broadcast(args.run.run_name or default_name(script, args.run.seed))
     folder = Path(args.run.output_dir) / name
     tracker = Tracker(folder, {}, total_steps=0, enabled=False)
-    run = Run(name, folder, args.run, args.validation, world, tracker)
+    run = Run(name, folder, args.run, args.validation, world, tracker, args.rollout.mismatch_limit)
     if world.rank == 0 or args.run.profile_steps:
         distributed.on_early_end(run._end_early)
 

@@ -5,15 +5,18 @@ import re
 
 import pyarrow.parquet
 import pytest
+import torch
 
-from lib import InputError
+import grpo
+from lib import InputError, setup
+from lib.cli.flags import parse_flags
 from lib.model import check_sampling
 from lib.rollout import check_capabilities, engine_class
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.sampling import Sampling
-from tests.common import SMALL, fork, metrics, ran
+from tests.common import SMALL, fork, metrics, ran, skip_without_vllm
 
 TABLE = '''
 """Answers from a table."""
@@ -63,6 +66,88 @@ def test_an_engine_in_a_file_of_its_own_trains(table, tmp_path):
     assert found == {("12<|im_end|>", 0.75), ("7<|im_end|>", 0.25)}
     [step] = metrics(tmp_path / "run")
     assert step["actor/grad_norm"] > 0 and "rollout/canary_logp_diff" not in step
+
+
+ROUNDED = '''
+"""The hf engine with a copy of the weights, rounded as FP8 rounds them."""
+
+import torch
+
+from lib.model import load_model
+from lib.rollout import HFEngine
+from lib.rollout.weight_sync import CheckedStream
+
+
+class Rounded(HFEngine):
+    shares_weights = False
+
+    def __init__(self, model, tokenizer, *, dtype, **settings):
+        super().__init__(load_model(model.name_or_path, dtype=dtype), tokenizer)
+        self.dtype = dtype
+
+    def load_weights(self, model, version):
+        stream = CheckedStream(model, self.dtype)
+        rounded = {name: w.to(torch.float8_e4m3fn).to(w) for name, w in stream}
+        self.model.load_state_dict(rounded, strict=False)
+        self.version, self.checksum = version, stream.checksum
+'''
+
+
+@pytest.mark.parametrize(
+    ("engine", "limit", "where"),
+    [("table.py:Table", "0.01", "in step 1"), ("rounded.py:Rounded", "1e-6", "on the probe after step 0")],
+)
+def test_max_mismatch_stops_a_run_whose_engine_differs(table, tmp_path, engine, limit, where):
+    """The table has no probabilities of the policy; the other's weights are rounded. Both by one line, and nothing of
+    the step is saved."""
+    (tmp_path / "rounded.py").write_text(ROUNDED)
+    flags = ["--rollout-engine", f"{tmp_path}/{engine}", "--max-mismatch", limit, "--save-every", "1"]
+    done = fork("grpo", tmp_path, *flags, "--total-steps", "2", "--run-name", "run", *SMALL)
+    [line] = [line for line in done.stderr.splitlines() if "--max-mismatch" in line]
+    assert done.returncode and "Traceback" not in done.stderr
+    assert re.match(
+        rf"(error: )?--max-mismatch {float(limit):g}: engine and trainer differ by k3 = \S+ nats {where}: ", line
+    )
+    assert len(metrics(tmp_path / "run")) == (where == "in step 1") and not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "flags", "why"),
+    [
+        ("awq", [], "vLLM quantizes the weights of each sync itself only as FP8"),
+        ("fp8", [], "on a CPU vLLM has kernels for fp8_per_channel only"),
+        ("fp8_per_channel", [], "vLLM quantizes 16-bit weights: set --compute-dtype bfloat16"),
+        ("fp8_per_channel", ["--compute-dtype", "bfloat16"], "set --rollout-correction.level token"),
+        ("fp8_per_channel", ["--compute-dtype", "bfloat16", "--rollout-correction.level", "token"], ""),
+        ("fp8_per_channel", ["--compute-dtype", "bfloat16", "--old-log-probs", "rollout"], ""),
+    ],
+)
+def test_fp8_rollouts_need_a_correction(quantization, flags, why):
+    skip_without_vllm()
+    flags = ["--rollout-engine", "vllm", "--vllm-kwargs", f'{{"quantization": "{quantization}"}}', *flags]
+    args, device = parse_flags(grpo.Args, flags), torch.device("cpu")
+    assert args.rollout.mismatch_limit == 0.1
+    if not why:
+        setup.check_algorithm(args, device)
+        return
+    with pytest.raises(
+        InputError, match=re.escape(f'--vllm-kwargs {{"quantization": "{quantization}"}}: ') + ".*" + re.escape(why)
+    ):
+        setup.check_algorithm(args, device)
+
+
+def test_lora_needs_no_correction_where_the_engine_gets_the_adapter():
+    """merged and auto may round it in bfloat16."""
+    skip_without_vllm()
+    flags = ["--rollout-engine", "vllm", "--lora-rank", "4", "--compute-dtype", "bfloat16", "--lora-sync"]
+    ways = {
+        way: setup.check_algorithm(parse_flags(grpo.Args, [*flags, way]), torch.device("cpu"))
+        for way in ("auto", "adapter", "merged")
+    }
+    assert ways == {"auto": {"level": "token", "bounds": (0, 2)}, "adapter": {}, "merged": ways["auto"]}
+    for wrong in (["--lora-rank", "4"], ["--rollout-engine", "vllm"]):
+        with pytest.raises(InputError, match="--lora-sync has no effect"):
+            parse_flags(grpo.Args, [*wrong, "--lora-sync", "adapter"]).check()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,9 +29,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lib import InputError
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
-from lib.distributed import World, fsdp_modules, init_distributed, make_mesh, shard_model, unsharded
-from lib.model import load_model, load_tokenizer, response_log_probs
+from lib.distributed import World, fsdp_modules, init_distributed, iter_full_params, make_mesh, shard_model, unsharded
+from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
+    NoRecorder,
+    Rollouts,
     Sampling,
     WeightSyncError,
     check_engine_import,
@@ -39,12 +42,14 @@ from lib.rollout import (
     make_engine,
     request_seeds,
     sync_weights,
+    weight_checksum,
 )
 from lib.rollout.engine import stop_token_ids
 from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
+from lib.rollout.lora_sync import choose_lora_sync
 from lib.rollout.server_engine import NEUTRAL
-from lib.rollout.vllm_engine import VLLMEngine
-from tests.common import TOY_MODEL, give_generation_config, rollout_batch, save_tiny
+from lib.rollout.vllm_engine import CheckedStream, VLLMEngine, adapter_settings
+from tests.common import TOY_MODEL, give_generation_config, randomize_lora_b, rollout_batch, save_tiny
 
 WIDTH = 24  # prompt
 TOLERANCE = 1e-3
@@ -610,6 +615,134 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     perturb(model)
     with pytest.raises(WeightSyncError, match="does not compute with them"):
         sync_weights(engine, model, 9, tolerance=TOLERANCE)
+    close(engine)
+
+
+def lora_engine(world, folder, dtype, lora_sync, vllm_kwargs=None, rank=4):
+    """(engine, its model with adapters that change the log-probs)"""
+    pytest.importorskip("vllm")
+    model = load_model(save_tiny(folder / "model"), dtype=dtype)
+    if rank:
+        add_lora(model, rank=rank, alpha=2 * rank, seed=3)
+        randomize_lora_b(model)
+    model, tokenizer = shard_model(model, make_mesh(world), dtype), load_tokenizer(TOY_MODEL)
+    settings = {"folder": folder / "engine", "max_length": 64, "dtype": dtype, "gpu_memory": 0.3}
+    settings |= {"lora_sync": lora_sync, "vllm_kwargs": vllm_kwargs}
+    (folder / "engine").mkdir()
+    return make_engine("vllm", model, tokenizer, **settings), model
+
+
+def perturb_adapter(model, size):
+    for module in fsdp_modules(model):
+        module.reshard()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".lora_" in name:
+                p.to_local().add_(size * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+
+
+def test_vllm_samples_with_adapters_and_with_merged_weights(world, tmp_path, capsys, monkeypatch):
+    """auto measures both; after each sync of either kind log-probs are the trainer's (fp32: 1e-4), and the trainer's
+    weights are untouched, though vLLM scales B in place."""
+    engine, model = lora_engine(world, tmp_path, torch.float32, "auto")
+    choose_lora_sync(engine, model, 0, 1e-4)
+    printed = capsys.readouterr().out
+    assert engine.lora_sync == "merged" and "auto: merged: in float32, merged weights lose 0 of an update" in printed
+    assert re.search(r"a sync takes: adapter \S+ s, and \S+ s for 32 tokens; merged \S+ s, and", printed)
+    for version, way in enumerate(["merged", "adapter", "adapter", "merged", "adapter"], 1):
+        perturb_adapter(model, 0.1)
+        engine.lora_sync = way
+        before = weight_checksum(model, torch.float32, ("base", "adapter"))
+        assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
+        assert (engine._lora is not None) == (way == "adapter")
+        out = engine.generate(random_prompts(6), Sampling(8), [*range(6)])
+        assert (on_policy(model, out, Sampling(8))[0] - out.batch["rollout_log_probs"]).abs().max() < 1e-4
+        with engine.session():  # requests one by one
+            engine.submit("a", [9, 10, 11], Sampling(4), 1)
+            [row] = drain(engine, 1).values()
+        ids = torch.tensor([[9, 10, 11, *row.token_ids]])
+        own = model(input_ids=ids).logits[0].log_softmax(-1)[2:-1].gather(1, ids[0, 3:, None])[:, 0]
+        assert (own - torch.tensor(row.log_probs)).abs().max() < 1e-4
+        assert weight_checksum(model, torch.float32, ("base", "adapter")) == before
+    [held] = engine.llm.collective_rpc("list_loras")
+    assert held == {engine._lora.lora_int_id}  # the old ones are gone
+
+    foreign = {
+        "model.tower.0.q_proj.lora_A.weight": torch.ones(4, 64),
+        "model.tower.0.q_proj.lora_B.weight": torch.ones(64, 4),
+    }
+    monkeypatch.setattr(CheckedStream, "__iter__", lambda self: iter(foreign.items()))
+    with pytest.raises(InputError, match=r"vLLM adapts no model\.tower\.0\.q_proj .*take --lora-sync merged"):
+        engine._load_adapter(model)
+    monkeypatch.undo()
+    perturb_adapter(model, 1e-6)  # too small for any log-prob to tell
+    monkeypatch.setattr(engine, "_load_adapter", lambda model: 0)
+    with pytest.raises(WeightSyncError, match="version 9 failed: the engine holds"):
+        sync_weights(engine, model, 9, tolerance=TOLERANCE)
+    close(engine)
+
+
+def test_an_adapter_that_vllm_has_no_room_for_is_refused_or_merged(capsys):
+    pytest.importorskip("vllm")
+    engine = VLLMEngine.__new__(VLLMEngine)
+
+    def model(rank, name="Qwen2ForCausalLM"):
+        config = SimpleNamespace(architectures=[name])
+        return SimpleNamespace(config=config, peft_config={"default": SimpleNamespace(r=rank)})
+
+    assert adapter_settings(model(20)) == {"enable_lora": True, "max_lora_rank": 32, "max_loras": 1}
+    large, unknown = (
+        (model(600), "--lora-rank 600: vLLM takes adapters up to 512"),
+        (model(4, "Unknown"), "no LoRA for Unknown"),
+    )
+    for wrong, why in (large, unknown):
+        with pytest.raises(InputError, match=f"{why}: take --lora-sync merged"):
+            engine._lora_settings(wrong, "adapter")
+        assert engine._lora_settings(wrong, "auto") == {} and engine.lora_sync == "merged"
+        assert why in capsys.readouterr().out
+
+
+def test_a_resumed_run_syncs_lora_as_it_began():
+    def rollouts(lora_sync) -> Rollouts:
+        made = Rollouts.__new__(Rollouts)
+        made.engine = SimpleNamespace(takes_adapters=True, lora_sync=lora_sync)
+        made.loader, made.recorder = None, NoRecorder()
+        return made
+
+    state = rollouts("adapter").state_dict()
+    for flag, way in {"auto": "adapter", "merged": "merged", "adapter": "adapter"}.items():
+        resumed = rollouts(flag)
+        resumed.load_state_dict(state)
+        assert resumed.engine.lora_sync == way
+
+
+def test_the_weights_below_an_adapter_survive_the_sleep_of_a_gpu():
+    engine, levels = VLLMEngine.__new__(VLLMEngine), []
+    engine.can_sleep, engine.llm = True, SimpleNamespace(sleep=lambda level: levels.append(level))
+    for engine._base in (None, 7):
+        engine.sleep()
+    assert levels == [2, 1] and engine.version is None
+
+
+def test_fp8_weights_are_quantized_anew_at_each_sync(world, tmp_path):
+    """fp8_per_channel, the one that vLLM runs on a CPU. A weight of e4m3 has 3 bits after its first: it is at most 1/16
+    off, or less than 2^-9 of the channel's scale."""
+    engine, model = lora_engine(world, tmp_path, torch.bfloat16, "merged", {"quantization": "fp8_per_channel"}, rank=0)
+    for version in range(3):
+        sync_weights(engine, model, version, tolerance=math.inf, max_mismatch=1.0)
+        [layer] = engine.llm.collective_rpc(
+            lambda worker: worker.model_runner.get_model().model.layers[1].mlp.down_proj
+        )
+        held, whole = layer.weight.t().float() * layer.weight_scale, dict(iter_full_params(model))
+        own = whole["model.layers.1.mlp.down_proj.weight"].float()
+        assert layer.weight.dtype == torch.float8_e4m3fn
+        assert ((held - own).abs() <= own.abs() / 16 + layer.weight_scale * 2**-9).all() and not held.equal(own)
+        perturb(model, 0.01)
+    with pytest.raises(
+        InputError,
+        match=r"^--max-mismatch 1e-09: engine and trainer differ by k3 = \S+ nats on the probe after step 7: ",
+    ):
+        sync_weights(engine, model, 7, tolerance=math.inf, max_mismatch=1e-9)
     close(engine)
 
 
