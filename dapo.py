@@ -29,7 +29,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args(shared.ScriptArgs):
+class Args(shared.ScriptArgs, script="dapo"):
     """DAPO: GRPO with clip-higher and dynamic sampling. Example: python dapo.py --max-gen-batches 5"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
@@ -43,9 +43,9 @@ class Args(shared.ScriptArgs):
     validation: shared.ValidationArgs = field(default_factory=shared.ValidationArgs)
 
     # ---- sizes of a step
-    prompts_per_step: Annotated[int, Ge(1)] = 32
+    prompts_per_step: Annotated[int, Ge(1)] = 128
     """prompts of one step, over all ranks"""
-    group_size: Annotated[int, Ge(1)] = 8
+    group_size: Annotated[int, Ge(1)] = 16
     """responses per prompt"""
     num_mini_batches: Annotated[int, Ge(1)] = 4
     """optimizer updates per pass over a step's responses"""
@@ -64,7 +64,7 @@ class Args(shared.ScriptArgs):
     max_gen_batches: Annotated[int, Ge(1)] = 10
     """refill: maximum number of batches of prompts_per_step prompts in a step; then groups with equal scores fill the
     step, excluded from the loss and its denominator"""
-    overlong_buffer: Annotated[int, Ge(0)] = 2
+    overlong_buffer: Annotated[int, Ge(0)] = 512
     """number of tokens before max_response_length in which a response loses reward (paper: 4096 of 20480); 0: off"""
     overlong_factor: Annotated[float, Ge(0)] = 1.0
     """reward that a response of max_response_length loses"""
@@ -331,7 +331,7 @@ def main(args: Args) -> None:
 
     factory = setup.make_model_factory(args, world, sizes)
     o = args.optimizer
-    make_optimizer = partial(torch.optim.AdamW, lr=o.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
+    make_optimizer = partial(torch.optim.AdamW, lr=args.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
     actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, args.run.total_steps)
     ref = setup.load_reference(factory, actor) if args.kl_coef else None
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)

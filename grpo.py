@@ -40,7 +40,7 @@ class Args(shared.ScriptArgs):
     validation: shared.ValidationArgs = field(default_factory=shared.ValidationArgs)
 
     # ---- sizes of a step
-    prompts_per_step: Annotated[int, Ge(1)] = 32
+    prompts_per_step: Annotated[int, Ge(1)] = 128
     """prompts of one step, over all ranks"""
     group_size: Annotated[int, Ge(1)] = 8
     """responses per prompt"""
@@ -247,7 +247,7 @@ def main(args: Args) -> None:
 
     factory = setup.make_model_factory(args, world, sizes)
     o = args.optimizer
-    make_optimizer = partial(torch.optim.AdamW, lr=o.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
+    make_optimizer = partial(torch.optim.AdamW, lr=args.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
     actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, args.run.total_steps)
     ref = setup.load_reference(factory, actor) if args.kl_coef else None
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)

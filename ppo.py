@@ -27,7 +27,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args(shared.ScriptArgs):
+class Args(shared.ScriptArgs, script="ppo"):
     """PPO: RL with a critic as baseline (GAE). Example: python ppo.py --gae-lambda 0.95"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
@@ -41,7 +41,7 @@ class Args(shared.ScriptArgs):
     validation: shared.ValidationArgs = field(default_factory=shared.ValidationArgs)
 
     # ---- sizes of a step
-    prompts_per_step: Annotated[int, Ge(1)] = 256
+    prompts_per_step: Annotated[int, Ge(1)] = 1024
     """prompts of one step, over all ranks"""
     group_size: Annotated[int, Ge(1)] = 1
     """responses per prompt"""
@@ -63,8 +63,8 @@ class Args(shared.ScriptArgs):
     # ---- critic
     critic_model: Annotated[str, shared.FILES] = ""
     """Hugging Face id, folder or .gguf file of the critic; empty: the policy's weights with a new value head"""
-    critic_lr: Annotated[float, Ge(0)] = 3e-4
-    """learning rate of the critic (1e-5 for billions of parameters), with the policy's schedule"""
+    critic_lr: Annotated[float, Ge(0)] = 1e-5
+    """learning rate of the critic, with the policy's schedule"""
     critic_warmup_steps: Annotated[int, Ge(0)] = 0
     """number of first steps in which only the critic learns"""
     cliprange_value: Annotated[float, Gt(0)] = 0.5
@@ -278,7 +278,7 @@ def main(args: Args) -> None:
 
     factory = setup.make_model_factory(args, world, sizes)
     o = args.optimizer
-    make_optimizer = partial(torch.optim.AdamW, lr=o.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
+    make_optimizer = partial(torch.optim.AdamW, lr=args.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
     # PPO: the policy's schedule begins after the critic's warm-up
     own_steps = args.run.total_steps - args.critic_warmup_steps
     actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, own_steps)

@@ -24,7 +24,7 @@ from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
 
 
 @dataclass
-class Args(shared.ScriptArgs):
+class Args(shared.ScriptArgs, script="remax"):
     """ReMax: RL with the reward of a greedy response as baseline. Example: python remax.py --lr 3e-5"""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
@@ -38,7 +38,7 @@ class Args(shared.ScriptArgs):
     validation: shared.ValidationArgs = field(default_factory=shared.ValidationArgs)
 
     # ---- sizes of a step
-    prompts_per_step: Annotated[int, Ge(1)] = 256
+    prompts_per_step: Annotated[int, Ge(1)] = 1024
     """prompts of one step, over all ranks"""
     group_size: Annotated[int, Ge(1)] = 1
     """responses per prompt"""
@@ -222,7 +222,7 @@ def main(args: Args) -> None:
 
     factory = setup.make_model_factory(args, world, sizes)
     o = args.optimizer
-    make_optimizer = partial(torch.optim.AdamW, lr=o.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
+    make_optimizer = partial(torch.optim.AdamW, lr=args.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
     actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, args.run.total_steps)
     ref = setup.load_reference(factory, actor) if args.kl_coef else None
     rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)

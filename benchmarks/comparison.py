@@ -23,7 +23,7 @@ from benchmarks.curves import ACCURACY, PANELS, ROOT, curve, plot, provenance, r
 
 RECORD = ROOT / "benchmarks/results/comparison.json"
 SEEDS = (1, 2, 3, 4, 5)
-TASK = "--model data/toy_rare/model --total-steps 100 --val-files data/toy/val.jsonl --val-every 5 --show-samples 0"
+TASK = "--config data/toy/preset.yaml --model data/toy_rare/model --total-steps 100 --val-every 5 --show-samples 0"
 FOUR = "--num-mini-batches 4"
 FEW = "--train-files data/toy_rare/few.jsonl"
 LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")

@@ -43,7 +43,8 @@ VARIANTS = {  # flags of grpo.py
     "cispo": "--loss cispo --num-mini-batches 4",
     "dppo_tv": "--loss dppo_tv --num-mini-batches 4",
 }
-TOOLS = "--model data/toy_tools/model --train-files data/toy_tools/train.jsonl --val-files data/toy_tools/val.jsonl"
+TOOLS = "--config data/toy/preset.yaml --model data/toy_tools/model"
+TOOLS += " --train-files data/toy_tools/train.jsonl --val-files data/toy_tools/val.jsonl"
 TOOLS += " --max-prompt-length 32 --lr 3e-4 --total-steps 40"
 TASKS = {  # of grpo.py
     "with the calculator": TOOLS
@@ -51,8 +52,8 @@ TASKS = {  # of grpo.py
     "without": TOOLS + " --max-response-length 16",
 }
 IMAGES = {  # of grpo.py
-    name: f"--model data/toy_vision/model --train-files {rows}/train.jsonl --val-files {rows}/val.jsonl "
-    f"--total-steps 40{more}"
+    name: "--config data/toy/preset.yaml --model data/toy_vision/model "
+    f"--train-files {rows}/train.jsonl --val-files {rows}/val.jsonl --total-steps 40{more}"
     for name, rows, more in [
         ("hf", "data/toy_vision", ""),
         ("vllm", "data/toy_vision", " --rollout-engine vllm"),

@@ -34,8 +34,8 @@ GROUPS, SINGLE = "--prompts-per-step 16 --group-size 8", "--prompts-per-step 64"
 RUNS = {
     "grpo": f"grpo.py {GROUPS} {VLLM}",
     "remax": f"remax.py {SINGLE} {VLLM}",
-    "dapo": f"dapo.py {GROUPS} {VLLM}",
-    "ppo": f"ppo.py {SINGLE} {VLLM}",
+    "dapo": f"dapo.py {GROUPS} {VLLM} --overlong-buffer 2",
+    "ppo": f"ppo.py {SINGLE} {VLLM} --critic-lr 3e-4",
     "grpo_hf": f"grpo.py {GROUPS}",
 }
 ACCURACY = "val/reasoning_gym/chain_sum/mean@1"

@@ -139,7 +139,15 @@ def greedy_accuracy(model: PreTrainedModel) -> float:
 
 def run_plainrl(folder: Path, engine: str, seed: int, steps: int, *flags: str, keep: bool = False) -> list[dict]:
     """Clocks and mean reward of each step. keep: and checkpoints in folder/plainrl."""
-    command = [sys.executable, "grpo.py", "--model", str(TASK / "model"), *FLAGS.split()]
+    command = [
+        sys.executable,
+        "grpo.py",
+        "--config",
+        "data/toy/preset.yaml",
+        "--model",
+        str(TASK / "model"),
+        *FLAGS.split(),
+    ]
     command += ["--train-files", str(folder / "train.jsonl"), "--no-shuffle", "--rollout-engine", engine]
     command += ["--val-files", str(TASK / "val.jsonl")]
     command += ["--reward", f"{Path(__file__).resolve()}:compute_score_batch", "--reward-workers", "0"]

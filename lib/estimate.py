@@ -76,7 +76,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
         f"{sizes.updates_per_step} update(s) of {responses // args.num_mini_batches} rows; {total_steps} steps = "
         f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs",
     ]
-    if args.optimizer.lr == 0:
+    if args.lr == 0:
         lines += ["note: --lr 0 leaves the policy as it is"]
     if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
         lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]

@@ -306,6 +306,8 @@ def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
 
 # ---- models --------------------------------------------------------------------------------------
 
+USUAL_LR = {"full fine-tuning": (1e-7, 3e-5), "LoRA": (2e-6, 1e-3)}  # of AdamW in RL (docs/defaults.md)
+SMALLEST = 10**8  # parameters of a model for which these are usual
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -345,6 +347,10 @@ class ModelFactory:
         """The fields of a TrainedModel but for its name."""
         module = self.place(self.trains(module), name)
         optimizer = make_optimizer(trainable_parameters(module))
+        parameters = sum(p.numel() for p in module.parameters())  # of all ranks
+        note = lr_note(name, optimizer, "LoRA" if self.model.lora_rank else "full fine-tuning", parameters)
+        if note and self.world.rank == 0:
+            print(note, flush=True)
         factor = partial(lr_factor, self.optimizer, self.updates_per_step, total_steps)
         return {
             "module": module,
@@ -424,6 +430,15 @@ def load_frozen(factory: ModelFactory, path: str, flag: str) -> Reference:
     models.check_tensor_parallel(path, factory.shard.tensor_parallel_size, flag=flag, **trust)
     module = models.load_model(path, flag=flag, **factory.options(path, trainable=False)).requires_grad_(False)
     return Reference(factory.place(module, "ref"), factory.forward)
+
+
+def lr_note(name: str, optimizer: torch.optim.Optimizer, kind: str, parameters: int) -> str:
+    """What to say of a learning rate that is unusual for this kind of training and a model of this size, or ""."""
+    lr, (low, high) = optimizer.param_groups[0]["lr"], USUAL_LR[kind]
+    if not isinstance(optimizer, torch.optim.AdamW) or parameters < SMALLEST or lr == 0 or low <= lr <= high:
+        return ""
+    usual = f"usual in {kind} of {parameters / 1e9:.2g} B parameters are {low:g} to {high:g} (docs/defaults.md)"
+    return f"note: {name}: learning rate {lr:g}: {usual}"
 
 
 def lr_factor(args: OptimizerArgs, updates_per_step: int, total_steps: int, update: int) -> float:

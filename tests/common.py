@@ -42,12 +42,14 @@ from transformers import (
     SmolVLMConfig,
 )
 
+import lib.cli.flags
 from lib.data.vision import media_hash
 from lib.data_proto import DataProto
 from lib.distributed import World
 
 ROOT = Path(__file__).parent.parent
 TOY_MODEL = str(ROOT / "data/toy/model")
+TOY = ["--config", str(ROOT / "data/toy/preset.yaml")]  # for a model or files of a test's own
 VOCAB = 104
 
 
@@ -306,8 +308,14 @@ FORKSERVER.set_forkserver_preload(
 )
 
 
-def command(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON) -> list[str]:
-    return [*launcher, str(ROOT / f"{script}.py"), "--output-dir", str(folder), *args]
+def parse_flags(args_class: type, words: list[str]) -> Any:
+    """lib's, with the sizes of the embedded task, whatever the model."""
+    return lib.cli.flags.parse_flags(args_class, [*TOY, *words])
+
+
+def command(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON, preset: list[str] = TOY) -> list[str]:
+    """With the sizes of the embedded task, whatever the model; without them if preset is []."""
+    return [*launcher, str(ROOT / f"{script}.py"), *preset, "--output-dir", str(folder), *args]
 
 
 def environment() -> dict[str, str]:
@@ -327,10 +335,10 @@ def launch(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON) 
     )
 
 
-def fork(script: str, folder: Path, *args: str, ranks: int = 1) -> subprocess.CompletedProcess:
+def fork(script: str, folder: Path, *args: str, ranks: int = 1, preset: list[str] = TOY) -> subprocess.CompletedProcess:
     """The same script in processes of their own, one a rank, forked from one that has imported everything: the seconds
     of that are spent once for all tests. Several ranks have the variables that a launcher sets, but no launcher."""
-    return _ended(command(script, folder, *args, launcher=[]), ranks)
+    return _ended(command(script, folder, *args, launcher=[], preset=preset), ranks)
 
 
 def fork_module(module: str, *args: str, ranks: int = 1) -> subprocess.CompletedProcess:

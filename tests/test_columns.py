@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import grpo
-from lib.cli.flags import parse_flags
 from lib.columns import COLUMNS, Column, page
 from lib.core_algos import ADV_TENSORS, LOSS_TENSORS, TOKEN_MASKS
 from lib.data import gather_columns
@@ -17,7 +16,7 @@ from lib.model import load_tokenizer
 from lib.rollout import fit_columns
 from lib.run.rollouts import rollouts_table, taken_out
 from lib.setup import advantage_columns
-from tests.common import ROOT, SMALL, TOY_MODEL, fork, ran, run_ranks
+from tests.common import ROOT, SMALL, TOY_MODEL, fork, parse_flags, ran, run_ranks
 from tests.run.test_rollouts import TOOLS, trained_batch
 
 SAVE_BATCH = """

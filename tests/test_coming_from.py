@@ -78,7 +78,7 @@ def test_commands_run(page, model, tmp_path):
         args = parsed(run._replace(words=words), "--dry-run", str(run.ranks))  # its flags as they stand
         words = [SMALLER.get(word, word) for word in without(words, OF_VLLM)]
         words += [*smaller(args, model, "hf"), "--track"]  # no tracker
-        done = ran(fork(run.script, tmp_path, *words, "--run-name", str(number)))
+        done = ran(fork(run.script, tmp_path, *words, "--run-name", str(number), preset=[]))
         logged = {key: value for row in metrics(tmp_path / str(number)) for key, value in row.items()}
         assert logged["step"] == 1 and logged["training/rows_in"] >= args.num_mini_batches * min(args.group_size, 4)
         assert logged["reward/error_count"] == 0 and logged["actor/grad_norm"] >= 0, done.stdout

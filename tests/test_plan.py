@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from benchmarks import plan as benchmark
 from lib import InputError
 from lib.args import step_sizes, training_ranks
-from lib.cli.flags import parse_flags
 from lib.estimate import H100, DecoderCosts, describe_plan, engine_rates, plan_splits, with_split
 from lib.plan import DRAWS, ROWS, Engine, EngineRates, Row, Split, Step, best_split, dealt, read_lengths, simulate
-from tests.common import ROOT, TOY_MODEL
+from tests.common import ROOT, TOY_MODEL, parse_flags
 
 
 # ---- token by token ------------------------------------------------------------------------------

@@ -223,7 +223,8 @@ def test_commands_run(page, model, tmp_path):
         if engine == "hf" and "--gpu-memory-utilization" in words:  # a flag of vLLM alone
             at = words.index("--gpu-memory-utilization")
             words = [*words[:at], *words[at + 2 :]]
-        done = ran(fork(run.script, tmp_path, *words, *smaller(args, model, engine), "--run-name", str(number)))
+        words = [*words, *smaller(args, model, engine), "--run-name", str(number)]
+        done = ran(fork(run.script, tmp_path, *words, preset=[]))
         logged: dict = {}
         for row in metrics(tmp_path / str(number), timings=True):
             logged |= row

@@ -14,9 +14,8 @@ import torch
 import grpo
 from lib import InputError
 from lib.args import step_sizes
-from lib.cli.flags import parse_flags
 from lib.traced_step import check_traceable, rows_of_trace
-from tests.common import FORKSERVER, ROOT, TOY_MODEL, rollout_batch
+from tests.common import FORKSERVER, ROOT, TOY_MODEL, parse_flags, rollout_batch
 
 # three layers of public models, with a vocabulary that does not outweigh them
 SMALL = {"num_hidden_layers": 3, "vocab_size": 32768}

@@ -24,7 +24,7 @@ def main(script: str, config: str, *flags: str) -> None:
         shutil.copy(config, Path(folder, "config.json"))
         Path(folder, "model.safetensors").touch()  # the check of the flags wants weights
         args_class = import_module(script.removesuffix(".py")).Args
-        args = parse_flags(args_class, ["--model", folder, *flags])
+        args = parse_flags(args_class, ["--model", folder, "--train-files", config, *flags])  # no row is read
         setup.join(args)
         print(describe_trace(args, step_sizes(args, training_ranks(args)), None, H100))
 

@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu_check.rows import ROOT, Options, attempt, row
 
 TINY = (
+    *("--config", str(ROOT / "data/toy/preset.yaml")),
     *("--prompts-per-step", "8", "--group-size", "4", "--train-files", str(ROOT / "data/toy/val.jsonl")),
     *("--no-val-before-train", "--val-every", "0", "--reward-workers", "0"),
 )

@@ -35,6 +35,7 @@ def check(options: Options, device: torch.device) -> Iterator[dict]:
     name = "toy" if options.tiny else "qwen2.5-0.5b"
     with tempfile.TemporaryDirectory() as folder:
         flags = [*(TINY if options.tiny else SIZES).split(), *REST.split(), "--rollout-engine", engine]
+        flags += ["--config", str(ROOT / "data/toy/preset.yaml")]
         flags += ["--model", f"{folder}/model", "--train-files", str(ROOT / "data/toy/val.jsonl")]
         save_model(shape(options, name), device, Path(folder, "model"))
         yield from attempt("stages", lambda: stages(options, folder, f"grpo.py, {name}, {engine}", flags))

@@ -10,10 +10,10 @@ What a run reads, by choice: the flags that act where the choice is made, and th
 "no" it is not made. A flag under several choices is read under any of them. A choice counts only if its own flag is
 read. Names are those of `config.json`: `loss_kwargs.cap` is `--loss-kwargs.cap`.
 
-A flag is given if it is on the command line, or if `--config` changes its default. If nothing reads a given flag that
-would change the loss or the samples, the start ends with an error. Other flags are named in a line at the start, "no
-effect here", and in `config.json` under `no_effect`. So are those that have no effect because `--val-only`,
-`--replay` or one update a step leaves out a part of the run.
+A flag is given if it is on the command line, or if `--config` changes its default (data/toy/preset.yaml gives none).
+If nothing reads a given flag that would change the loss or the samples, the start ends with an error. Other flags are
+named in a line at the start, "no effect here", and in `config.json` under `no_effect`. So are those that have no
+effect because `--val-only`, `--replay` or one update a step leaves out a part of the run.
 
 The table is [`TABLE = (`](../lib/args/reads.py). A new flag is a name in one of its rows; a flag of a script of your
 own need not be there. Then regenerate this page: `python -m lib.args > docs/flags_read.md`.

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from lib import InputError, is_first_on_node, node_begins
-from lib.args.groups import TOY, TOY_VAL, StopWhen
+from lib.args.groups import StopWhen
 from lib.args.reads import Reads, check_read
 from lib.args.script import ScriptArgs
 from lib.args.sizes import step_sizes, training_ranks
@@ -21,11 +21,11 @@ HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<s
 
 def check_common_flags(args: ScriptArgs) -> None:
     """Raises InputError for combinations of flags that make no sense in any script."""
+    args.optimizer.lr = args.lr
     world_size = training_ranks(args)
     step_sizes(args, world_size)
     _check_engine_ranks(args, world_size)
     _check_models_and_files(args)
-    _set_val_files(args)
     _check_sampling(args)
     _check_groups(args)
     _check_kl(args)
@@ -59,27 +59,23 @@ def _check_engine_ranks(args: ScriptArgs, world_size: int) -> None:
         raise InputError(f"{flag}: a server would be on two nodes, as {where}: that must be a multiple of {ranks}")
 
 
-def _set_val_files(args: ScriptArgs) -> None:
-    """The toy's prompts validate a model that is trained on the toy, or on nothing. Raises InputError for others."""
-    validation = args.validation
-    if validation.val_files or not validation.enabled:
-        return
-    own = [file for file in args.data.train_files if not Path(file).expanduser().resolve().is_relative_to(TOY)]
-    if own and not validation.val_only:
-        raise InputError(f"--train-files {own[0]} without --val-files: name the files to validate on, or none")
-    validation.val_files = TOY_VAL
-
-
 def _check_models_and_files(args: ScriptArgs) -> None:
-    model, reward_model = args.model.model, args.reward.reward_model
+    model, reward_model, train_files = args.model.model, args.reward.reward_model, args.data.train_files
+    neither = "without both, the embedded arithmetic task runs"
+    if not model:
+        given = f"--train-files {train_files[0]} without" if train_files else "no"
+        raise InputError(f"{given} --model: name the model; {neither}")
     if not args.run.dry_run:
         check_model_path(model)
         if reward_model:
             check_model_path(reward_model, "--reward-model")
     elif not Path(model).exists():
         check_hub(model)
+    if args.validation.val_only:
+        train_files = ()
+    elif not train_files:
+        raise InputError(f"--model {model} without --train-files: name the files to train on; {neither}")
     if not args.data.dataset_class:  # your own class may take other sources
-        train_files = () if args.validation.val_only else args.data.train_files
         for source in (*train_files, *(args.validation.val_files if args.validation.enabled else ())):
             check_source(source)
 

@@ -19,8 +19,6 @@ MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
 FILES, ROWS = Names.FILES, Names.ROWS
 AS_RECORDED = OnReplay.AS_RECORDED
 ROOT = Path(__file__).parent.parent.parent
-TOY = ROOT / "data/toy"
-TOY_TRAIN, TOY_VAL = (str(TOY / "train.jsonl"),), (str(TOY / "val.jsonl"),)
 NO_FILES = ("none",)
 LONGEST_RUN_NAME = 128  # bytes: wandb takes 128 characters, a file system 255 bytes
 PromptSampling = Literal["uniform", "skip", "variance"]
@@ -31,8 +29,9 @@ Offloaded = Literal["actor", "critic", "ref", "reward_model", "activations"]
 class ModelArgs(Group):
     """The policy's model, and which of its weights train."""
 
-    model: Annotated[str, FILES, ROWS] = str(ROOT / "data/toy/model")
-    """Hugging Face id, folder or .gguf file of the policy to start from"""
+    model: Annotated[str, FILES, ROWS] = ""
+    """Hugging Face id, folder or .gguf file of the policy to start from; without it and --train-files, a run trains the
+    embedded arithmetic task with the flags of data/toy/preset.yaml (docs/defaults.md)"""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU;
     float16 has a loss scale, and is closer to the engine's log-probs where the model's values fit it"""
@@ -99,14 +98,14 @@ class ShardArgs(Group):
 class DataArgs(Group):
     """Data files in verl's format, and how their rows become prompts."""
 
-    train_files: Annotated[tuple[str, ...], FILES, ROWS] = TOY_TRAIN
+    train_files: Annotated[tuple[str, ...], FILES, ROWS] = ()
     """parquet or json(l) files, or a data set on the hub"""
     train_weights: Annotated[tuple[float, ...], Gt(0), ROWS] = ()
     """share of each file of --train-files among the prompts, such as 0.7 0.3, whatever the files' sizes; empty: all
     rows are one data set"""
     dataset_class: Annotated[str, FILES, ROWS] = ""
     """path/to/file.py:ClassName of your own dataset class; empty: lib/data's RLHFDataset"""
-    max_prompt_length: Annotated[int, Ge(1), ROWS] = 32
+    max_prompt_length: Annotated[int, Ge(1), ROWS] = 1024
     """maximum number of prompt tokens, including the chat template"""
     truncation: Annotated[Literal["error", "left", "right", "middle"], ROWS] = "error"
     """side on which prompts that are too long are truncated, if they are not filtered; error: stop the run"""
@@ -192,7 +191,7 @@ class RolloutArgs(Group):
     async_order: Literal["prompts", "finished"] = "prompts"
     """a step trains on the groups that began first, or (from --async-level 2 on) that are finished first: it waits
     less and prefers short responses"""
-    max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 16
+    max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 2048
     """maximum number of response tokens; with --multi-turn, of a whole episode"""
     temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
     """sampling temperature; the loss uses log-probs at this temperature, top_p, top_k and min_p"""
@@ -299,8 +298,8 @@ class OptimizerArgs(Group):
 
     micro_batch_tokens: Annotated[int, Ge(1), MAY_CHANGE] = 16384
     """maximum number of tokens of one forward and backward pass on one rank"""
-    lr: Annotated[float, Ge(0)] = 1e-4
-    """learning rate (1e-6 for billions of parameters)"""
+    lr: Annotated[float | None, Ge(0)] = None
+    """learning rate; empty: 1e-6, with --lora-rank 1e-5"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """learning-rate schedule after the warm-up"""
     warmup_steps: Annotated[int, Ge(0)] = 0
@@ -334,7 +333,7 @@ class ValidationArgs(Group):
     """Validation during training."""
 
     val_files: Annotated[tuple[str, ...], MAY_CHANGE] = ()
-    """as --train-files; none: no validation; empty: the toy's, if it is trained on or --val-only validates it"""
+    """as --train-files; empty, or none: no validation"""
     val_before_train: Annotated[bool, MAY_CHANGE] = True
     """validate before the first step"""
     val_every: Annotated[int, Ge(0), MAY_CHANGE] = 5
@@ -367,7 +366,7 @@ class ValidationArgs(Group):
 
     def sets(self) -> list[ValidationSet]:
         """The files with their sampling: all together if no flag has several values. Raises InputError."""
-        names, files = ValidationSet._fields[1:], self.val_files or TOY_VAL
+        names, files = ValidationSet._fields[1:], self.val_files
         values: dict[str, tuple] = {name: getattr(self, f"val_{name}") or (None,) for name in names}
         for name, given in values.items():
             if len(given) not in (1, len(files)):
@@ -380,7 +379,7 @@ class ValidationArgs(Group):
 
     @property
     def enabled(self) -> bool:
-        return self.val_files != NO_FILES and (self.val_only or self.val_before_train or self.val_every > 0)
+        return self.val_files not in ((), NO_FILES) and (self.val_only or self.val_before_train or self.val_every > 0)
 
 
 class StopWhen(NamedTuple):
@@ -416,7 +415,7 @@ class RunArgs(Group):
     """config.json of a run, or a YAML file, with flags; flags on the command line override it"""
     seed: Annotated[int, Interval(ge=0, lt=2**32), ROWS] = 1
     """seed of sampling and data order; the same seed gives the same run"""
-    total_steps: Annotated[int, Ge(1), MAY_CHANGE] = 60
+    total_steps: Annotated[int, Ge(1), MAY_CHANGE] = 500
     """number of steps, each of prompts_per_step x group_size responses"""
     total_epochs: Annotated[int | None, Ge(1), MAY_CHANGE] = None
     """number of passes over the training prompts; overrides total_steps, rounded up; empty: total_steps"""

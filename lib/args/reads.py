@@ -90,7 +90,7 @@ TABLE = (
     Row("reward_model and no adv_estimator gdpo", "reward_model_coef"),
     Row("overlong_buffer", "overlong_factor"),
     # validation
-    Row("no val_files none and no val_only", "val_before_train val_every"),
+    Row("val_files and no val_files none and no val_only", "val_before_train val_every"),
     Row("val_only or val_before_train or val_every", "val_reward val_samples val_temperature show_samples"),
     Row("val_only or val_before_train or val_every", "val_max_response_length"),
     Row("val_temperature", "val_top_p val_top_k"),

@@ -1,16 +1,28 @@
 """What lib reads of a script's Args."""
 
 from collections.abc import Collection
-from dataclasses import Field
+from dataclasses import Field, replace
 from typing import Any, ClassVar, Literal
 
 from lib.args import groups, settings
+from lib.cli.flags import Preset
 
 
 class ScriptArgs:
     """The base of every script's Args: the groups and flags that all have, and values for those that only some have."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    preset: ClassVar[Preset] = Preset(
+        file=groups.ROOT / "data/toy/preset.yaml",
+        folder=groups.ROOT,
+        unless=("--model", "--train-files"),
+        what="the embedded arithmetic task",
+        script="grpo",
+    )
+
+    def __init_subclass__(cls, script: str = ""):
+        cls.preset = replace(cls.preset, script=script or cls.preset.script)
+
     run: groups.RunArgs
     model: groups.ModelArgs
     shard: groups.ShardArgs
@@ -45,9 +57,17 @@ class ScriptArgs:
     kl_target: float | None
     kl_horizon: int
 
-    # not flags: the names of those that the command line gives (parse_flags), and those of them that change nothing
+    # not flags: the names of those that the command line gives and what to say of the preset (parse_flags), and those
+    # of them that change nothing
     given: Collection[str] = ()
+    preset_note = ""
     no_effect: tuple[str, ...] = ()
+
+    @property
+    def lr(self) -> float:
+        """--lr, or its default: 1e-6, and 1e-5 for LoRA."""
+        default = 1e-5 if self.model.lora_rank else 1e-6
+        return default if self.optimizer.lr is None else self.optimizer.lr
 
     # flags of some scripts only; in a class that is no dataclass they are not flags of the others
     adv_estimator = ""

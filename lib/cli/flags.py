@@ -41,6 +41,7 @@ OF_ONE_START |= {"history", "start", "effective", "no_effect", "profile_steps", 
 OF_ONE_START |= {"recorded_by"}
 AS_PYTHON = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False"}
 DEEPEST = 5  # levels of a config, of which flags have three
+OF_SCRIPTS = "scripts"  # in a preset: flags of one script each
 LONGEST = 100  # characters of a name that a message repeats, and digits of a number
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
@@ -55,6 +56,23 @@ class Group:
 
     def check(self) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The --config of a command line that gives, also in another --config, none of the flags `unless`."""
+
+    file: Path
+    folder: Path
+    """paths in it are relative to this one"""
+    unless: tuple[str, ...]
+    what: str
+    script: str
+    """which of its `scripts` counts"""
+
+    @property
+    def note(self) -> str:
+        return f"no {' and no '.join(self.unless)}: {self.what} ({self.file.relative_to(self.folder)})"
 
 
 class OnResume(Enum):
@@ -88,6 +106,8 @@ def read_flags(args_class: type[T]) -> T:
             args = parse_flags(args_class, sys.argv[1:])
         threads_of_environment()  # torch's import would print a line of its own
         sys.stderr.write(said.getvalue())
+        if (note := vars(args)["preset_note"]) and os.environ.get("RANK", "0") == "0":
+            print(note, flush=True)
     except InputError as error:
         report_mistake(f"error: {error}")
         sys.exit(2)
@@ -111,12 +131,14 @@ def threads_of_environment() -> int:
 
 def parse_flags(args_class: type[T], words: list[str]) -> T:
     """The Args of these words of a command line, checked. Their `given` has the names of the flags that were typed, and
-    of those that a config changes: one with its default asks for nothing. Raises InputError; tyro raises SystemExit,
-    for --help too."""
-    args = tyro.cli(args_class, args=_words(args_class, words))
-    typed = {word.partition("=")[0].replace("_", "-") for word in words}
+    of those that a config changes: one with its default asks for nothing, nor does the preset. Raises InputError; tyro
+    raises SystemExit, for --help too."""
+    note, preset, own = _words(args_class, words)
+    args = tyro.cli(args_class, args=preset + own)  # of a flag that is there twice, the last one counts
+    typed, of_preset = _names(words), _names(preset) - _names(own)
     typed_values = {name: value for name, value, _ in walk(args) if as_flag(name) in typed}
-    vars(args)["given"] = changed_flags(args).keys() | typed_values.keys()
+    changed = {name for name in changed_flags(args) if as_flag(name) not in of_preset}
+    vars(args).update(given=changed | typed_values.keys(), preset_note=note)
     check_flags(args)
     for name, value, _ in walk(args):
         if value != (given := typed_values.get(name, value)):
@@ -134,18 +156,34 @@ def _algorithm_last(help_text: str) -> str:
     return "\n".join([usage.rstrip(), *(box.rstrip() for box in [*boxes[1:], *boxes[:1]])])
 
 
-def _words(args_class: type[DataclassInstance], given: list[str]) -> list[str]:
-    """The flags of --config, then those that were typed, because the last one counts."""
-    configs = []
-    for word, following in pairwise([*given, ""]):
+def _names(words: list[str]) -> set[str]:
+    return {word.partition("=")[0].replace("_", "-") for word in words}
+
+
+def _words(args_class: type[DataclassInstance], typed: list[str]) -> tuple[str, list[str], list[str]]:
+    """(what a run says that has the preset unasked, the preset's flags, those of other configs and the typed ones)."""
+    preset: Preset | None = getattr(args_class, "preset", None)
+    of_preset: list[str] = []
+    own: list[str] = []
+    for word, following in pairwise([*typed, ""]):
         name, equals, value = word.partition("=")
         if name == "--config":
-            configs += _of_config(args_class, value if equals else following)
-    return configs + given
+            words, is_preset = _of_config(args_class, value if equals else following, preset)
+            (of_preset if is_preset else own).extend(words)
+    own += typed
+    if preset and not of_preset and _names(own).isdisjoint({*preset.unless, "--help", "-h"}):
+        return preset.note, _of_config(args_class, str(preset.file), preset)[0], own
+    return "", of_preset, own
+
+
+def _defaults(args_class: type[DataclassInstance]) -> dict[str, Any]:
+    """{flag: default}; "" for a flag of a script of one's own that has none."""
+    required = {f.name: "" for f in fields(args_class) if f.default is MISSING and f.default_factory is MISSING}
+    return {as_flag(name): value for name, value, _ in walk(args_class(**required))}
 
 
 def _flags_of(args_class: type[DataclassInstance], values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    switches = {as_flag(name) for name, value, _ in walk(args_class()) if isinstance(value, bool)}
+    switches = {flag for flag, default in _defaults(args_class).items() if isinstance(default, bool)}
     for name, value in values.items():
         name = f"{prefix}{name.replace('_', '-')}"
         if isinstance(value, dict):
@@ -158,20 +196,34 @@ def _flags_of(args_class: type[DataclassInstance], values: dict[str, Any], prefi
             yield from map(str, value if isinstance(value, list) else [value])
 
 
-def _of_config(args_class: type[DataclassInstance], path: str) -> list[str]:
-    """The flags in a run's config.json or a YAML file, without those that are about one start of a run."""
+def _of_config(args_class: type[DataclassInstance], path: str, preset: Preset | None) -> tuple[list[str], bool]:
+    """The flags in a run's config.json or a YAML file, without those that are about one start of a run; and whether it
+    is the preset."""
     try:
-        text = Path(path).expanduser().read_text()
+        file = Path(path).expanduser()
+        text = file.read_text()
         tree = yaml.compose(text, Loader=_FlatLoader)  # JSON is YAML
     except yaml.MarkedYAMLError as error:
         raise InputError(f"--config {path} line {error.problem_mark.line + 1}: {error.problem}") from error
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except (OSError, RuntimeError, UnicodeError, yaml.YAMLError) as error:  # RuntimeError: ~name of nobody
         raise InputError(f"--config {path}: cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(tree, yaml.MappingNode):
         raise InputError(f"--config {path}: give a run's config.json, or YAML lines such as lr: 1e-5")
+    found = preset if preset and file.resolve() == preset.file.resolve() else None
+    if found:
+        tree.value = list(_of_script(tree, found.script))
     tree.value = [(key, value) for key, value in tree.value if str(key.value) not in OF_ONE_START]
-    flags = {as_flag(name): value for name, value, _ in walk(args_class())}
-    return list(_flags_of(args_class, _values(tree, f"--config {path}", flags)))
+    words = list(_flags_of(args_class, _values(tree, f"--config {path}", _defaults(args_class))))
+    return [str(found.folder / word) if found and word.startswith("data/") else word for word in words], bool(found)
+
+
+def _of_script(tree: yaml.MappingNode, script: str) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+    """A preset's flags for all scripts, and those for this one."""
+    for key, value in tree.value:
+        if key.value != OF_SCRIPTS:
+            yield key, value
+        else:
+            yield from next((flags.value for name, flags in value.value if name.value == script), [])
 
 
 class _FlatLoader(yaml.SafeLoader):

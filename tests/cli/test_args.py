@@ -70,8 +70,11 @@ BAD_FLAGS = {  # what the message says, by flags
     "must be hf, vllm, the URL": ["--rollout-engine", "sglang"],
     "--model ./absent: no such folder": ["--model", "./absent"],
     "--reward-model ./absent: no such folder": ["--reward-model", "./absent"],
-    "absent.jsonl: no such file": ["--train-files", "absent.jsonl"],
-    "toy_tools/val.jsonl without --val-files: name the files": ["--train-files", "data/toy_tools/val.jsonl"],
+    "absent.jsonl: no such file": ["--model", "data/toy/model", "--train-files", "absent.jsonl"],
+    "--train-files data/toy_tools/val.jsonl without --model: name the model": [
+        *("--train-files", "data/toy_tools/val.jsonl")
+    ],
+    "--model data/toy/model without --train-files: name the files to train on": ["--model", "data/toy/model"],
     "--val-only needs --val-files": ["--val-only", "--val-files", "none"],
     "--reward absent.py:score: give an existing file": ["--reward", "absent.py:score"],
     "--val-reward README.md: give an existing file": ["--val-reward", "README.md"],
@@ -382,7 +385,9 @@ def test_a_bad_config_is_one_line_with_its_place(tmp_path, message):
 def test_values_of_a_config_are_as_typed(tmp_path):
     """YAML itself reads 010 as 8 and no as false."""
     file = tmp_path / "flags.yaml"
-    file.write_text("group_size: 010\nmodel: no\nlr: 1e-5\nshuffle: false\nkl_target: null")
+    file.write_text(
+        "group_size: 010\nmodel: no\nlr: 1e-5\nshuffle: false\nkl_target: null\ntrain_files: [data/toy/val.jsonl]"
+    )
     args = parse_flags(grpo.Args, ["--config", str(file)])
     assert (args.group_size, args.model.model, args.optimizer.lr) == (10, "no", 1e-5)
     assert (args.data.shuffle, args.kl_target) == (False, None)

@@ -18,11 +18,11 @@ from lib import InputError, setup
 from lib.args import Reads, settings
 from lib.args.__main__ import page
 from lib.args.reads import FACTS, NEVER_IDLE, NOTED, TABLE, rows_with
-from lib.cli.flags import parse_flags, walk
+from lib.cli.flags import walk
 from lib.columns import COLUMNS
 from lib.core_algos import ADV_ESTIMATORS, ADV_TENSORS, LOSS_TENSORS, POLICY_LOSSES, TOKEN_MASKS, agg_loss, kl_penalty
 from lib.data_proto import DataProto
-from tests.common import ROOT
+from tests.common import ROOT, parse_flags
 
 SCRIPTS = [importlib.import_module(name) for name in ("grpo", "ppo", "remax", "dapo")]
 FLAGS = {name: value for script in SCRIPTS for name, value, _ in walk(script.Args())}

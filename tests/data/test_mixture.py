@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 import grpo
 from lib import InputError
-from lib.cli.flags import parse_flags
 from lib.data import RLHFDataset, make_loader
 from lib.data_proto import DataProto
 from lib.distributed import reduce_metrics
 from lib.run import data_metrics
-from tests.common import SMALL, fork, metrics, ran
+from tests.common import SMALL, fork, metrics, parse_flags, ran
 from tests.data.test_dataset import make_row, make_tokenizer, write_jsonl
 
 WEIGHTS = st.lists(st.floats(0.01, 1), min_size=1, max_size=5)

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 import grpo
 from lib import InputError
-from lib.cli.flags import parse_flags, with_line_breaks
+from lib.cli.flags import with_line_breaks
 from lib.data import RLHFDataset, set_chat_template
 from lib.data.row_form import RowForm, template_fields
 from rewards.gsm8k import compute_score
-from tests.common import SMALL, fork, ran, rollouts
+from tests.common import SMALL, fork, parse_flags, ran, rollouts
 from tests.data.test_dataset import error_of, make_tokenizer, write_jsonl, write_parquet
 
 QUESTION = {"question": "1+1", "answer": "so #### 2", "level": 3}

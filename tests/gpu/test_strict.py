@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from lib import setup
 from lib.args import step_sizes
-from lib.cli.flags import parse_flags
 from lib.data import on_host, prepare_dynamic_batch
 from lib.distributed import reduce_metrics, shard_model
 from lib.model import load_tokenizer, micro_batches
@@ -24,7 +23,7 @@ from lib.model.log_probs import ROW_TOLERANCE
 from lib.rollout.server_weights import _buckets
 from lib.rollout.weight_sync import CheckedStream, weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
-from tests.common import TOY_MODEL, rollout_batch, tiny_vision, vision_batch
+from tests.common import TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch
 from tests.gpu import strict
 from tests.gpu.strict import events, on_gpu, waits
 from tests.model.test_varlen import CALLS, cpu_kernels

@@ -9,11 +9,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import grpo
 import ppo
 from lib.args import step_sizes
-from lib.cli.flags import parse_flags
 from lib.estimate import flops_of_step
 from lib.model import freeze, load_model, response_log_probs
 from lib.model.flops import StepFlops, flops_of, update_flops
-from tests.common import ROOT, VOCAB, rollout_batch, save_tiny, tiny_vision, vision_batch
+from tests.common import ROOT, VOCAB, parse_flags, rollout_batch, save_tiny, tiny_vision, vision_batch
 
 PROMPTS, RESPONSES = [6, 6, 9, 9], [5, 8, 8, 3]  # 3 + 4 prompts
 

@@ -10,10 +10,9 @@ import torch.distributed as dist
 import grpo
 from lib import setup
 from lib.args import step_sizes
-from lib.cli.flags import parse_flags
 from lib.distributed import full_tensor, init_distributed
 from lib.model.trained import LossScale
-from tests.common import rollout_batch
+from tests.common import parse_flags, rollout_batch
 
 
 @pytest.fixture

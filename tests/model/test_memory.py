@@ -19,7 +19,6 @@ import grpo
 import lib.model.log_probs
 from lib import InputError
 from lib.args import step_sizes
-from lib.cli.flags import parse_flags
 from lib.distributed import (
     advise_out_of_memory,
     enter_stage,
@@ -52,7 +51,7 @@ from lib.model.memory import (
     worst_moment,
 )
 from lib.rollout import HFEngine, Sampling
-from tests.common import ROOT, TOY_MODEL, rollout_batch, run_ranks, save_tiny, tiny_vision, vision_inputs
+from tests.common import ROOT, TOY_MODEL, parse_flags, rollout_batch, run_ranks, save_tiny, tiny_vision, vision_inputs
 
 SHAPES = ROOT / "benchmarks/shapes"
 MODELS = {"tied": True, "untied": False}

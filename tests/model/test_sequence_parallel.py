@@ -22,7 +22,6 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
 from lib import InputError
-from lib.cli.flags import parse_flags
 from lib.core_algos import LOSS_AGG_MODES
 from lib.data import prepare_dynamic_batch
 from lib.distributed import full_tensor, make_mesh, make_row_group, set_gradient_sync, shard_model, trainable_parameters
@@ -41,6 +40,7 @@ from tests.common import (
     SMALL,
     fork,
     metrics,
+    parse_flags,
     ran,
     randomize_lora_b,
     rollout_batch,

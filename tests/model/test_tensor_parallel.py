@@ -22,7 +22,6 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
 from lib import InputError
-from lib.cli.flags import parse_flags
 from lib.distributed import (
     clip_grad_norm,
     full_tensor,
@@ -35,7 +34,18 @@ from lib.distributed import (
 from lib.model import check_tensor_parallel, load_model, response_log_probs
 from lib.rollout import weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
-from tests.common import SMALL, TOY_MODEL, fork, metrics, ran, rollouts, run_ranks, save_tiny, skip_without_vllm
+from tests.common import (
+    SMALL,
+    TOY_MODEL,
+    fork,
+    metrics,
+    parse_flags,
+    ran,
+    rollouts,
+    run_ranks,
+    save_tiny,
+    skip_without_vllm,
+)
 from tests.model.test_sequence_parallel import assert_exact
 from tests.scripts.test_invariance import groups_batch
 

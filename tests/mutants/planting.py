@@ -18,10 +18,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from lib import InputError
-from lib.cli.flags import parse_flags
 from lib.rollout.weight_sync import WeightSyncError
 from lib.run import tracking
-from tests.common import ROOT
+from tests.common import ROOT, parse_flags
 from tests.mutants.mutants import Mutant
 
 CHEAP = [

@@ -15,12 +15,11 @@ import grpo
 import lib.rollout
 from lib import setup
 from lib.args import engine_rows
-from lib.cli.flags import parse_flags
 from lib.distributed import World
 from lib.model import ForwardConfig, load_tokenizer
 from lib.rollout.managed_servers import Server
 from lib.rollout.vllm_engine import CACHED_S, VLLMEngine, cached, engine_settings, own_generators, save_files
-from tests.common import TOY_MODEL, full_disk, skip_without_vllm
+from tests.common import TOY_MODEL, full_disk, parse_flags, skip_without_vllm
 
 CONFIG = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
 

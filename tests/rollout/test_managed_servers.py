@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import grpo
 from lib import InputError
-from lib.cli.flags import parse_flags
 from lib.distributed import World, init_distributed
 from lib.rollout import managed_servers
 from lib.rollout.managed_servers import ManagedServers, serve
@@ -33,6 +32,7 @@ from tests.common import (
     fork,
     free_port,
     metrics,
+    parse_flags,
     ran,
     rollouts,
     skip_without_vllm,

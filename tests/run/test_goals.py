@@ -15,7 +15,7 @@ from lib.args import RunArgs, StopWhen, ValidationArgs
 from lib.run import open_run
 from lib.run.goals import Goals
 from lib.run.validation import lower_bound
-from tests.common import ROOT, SMALL, fork, metrics, ran, run_ranks
+from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran, run_ranks
 from tools.export import find_checkpoint
 
 MEAN = "val/toy/arithmetic/mean@1"
@@ -76,6 +76,7 @@ def test_comparisons(compare, holding):
 def test_a_run_without_validation_has_neither(message, run, tmp_path):
     validation = ValidationArgs(val_every=0, val_before_train=False)
     args = grpo.Args(run=RunArgs(output_dir=str(tmp_path), **run), validation=validation)
+    args.model.model, args.data.train_files = TOY_MODEL, (str(ROOT / "data/toy/val.jsonl"),)
     with pytest.raises(InputError, match=message):
         args.run.check()
         args.check()

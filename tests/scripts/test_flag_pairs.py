@@ -29,14 +29,15 @@ import remax
 from lib import InputError, setup
 from lib.cli import flags as cli
 from lib.distributed import World
-from tests.common import TOY_MODEL, run_ranks
+from tests.common import ROOT, TOY_MODEL, run_ranks
 from tests.reference_step import Bigram, Row, Trainer, at_tokens, sample_groups
 from tests.scripts.one_step import LR, VOCAB, T, run_script, weights_of
 
 SCRIPTS = {script.__name__: script for script in (grpo, dapo, ppo, remax)}
 TOLERANCE = 1e-9
 PROMPTS = 4
-BASE = ("--prompts-per-step", str(PROMPTS), "--max-prompt-length", "2", "--val-every", "0", "--no-val-before-train")
+BASE = f"--prompts-per-step {PROMPTS} --max-prompt-length 2 --max-response-length 16".split()
+BASE += ["--model", TOY_MODEL, "--train-files", str(ROOT / "data/toy/val.jsonl")]
 
 # Values of each flag, by lines; the first, -, is not to give the flag. A name with ... stands for several flags, of
 # which a case has at most one.
@@ -224,7 +225,8 @@ def values_by_field(script) -> dict[tuple[str, ...], object]:
 
 @cache
 def base_args(script):
-    return cli.tyro.cli(script.Args, args=list(BASE))
+    sizes = ["--group-size", "8", "--overlong-buffer", "2"] if script is dapo else []
+    return cli.tyro.cli(script.Args, args=[*BASE, *sizes])
 
 
 @cache

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import grpo
 import remax
 from lib import core_algos
-from lib.cli.flags import parse_flags
 from lib.setup import check_algorithm
 from tests.common import (
     FORKSERVER,
@@ -27,6 +26,7 @@ from tests.common import (
     fork,
     metrics,
     off_policy,
+    parse_flags,
     ran,
     skip_without_vllm,
     unexplained_metrics,

@@ -20,11 +20,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from torch._inductor import config as inductor_config
 
-from tests.common import PYTHON, ROOT, SMALL, environment, fork, metrics, ran
+from tests.common import PYTHON, ROOT, SMALL, TOY, environment, fork, metrics, ran
 from tests.scripts.test_scripts import saved
 
 LAUNCH = ROOT / "launch"
-SIX_STEPS = [*SMALL, "--total-steps", "6", "--num-mini-batches", "2", "--save-every", "1", "--reward-workers", "0"]
+SIX_STEPS = [*TOY, *SMALL, "--total-steps", "6", "--num-mini-batches", "2", "--save-every", "1"]
+SIX_STEPS += ["--reward-workers", "0"]
 
 # node 0 lives in the new user namespace's network, node 1 in one of its own
 NAMESPACES = """

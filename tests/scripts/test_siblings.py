@@ -31,7 +31,7 @@ OWN_ARGS = {  # fields that a script has besides grpo's, has not, and has with a
     "dapo": {
         "new": {"max_gen_batches", "overlong_buffer", "overlong_factor", "overlong_filtering"},
         "missing": set(),
-        "different": {"clip_ratio_high", "num_mini_batches", "zero_variance"},
+        "different": {"clip_ratio_high", "group_size", "num_mini_batches", "zero_variance"},
     },
 }
 
