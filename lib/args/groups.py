@@ -174,6 +174,13 @@ class RolloutArgs(Group):
     """share of a GPU's memory for vLLM (on a CPU its KV cache has 1 GiB); empty: 0.4, with --rollout-gpus 0.9"""
     vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
     """JSON of more EngineArgs of the vLLM engine, such as {"kv_cache_dtype": "fp8"} or {"speculative_config": ...}"""
+    agent: Annotated[str, AS_RECORDED, FILES] = ""
+    """your agent, which asks the policy through an OpenAI-compatible endpoint: path/to/file.py:function or a command
+    (docs/agents.md)"""
+    agent_timeout: Annotated[float, Gt(0)] = 600.0
+    """timeout of an agent's episode in seconds; a longer one is not trained on"""
+    agent_memory: Annotated[int | None, Ge(1), MAY_CHANGE] = None
+    """address space of each process of an agent that is a command, in MiB; empty: no limit"""
     async_level: Annotated[int, Ge(0)] = 0
     """on servers (--rollout-gpus or http://...): how many steps old the weights of a rollout may be; above 0,
     --rollout-correction has a default"""
@@ -181,7 +188,7 @@ class RolloutArgs(Group):
     """a step trains on the groups that began first, or (from --async-level 2 on) that are finished first: it waits
     less and prefers short responses"""
     max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 16
-    """maximum number of response tokens; with --multi-turn, of a whole episode"""
+    """maximum number of response tokens; with --multi-turn or --agent, of a whole episode"""
     temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
     """sampling temperature; the loss uses log-probs at this temperature, top_p, top_k and min_p"""
     top_p: Annotated[float, Interval(gt=0, le=1), AS_RECORDED] = 1.0
