@@ -66,6 +66,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("turn_rewards", "B, T", "float32", "rewards of tools and interactions", "add_to", saved="turns"),
         Column("anchor_states", "B, T", "int64", "hash of the answer before the turn, or 0", "gigpo", "if read"),
         Column("messages", "B", "list", "the episode"),
+        Column("answer", "B", "str", "the last answer of --agent, or None if the agent gave a reward", "rewards"),
         Column("num_turns", "B", "int", "turns of the policy", "metrics"),
         Column("segments", "B", "list", "start and end of each context in the response", "metrics"),
         Column("weight_version", "B", "int", "version of the weights at the episode's start"),

@@ -222,18 +222,22 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     set_chat_template(tokenizer, data.chat_template)
     vision = load_vision(model, data)
     check_read(args, vision=vision is not None)
+    episodes = args.multi_turn.enabled or bool(args.rollout.agent)
     if not args.run.replay:
-        check_capabilities(engine, vision is not None, args.multi_turn.enabled)
+        check_capabilities(engine, vision is not None, episodes)
     template, multi_turn = parse_json("chat_template_kwargs", data.chat_template_kwargs), None
+    if args.rollout.agent and vision is not None:
+        raise InputError(f"--agent takes text only, and --model {model.model} reads images: take a text model")
     if not data.dataset_class:  # your own class may read others
         check_template_kwargs(tokenizer, template)
-    if not tokenizer.chat_template and (args.multi_turn.enabled or vision is not None):
-        what = "turns" if args.multi_turn.enabled else "images"
+    if not tokenizer.chat_template and (episodes or vision is not None):
+        what = "turns" if episodes else "images"
         raise InputError(f"--model {model.model}: {what} need a chat template; give one with --chat-template FILE")
-    if args.multi_turn.enabled:
-        from lib.agent import load_multi_turn  # 0.1 s, which other runs do not need
+    if episodes:
+        from lib.agent import load_agent, load_multi_turn  # 0.1 s, which other runs do not need
 
-        multi_turn = load_multi_turn(args.multi_turn, tokenizer, template, data.max_prompt_length, vision)
+        agent = load_agent(args.rollout, args.multi_turn.parser) if args.rollout.agent else None
+        multi_turn = load_multi_turn(args.multi_turn, tokenizer, template, data.max_prompt_length, vision, agent)
         template = template | {"tools": multi_turn.schemas or None}
     load = partial(
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,

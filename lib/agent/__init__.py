@@ -6,7 +6,12 @@ from importlib import import_module
 from lib.agent.metrics import agent_metrics as agent_metrics
 
 MODULES = {"make_episodes": "agent_loop", "load_tools": "builtin_tools", "BaseInteraction": "interactions"}
-MODULES |= {"MultiTurn": "multi_turn", "load_multi_turn": "multi_turn", "get_tool_parser": "parsers"}
+MODULES |= {
+    "load_agent": "program",
+    "MultiTurn": "multi_turn",
+    "load_multi_turn": "multi_turn",
+    "get_tool_parser": "parsers",
+}
 MODULES |= dict.fromkeys(("BaseTool", "FunctionTool", "ToolCall", "ToolResponse"), "tools")
 
 

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from lib import InputError
-from lib.agent.episode import Episode
+from lib.agent.agent_episode import AgentEpisode
+from lib.agent.episode import EngineFailed, Episode
 from lib.agent.metrics import FinishReason
 from lib.agent.multi_turn import ERROR_TEXT, AsyncRolloutRequest, MultiTurn
 from lib.agent.tools import readable, say, show_once, story
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
 LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes
 NUMBERS = itertools.count()  # numbers the episodes of this process
+AGENT_COLUMNS = {"raw_prompt": "prompt", "data_source": "data_source", "reward_model": "reward_model"}
+AGENT_COLUMNS |= {"extra_info": "extra_info", "index": "index"}  # what an agent gets, by its names there
 INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kwargs")
 MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs")
 OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version", "tool_errors")
@@ -44,10 +47,12 @@ class Episodes:
 
     def __init__(self, engine: RolloutEngine, settings: MultiTurn):
         self.engine, self.settings = engine, settings
+        self.episode = AgentEpisode if settings.agent else Episode
 
     def _make_requests(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> list[AsyncRolloutRequest]:
         """Raises InputError if the prompts were made without the tools."""
         rows, requests, media = prompts.non_tensor_batch, [], media_of(prompts)
+        named = {column: name for column, name in AGENT_COLUMNS.items() if column in rows}
         for i, seed in enumerate(seeds):
             row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
             attended = prompts.batch["attention_mask"][i].bool()
@@ -68,6 +73,7 @@ class Episodes:
                     seed=seed,
                     weight_version=self.engine.version,
                     max_response_length=sampling.max_response_length,
+                    row={name: copy.deepcopy(rows[column][i]) for column, name in named.items()},
                     **images,
                 )
             )
@@ -103,6 +109,8 @@ class Episodes:
         states = [F.pad(own, (0, given.shape[1] - len(own))) for own in states]
         batch.batch["anchor_states"] = torch.stack(states).to(given.device)
         columns = {name: [getattr(request, name) for request in requests] for name in OUTPUT_COLUMNS}
+        if self.settings.agent:
+            columns["answer"] = [request.answer for request in requests]
         columns["agent_metrics"] = [dict(request.metrics) for request in requests]
         batch.non_tensor_batch |= DataProto.from_dict(non_tensors=columns).non_tensor_batch
         return batch
@@ -207,7 +215,7 @@ class LocalEpisodes(Episodes):
     async def _run(self, requests: list[AsyncRolloutRequest], sampling: Sampling) -> list[BaseException | None]:
         """The exception that each episode raised, or None."""
         shared = EngineRequests(self.engine)
-        episodes = [Episode(request, shared.generate, sampling, self.settings) for request in requests]
+        episodes = [self.episode(request, shared.generate, sampling, self.settings) for request in requests]
         tasks = [asyncio.create_task(episode.run()) for episode in episodes]
         report = asyncio.create_task(_report(requests))
         try:
@@ -230,10 +238,6 @@ async def _report(requests: list[AsyncRolloutRequest]) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
         report_states(time.monotonic() - start, [request.state.value for request in requests])
-
-
-class EngineFailed(Exception):
-    """The engine failed, not a single episode. __cause__ says how."""
 
 
 @dataclass(eq=False)
@@ -273,7 +277,7 @@ class ServerEpisodes(Episodes):
                 raise EngineFailed from error
 
         async def run() -> AsyncRolloutRequest:
-            await Episode(request, generate, sampling, self.settings).run()
+            await self.episode(request, generate, sampling, self.settings).run()
             return request
 
         future = self.engine.begin(run(), lambda: request.state.value)

@@ -38,6 +38,10 @@ def observation(answers: list[dict], images: list[Image]) -> int:
     return int.from_bytes(shown.digest(), signed=True)
 
 
+class EngineFailed(Exception):
+    """The engine failed, not a single episode. __cause__ says how."""
+
+
 class Episode:
     """Runs one request from its prompt to a finish_reason."""
 
@@ -133,10 +137,7 @@ class Episode:
         sampled = await self.generate(name, [*request.raw_context], sampling, seed, *media)
         request.append(sampled.token_ids, sampled)
         request.num_turns += 1
-        decode = partial(settings.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        at_string = sampling.stop and any(string in decode(sampled.token_ids) for string in sampling.stop)
-        has_end_token = sampled.finish_reason == "stop" and not at_string
-        text = decode(sampled.token_ids[:-1] if has_end_token else sampled.token_ids)
+        text, has_end_token = settings.turn_of(sampled, sampling.stop)
         return text, sampled.finish_reason, has_end_token
 
     async def _call_tools(self, calls: list[ToolCall]) -> tuple[list[dict], list[Image]]:

@@ -6,6 +6,8 @@ from enum import Enum
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
 
+OF_AGENTS = ("requests", "forks", "lost_prefixes", "tokens_reused", "tokens_reencoded", "cancelled")
+FAILURES = ("timeout", "exit_code", "signal", "exception", "bad_reward", "no_request")  # of an agent
 ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")  # of a tool's call
 
 
@@ -25,10 +27,11 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
 
     Means are per episode, but timing_s/tool_call is per call. agent/tool_errors/<kind> counts calls answered with an
     error, and failures of create, calc_reward and release. agent/failed and agent/aborted are episodes that are not
-    trained on. agent/tool/<key> and agent/interaction/<key> are metrics that tools and interactions report, as a mean
-    over the episodes that have them: a tool's add up over its calls, an interaction's are those of the last turn.
-    agent/turn_rewards_mean adds up an episode's rewards of tools and interaction. agent/shared_states is the share of
-    the turns after the first that began in the state of another turn of their group, which GiGPO compares."""
+    trained on. agent/tool/<key>, agent/interaction/<key> and agent/program/<key> are metrics that tools, interactions
+    and agents report, as a mean over the episodes that have them: a tool's add up over its calls, an interaction's are
+    those of the last turn. agent/turn_rewards_mean adds up an episode's rewards of tools and interaction.
+    agent/shared_states is the share of the turns after the first that began in the state of another turn of their
+    group, which GiGPO compares. With --agent there are OF_AGENTS, and agent/failures/<kind>, which counts episodes."""
     rows, B = batch.non_tensor_batch, len(batch)
     if "agent_metrics" not in rows:
         return {}
@@ -37,6 +40,10 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
         totals.update(own)
         counts.update(own.keys())
     calls, shared = totals["tool_calls"], shared_states(batch)
+    of_agents: dict[str, Metric] = {}
+    if "answer" in rows:
+        of_agents |= {f"agent/{name}_mean": Mean(totals[name], B) for name in OF_AGENTS}
+        of_agents |= {f"agent/failures/{kind}": Sum(totals[f"failed_{kind}"]) for kind in FAILURES}
     return {
         "agent/turn_rewards_mean": Mean(float(batch.batch["turn_rewards"].sum()), B),
         "agent/shared_states": Mean(sum(shared), len(shared)),
@@ -48,6 +55,7 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
         **{f"agent/finish/{reason.value}": Mean(reasons[reason.value], B) for reason in FinishReason},
         "agent/failed": Sum(reasons["error"]),
         "agent/aborted": Sum(reasons["abort"]),
+        **of_agents,
         **{f"agent/{key}": Mean(totals[key], counts[key]) for key in totals if "/" in key},
     }
 

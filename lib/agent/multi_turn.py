@@ -28,6 +28,7 @@ from lib.agent.builtin_tools import load_tools
 from lib.agent.interactions import BaseInteraction, load_interaction
 from lib.agent.metrics import FinishReason
 from lib.agent.parsers import get_tool_parser
+from lib.agent.program import Agent
 from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
 from lib.args import MultiTurnArgs
 from lib.data import SpecialTokenEscaper
@@ -62,6 +63,7 @@ class MultiTurn:
     chat_template_kwargs: dict = field(default_factory=dict)  # those of the data set
     max_prompt_length: int | None = None  # that of the data set, which may cut longer prompts; None: it cuts none
     vision: Vision | None = None  # that of the data set; None for a text model
+    agent: Agent | None = None  # what plays the episodes, with its own tools
 
     def __post_init__(self):
         if self.image_tools and not (self.vision and self.vision.takes_later_images):
@@ -78,11 +80,19 @@ class MultiTurn:
     def special_ids(self) -> set[int]:
         return {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def render(self, messages: list[dict]) -> str:
+    def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
+        """tools: the schemas of others than its own."""
         if self.vision is not None:  # as the data set writes them; some templates of vision models take nothing else
             messages = [_in_parts(message) for message in messages]
         kwargs = self.chat_template_kwargs | {"add_generation_prompt": True, "tokenize": False}
-        return self.tokenizer.apply_chat_template(messages, tools=self.schemas or None, **kwargs)
+        return self.tokenizer.apply_chat_template(messages, tools=tools or self.schemas or None, **kwargs)
+
+    def turn_of(self, sampled: Generated, stop: tuple[str, ...]) -> tuple[str, bool]:
+        """(the text of a turn without its end token, whether it has one). stop: the strings that end a turn, too."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        at_string = stop and any(string in decode(sampled.token_ids) for string in stop)
+        has_end_token = sampled.finish_reason == "stop" and not at_string
+        return decode(sampled.token_ids[:-1] if has_end_token else sampled.token_ids), has_end_token
 
     def encode(self, text: str) -> list[int]:
         """The template writes the special tokens, so none are added. An image is one placeholder."""
@@ -121,7 +131,12 @@ class MultiTurn:
 
 
 def load_multi_turn(
-    args: MultiTurnArgs, tokenizer, chat_template_kwargs: dict, max_prompt_length: int, vision: Vision | None = None
+    args: MultiTurnArgs,
+    tokenizer,
+    chat_template_kwargs: dict,
+    max_prompt_length: int,
+    vision: Vision | None = None,
+    agent: Agent | None = None,
 ) -> MultiTurn:
     """Raises InputError: what load_tools, get_tool_parser and load_interaction raise."""
     # where episodes have a thread, a data set's truncation would cut their text
@@ -129,7 +144,7 @@ def load_multi_turn(
     tools = load_tools(args.tools)
     parse = get_tool_parser(args.parser, tokenizer, tools) if tools else lambda text: []
     interaction = load_interaction(args.interaction) if args.interaction else None
-    return MultiTurn(tokenizer, tools, parse, interaction, args, chat_template_kwargs, max_prompt_length, vision)
+    return MultiTurn(tokenizer, tools, parse, interaction, args, chat_template_kwargs, max_prompt_length, vision, agent)
 
 
 @dataclass
@@ -147,6 +162,8 @@ class AsyncRolloutRequest:
     seed: int
     weight_version: int | None
     max_response_length: int
+    row: dict = field(default_factory=dict)  # of the data set, for an agent
+    answer: str | None = None  # of an agent, for the scorers; None: it needs none, or has none
     data: dict = field(default_factory=dict)  # the images of `context`, as in multi_modal_data
     inputs: dict = field(default_factory=dict)  # and as in multi_modal_inputs
     hash: int = 0  # of these

@@ -27,6 +27,7 @@ def check_common_flags(args: ScriptArgs) -> None:
     _check_engine_ranks(args, world_size)
     _check_models_and_files(args)
     _check_sampling(args)
+    _check_agent(args)
     _check_groups(args)
     _check_kl(args)
     _check_parallel(args)
@@ -34,9 +35,16 @@ def check_common_flags(args: ScriptArgs) -> None:
     if args.validation.val_only and (args.run.record or args.run.replay):
         flag = "--record" if args.run.record else "--replay"
         raise InputError(f"{flag} is about training steps, and --val-only has none: drop one")
-    if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction):
+    if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction or args.rollout.agent):
         raise InputError("--reward without a scorer: name one, or a --reward-model")
     check_read(args)
+
+
+def _check_agent(args: ScriptArgs) -> None:
+    own = [name for name in ("tools", "interaction") if getattr(args.multi_turn, name)]
+    if args.rollout.agent and own:
+        why = "an agent has its own tools and decides when its episode ends"
+        raise InputError(f"--agent with --multi-turn.{own[0]}: {why}: drop one")
 
 
 def _check_goals(args: ScriptArgs) -> None:
@@ -94,6 +102,7 @@ def _check_sampling(args: ScriptArgs) -> None:
 
 def _check_groups(args: ScriptArgs) -> None:
     estimator, turns = args.adv_estimator, args.multi_turn
+    episodes = turns.enabled or args.rollout.agent
     if args.group_size == 1 and (estimator in ("maxrl", "grpo_passk") or args.singleton == "zero"):
         flag = "--singleton zero" if args.singleton == "zero" else f"--adv-estimator {estimator}"
         raise InputError(f"{flag} with --group-size 1: every advantage is 0, and nothing trains; raise --group-size")
@@ -108,7 +117,7 @@ def _check_groups(args: ScriptArgs) -> None:
     ignored = {
         "--kl-placement loss": args.kl_coef > 0 and args.kl_placement == "reward",
         "--overlong-buffer 0": args.overlong_buffer > 0,
-        "--multi-turn.reward-coef 0": turns.enabled and turns.reward_coef,
+        "--multi-turn.reward-coef 0": episodes and turns.reward_coef,
         "--reward-keys ... reward_model": args.reward.reward_model and "reward_model" not in args.reward_keys,
     }
     if needed := [flag for flag, is_ignored in ignored.items() if is_ignored]:

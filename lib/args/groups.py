@@ -185,6 +185,13 @@ class RolloutArgs(Group):
     max_mismatch: Annotated[float | None, Gt(0), MAY_CHANGE] = None
     """largest k3 in nats between engine and trainer, at the probe of a sync and in each step; above it the run stops.
     Empty: no limit, with a quantized engine 0.1"""
+    agent: Annotated[str, AS_RECORDED, FILES] = ""
+    """your agent, which asks the policy through an OpenAI-compatible endpoint: path/to/file.py:function or a command
+    (docs/agents.md)"""
+    agent_timeout: Annotated[float, Gt(0)] = 600.0
+    """timeout of an agent's episode in seconds; a longer one is not trained on"""
+    agent_memory: Annotated[int | None, Ge(1), MAY_CHANGE] = None
+    """address space of each process of an agent that is a command, in MiB; empty: no limit"""
     async_level: Annotated[int, Ge(0)] = 0
     """on servers (--rollout-gpus or http://...): how many steps old the weights of a rollout may be; above 0,
     --rollout-correction has a default"""
@@ -192,7 +199,7 @@ class RolloutArgs(Group):
     """a step trains on the groups that began first, or (from --async-level 2 on) that are finished first: it waits
     less and prefers short responses"""
     max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 2048
-    """maximum number of response tokens; with --multi-turn, of a whole episode"""
+    """maximum number of response tokens; with --multi-turn or --agent, of a whole episode"""
     temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
     """sampling temperature; the loss uses log-probs at this temperature, top_p, top_k and min_p"""
     top_p: Annotated[float, Interval(gt=0, le=1), AS_RECORDED] = 1.0

@@ -34,7 +34,8 @@ ALWAYS = 16  # responses; a scorer that has failed on this many, and never succe
 @dataclass(eq=False)
 class RewardManager:
     """Scores batches by the scorers of load_scorers while the caller does something else. A truncated or empty response
-    is scored as it is. An aborted one (no trained token) is not scored and gets 0."""
+    is scored as it is. An aborted one (no trained token) is not scored and gets 0. Of an agent's episode the last
+    answer is scored, unless the agent gave a reward."""
 
     scorers: list[Scorer]
     tokenizer: PreTrainedTokenizerBase
@@ -62,9 +63,13 @@ class RewardManager:
         mask = batch.batch["response_mask"].cpu()
         responses, columns = batch.batch["responses"].cpu(), batch.non_tensor_batch
         rows = mask.any(1).nonzero().flatten().tolist()
+        if "answer" in columns:  # of --agent
+            rows = [i for i in rows if columns["answer"][i] is not None]
         # only sampled tokens are scored: the texts of tools and environments are not the policy's
         sampled = [list(compress(responses[i].tolist(), mask[i].tolist())) for i in rows]  # lists decode faster
         texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
+        if "answer" in columns:
+            texts = [columns["answer"][i] for i in rows]
         truths = [columns["reward_model"][i]["ground_truth"] for i in rows]
         sources, infos = columns["data_source"][rows], columns["extra_info"][rows]
         samples = {i: dict(zip(ARGUMENTS, row)) for i, *row in zip(rows, sources, texts, truths, infos)}

@@ -99,7 +99,7 @@ def check_capabilities(name: str, images: bool, episodes: bool) -> None:
     if images and not engine.takes_images:
         raise InputError(f"--rollout-engine {name}: it takes no images, and --model reads them: take hf or vllm")
     if episodes and not (engine.in_process or engine.asynchronous):
-        raise InputError(f"--rollout-engine {name}: --multi-turn needs a SteppedEngine: take hf or vllm")
+        raise InputError(f"--rollout-engine {name}: --multi-turn and --agent need a SteppedEngine: take hf or vllm")
 
 
 def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None) -> None:

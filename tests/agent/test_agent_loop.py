@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from lib.agent import (
 )
 from lib.agent.episode import observation
 from lib.agent.multi_turn import LONG_TEXT, AsyncRolloutRequest
+from lib.agent.program import Agent, call_function
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import Mean, World, init_distributed, make_mesh, reduce_metrics, shard_model
@@ -796,3 +798,29 @@ def test_errors_of_tools_for_the_samples_are_bounded(monkeypatch):
     [line] = {*request.tool_errors}
     assert line.startswith(f"turn 0, {'<b>' * 16}<b, exception: E\ufffd: *** xxx") and len(line) < 350
     assert "the second line" not in line
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, FORGETS])
+def test_agents_are_trained_on_what_was_sampled_and_the_ratio_is_one(engine_and_model, template):
+    """As above, for agents that go on, repeat requests, and rewrite their history."""
+    from tests.agent.random_agents import random_agent, trained_of
+
+    engine, model = engine_and_model
+    draw = random.Random(1)
+    kinds = ["go on", "tool", "retry", "edit", "drop", "summarise", "fork", "n", "own prompt", "stop"]
+    plans = [[(draw.choice(kinds), draw.randrange(9)) for _ in range(5)] for _ in range(8)]
+
+    async def agent(url, key, row):
+        return await random_agent(plans[int(row["prompt"][0]["content"][:-1])], how.schemas)(url, key, row)
+
+    how = settings(template=template.replace("</think>", "a"), max_turn_tokens=12)
+    how = replace(how, agent=Agent(functools.partial(call_function, agent), 60.0, "hermes", Sampling(300)))
+    with recorded(engine) as got:
+        out = make_episodes(engine, how).generate(prompts_of(how, 8), Sampling(300), request_seeds(1, 1, [*range(8)]))
+    names, segments = sorted(got, key=lambda name: int(name.split("-")[1])), out.non_tensor_batch["segments"]
+    assert max(map(len, segments)) > 2
+    for row, name in enumerate(names):
+        expected = [(context, ids) for context, ids, _ in got[name].values()]
+        assert sorted(trained_of(out, row)) == sorted(expected)
+    log_probs, _ = response_log_probs(model, out, 1.0)
+    assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-4

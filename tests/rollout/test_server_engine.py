@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from lib import InputError
 from lib.agent import FunctionTool, MultiTurn, ToolCall, agent_metrics, make_episodes
+from lib.agent.program import Agent, call_function
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
@@ -44,6 +46,7 @@ from lib.rollout.server_engine import ServerEngine
 from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import PATH, Servers
 from lib.run.checkpoint import export_hf
+from tests.agent.random_agents import Client, trained_of
 from tests.agent.test_agent_loop import (
     Add,
     Hostile,
@@ -769,6 +772,50 @@ def test_a_sync_in_the_midst_of_episodes(engine_and_model, monkeypatch):
         contexts = [turn[0] for turn in turns_of(out, row)]
         assert len(contexts) == 4  # one per turn: a sync leaves no seam
     sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
+
+
+@needs_vllm
+def test_a_sync_in_the_midst_of_agents(engine_and_model, monkeypatch):
+    engine, model = engine_and_model
+    settings, sample, sampled = server_engine.vllm_settings, engine.sample, []
+    monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+
+    async def recorded_sample(prompt_ids, *args):
+        found = await sample(prompt_ids, *args)
+        sampled.append(([*prompt_ids], [*found.token_ids]))
+        return found
+
+    async def agent(url, key, row):
+        messages = row["prompt"]
+        async with Client(url, key) as client:
+            for _ in range(4):
+                [said] = await client.chat(messages, max_tokens=70)
+                messages = [*messages, said, {"role": "user", "content": "go on"}]
+
+    n, old_version, before = 12, engine.version, generated_tokens(engine)
+    how = MultiTurn(tokenizer(), agent=Agent(partial(call_function, agent), 300.0, "hermes", Sampling(1)))
+    prompts, sampling, episodes = prompts_of(how, n), Sampling(340), make_episodes(engine, how)
+    old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "stop_ids", [])  # a turn ends at its limit
+        patch.setattr(engine, "sample", recorded_sample)
+        responses = episodes.start(prompts, sampling, request_seeds(1, 9, list(range(n))))
+        while generated_tokens(engine) < before + 100 * n:  # in the second turn
+            time.sleep(0.01)
+        perturb(model, 0.1)
+        sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
+        out = episodes.collect(prompts, sampling, responses)
+    check_versions(model, out, old_weights, old_version)
+    assert out.non_tensor_batch["num_turns"].tolist() == [4] * n
+    assert sorted(pair for row in range(n) for pair in trained_of(out, row)) == sorted(sampled)
+    sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
+
+    async def refused(*_):
+        raise InputError("the server refuses it")
+
+    monkeypatch.setattr(engine, "sample", refused)
+    with pytest.raises(InputError, match=r"^the server refuses it$"):  # not an agent's failure
+        episodes.generate(prompts, sampling, [*range(n)])
 
 
 def check_versions(model, out, old_weights, old_version):

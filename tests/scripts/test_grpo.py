@@ -514,6 +514,15 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
         lambda t: ["--model", model_folder(t / "m", template=False), "--multi-turn.tools", "calculator"],
         "turns need a chat template",
     ),
+    "an agent without a chat template": (
+        lambda t: ["--model", model_folder(t / "m", template=False), "--agent", "true"],
+        "turns need a chat template",
+    ),
+    "an agent and images": (
+        lambda t: ["--model", str(ROOT / "data/toy_vision/model"), "--agent", "true"],
+        "--agent takes text only, and --model",
+    ),
+    "no such agent": (lambda t: ["--agent", "absent.py:solve"], "--agent absent.py:solve: there is no such file"),
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
     "estimator without the parameter": (lambda t: ["--adv-kwargs.gamma", "1"], "gamma"),
     "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "-0.5"], "coef in 0..1"),

@@ -1,0 +1,144 @@
+"""The HTTP endpoint of --agent: OpenAI's API on this machine's loopback, one key for each episode."""
+
+import asyncio
+import hmac
+import itertools
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+
+from lib.agent.openai_api import BadRequest, models
+from lib.agent.tools import say, show_once
+
+LARGEST_BODY = 1 << 24  # bytes
+BODY_S = 60.0  # how long a client may take to send its request
+NOT_SUPPORTED = ("/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/audio/speech", "/v1/images/generations")
+Chat = Callable[[Any], Awaitable[dict | Iterator[dict]]]  # from a request to its answer, or its events
+_of_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Endpoint]]" = WeakKeyDictionary()
+
+
+class Endpoint:
+    """The server of one event loop. It answers only requests with the key of an episode that runs."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        self.episodes: dict[str, tuple[str, Chat]] = {}  # key and episode, by the key's public part
+        self.handlers: dict[str, set[asyncio.Task]] = {}
+        self.numbers = itertools.count()
+
+    @staticmethod
+    async def of_this_loop() -> "Endpoint":
+        """Starts it at the first call."""
+        loop = asyncio.get_running_loop()
+        if loop not in _of_loop:
+            _of_loop[loop] = loop.create_task(Endpoint()._start())
+        return await asyncio.shield(_of_loop[loop])
+
+    async def _start(self) -> "Endpoint":
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)  # a client that leaves ends its request
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0]
+        self.url = f"http://{host}:{port}/v1"
+        return self
+
+    def open(self, chat: Chat) -> str:
+        """A key. `chat` answers the requests that have it."""
+        name = f"sk-episode-{next(self.numbers)}"  # lib/cli/secrets.py redacts keys of this form
+        key = f"{name}-{secrets.token_hex(32)}"
+        self.episodes[name], self.handlers[name] = (key, chat), set()
+        return key
+
+    async def close(self, key: str) -> None:
+        """Ends the requests with this key, and refuses it from now on."""
+        name = key.rpartition("-")[0]
+        del self.episodes[name]
+        handlers = self.handlers.pop(name)
+        for handler in handlers:
+            handler.cancel()
+        if handlers:
+            await asyncio.wait(handlers)
+
+    def _named(self, request: web.Request) -> tuple[str, Chat]:
+        """Raises BadRequest unless the request has the key of an episode."""
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        key = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        name = key.rpartition("-")[0]
+        own, chat = self.episodes.get(name, ("", None))
+        if chat is None or not hmac.compare_digest(own.encode(), key.encode("utf-8", "replace")):
+            raise BadRequest("no episode that runs has this API key", code="invalid_api_key", status=401)
+        return name, chat
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            name, chat = self._named(request)
+        except BadRequest as error:
+            return _refusal(error)
+        task = asyncio.current_task()
+        assert task is not None
+        self.handlers[name].add(task)
+        try:
+            return await _answer(request, chat)
+        except BadRequest as error:
+            return _refusal(error)
+        except ConnectionError:  # the client left while it got its answer
+            raise
+        except Exception as error:  # noqa: BLE001 an agent must not end the run, or wait for an answer
+            show_once("a request of an agent", error)
+            return _refusal(BadRequest(say(error), status=500))
+        finally:
+            if name in self.handlers:
+                self.handlers[name].discard(task)
+
+
+async def _answer(request: web.Request, chat: Chat) -> web.StreamResponse:
+    """Raises BadRequest."""
+    route = (request.method, request.path.rstrip("/"))
+    if route == ("GET", "/v1/models"):
+        return web.json_response(models())
+    if route == ("POST", "/v1/chat/completions"):
+        reply = await chat(await _body(request))
+        return web.json_response(reply) if isinstance(reply, dict) else await _stream(request, reply)
+    if request.path.startswith(NOT_SUPPORTED):
+        what = f"{request.path} is not supported: use /v1/chat/completions"
+        if request.path.startswith("/v1/messages"):  # Anthropic's form
+            error = {"type": "api_error", "message": what}
+            return web.json_response({"type": "error", "error": error}, status=501)
+        raise BadRequest(what, status=501)
+    raise BadRequest(f"there is no {request.method} {request.path[:100]}", status=404)
+
+
+async def _body(request: web.Request) -> Any:
+    """Raises BadRequest."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await request.read()
+        return json.loads(body)
+    except web.HTTPRequestEntityTooLarge:
+        raise BadRequest(f"the body has more than {LARGEST_BODY} bytes", status=413) from None
+    except TimeoutError:
+        raise BadRequest(f"the body did not arrive within {BODY_S:g} s", status=408) from None
+    except (ValueError, RecursionError):
+        raise BadRequest("the body is not JSON") from None
+
+
+async def _stream(request: web.Request, events: Iterator[dict]) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in events:
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _refusal(error: BadRequest) -> web.Response:
+    return web.json_response(error.body, status=error.status)

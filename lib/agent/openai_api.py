@@ -1,0 +1,236 @@
+"""OpenAI's chat completions: what a request may ask, and how an answer is written."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lib.agent.conversation import before_stop
+from lib.rollout import Generated, Sampling
+
+MODEL = "policy"
+LARGEST_N = 128
+# parameters without an effect on what is sampled
+IGNORED = {"model", "stream_options", "user", "metadata", "store", "service_tier", "prompt_cache_key"}
+IGNORED |= {"safety_identifier", "prompt_cache_retention"}
+# parameters of which only some values are supported: these, and null
+FIXED: dict[str, tuple] = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+FIXED |= {"top_logprobs": (0,), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},)}
+FIXED |= {"tool_choice": ("auto", "none"), "modalities": (["text"],)}
+READ = {"messages", "tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens", "logprobs", "stream"}
+READ |= {"temperature", "top_p"}
+
+
+class BadRequest(Exception):
+    """What is wrong with a request. param: the parameter; code: for programs."""
+
+    def __init__(self, what: str, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(what)
+        self.param, self.code, self.status = param, code, status
+
+    @property
+    def body(self) -> dict:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a request wants to be answered."""
+
+    max_tokens: int | None
+    n: int
+    stop: tuple[str, ...]
+    seed: int | None
+    logprobs: bool
+    calls_tools: bool  # whether tool calls in the answer are read
+    stream: bool
+    stream_usage: bool
+
+
+@dataclass
+class Choice:
+    """One answer to a request."""
+
+    message: dict  # as templates want it
+    sampled: Generated
+    tokens: list[str]  # the text of each sampled token
+    finish_reason: str
+
+
+def read_request(body: Any, sampling: Sampling) -> tuple[list[dict], list[dict], Options]:
+    """(messages and tools as templates want them, options). sampling: of training. Raises BadRequest."""
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name not in READ | IGNORED | FIXED.keys():
+            raise BadRequest(f"{name} is not supported", name, "unsupported_parameter")
+        if name in FIXED and value not in FIXED[name]:
+            shown = " or ".join(json.dumps(known) for known in FIXED[name])
+            raise BadRequest(f"{name}: only {shown} is supported", name, "unsupported_value")
+    for name in ("temperature", "top_p"):
+        own = getattr(sampling, name)
+        if given.get(name, own) != own:
+            what = f"{name} {str(given[name])[:20]}: the policy is trained at --{name.replace('_', '-')} {own:g}"
+            raise BadRequest(f"{what}; send that, or leave it out", name, "unsupported_value")
+    stop = given.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop) and len(stop) <= 16):
+        raise BadRequest("stop: give a text or a list of at most 16 texts", "stop")
+    usage = given.get("stream_options", {})
+    if not isinstance(usage, dict):
+        raise BadRequest("stream_options: give an object", "stream_options")
+    name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    options = Options(
+        max_tokens=_whole(given, name, None, 1, 1 << 31),
+        n=_whole(given, "n", 1, 1, LARGEST_N) or 1,
+        stop=tuple(stop),
+        seed=_whole(given, "seed", None, -(1 << 63), 1 << 63),
+        logprobs=_switch(given, "logprobs"),
+        calls_tools=given.get("tool_choice") != "none",
+        stream=_switch(given, "stream"),
+        stream_usage=usage.get("include_usage") is True,
+    )
+    return read_messages(given.get("messages")), read_tools(given.get("tools", [])), options
+
+
+def _whole(given: dict, name: str, default: int | None, lowest: int, highest: int) -> int | None:
+    value = given.get(name, default)
+    if value is not None and not (type(value) is int and lowest <= value <= highest):
+        raise BadRequest(f"{name}: give a whole number from {lowest} to {highest}", name)
+    return value
+
+
+def _switch(given: dict, name: str) -> bool:
+    if not isinstance(value := given.get(name, False), bool):
+        raise BadRequest(f"{name}: give true or false", name)
+    return value
+
+
+def read_tools(tools: Any) -> list[dict]:
+    """Raises BadRequest."""
+    if not isinstance(tools, list):
+        raise BadRequest("tools: give a list", "tools")
+    found = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"tools[{i}]: give an object of type function, with a name", f"tools[{i}]")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise BadRequest(f"tools[{i}].function.parameters: give a JSON schema", f"tools[{i}]")
+        function = {name: value for name, value in function.items() if name != "strict" and value is not None}
+        found.append({"type": "function", "function": {"description": "", "parameters": {}, **function}})
+    return found
+
+
+def read_messages(messages: Any) -> list[dict]:
+    """Raises BadRequest."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages: give a list of messages", "messages")
+    found: list[dict] = []
+    names: dict[str, str] = {}  # of the called tools
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            raise BadRequest(f"{where}.role: give system, developer, user, assistant or tool", where)
+        own: dict[str, Any] = {
+            "role": "system" if role == "developer" else role,
+            "content": _text(message.get("content"), where),
+        }
+        if calls := message.get("tool_calls"):
+            own["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in _list(calls, f"{where}.tool_calls")]
+            names |= {call["id"]: call["function"]["name"] for call in own["tool_calls"]}
+        if role == "tool":
+            own["tool_call_id"] = str(message.get("tool_call_id", ""))
+            own["name"] = names.get(own["tool_call_id"], "")
+        found.append(own)
+    return found
+
+
+def _list(value: Any, where: str) -> list:
+    if not isinstance(value, list):
+        raise BadRequest(f"{where}: give a list", where)
+    return value
+
+
+def _text(content: Any, where: str) -> str:
+    parts = [] if content is None else [content] if isinstance(content, str) else _list(content, f"{where}.content")
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str):
+            raise BadRequest(f"{where}.content: only text is supported", f"{where}.content", "unsupported_value")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: Any, where: str) -> dict:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, str):
+        raise BadRequest(f"{where}: give an id and a function with a name, and its arguments as a JSON text", where)
+    try:
+        arguments = json.loads(arguments)
+    except (ValueError, RecursionError):
+        raise BadRequest(f"{where}: the arguments are not JSON", where) from None
+    function = {"name": function["name"], "arguments": arguments}
+    return {"id": str(call.get("id", "")), "type": "function", "function": function}
+
+
+def _message(choice: Choice, stop: tuple[str, ...]) -> dict:
+    """The message as clients want it."""
+    text = before_stop(choice.message["content"], stop)
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in choice.message.get("tool_calls", ())
+    ]
+    return {"role": "assistant", "content": text or None if calls else text} | ({"tool_calls": calls} if calls else {})
+
+
+def _log_probs(choice: Choice) -> dict:
+    tokens = zip(choice.tokens, choice.sampled.log_probs, strict=True)
+    content = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _usage(prompt_tokens: int, choices: list[Choice]) -> dict:
+    sampled = sum(len(choice.sampled.token_ids) for choice in choices)
+    total = prompt_tokens + sampled
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
+
+
+def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> dict:
+    """The answer to a request that does not stream."""
+    answers = [
+        {
+            "index": i,
+            "message": _message(choice, options.stop),
+            "logprobs": _log_probs(choice) if options.logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        for i, choice in enumerate(choices)
+    ]
+    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": MODEL}
+    return head | {"choices": answers, "usage": _usage(prompt_tokens, choices)}
+
+
+def chunks(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> Iterator[dict]:
+    """The same as events of a stream: the whole message in one."""
+    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL}
+    for i, choice in enumerate(choices):
+        delta = _message(choice, options.stop)
+        delta["tool_calls"] = [{"index": k} | call for k, call in enumerate(delta.get("tool_calls", ()))]
+        if not delta["tool_calls"]:
+            del delta["tool_calls"]
+        log_probs = _log_probs(choice) if options.logprobs else None
+        yield head | {"choices": [{"index": i, "delta": delta, "logprobs": log_probs, "finish_reason": None}]}
+        yield head | {"choices": [{"index": i, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}]}
+    if options.stream_usage:
+        yield head | {"choices": [], "usage": _usage(prompt_tokens, choices)}
+
+
+def models() -> dict:
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "plainrl"}]}

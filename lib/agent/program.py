@@ -1,0 +1,171 @@
+"""Runs an agent: a Python function in this process, or a command in a process group of its own."""
+
+import asyncio
+import inspect
+import json
+import numbers
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lib import InputError
+from lib.agent.tools import check_metrics, in_thread, say
+from lib.args import RolloutArgs
+from lib.cli.user_code import load_object
+from lib.rollout import Sampling
+from lib.sandbox import LARGEST_SCORE
+
+# Kills the command's process group when the pipe $0 closes, which this process holds as long as the episode lasts, in
+# whatever way it ends. $1: MiB of address space for each process, or unlimited.
+GUARD = """
+(exec < /dev/null > /dev/null 2>&1; read -r _ <&$0; kill -KILL -$$) &
+exec {0}<&-
+[ "$1" = unlimited ] || ulimit -v $(($1 * 1024)) || exit
+shift
+exec "$@"
+"""
+GRACE_S = 2.0  # how long the output of a command that has ended may take
+LONGEST_LINE = 1 << 16  # bytes kept of a command's output, at its end
+
+
+class AgentFailed(Exception):
+    """The agent of one episode failed; kind: one of FAILURES in lib/agent/metrics.py."""
+
+    def __init__(self, kind: str, what: str):
+        super().__init__(what)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Agent:
+    """What --agent names, and under what limits it runs."""
+
+    play: Callable  # async (base_url, api_key, row) -> what the agent returns
+    timeout_s: float
+    parser: str  # --multi-turn.parser
+    sampling: Sampling  # of training: what a request may name
+    takes_stop: bool = True  # whether a request may name stop strings
+
+
+def load_agent(args: RolloutArgs, parser: str) -> Agent:
+    """Raises InputError if there is no such function, or no such program."""
+    spec, memory_mb = args.agent, args.agent_memory
+    limits: dict[str, Any] = {"timeout_s": args.agent_timeout, "parser": parser}
+    limits |= {"sampling": args.sampling(), "takes_stop": args.async_level == 0}
+    file, _, name = spec.rpartition(":")
+    if name.isidentifier() and file.endswith(".py") and Path(file).expanduser().is_file():
+        function = load_object("--agent", spec)
+        if not callable(function):
+            raise InputError(f"--agent {spec}: it is not a function")
+        if memory_mb is not None:
+            raise InputError("--agent-memory limits the processes of a command, and --agent is a function: drop it")
+        return Agent(partial(call_function, function), **limits)
+    try:
+        words = shlex.split(spec)
+    except ValueError as error:
+        raise InputError(f"--agent {spec}: {error}") from error
+    if not words or not shutil.which(words[0]):
+        advice = "give path/to/file.py:function, or a command"
+        raise InputError(f"--agent {spec}: there is no such file and no such program: {advice}")
+    return Agent(partial(_run_command, words, memory_mb), **limits)
+
+
+def reward_of(result: Any) -> tuple[float | None, dict[str, float]]:
+    """(reward, or None if a scorer should judge the answer; metrics) of what an agent returns. Raises AgentFailed."""
+    metrics = dict(result) if isinstance(result, dict) else {}
+    reward = metrics.pop("reward", None) if isinstance(result, dict) else result
+    if reward is not None and not (isinstance(reward, numbers.Real) and abs(float(reward)) <= LARGEST_SCORE):
+        what = f"the agent returned the reward {str(reward)[:100]!r}; use numbers up to {LARGEST_SCORE:g}"
+        raise AgentFailed("bad_reward", what)
+    try:
+        check_metrics(metrics, "the agent")
+    except TypeError as error:
+        raise AgentFailed("bad_reward", str(error)) from error
+    return None if reward is None else float(reward), metrics
+
+
+async def call_function(function: Callable, base_url: str, api_key: str, row: dict) -> Any:
+    """A function that is not async runs in a thread, which is left there when its time is over. Raises AgentFailed."""
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(base_url, api_key, row)
+        value = await in_thread(function, base_url, api_key, row)
+        return await value if inspect.isawaitable(value) else value
+    except SystemExit as error:  # it would end the event loop
+        raise AgentFailed("exception", say(error)) from None
+    except Exception as error:
+        raise AgentFailed("exception", say(error)) from error
+
+
+async def _run_command(words: list[str], memory_mb: int | None, base_url: str, api_key: str, row: dict) -> Any:
+    """The JSON object in the last line of the command's output, or None. Raises AgentFailed."""
+    address = {"OPENAI_BASE_URL": base_url, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
+    keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), api_key)
+    direct = {name: f"{os.environ.get(name, '')},127.0.0.1".strip(",") for name in ("NO_PROXY", "no_proxy")}
+    read, guard = os.pipe()
+    try:
+        start = ["bash", "-c", GUARD.replace("{0}", f"{read}"), str(read), str(memory_mb or "unlimited"), *words]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        environment = os.environ | address | keys | direct
+        process = await asyncio.create_subprocess_exec(
+            *start, **pipes, env=environment, pass_fds=(read,), start_new_session=True
+        )
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        told = asyncio.ensure_future(_tell(process.stdin, json.dumps(row, default=str).encode()))
+        ends = [asyncio.ensure_future(_end_of(stream)) for stream in (process.stdout, process.stderr)]
+        try:
+            await _exit_of(process.pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its number is taken as long as the guard lives
+            await asyncio.wait(ends, timeout=GRACE_S)  # a process that has left the group may hold them open
+            for task in (told, *ends):
+                task.cancel()
+    finally:
+        os.close(read)
+        os.close(guard)
+    output, errors = (end.result() if end.done() and not end.cancelled() else "" for end in ends)
+    while process.returncode is None:  # it has ended, and asyncio's thread is about to know
+        await asyncio.sleep(0.001)
+    if code := process.returncode:
+        ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        raise AgentFailed("signal" if code < 0 else "exit_code", f"{words[0]} ended {ended}\n{errors[-2000:]}")
+    last = output.rstrip().rpartition("\n")[2]
+    with suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(last), dict):
+            return value
+    return None
+
+
+async def _exit_of(pid: int) -> None:
+    """Waits for the end of a child, which asyncio's own wait() delays as long as another process holds its output."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    with suppress(ProcessLookupError):  # it has ended, and asyncio knows
+        fd = os.pidfd_open(pid)
+        try:
+            loop.add_reader(fd, ended.set)
+            await ended.wait()
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+
+
+async def _tell(stdin: asyncio.StreamWriter, text: bytes) -> None:
+    with suppress(ConnectionError):  # it may not read its input
+        stdin.write(text)
+        await stdin.drain()
+    stdin.close()
+
+
+async def _end_of(stream: asyncio.StreamReader) -> str:
+    end = b""
+    while piece := await stream.read(1 << 16):
+        end = (end + piece)[-LONGEST_LINE:]
+    return end.decode(errors="replace")

@@ -1,0 +1,700 @@
+"""--agent: what is trained is what was sampled, whatever an agent does; its endpoint, its processes, its rewards."""
+
+import asyncio
+import json
+import random
+import re
+import shlex
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import aiohttp
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import grpo
+from lib import InputError
+from lib.agent import agent_metrics, endpoint, make_episodes
+from lib.agent.openai_api import read_messages, read_tools
+from lib.agent.program import Agent, call_function, load_agent
+from lib.args import RolloutArgs
+from lib.cli.flags import parse_flags
+from lib.data_proto import DataProto
+from lib.distributed import reduce_metrics
+from lib.model import load_tokenizer
+from lib.rollout import Generated, Sampling
+from tests.agent.random_agents import ACTIONS, HANG, Client, random_agent, segments_of, trained_of
+from tests.agent.test_agent_loop import CALL, END, FORGETS, TEMPLATE, Add, prompts_of, response_text, tokenizer
+from tests.agent.test_agent_loop import settings as multi_turn
+from tests.common import FORKSERVER, ROOT, fork, metrics, ran, unexplained_metrics
+
+TOOLS = [Add().get_openai_tool_schema()]
+T = 600
+
+
+class Fake:
+    """An engine whose answers depend on the context and the seed alone. It remembers what it sampled, and never
+    answers who says "hang"."""
+
+    version, pad_token_id, long_steps, shared, in_process = 7, 0, False, False, True
+
+    def __init__(self, texts=("yes", "no", CALL % (1, 2), "<think>1</think>2", "a stop b"), steps=0):
+        self.texts, self.waiting, self.sampled, self.steps = texts, {}, [], steps
+
+    @contextmanager
+    def session(self):
+        yield
+
+    def submit(self, request_id, prompt_ids, sampling, seed):
+        self.waiting[request_id] = [self.steps, list(prompt_ids), sampling, seed]
+
+    def abort(self, request_id):
+        del self.waiting[request_id]
+
+    def step(self):
+        ended = {}
+        for request_id, request in list(self.waiting.items()):
+            request[0] -= 1
+            if request[0] < 0 and "hang" not in tokenizer().decode(request[1]):
+                del self.waiting[request_id]
+                ended[request_id] = self.answer(*request[1:])
+        return ended
+
+    def answer(self, context, sampling, seed):
+        draw = random.Random(f"{context} {seed}")
+        text = draw.choice(self.texts)
+        stops = [i + len(string) for string in sampling.stop if (i := text.find(string)) >= 0]
+        text = text[: min(stops)] if stops else text + END
+        # not the tokens that an encoder would make of the text: each may be sampled letter by letter
+        ids = [token for piece in (text if draw.random() < 0.5 else [text]) for token in encode(piece)]
+        if not stops and ids[-1] != encode(END)[-1]:
+            ids = encode(text)
+        ids, cut = ids[: sampling.max_response_length], len(ids) > sampling.max_response_length
+        self.sampled.append((context, ids))
+        return Generated(ids, [-0.5 - token for token in ids], "length" if cut else "stop")
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def settings_of(play, template=TEMPLATE, timeout_s=20.0, **limits):
+    agent = Agent(partial(call_function, play), timeout_s, "auto", Sampling(T))
+    return replace(multi_turn(template=template, **limits), tools={}, agent=agent)
+
+
+def play(agent, rows=1, engine=None, room=T, sampling=None, **kwargs):
+    """(the batch, the engine) after each row's episode."""
+    engine, how = engine or Fake(), settings_of(agent, **kwargs)
+    sampling = sampling or Sampling(room)
+    out = make_episodes(engine, how).generate(prompts_of(how, rows), sampling, list(range(rows)))
+    return out, engine
+
+
+def as_text(body, template) -> str:
+    how = settings_of(None, template)
+    messages, tools = read_messages(body["messages"]), read_tools(body["tools"])
+    text = how.render(how.escape_special_tokens(messages), how.escape_special_tokens(tools))
+    return tokenizer().decode(encode(text))  # which knows no emoji
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(actions=ACTIONS, forgets=st.booleans(), room=st.sampled_from([T, 4000]))
+def test_every_trained_token_was_sampled_in_its_context(actions, forgets, room):
+    """And each answer is trained exactly once, whatever the agent does with its history. The context is what the agent
+    has sent, as the template shows it."""
+    engine, answered, template = Fake(steps=3), [], FORGETS if forgets else TEMPLATE
+    out, _ = play(random_agent(actions, TOOLS, answered), engine=engine, room=room, template=template)
+    assert sorted(trained_of(out)) == sorted(engine.sampled) != []
+    if "stop" not in dict(actions):  # of which the agent does not see the end
+        shown = [tokenizer().decode(context) for context, _ in engine.sampled]
+        sent = [text for body in answered for text in [as_text(body, template)] * body.get("n", 1)]
+        assert sorted("".join(text.split()) for text in shown) == sorted("".join(text.split()) for text in sent)
+    mask = out.batch["response_mask"].bool()
+    assert torch.equal(out.batch["rollout_log_probs"], torch.where(mask, -0.5 - out.batch["responses"], 0.0))
+    assert int(out.batch["attention_mask"][0, -mask.shape[1] :].sum()) <= room
+
+
+# ---- how contexts are found ------------------------------------------------------------------------
+
+
+def converse(*steps, texts=("a" + "b" * 9,), **kwargs):
+    """Each step makes the messages of a request from the prompt and the answers so far. Returns batch, metrics and
+    engine."""
+
+    async def agent(url, key, row):
+        answers = []
+        async with Client(url, key) as client:
+            for step in steps:
+                answers += await client.chat(step(row["prompt"], answers))
+
+    out, engine = play(agent, engine=Fake(texts), **kwargs)
+    assert sorted(trained_of(out)) == sorted(engine.sampled)
+    return out, out.non_tensor_batch["agent_metrics"][0], engine
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def first_request(prompt, said):
+    return prompt
+
+
+def test_an_answer_that_comes_back_keeps_its_tokens():
+    """Though its text has other tokens, whatever an SDK adds to the message, and if it is stripped."""
+    added = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    for change in ({}, added, {"content": "yes, yes"}, {"content": [{"type": "text", "text": "yes, yes"}]}):
+        out, metrics, engine = converse(
+            first_request,
+            lambda prompt, said, change=change: [*prompt, {**said[0], **change}, user("go on")],
+            texts=["yes, yes "],
+        )
+        [(context, first), (longer, _)] = engine.sampled
+        assert longer[: len(context) + len(first)] == context + first
+        assert len(segments_of(out)) == 1 and metrics["tokens_reused"] == len(first)
+        assert metrics["lost_prefixes"] == metrics["forks"] == metrics["tokens_reencoded"] == 0
+
+
+def test_a_call_written_anew_by_the_agent_is_the_same_call():
+    def answered(prompt, said):
+        [call] = said[0]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=2)
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        return [*prompt, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            said = await client.chat(row["prompt"], tools=TOOLS)
+            await client.chat(answered(row["prompt"], said), tools=TOOLS)
+
+    out, engine = play(agent, engine=Fake([CALL % (1, 2)]))
+    assert len(segments_of(out)) == 1 and len(engine.sampled) == 2
+    assert "<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in response_text(out)
+
+
+@pytest.mark.parametrize(
+    "second, lost",
+    [
+        (lambda prompt, said: [*prompt, said[0] | {"content": "edited"}, user("go on")], 1),
+        (lambda prompt, said: [prompt[0] | {"content": "other"}, said[0], user("go on")], 1),
+        (lambda prompt, said: [said[0], user("go on")], 1),
+        (lambda prompt, said: [user("summary"), user("go on")], 0),
+        (first_request, 0),
+    ],
+    ids=["edited", "another prompt", "dropped", "summarised", "repeated"],
+)
+def test_another_history_begins_a_segment(second, lost):
+    out, metrics, engine = converse(first_request, second)
+    assert len(segments_of(out)) == 2 and metrics["lost_prefixes"] == lost and metrics["tokens_reused"] == 0
+    assert metrics["tokens_reencoded"] == (len(engine.sampled[1][0]) if lost else 0)
+
+
+def test_a_template_that_forgets_begins_a_segment():
+    second = [first_request, lambda prompt, said: [*prompt, said[0], user("go on")]]
+    out, metrics, engine = converse(*second, texts=["<think>1</think>2"], template=FORGETS)
+    assert len(segments_of(out)) == 2 and metrics["lost_prefixes"] == 1
+    assert "think" not in tokenizer().decode(engine.sampled[1][0])
+
+
+def test_branches_are_trained_once_each():
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            [first] = await client.chat(row["prompt"])
+            history = [*row["prompt"], first]
+            await asyncio.gather(*(client.chat([*history, user(text)], max_tokens=30) for text in "xy"))
+            await client.chat([*history, user("z")], n=3)
+
+    out, engine = play(agent, engine=Fake(["a", "b", "c", "d"], steps=5))
+    assert sorted(trained_of(out)) == sorted(engine.sampled) and len(engine.sampled) == 6
+    assert len(segments_of(out)) == 5  # one of x, y and z stands behind the first answer
+    assert out.non_tensor_batch["agent_metrics"][0]["forks"] == 4
+
+
+def test_a_seed_repeats_an_answer_of_its_episode_and_no_other():
+    """If it did, a group would have equal answers."""
+    said = {}
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            asked = [[message["content"] for message in await client.chat(HELLO["messages"], seed=1)] for _ in range(3)]
+            own = [message["content"] for _ in range(3) for message in await client.chat(HELLO["messages"])]
+            said[row["prompt"][0]["content"]] = (asked, own)
+
+    play(agent, rows=2, engine=Fake([str(i) for i in range(99)]))
+    for asked, own in said.values():
+        assert asked[0] == asked[1] == asked[2] and len(set(own)) > 1
+    assert said["0?"] != said["1?"]
+
+
+def test_a_stop_string_is_sampled_and_not_shown():
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            [said] = await client.chat(row["prompt"], stop="st")
+            assert said["content"] == "a "
+            await client.chat([*row["prompt"], said, user("go on")], stop=["op", "st"])
+
+    out, _ = play(agent, engine=Fake(["a stop b"]))
+    assert response_text(out).count("a st<|im_end|>") == 1 and len(segments_of(out)) == 1
+
+
+def test_a_full_row_ends_its_episode():
+    """Also if the agent does not expect it: a run without its long episodes would learn from the short ones only."""
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            for i in range(99):
+                await client.chat([*row["prompt"], user("x" * i)])
+
+    out, engine = play(agent, room=200)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["length"] and out.non_tensor_batch["answer"][0]
+    assert sorted(trained_of(out)) == sorted(engine.sampled) and out.batch["response_mask"].any()
+    assert out.batch["responses"].shape[1] <= 200
+
+
+def test_a_client_that_leaves_leaves_nothing():
+    """Not at the engine, not in the row, and not of the room that its request held."""
+    engine = Fake()
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            left = asyncio.create_task(client.chat([HANG]))
+            while not engine.waiting:
+                await asyncio.sleep(0.001)
+            left.cancel()
+            await client.chat(row["prompt"])  # which waits for the room
+            assert not engine.waiting
+
+    out, _ = play(agent, engine=engine)
+    assert out.non_tensor_batch["agent_metrics"][0]["cancelled"] == 1 == len(trained_of(out))
+
+
+def test_requests_wait_for_the_room_that_others_hold():
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            await asyncio.gather(*(client.chat([user(f"{i}")]) for i in range(5)))
+
+    out, engine = play(agent, room=5 * 45)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop"] and len(engine.sampled) == 5
+
+
+# ---- the endpoint --------------------------------------------------------------------------------
+
+
+def ask(*requests):
+    """(status, JSON) of each (path, body); body: JSON, or bytes."""
+    answers = []
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            for path, body in requests:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                async with client.session.post(url + path, data=data) as answer:
+                    answers.append((answer.status, await answer.json()))
+            await client.chat(row["prompt"])
+
+    play(agent)
+    return answers
+
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+WRONG = {
+    "the body is not JSON": b"{",
+    "the body must be a JSON object": [],
+    "messages: give a list": {},
+    "messages[0].role": {"messages": [{}]},
+    "messages[0].content: only text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    "messages[0].tool_calls: give a list": {"messages": [{"role": "assistant", "tool_calls": 1}]},
+    "arguments are not JSON": {
+        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
+    },
+    "tools: give a list": HELLO | {"tools": {}},
+    "tools[0]: give an object": HELLO | {"tools": [{"type": "web_search"}]},
+    "tools[0].function.parameters": HELLO
+    | {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+    "temperature 0: the policy is trained at --temperature 1": HELLO | {"temperature": 0},
+    "top_p 0.5: the policy is trained at --top-p 1": HELLO | {"top_p": 0.5},
+    "tool_choice: only": HELLO | {"tool_choice": "required"},
+    "top_logprobs: only 0": HELLO | {"top_logprobs": 5},
+    "n: give a whole number from 1 to 128": HELLO | {"n": 10**9},
+    "seed: give": HELLO | {"seed": "x"},
+    "max_tokens: give": HELLO | {"max_tokens": 0},
+    "stop: give": HELLO | {"stop": [""]},
+    "stream: give true or false": HELLO | {"stream": "yes"},
+    "stream_options: give": HELLO | {"stream_options": 1},
+    "grammar is not supported": HELLO | {"grammar": "x"},
+    "response_format: only": HELLO | {"response_format": {"type": "json_object"}},
+    "the body is not JSON ": b"[" * 100_000,
+    "the body is not JSON  ": b"\xff\xfe",
+}
+
+
+def test_wrong_requests_are_refused_in_openais_form():
+    found = ask(*(("/chat/completions", body) for body in WRONG.values()))
+    for (status, answer), (why, body) in zip(found, WRONG.items(), strict=True):
+        assert status == 400 and why.strip() in answer["error"]["message"], (body, answer)
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert answer["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_apis_that_are_not_supported_say_so():
+    found = ask(("/responses", HELLO), ("/messages", HELLO), ("/nothing", HELLO))
+    assert [status for status, _ in found] == [501, 501, 404]
+    assert "use /v1/chat/completions" in found[0][1]["error"]["message"]
+    assert found[1][1]["type"] == "error" and found[1][1]["error"]["type"] == "api_error"  # Anthropic's form
+
+
+def test_what_clients_send_without_meaning_it():
+    fine = {"temperature": 1.0, "top_p": 1, "user": "me", "n": None, "model": "gpt-5", "presence_penalty": 0.0}
+    odd = {"messages": [user("\ud800 \0 \u202e \U0001f600 <|im_start|>system")]}
+    call = {"id": "\ud800", "function": {"name": "\udfff", "arguments": '"\\ud800"'}}
+    odd["messages"] += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "\ud800"}]
+    odd["tools"] = [{"type": "function", "function": {"name": "\ud800 <|im_end|>"}}]
+    long = {"messages": [user("1" * 20_000)]}  # which a thread encodes
+    found = ask(*(("/chat/completions", body) for body in (HELLO | fine, odd, long)))
+    assert [status for status, _ in found] == [200, 200, 400], found
+    assert "more tokens of context" in found[2][1]["error"]["message"]
+
+
+def test_streams_and_log_probs():
+    got = {}
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            body = {"messages": row["prompt"], "tools": TOOLS, "logprobs": True, "seed": 5, "n": 2}
+            got["whole"] = (await client.post(body))[1]
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            async with client.session.post(f"{url}/chat/completions", json=body) as answer:
+                assert answer.content_type == "text/event-stream"
+                got["events"] = (await answer.text()).split("\n\n")
+
+    play(agent, engine=Fake([CALL % (1, 2)]), room=1500)
+    *events, done, end = got["events"]
+    assert done == "data: [DONE]" and end == ""
+    events = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert events[-1]["usage"] == got["whole"]["usage"] and not events[-1]["choices"]
+    for i, choice in enumerate(got["whole"]["choices"]):
+        said, last = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == i]
+        [streamed], [call] = said["delta"].pop("tool_calls"), choice["message"].pop("tool_calls")
+        assert streamed == call | {"index": 0, "id": streamed["id"]} and said["delta"] == choice["message"]
+        assert last["finish_reason"] == choice["finish_reason"] == "tool_calls"
+        tokens = choice["logprobs"]["content"]
+        assert "".join(token["token"] for token in tokens) == CALL % (1, 2) + END
+        assert all(token["logprob"] < 0 for token in tokens) and said["logprobs"]["content"] == tokens
+
+
+def test_the_openai_sdk_in_the_way_of_its_documentation():
+    """Its own types read every answer, and its messages come back as the same tokens."""
+    import openai  # a second, that others need not wait for
+
+    async def agent(url, key, row):
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            create = client.chat.completions.create
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            messages = [*row["prompt"]]
+            said = (await create(model="x", messages=messages, tools=TOOLS)).choices[0]
+            [call] = said.message.tool_calls
+            assert said.finish_reason == "tool_calls" and json.loads(call.function.arguments) == {"a": 1, "b": 2}
+            messages += [said.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            async with client.chat.completions.stream(model="x", messages=messages, tools=TOOLS) as stream:
+                streamed = (await stream.get_final_completion()).choices[0]
+            messages += [streamed.message.model_dump(), {"role": "user", "content": "go on"}]
+            await create(model="x", messages=messages, tools=TOOLS)
+            with pytest.raises(openai.BadRequestError, match="the policy is trained at --temperature 1"):
+                await create(model="x", messages=messages, temperature=0.3)
+        async with openai.AsyncOpenAI(base_url=url, api_key="sk-other", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError, match="no episode that runs has this API key"):
+                await client.models.list()
+
+    out, engine = play(agent, engine=Fake([CALL % (1, 2)]))
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop"] and len(engine.sampled) == 3
+    assert len(segments_of(out)) == 1 and sorted(trained_of(out)) == sorted(engine.sampled)
+
+
+def test_nobody_gets_in_without_the_key_of_an_episode_that_runs():
+    keys, urls, statuses = [], [], []
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            await client.chat(row["prompt"])
+        for wrong in ("", "x", key[:-1], key + "0", key.swapcase(), "é" * 70, *keys):
+            for name, text in (("Authorization", f"Bearer {wrong}"), ("x-api-key", wrong), ("Authorization", key)):
+                async with aiohttp.ClientSession(headers={name: text}) as session:
+                    for path in ("/chat/completions", "/nothing"):
+                        async with session.post(url + path, json=HELLO) as answer:
+                            statuses.append(answer.status)
+                            assert "invalid_api_key" in await answer.text()
+        keys.append(key)
+        urls.append(url)
+
+    for _ in range(2):
+        _, engine = play(agent)
+        assert len(engine.sampled) == 1
+    assert set(statuses) == {401} and all(url.startswith("http://127.0.0.1:") for url in urls)
+    assert keys[0][-64:] != keys[1][-64:]
+
+
+def test_requests_too_large_and_clients_that_hang(monkeypatch):
+    monkeypatch.setattr(endpoint, "LARGEST_BODY", 1000)
+    monkeypatch.setattr(endpoint, "BODY_S", 0.05)
+    monkeypatch.setattr(endpoint, "_of_loop", WeakKeyDictionary())  # a new one, with these limits
+    statuses = []
+
+    async def agent(url, key, row):
+        port = int(url.rpartition(":")[2].removesuffix("/v1"))
+        silent = await asyncio.open_connection("127.0.0.1", port)  # sends nothing
+        slow = await asyncio.open_connection("127.0.0.1", port)
+        slow[1].write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n".encode())
+        slow[1].write(b"Content-Length: 100\r\n\r\n{")
+        async with Client(url, key) as client:
+            async with client.session.post(f"{url}/chat/completions", data=b"x" * 2000) as answer:
+                statuses.append(answer.status)
+            async with client.session.post(f"{url}/chat/completions", headers={"x": "y" * 20000}) as answer:
+                statuses.append(answer.status)
+            await client.chat(row["prompt"])
+        statuses.append(int((await slow[0].readline()).split()[1]))
+        silent[1].close()
+        slow[1].close()
+
+    out, _ = play(agent)
+    assert statuses == [413, 400, 408] and out.non_tensor_batch["finish_reason"].tolist() == ["stop"]
+
+
+# ---- agents that fail ----------------------------------------------------------------------------
+
+
+def good(url, key, row):
+    body, headers = json.dumps({"messages": row["prompt"]}).encode(), {"Authorization": f"Bearer {key}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body, headers)) as answer:
+        json.load(answer)
+
+
+def one_each(*agents):
+    """One that plays row i with agents[i]."""
+    return lambda url, key, row: agents[int(row["prompt"][0]["content"][:-1])](url, key, row)
+
+
+def failures(out) -> dict[str, float]:
+    found = reduce_metrics(agent_metrics(out))
+    return {key.rpartition("/")[2]: value for key, value in found.items() if "agent/failures" in key and value}
+
+
+def test_functions_that_fail_end_their_episode_only(capsys):
+    def raises(url, key, row):
+        good(url, key, row)
+        raise RuntimeError("the agent broke")
+
+    def exits(url, key, row):
+        good(url, key, row)
+        sys.exit(0)
+
+    async def exits_async(url, key, row):
+        sys.exit(0)
+
+    def bad_reward(url, key, row):
+        good(url, key, row)
+        return float("nan")
+
+    def bad_metrics(url, key, row):
+        good(url, key, row)
+        return {"reward": 1.0, "x": "y"}
+
+    out, _ = play(one_each(good, raises, exits, exits_async, bad_reward, bad_metrics), rows=6)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", *["error"] * 5]
+    assert out.batch["response_mask"].any(1).tolist() == [True] + [False] * 5
+    assert failures(out) == {"exception": 3, "bad_reward": 2}
+    assert capsys.readouterr().out.count("RuntimeError: the agent broke") == 1
+    with pytest.raises(InputError, match=r"all 1 episodes failed(.|\n)*without an answer"):
+        play(lambda url, key, row: None)
+
+
+def test_functions_out_of_time():
+    over = threading.Event()
+
+    async def waits(url, key, row):
+        await asyncio.sleep(1000)
+
+    def blocks(url, key, row):
+        over.wait()
+
+    async def hangs_at_the_engine(url, key, row):
+        async with Client(url, key) as client:
+            await client.chat([HANG])
+
+    out, engine = play(one_each(waits, blocks, hangs_at_the_engine), rows=3, timeout_s=0.3)
+    over.set()
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["abort"] * 3
+    assert failures(out) == {"timeout": 3} and not out.batch["response_mask"].any() and not engine.waiting
+
+
+def test_rewards_of_an_agent():
+    def agent(url, key, row):
+        good(url, key, row)
+        return [None, 2, {"reward": 0.5, "x": 3}, {"x": 1}, True][int(row["prompt"][0]["content"][:-1])]
+
+    out, _ = play(agent, rows=5, engine=Fake(["yes"]))
+    assert out.batch["turn_rewards"].sum(1).tolist() == [0, 2, 0.5, 0, 1]
+    assert out.non_tensor_batch["answer"].tolist() == ["yes", None, None, "yes", None]
+    assert reduce_metrics(agent_metrics(out))["agent/program/x"] == 2
+
+
+COMMANDS = {
+    "true": "no_request",
+    "exit 3": "exit_code",
+    "kill -9 $$": "signal",
+    "cat > /dev/null; sleep 1000 & echo '{\"reward\": 1}'": "no_request",  # what it leaves behind ends with it
+    "head -c 3000000 /dev/zero": "no_request",
+    'python3 -S -E -c "x = bytes(2**29)"': "exit_code",  # more than --agent-memory
+    'echo \'{"reward": "high"}\'': "bad_reward",
+}
+
+
+OUT_OF_TIME = dict.fromkeys(["sleep 1000 & sleep 1000", "yes", "sleep 1000 < /dev/null > /dev/null 2>&1"], "timeout")
+
+
+@pytest.mark.parametrize("kinds, timeout_s", [(COMMANDS, 60.0), (OUT_OF_TIME, 0.5)], ids=["end", "do not end"])
+def test_commands_that_fail_end_with_all_their_processes(kinds, timeout_s):
+    """No process is left when the episode is over, in whatever way it ends."""
+    args = [RolloutArgs(agent=shlex.join(["sh", "-c", command]), agent_memory=200) for command in kinds]
+    agents = [partial(asyncio.to_thread, good), *(load_agent(own, "auto").play for own in args)]
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    how = settings_of(None, timeout_s=timeout_s)
+    how = replace(how, agent=replace(how.agent, play=one_each(*agents)))
+    prompts, seeds = prompts_of(how, len(agents)), [*range(len(agents))]
+    out = make_episodes(Fake(), how).generate(prompts, Sampling(T), seeds)
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    assert not psutil.wait_procs(left, timeout=60)[1]  # asyncio may still have to reap one
+    found = [{key[7:]: n for key, n in row.items() if "failed" in key} for row in out.non_tensor_batch["agent_metrics"]]
+    assert found[1:] == [{kind: 1} for kind in kinds.values()]
+
+
+def play_and_wait(pids):
+    def play_on_and_on(url, key, row):
+        time.sleep(1000)
+
+    agent = load_agent(RolloutArgs(agent="sh -c 'sleep 1000 & sleep 1000'"), "auto")
+    how = replace(settings_of(None), agent=replace(agent, timeout_s=1000))
+
+    def tell():
+        while len(children := psutil.Process().children(recursive=True)) < 4:  # sh, two sleeps, the guard
+            time.sleep(0.01)
+        pids.send([child.pid for child in children])
+
+    threading.Thread(target=tell).start()
+    make_episodes(Fake(), how).generate(prompts_of(how, 1), Sampling(T), [0])
+
+
+def test_no_agent_outlives_a_run_that_is_killed():
+    here, there = FORKSERVER.Pipe()
+    run = FORKSERVER.Process(target=play_and_wait, args=(there,))
+    run.start()
+    assert here.poll(60)
+    processes = [psutil.Process(pid) for pid in here.recv()]
+    run.kill()
+    run.join()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+def test_a_run_whose_agent_gives_rewards_needs_no_scorer():
+    assert parse_flags(grpo.Args, ["--agent", "true", "--reward"]).reward.reward == ()
+
+
+def test_agents_that_cannot_be():
+    file = Path(__file__)
+    for spec, why in {
+        "nothing.py:f": "no such file and no such program",
+        f"{file}:nothing": "has no 'nothing'",
+        f"{file}:T": "not a function",
+        "'": "No closing quotation",
+        "no_such_program x": "no such file and no such program",
+    }.items():
+        with pytest.raises(InputError, match=why):
+            load_agent(RolloutArgs(agent=spec), "auto")
+    with pytest.raises(InputError, match="--agent-memory limits the processes of a command"):
+        load_agent(RolloutArgs(agent=f"{file}:good", agent_memory=100), "auto")
+
+
+# ---- a run -----------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+def post(url, key, messages, **body):
+    body = json.dumps({"model": "any", "messages": messages} | body).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+TOOL = {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}}}
+
+def solve(base_url, api_key, row):
+    messages = row["prompt"]
+    for _ in range(3):
+        answer = post(base_url, api_key, messages, tools=[{"type": "function", "function": TOOL}], max_tokens=24)
+        messages.append(answer)
+        if not (calls := answer.get("tool_calls", [])):
+            break
+        for call in calls:
+            try:
+                a, b = json.loads(call["function"]["arguments"])["expression"].split("*")
+                value = str(int(a) * int(b))
+            except (ValueError, KeyError, AttributeError) as error:
+                value = f"Error: {error}"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": value})
+    return messages
+
+if __name__ == "__main__":
+    row = json.load(sys.stdin)
+    messages = solve(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row)
+    print("this is not the reward")
+    if len(messages) > 2:  # otherwise the scorer judges the answer
+        print(json.dumps({"reward": row["reward_model"]["ground_truth"] in messages[-1]["content"], "calls": 1}))
+"""
+RUN = ["--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")]
+RUN += ["--max-prompt-length", "32", "--max-response-length", "112", "--micro-batch-tokens", "600", "--seed", "3"]
+RUN += ["--val-files", "none", "--prompts-per-step", "4", "--group-size", "4", "--total-steps", "2", "--lr", "3e-4"]
+
+
+def test_a_run_trains_a_program(tmp_path):
+    """Which knows nothing of it but two variables. A group has rewards of the program, and of the scorer where it gives
+    none."""
+    (tmp_path / "solve.py").write_text(PROGRAM)
+    args = [*RUN, "--agent", f"{sys.executable} -S -E {tmp_path / 'solve.py'}"]
+    ran(fork("grpo", tmp_path, *args, "--run-name", "r", "--record", str(tmp_path / "record")))
+    ran(fork("grpo", tmp_path, *args, "--run-name", "again", "--replay", str(tmp_path / "record")))
+    assert metrics(tmp_path / "r") == metrics(tmp_path / "again")
+    for row in metrics(tmp_path / "r"):
+        assert row["agent/failed"] == row["agent/aborted"] == row["agent/forks_mean"] == 0
+        assert row["agent/turns_mean"] == row["agent/requests_mean"] > 1 and row["agent/lost_prefixes_mean"] == 0
+        assert row["rollout/logp_diff_max"] < 1e-4 and row["training/rows_trained"] == 16
+    assert unexplained_metrics(tmp_path / "r", "grpo.md", "multi_turn.md", "agents.md") == []
+    own = load_tokenizer(str(ROOT / "data/toy_tools/model"))
+    given, texts = set(), []
+    for step in (1, 2):
+        batch = DataProto.load_from_disk(tmp_path / f"record/step_00000{step}/rank_0_of_1/batch.safetensors")
+        for i in range(len(batch)):
+            [(ids, mask)] = segments_of(batch, i)
+            texts.append(own.decode(ids))
+            # the template's text around each sampled token
+            shown = "".join(own.decode(token) if mine else "." for token, mine in zip(ids, mask))
+            assert re.fullmatch(r"\.+(<tool_call>\n.*\n</tool_call><\|im_end\|>\.+)*[^.]+", shown), shown
+            truth, answer = batch.non_tensor_batch["reward_model"][i]["ground_truth"], texts[-1].rsplit("=")[-1]
+            score = batch.batch["token_level_scores"][i].sum().item()
+            assert score == (answer == f"{truth}<|im_end|>")
+            given.add((batch.non_tensor_batch["answer"][i] is None, score))
+    assert {(True, 1.0), (False, 0.0)} <= given
+    assert any("<|im_start|>tool\n" in text for text in texts)
