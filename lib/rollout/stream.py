@@ -145,6 +145,7 @@ class Rollouts:
 
     def __post_init__(self):
         self._steps = iter(self.steps)
+        self._measures_lora_sync = self.engine.lora_sync == "auto"
         if self.async_level and not self.recorder.replays:
             assert self.engine.asynchronous
             engine, sizes = cast("ServerEngine", self.engine), self.sizes
@@ -252,12 +253,12 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """A collective if rollouts are asynchronous."""
         state = {} if self.loader is None else self.loader.state_dict()
-        if self.engine.takes_adapters:
+        if self._measures_lora_sync:
             state["lora_sync"] = self.engine.lora_sync
         return state if self._async is None else state | self._async.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.engine.lora_sync == "auto":
+        if self._measures_lora_sync:
             self.engine.lora_sync = state.get("lora_sync", "auto")  # a run goes on as it began
         if self.recorder.replays and "in_flight" in state:  # the record has them, from the next step on
             state["position"] -= len(state["in_flight"]) // self.sizes.group_size

@@ -703,17 +703,19 @@ def test_an_adapter_that_vllm_has_no_room_for_is_refused_or_merged(capsys):
 
 
 def test_a_resumed_run_syncs_lora_as_it_began():
-    def rollouts(lora_sync) -> Rollouts:
+    def rollouts(lora_sync, measures) -> Rollouts:
         made = Rollouts.__new__(Rollouts)
-        made.engine = SimpleNamespace(takes_adapters=True, lora_sync=lora_sync)
+        made.engine, made._measures_lora_sync = SimpleNamespace(lora_sync=lora_sync), measures
         made.loader, made.recorder = None, NoRecorder()
         return made
 
-    state = rollouts("adapter").state_dict()
-    for flag, way in {"auto": "adapter", "merged": "merged", "adapter": "adapter"}.items():
-        resumed = rollouts(flag)
-        resumed.load_state_dict(state)
-        assert resumed.engine.lora_sync == way
+    for measured in ("adapter", "merged"):
+        state = rollouts(measured, True).state_dict()
+        for flag, way in {"auto": measured, "merged": "merged", "adapter": "adapter"}.items():
+            resumed = rollouts(flag, flag == "auto")
+            resumed.load_state_dict(state)
+            assert resumed.engine.lora_sync == way
+    assert rollouts("merged", False).state_dict() == {}  # as without LoRA
 
 
 def test_the_weights_below_an_adapter_survive_the_sleep_of_a_gpu():
