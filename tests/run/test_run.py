@@ -435,7 +435,8 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     assert first["command"] == "python mine.py --lr 1" and first["commit"] is None
     assert first["flags"]["lr"] == [1.0, 1e-6] and "correct-horse" not in str(first)
     assert "CPU cores" in first["machine"]
-    installed = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    found = reversed([*importlib.metadata.distributions()])  # the first on the path counts
+    installed = {package.metadata["Name"]: package.version for package in found}
     assert first["packages"] == installed and "torch" in installed
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     assert second["commit"] == head and second["untracked"] == ["new.py"] and second["untracked_files"] == 1
