@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import tempfile
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,13 @@ def _key_of_command(command: str) -> str | None:
 
 def _in_environment() -> list[tuple[str, str]]:
     """(name, secret) of the environment variables that hold one."""
-    secrets = {name: value for name, value in os.environ.items() if NAME_OF_VARIABLE.search(name) or name in _named}
-    in_urls = {name: PASSWORD_IN_URL.search(value) for name, value in os.environ.items() if name not in secrets}
+    return _held_by(tuple(os.environ.items()), frozenset(_named))
+
+
+@lru_cache(1)  # a run redacts thousands of texts
+def _held_by(variables: tuple[tuple[str, str], ...], named: frozenset[str]) -> list[tuple[str, str]]:
+    secrets = {name: value for name, value in variables if NAME_OF_VARIABLE.search(name) or name in named}
+    in_urls = {name: PASSWORD_IN_URL.search(value) for name, value in variables if name not in secrets}
     secrets |= {name: found[1] for name, found in in_urls.items() if found}
     return [(name, secret) for name, secret in secrets.items() if len(secret) >= SHORTEST]
 
