@@ -8,11 +8,11 @@ from itertools import count
 
 from lib import InputError
 from lib.agent.conversation import Context, Conversations
-from lib.agent.endpoint import Endpoint
+from lib.agent.endpoint import Api, Endpoint
 from lib.agent.episode import EngineFailed
 from lib.agent.metrics import OF_AGENTS, FinishReason
 from lib.agent.multi_turn import LONG_TEXT, REFUSALS, AsyncRolloutRequest, MultiTurn, RequestState
-from lib.agent.openai_api import LARGEST_N, BadRequest, Choice, Options, chunks, completion, read_request
+from lib.agent.openai_api import LARGEST_N, BadRequest, Choice, Options
 from lib.agent.parsers import get_tool_parser
 from lib.agent.program import Agent, AgentFailed, reward_of
 from lib.agent.token_tree import Answer, Request, RowFull, TokenTree
@@ -101,9 +101,9 @@ class AgentEpisode:
                 request.append(list(ids), sampled)
         request.metrics.update({name: self.counts[name] for name in OF_AGENTS})
 
-    async def chat(self, body) -> dict | Iterator[dict]:
+    async def chat(self, api: Api, body) -> dict | Iterator[dict]:
         """The answer to a request, or its events. Raises BadRequest."""
-        messages, tools, options = read_request(body, self.agent.sampling)
+        messages, tools, options = api.read_request(body, self.agent.sampling)
         if options.stop and not self.agent.takes_stop:
             raise BadRequest("stop: not supported with --async-level", "stop", "unsupported_parameter")
         self.counts["requests"] += 1
@@ -111,7 +111,7 @@ class AgentEpisode:
             find = partial(self.conversations.context, messages, tools)
             takes_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
             context = await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
-        except REFUSALS as error:
+        except (*REFUSALS, RecursionError) as error:  # JSON may be deeper than a template can write
             raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
         parse = self._parser(context.tools_key, tools) if tools and options.calls_tools else lambda text: []
         sampled = await self._sample(context, options)
@@ -123,9 +123,10 @@ class AgentEpisode:
             self.request.messages = [*context.messages, said.message]
             tokens = [tokenizer.decode([token]) for token in generated.token_ids] if options.logprobs else []
             reason = "tool_calls" if said.message.get("tool_calls") else generated.finish_reason
-            choices.append(Choice(said.message, generated, tokens, reason))
-        name = f"chatcmpl-{self.request.request_id}-{self.counts['requests']}"
-        write = chunks if options.stream else completion
+            ended_by = min(filter(said.text.__contains__, options.stop), key=said.text.find, default=None)
+            choices.append(Choice(said.shown, generated, tokens, reason, ended_by))
+        name = f"{self.request.request_id}-{self.counts['requests']}"
+        write = api.chunks if options.stream else api.completion
         return write(name, len(sampled[0][0].ids) - len(sampled[0][1].token_ids), choices, options)
 
     def _parser(self, key: str, tools: list[dict]) -> Callable:

@@ -36,6 +36,7 @@ class Said:
     text: str  # without its end token
     has_end_token: bool
     message: dict  # as templates want it
+    shown: dict  # what the agent gets of it: nothing from a stop string on
 
 
 class Conversations:
@@ -90,15 +91,11 @@ class Conversations:
         calls: list[ToolCall] = parse(text)
         message = assistant_message(text, calls, parse, self.calls)
         self.calls += len(message.get("tool_calls", ()))
-        said = Said(answer, context, text, has_end_token, message)
-        shown = message | {"content": before_stop(message["content"], stop)}
-        self.said[_next_key(context.key, shown)].append(said)
+        content = message["content"]
+        end = min((i for i in map(content.find, stop) if i >= 0), default=len(content))
+        said = Said(answer, context, text, has_end_token, message, message | {"content": content[:end]})
+        self.said[_next_key(context.key, said.shown)].append(said)
         return said
-
-
-def before_stop(text: str, stop: tuple[str, ...]) -> str:
-    """The text up to the first stop string, which the policy has sampled, and an agent does not see."""
-    return text[: min((i for i in map(text.find, stop) if i >= 0), default=len(text))]
 
 
 def _next_key(key: bytes, message: dict) -> bytes:

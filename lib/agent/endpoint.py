@@ -1,4 +1,4 @@
-"""The HTTP endpoint of --agent: OpenAI's API on this machine's loopback, one key for each episode."""
+"""The HTTP endpoint of --agent: OpenAI's and Anthropic's APIs on this machine's loopback, one key for each episode."""
 
 import asyncio
 import hmac
@@ -6,18 +6,39 @@ import itertools
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from lib.agent.openai_api import BadRequest, models
+from lib.agent import anthropic_api, openai_api, responses_api
+from lib.agent.openai_api import BadRequest, Choice, Options
 from lib.agent.tools import say, show_once
+from lib.rollout import Sampling
 
 LARGEST_BODY = 1 << 24  # bytes
 BODY_S = 60.0  # how long a client may take to send its request
-NOT_SUPPORTED = ("/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/audio/speech", "/v1/images/generations")
-Chat = Callable[[Any], Awaitable[dict | Iterator[dict]]]  # from a request to its answer, or its events
+
+
+class Api(Protocol):
+    """A format of requests and answers: a module."""
+
+    def read_request(self, body: Any, sampling: Sampling, /) -> tuple[list[dict], list[dict], Options]:
+        """(messages and tools as templates want them, options). sampling: of training. Raises BadRequest."""
+
+    def completion(self, name: str, prompt_tokens: int, choices: list[Choice], options: Options, /) -> dict:
+        """The answer to a request that does not stream."""
+
+    def chunks(self, name: str, prompt_tokens: int, choices: list[Choice], options: Options, /) -> Iterator[dict]:
+        """The same as events of a stream."""
+
+    def refusal(self, error: BadRequest, /) -> dict: ...
+
+
+APIS: dict[str, Api] = {"/v1/chat/completions": openai_api, "/v1/responses": responses_api}
+APIS["/v1/messages"] = anthropic_api
+NOT_SUPPORTED = ("/v1/completions", "/v1/embeddings", "/v1/audio/speech", "/v1/images/generations")
+Chat = Callable[[Api, Any], Awaitable[dict | Iterator[dict]]]  # from a request to its answer, or its events
 _of_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Endpoint]]" = WeakKeyDictionary()
 
 
@@ -81,19 +102,19 @@ class Endpoint:
         try:
             name, chat = self._named(request)
         except BadRequest as error:
-            return _refusal(error)
+            return _refusal(request, error)
         task = asyncio.current_task()
         assert task is not None
         self.handlers[name].add(task)
         try:
             return await _answer(request, chat)
         except BadRequest as error:
-            return _refusal(error)
+            return _refusal(request, error)
         except ConnectionError:  # the client left while it got its answer
             raise
         except Exception as error:  # noqa: BLE001 an agent must not end the run, or wait for an answer
             show_once("a request of an agent", error)
-            return _refusal(BadRequest(say(error), status=500))
+            return _refusal(request, BadRequest(say(error), status=500))
         finally:
             if name in self.handlers:
                 self.handlers[name].discard(task)
@@ -101,18 +122,14 @@ class Endpoint:
 
 async def _answer(request: web.Request, chat: Chat) -> web.StreamResponse:
     """Raises BadRequest."""
-    route = (request.method, request.path.rstrip("/"))
-    if route == ("GET", "/v1/models"):
-        return web.json_response(models())
-    if route == ("POST", "/v1/chat/completions"):
-        reply = await chat(await _body(request))
+    path = request.path.rstrip("/")
+    if (request.method, path) == ("GET", "/v1/models"):
+        return web.json_response(openai_api.models())
+    if request.method == "POST" and path in APIS:
+        reply = await chat(APIS[path], await _body(request))
         return web.json_response(reply) if isinstance(reply, dict) else await _stream(request, reply)
-    if request.path.startswith(NOT_SUPPORTED):
-        what = f"{request.path} is not supported: use /v1/chat/completions"
-        if request.path.startswith("/v1/messages"):  # Anthropic's form
-            error = {"type": "api_error", "message": what}
-            return web.json_response({"type": "error", "error": error}, status=501)
-        raise BadRequest(what, status=501)
+    if path in NOT_SUPPORTED:
+        raise BadRequest(f"{path} is not supported: use {', '.join(APIS)}", status=501)
     raise BadRequest(f"there is no {request.method} {request.path[:100]}", status=404)
 
 
@@ -133,12 +150,17 @@ async def _body(request: web.Request) -> Any:
 async def _stream(request: web.Request, events: Iterator[dict]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
+    kind = None  # the events of chat completions have none
     for event in events:
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
+        kind = event.get("type")
+        name = f"event: {kind}\n" if kind else ""
+        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+    if kind is None:
+        await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
 
 
-def _refusal(error: BadRequest) -> web.Response:
-    return web.json_response(error.body, status=error.status)
+def _refusal(request: web.Request, error: BadRequest) -> web.Response:
+    api: Api = anthropic_api if request.path.startswith("/v1/messages") else openai_api
+    return web.json_response(api.refusal(error), status=error.status)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lib.agent.conversation import before_stop
 from lib.rollout import Generated, Sampling
 
 MODEL = "policy"
@@ -29,11 +28,6 @@ class BadRequest(Exception):
         super().__init__(what)
         self.param, self.code, self.status = param, code, status
 
-    @property
-    def body(self) -> dict:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
-
 
 @dataclass(frozen=True)
 class Options:
@@ -53,57 +47,69 @@ class Options:
 class Choice:
     """One answer to a request."""
 
-    message: dict  # as templates want it
+    message: dict  # as templates want it, without a stop string
     sampled: Generated
     tokens: list[str]  # the text of each sampled token
     finish_reason: str
+    stop: str | None = None  # the request's stop string that ended it
 
 
 def read_request(body: Any, sampling: Sampling) -> tuple[list[dict], list[dict], Options]:
     """(messages and tools as templates want them, options). sampling: of training. Raises BadRequest."""
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
-        if name not in READ | IGNORED | FIXED.keys():
-            raise BadRequest(f"{name} is not supported", name, "unsupported_parameter")
-        if name in FIXED and value not in FIXED[name]:
-            shown = " or ".join(json.dumps(known) for known in FIXED[name])
-            raise BadRequest(f"{name}: only {shown} is supported", name, "unsupported_value")
-    for name in ("temperature", "top_p"):
-        own = getattr(sampling, name)
-        if given.get(name, own) != own:
-            what = f"{name} {str(given[name])[:20]}: the policy is trained at --{name.replace('_', '-')} {own:g}"
-            raise BadRequest(f"{what}; send that, or leave it out", name, "unsupported_value")
+    given = supported(body, READ | IGNORED, FIXED, sampling)
     stop = given.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if not (isinstance(stop, list) and all(isinstance(text, str) and text for text in stop) and len(stop) <= 16):
-        raise BadRequest("stop: give a text or a list of at most 16 texts", "stop")
     usage = given.get("stream_options", {})
     if not isinstance(usage, dict):
         raise BadRequest("stream_options: give an object", "stream_options")
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     options = Options(
-        max_tokens=_whole(given, name, None, 1, 1 << 31),
-        n=_whole(given, "n", 1, 1, LARGEST_N) or 1,
-        stop=tuple(stop),
-        seed=_whole(given, "seed", None, -(1 << 63), 1 << 63),
-        logprobs=_switch(given, "logprobs"),
+        max_tokens=whole(given, name, None, 1, 1 << 31),
+        n=whole(given, "n", 1, 1, LARGEST_N) or 1,
+        stop=stop_strings([stop] if isinstance(stop, str) else stop, "stop"),
+        seed=whole(given, "seed", None, -(1 << 63), 1 << 63),
+        logprobs=switch(given, "logprobs"),
         calls_tools=given.get("tool_choice") != "none",
-        stream=_switch(given, "stream"),
+        stream=switch(given, "stream"),
         stream_usage=usage.get("include_usage") is True,
     )
     return read_messages(given.get("messages")), read_tools(given.get("tools", [])), options
 
 
-def _whole(given: dict, name: str, default: int | None, lowest: int, highest: int) -> int | None:
+def supported(body: Any, known: set[str], fixed: dict[str, tuple], sampling: Sampling) -> dict:
+    """The parameters that are not null. Raises BadRequest for others than `known` and `fixed`, for values that are not
+    in `fixed`, and for another way to sample than training's."""
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name not in known | fixed.keys():
+            raise BadRequest(f"{name[:100]} is not supported", name[:100], "unsupported_parameter")
+        if name in fixed and value not in fixed[name]:
+            shown = " or ".join(json.dumps(known) for known in fixed[name])
+            raise BadRequest(f"{name}: only {shown} is supported", name, "unsupported_value")
+    for name in ("temperature", "top_p", "top_k"):
+        own = getattr(sampling, name)
+        if given.get(name, own) != own:
+            what = f"{name} {str(given[name])[:20]}: the policy is trained at --{name.replace('_', '-')} {own:g}"
+            raise BadRequest(f"{what}; send that, or leave it out", name, "unsupported_value")
+    return given
+
+
+def stop_strings(given: Any, name: str) -> tuple[str, ...]:
+    """Raises BadRequest."""
+    if not (isinstance(given, list) and all(isinstance(text, str) and text for text in given) and len(given) <= 16):
+        raise BadRequest(f"{name}: give a text or a list of at most 16 texts", name)
+    return tuple(given)
+
+
+def whole(given: dict, name: str, default: int | None, lowest: int, highest: int) -> int | None:
     value = given.get(name, default)
     if value is not None and not (type(value) is int and lowest <= value <= highest):
         raise BadRequest(f"{name}: give a whole number from {lowest} to {highest}", name)
     return value
 
 
-def _switch(given: dict, name: str) -> bool:
+def switch(given: dict, name: str) -> bool:
     if not isinstance(value := given.get(name, False), bool):
         raise BadRequest(f"{name}: give true or false", name)
     return value
@@ -138,10 +144,10 @@ def read_messages(messages: Any) -> list[dict]:
             raise BadRequest(f"{where}.role: give system, developer, user, assistant or tool", where)
         own: dict[str, Any] = {
             "role": "system" if role == "developer" else role,
-            "content": _text(message.get("content"), where),
+            "content": text_of(message.get("content"), where),
         }
         if calls := message.get("tool_calls"):
-            own["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in _list(calls, f"{where}.tool_calls")]
+            own["tool_calls"] = [call_of(call, f"{where}.tool_calls") for call in list_of(calls, f"{where}.tool_calls")]
             names |= {call["id"]: call["function"]["name"] for call in own["tool_calls"]}
         if role == "tool":
             own["tool_call_id"] = str(message.get("tool_call_id", ""))
@@ -150,24 +156,25 @@ def read_messages(messages: Any) -> list[dict]:
     return found
 
 
-def _list(value: Any, where: str) -> list:
+def list_of(value: Any, where: str) -> list:
     if not isinstance(value, list):
         raise BadRequest(f"{where}: give a list", where)
     return value
 
 
-def _text(content: Any, where: str) -> str:
-    parts = [] if content is None else [content] if isinstance(content, str) else _list(content, f"{where}.content")
+def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str:
+    """Of a text, or of a list of parts. Raises BadRequest."""
+    parts = [] if content is None else [content] if isinstance(content, str) else list_of(content, f"{where}.content")
     texts = []
     for part in parts:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else part
         if not isinstance(text, str):
             raise BadRequest(f"{where}.content: only text is supported", f"{where}.content", "unsupported_value")
         texts.append(text)
     return "".join(texts)
 
 
-def _call(call: Any, where: str) -> dict:
+def call_of(call: Any, where: str) -> dict:
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, str):
@@ -180,9 +187,9 @@ def _call(call: Any, where: str) -> dict:
     return {"id": str(call.get("id", "")), "type": "function", "function": function}
 
 
-def _message(choice: Choice, stop: tuple[str, ...]) -> dict:
+def _message(choice: Choice) -> dict:
     """The message as clients want it."""
-    text = before_stop(choice.message["content"], stop)
+    text = choice.message["content"]
     calls = [
         call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
         for call in choice.message.get("tool_calls", ())
@@ -207,21 +214,21 @@ def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Op
     answers = [
         {
             "index": i,
-            "message": _message(choice, options.stop),
+            "message": _message(choice),
             "logprobs": _log_probs(choice) if options.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         for i, choice in enumerate(choices)
     ]
-    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": MODEL}
+    head = {"id": f"chatcmpl-{name}", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
     return head | {"choices": answers, "usage": _usage(prompt_tokens, choices)}
 
 
 def chunks(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> Iterator[dict]:
     """The same as events of a stream: the whole message in one."""
-    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL}
+    head = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL}
     for i, choice in enumerate(choices):
-        delta = _message(choice, options.stop)
+        delta = _message(choice)
         delta["tool_calls"] = [{"index": k} | call for k, call in enumerate(delta.get("tool_calls", ()))]
         if not delta["tool_calls"]:
             del delta["tool_calls"]
@@ -230,6 +237,11 @@ def chunks(name: str, prompt_tokens: int, choices: list[Choice], options: Option
         yield head | {"choices": [{"index": i, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}]}
     if options.stream_usage:
         yield head | {"choices": [], "usage": _usage(prompt_tokens, choices)}
+
+
+def refusal(error: BadRequest) -> dict:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def models() -> dict:

@@ -1,6 +1,7 @@
 """Agents that do at random what agents do to a conversation, and the sequences that a row holds of them."""
 
 import asyncio
+import json
 import random
 from contextlib import suppress
 
@@ -14,11 +15,90 @@ class Full(Exception):
     """The row is."""
 
 
+def to_blocks(message) -> dict:
+    """A message of chat completions, in Anthropic's form."""
+    if message["role"] == "tool":
+        block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": message["content"]}
+        return {"role": "user", "content": [block]}
+    text = message["content"]
+    blocks = [{"type": "text", "text": text}] if text or message["role"] == "user" else []
+    for call in message.get("tool_calls", ()):
+        own = {"name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
+        blocks.append({"type": "tool_use", "id": call["id"], **own})
+    return {"role": message["role"], "content": blocks}
+
+
+def from_blocks(answer) -> list[dict]:
+    calls = [
+        {
+            "id": block["id"],
+            "type": "function",
+            "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
+        }
+        for block in answer["content"]
+        if block["type"] == "tool_use"
+    ]
+    text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
+    return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
+
+
+def as_messages(body) -> dict:
+    """A request to /messages like this one to /chat/completions."""
+    said = [message for message in body["messages"] if message["role"] != "system"]
+    system = [message["content"] for message in body["messages"] if message["role"] == "system"]
+    tools = [tool["function"] for tool in body.get("tools", ())]
+    tools = [{"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in tools]
+    return {
+        "max_tokens": body.get("max_tokens", 60),
+        "system": "".join(system),
+        "messages": [to_blocks(message) for message in said],
+        "tools": tools,
+        "tool_choice": {"type": body.get("tool_choice", "auto")},
+        "stop_sequences": body.get("stop"),
+    }
+
+
+def to_items(message) -> list[dict]:
+    """The items of /responses that are a message of chat completions."""
+    if message["role"] == "tool":
+        own = {"call_id": message["tool_call_id"], "output": message["content"]}
+        return [{"type": "function_call_output", **own}]
+    calls = [
+        {"type": "function_call", "call_id": call["id"], **call["function"]} for call in message.get("tool_calls", ())
+    ]
+    said = [{"role": message["role"], "content": message["content"]}] if message["content"] or not calls else []
+    return said + calls
+
+
+def from_items(answer) -> list[dict]:
+    calls = [
+        {"id": item["call_id"], "type": "function", "function": {name: item[name] for name in ("name", "arguments")}}
+        for item in answer["output"]
+        if item["type"] == "function_call"
+    ]
+    text = "".join(item["content"][0]["text"] for item in answer["output"] if item["type"] == "message")
+    return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
+
+
+def as_response(body) -> dict:
+    """A request to /responses like this one to /chat/completions."""
+    return {
+        "input": [item for message in body["messages"] for item in to_items(message)],
+        "tools": [{"type": "function", **tool["function"]} for tool in body.get("tools", ())],
+        "tool_choice": body.get("tool_choice"),
+        "max_output_tokens": body.get("max_tokens", 60),
+    }
+
+
+APIS = {"/messages": (as_messages, from_blocks), "/responses": (as_response, from_items)}
+
+
 class Client:
     """An agent's: plain HTTP."""
 
-    def __init__(self, url: str, key: str):
+    def __init__(self, url: str, key: str, api: str = "/chat/completions"):
         self.session, self.url = aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}), url
+        self.api = api
 
     async def __aenter__(self):
         return self
@@ -32,12 +112,14 @@ class Client:
             return answer.status, await answer.json()
 
     async def chat(self, messages, timeout=None, **body) -> list[dict]:
-        """The messages of the answer's choices."""
-        status, found = await self.post({"messages": messages, **body}, timeout=timeout)
-        if status == 400 and found["error"]["code"] == "context_length_exceeded":
+        """The messages of the answer's choices, whatever the API."""
+        own = {"messages": messages, **body}
+        to, back = APIS.get(self.api, (dict, lambda found: [choice["message"] for choice in found["choices"]]))
+        status, found = await self.post(to(own), self.api, timeout=timeout)
+        if status == 400 and "more tokens of context" in found["error"]["message"]:
             raise Full
         assert status == 200, found
-        return [choice["message"] for choice in found["choices"]]
+        return back(found)
 
 
 def segments_of(out, row=0) -> list[tuple[list[int], list[int]]]:
@@ -76,11 +158,11 @@ ACTIONS = st.lists(
 )
 
 
-def random_agent(actions, tools, answered=None):
+def random_agent(actions, tools, answered=None, api="/chat/completions"):
     """answered: a list that gets the body of each request that was answered."""
 
     async def agent(url, key, row):
-        async with Client(url, key) as client:
+        async with Client(url, key, api) as client:
             histories, sent = [row["prompt"]], []
 
             async def ask(messages, **body):

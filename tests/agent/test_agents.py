@@ -33,7 +33,7 @@ from lib.data_proto import DataProto
 from lib.distributed import reduce_metrics
 from lib.model import load_tokenizer
 from lib.rollout import Generated, Sampling
-from tests.agent.random_agents import ACTIONS, HANG, Client, random_agent, segments_of, trained_of
+from tests.agent.random_agents import ACTIONS, APIS, HANG, Client, random_agent, segments_of, trained_of
 from tests.agent.test_agent_loop import CALL, END, FORGETS, TEMPLATE, Add, prompts_of, response_text, tokenizer
 from tests.agent.test_agent_loop import settings as multi_turn
 from tests.common import FORKSERVER, ROOT, fork, metrics, ran, unexplained_metrics
@@ -108,13 +108,28 @@ def as_text(body, template) -> str:
     return tokenizer().decode(encode(text))  # which knows no emoji
 
 
+RANDOM = {"actions": ACTIONS, "forgets": st.booleans(), "room": st.sampled_from([T, 4000])}
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(actions=ACTIONS, forgets=st.booleans(), room=st.sampled_from([T, 4000]))
+@given(**RANDOM)
 def test_every_trained_token_was_sampled_in_its_context(actions, forgets, room):
-    """And each answer is trained exactly once, whatever the agent does with its history. The context is what the agent
-    has sent, as the template shows it."""
+    check_episode("/chat/completions", actions, forgets, room)
+
+
+@pytest.mark.parametrize("api", APIS)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(**RANDOM)
+def test_and_in_every_other_api(api, actions, forgets, room):
+    actions = [(name, number) for name, number in actions if name != "n"]  # which they do not have
+    check_episode(api, actions, forgets, room)
+
+
+def check_episode(api, actions, forgets, room):
+    """Each answer is trained exactly once, whatever the agent does with its history. The context is what the agent has
+    sent, as the template shows it."""
     engine, answered, template = Fake(steps=3), [], FORGETS if forgets else TEMPLATE
-    out, _ = play(random_agent(actions, TOOLS, answered), engine=engine, room=room, template=template)
+    out, _ = play(random_agent(actions, TOOLS, answered, api), engine=engine, room=room, template=template)
     assert sorted(trained_of(out)) == sorted(engine.sampled) != []
     if "stop" not in dict(actions):  # of which the agent does not see the end
         shown = [tokenizer().decode(context) for context, _ in engine.sampled]
@@ -164,6 +179,19 @@ def test_an_answer_that_comes_back_keeps_its_tokens():
         assert longer[: len(context) + len(first)] == context + first
         assert len(segments_of(out)) == 1 and metrics["tokens_reused"] == len(first)
         assert metrics["lost_prefixes"] == metrics["forks"] == metrics["tokens_reencoded"] == 0
+
+
+def test_an_answer_that_comes_back_in_another_api_keeps_its_tokens():
+    async def agent(url, key, row):
+        history = [*row["prompt"]]
+        for api in ("/chat/completions", *APIS, "/chat/completions"):
+            async with Client(url, key, api) as client:
+                [said] = await client.chat(history, tools=TOOLS, max_tokens=99)
+            history += [said | {"content": said["content"] or ""}]
+            history += [{"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}]
+
+    out, engine = play(agent, engine=Fake([CALL % (1, 2)]), room=1500)
+    assert len(segments_of(out)) == 1 and trained_of(out) == engine.sampled and len(engine.sampled) == 4
 
 
 def test_a_call_written_anew_by_the_agent_is_the_same_call():
@@ -247,6 +275,19 @@ def test_a_stop_string_is_sampled_and_not_shown():
 
     out, _ = play(agent, engine=Fake(["a stop b"]))
     assert response_text(out).count("a st<|im_end|>") == 1 and len(segments_of(out)) == 1
+
+
+def test_a_stop_string_of_the_run_is_not_shown_either():
+    """An answer that has one comes back as the same tokens."""
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            [said] = await client.chat(row["prompt"])
+            assert said["content"] == "a "
+            await client.chat([*row["prompt"], said, user("go on")])
+
+    out, _ = play(agent, engine=Fake(["a stop b"]), sampling=Sampling(T, stop=("st",)))
+    assert len(segments_of(out)) == 1 and out.non_tensor_batch["agent_metrics"][0]["lost_prefixes"] == 0
 
 
 def test_a_full_row_ends_its_episode():
@@ -348,11 +389,121 @@ def test_wrong_requests_are_refused_in_openais_form():
         assert answer["error"].keys() == {"message", "type", "param", "code"}
 
 
+ASK = {"max_tokens": 9} | HELLO
+CALLED = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+WRONG_MESSAGES = {
+    "the body is not JSON": b"{",
+    "the body must be a JSON object": [],
+    "max_tokens: give a whole number": HELLO,
+    "max_tokens: give a whole number from 1": HELLO | {"max_tokens": 0},
+    "messages: give a list": ASK | {"messages": {}},
+    "messages: give a list ": ASK | {"messages": []},
+    "messages[0].role": ASK | {"messages": [5]},
+    "messages[0].role: give user or assistant": ASK | {"messages": [user("") | {"role": "system"}]},
+    "messages[0].content: give a list": ASK | {"messages": [{"role": "user"}]},
+    "messages[0].content.content: only text": ASK | {"messages": [user([{"type": "image", "source": {}}])]},
+    "messages[0].content.content: only text ": ASK | {"messages": [user([CALLED])]},
+    "messages[0].content.content: only text  ": ASK
+    | {"messages": [user([{"type": "tool_result", "content": [{"type": "image"}]}])]},
+    "messages[0].content.content: only text   ": ASK
+    | {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
+    "messages[0].content: give each tool_use": ASK
+    | {"messages": [{"role": "assistant", "content": [CALLED | {"input": "{}"}]}]},
+    "to continue a message of the assistant": ASK | {"messages": [{"role": "assistant", "content": "The"}]},
+    "system.content: only text": ASK | {"system": [{"type": "image"}]},
+    "system.content: give a list": ASK | {"system": 5},
+    "tools: give a list": ASK | {"tools": {}},
+    "tools[0]: only tools of the agent": ASK | {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+    "tools[0]: only tools of the agent ": ASK | {"tools": [{"name": "f", "input_schema": {}, "cache": 1}]},
+    "tools[0]: give a name, and a JSON schema": ASK | {"tools": [{"name": "f"}]},
+    "tool_choice: only": ASK | {"tool_choice": {"type": "any"}},
+    "tool_choice: only ": ASK | {"tool_choice": "auto"},
+    "tool_choice: only  ": ASK | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+    "stop_sequences: give": ASK | {"stop_sequences": "x"},
+    "stop_sequences: give ": ASK | {"stop_sequences": [""]},
+    "temperature 0: the policy is trained at --temperature 1": ASK | {"temperature": 0},
+    "top_k 5: the policy is trained at --top-k -1": ASK | {"top_k": 5},
+    "thinking: only": ASK | {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "stream: give true or false": ASK | {"stream": "yes"},
+    "mcp_servers is not supported": ASK | {"mcp_servers": []},
+    "the body is not JSON ": b"[" * 100_000,
+    "the body is not JSON  ": b"\xff\xfe",
+}
+SAY = {"input": "hello"}
+WRONG_RESPONSES = {
+    "the body is not JSON": b"{",
+    "the body must be a JSON object": [],
+    "input: give a text": {},
+    "input: give a text ": {"input": []},
+    "input[0].role": {"input": [5]},
+    "input[0].role: give system": {"input": [{"role": "tool", "content": "x"}]},
+    "input[0].content: only text": {"input": [user([{"type": "input_image"}])]},
+    "input[0].content: give a list": {"input": [user(5)]},
+    "input[0].type: only": {"input": [{"type": "reasoning", "summary": []}]},
+    "input[0].type: only ": {"input": [{"type": []}]},
+    "input[0]: give an id": {"input": [{"type": "function_call", "name": "f", "arguments": {}}]},
+    "arguments are not JSON": {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
+    "instructions.content: give a list": SAY | {"instructions": 5},
+    "tools: give a list": SAY | {"tools": {}},
+    "tools[0]: give an object": SAY | {"tools": [{"type": "web_search"}]},
+    "tools[0]: give an object ": SAY | {"tools": [{"type": "function"}]},
+    "tools[0].function.parameters": SAY | {"tools": [{"type": "function", "name": "f", "parameters": 5}]},
+    "tool_choice: only": SAY | {"tool_choice": "required"},
+    "max_output_tokens: give": SAY | {"max_output_tokens": 10**20},
+    "temperature 0: the policy is trained at --temperature 1": SAY | {"temperature": 0},
+    "text: only": SAY | {"text": {"format": {"type": "json_object"}}},
+    "reasoning: only": SAY | {"reasoning": {"effort": "high"}},
+    "previous_response_id is not supported": SAY | {"previous_response_id": "resp_1"},
+    "background: only": SAY | {"background": True},
+    "stream: give true or false": SAY | {"stream": 1},
+    "the body is not JSON ": b"[" * 100_000,
+    "the body is not JSON  ": b"\xff\xfe",
+}
+
+
+def test_wrong_requests_are_refused_in_the_form_of_their_api():
+    for path, wrong in {"/messages": WRONG_MESSAGES, "/responses": WRONG_RESPONSES}.items():
+        found = ask(*((path, body) for body in wrong.values()))
+        for (status, answer), (why, body) in zip(found, wrong.items(), strict=True):
+            assert status == 400 and why.strip() in answer["error"]["message"], (body, answer)
+            assert answer["error"]["type"] == "invalid_request_error"
+            if path == "/messages":
+                assert answer.keys() == {"type", "error"} and answer["type"] == "error"
+                assert answer["error"].keys() == {"type", "message"}
+            else:
+                assert answer["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_odd_and_long_requests_in_every_api():
+    odd, schema = "\ud800 \0 \u202e \U0001f600 <|im_start|>system", {"\ud800 <|im_end|>": 1}
+    call = {"type": "tool_use", "id": "\ud800", "name": "\udfff", "input": {"\ud800": "\udfff"}}
+    answer = {"type": "tool_result", "tool_use_id": "\ud800", "content": odd, "is_error": True}
+    said = [user(odd), {"role": "assistant", "content": [call]}, user([answer, {"type": "text", "text": odd}])]
+    marked = {"messages": said, "system": [{"type": "text", "text": odd, "cache_control": {"type": "ephemeral"}}]}
+    marked |= {"tools": [{"name": odd, "description": None, "input_schema": schema, "type": "custom"}]}
+    marked |= {"thinking": {"type": "disabled"}, "metadata": {"user_id": "me"}, "temperature": 1.0, "top_k": None}
+    items = [{"type": "function_call", "call_id": odd, "name": odd, "arguments": '"\\ud800"'}]
+    items += [{"type": "function_call_output", "call_id": odd, "output": [{"type": "input_text", "text": odd}]}]
+    own = {"input": items, "instructions": odd, "text": {"format": {"type": "text"}}, "store": False, "user": odd}
+    own |= {"tools": [{"type": "function", "name": odd, "strict": True, "parameters": schema}]}
+    long = "1" * 20_000  # which a thread encodes
+    bodies = [("/messages", ASK | marked), ("/responses", own)]
+    bodies += [("/messages", ASK | {"messages": [user(long)]}), ("/responses", {"input": long})]
+    for depth in (300, 850):
+        deep = json.loads('{"a":' * depth + "1" + "}" * depth)
+        nested = [user("x"), {"role": "assistant", "content": [call | {"input": deep}]}, user([answer])]
+        bodies.append(("/messages", ASK | {"messages": nested}))
+    found = ask(*bodies)
+    assert [status for status, _ in found] == [200, 200, *[400] * 4], found
+    assert found[2][1]["error"]["message"].startswith("prompt is too long: ")
+    assert found[3][1]["error"]["code"] == "context_length_exceeded"
+
+
 def test_apis_that_are_not_supported_say_so():
-    found = ask(("/responses", HELLO), ("/messages", HELLO), ("/nothing", HELLO))
-    assert [status for status, _ in found] == [501, 501, 404]
-    assert "use /v1/chat/completions" in found[0][1]["error"]["message"]
-    assert found[1][1]["type"] == "error" and found[1][1]["error"]["type"] == "api_error"  # Anthropic's form
+    found = ask(("/completions", HELLO), ("/messages/count_tokens", HELLO), ("/nothing", HELLO))
+    assert [status for status, _ in found] == [501, 404, 404]
+    assert "use /v1/chat/completions, /v1/responses, /v1/messages" in found[0][1]["error"]["message"]
+    assert found[1][1]["type"] == "error" and found[1][1]["error"]["type"] == "not_found_error"  # Anthropic's form
 
 
 def test_what_clients_send_without_meaning_it():
@@ -422,6 +573,85 @@ def test_the_openai_sdk_in_the_way_of_its_documentation():
     assert len(segments_of(out)) == 1 and sorted(trained_of(out)) == sorted(engine.sampled)
 
 
+def test_the_anthropic_sdk_in_the_way_of_its_documentation():
+    import anthropic
+
+    [function] = [tool["function"] for tool in TOOLS]
+    tools = [{"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}]
+    turns = []
+
+    async def agent(url, key, row):
+        address = url.removesuffix("/v1")
+        ask = {"model": "x", "max_tokens": 99, "system": "You add.", "tools": tools}
+        async with anthropic.AsyncAnthropic(base_url=address, api_key=key, max_retries=0) as client:
+            create, messages = client.messages.create, [*row["prompt"]]
+            said = await create(messages=messages, **ask)
+            text, call = said.content
+            assert (text.text, call.input, said.stop_reason) == ("yes", {"a": 1, "b": 2}, "tool_use")
+            result = [{"type": "tool_result", "tool_use_id": call.id, "content": "3"}]
+            messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": result}]
+            async with client.messages.stream(messages=messages, **ask) as stream:
+                parts = [part async for part in stream.text_stream]
+                streamed = await stream.get_final_message()
+            text, call = streamed.content
+            assert parts == ["yes"] and (text.text, call.input) == ("yes", {"a": 1, "b": 2})
+            assert (streamed.stop_reason, streamed.usage) != (said.stop_reason, said.usage)
+            assert streamed.stop_reason == "tool_use" and streamed.usage.output_tokens == said.usage.output_tokens
+            messages += [{"role": "assistant", "content": streamed.content}, user("go on")]
+            stopped = await create(messages=messages, stop_sequences=["no", "es"], **ask)
+            assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "es")
+            assert [block.text for block in stopped.content] == ["y"]
+            messages += [{"role": "assistant", "content": stopped.content}, user("go on")]
+            cut = await create(messages=messages, **ask | {"max_tokens": 1})
+            assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 1
+            turns.append(cut.usage.input_tokens)
+            with pytest.raises(anthropic.BadRequestError, match="thinking: only"):
+                await create(messages=messages, thinking={"type": "enabled", "budget_tokens": 1024}, **ask)
+        async with anthropic.AsyncAnthropic(base_url=address, api_key="sk-other", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
+                await client.messages.create(messages=messages, **ask)
+
+    out, engine = play(agent, engine=Fake(["yes\n" + CALL % (1, 2)]), room=1500)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop"] and len(engine.sampled) == 4
+    assert len(segments_of(out)) == 1 and sorted(trained_of(out)) == sorted(engine.sampled)
+    assert turns == [len(engine.sampled[3][0])]
+
+
+def test_the_openai_sdk_with_responses():
+    import openai
+
+    function = TOOLS[0]["function"]
+    tools = [{"type": "function", "name": function["name"], "parameters": function["parameters"], "strict": False}]
+
+    async def agent(url, key, row):
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            create, ask = client.responses.create, {"model": "x", "tools": tools, "instructions": "You add."}
+            items = [*row["prompt"]]
+            said = await create(input=items, **ask)
+            call = said.output[1]
+            assert said.output_text == "yes" and json.loads(call.arguments) == {"a": 1, "b": 2}
+            assert said.status == "completed" and said.usage.total_tokens > said.usage.output_tokens > 0
+            items += [*said.output, {"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+            async with client.responses.stream(input=items, **ask) as stream:
+                kinds = [event.type async for event in stream]
+                streamed = await stream.get_final_response()
+            assert streamed.output_text == "yes" and streamed.output[1].arguments == call.arguments
+            assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+            assert {"response.output_text.delta", "response.function_call_arguments.done"} <= {*kinds}
+            items += [*(item.model_dump() for item in streamed.output), user("go on")]
+            cut = await create(input=items, max_output_tokens=1, **ask)
+            assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            events = [event async for event in await create(input=items, max_output_tokens=1, stream=True, **ask)]
+            assert events[-1].type == "response.incomplete"
+            assert [event.sequence_number for event in events] == [*range(len(events))]
+            with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+                await create(input="go on", previous_response_id=said.id, **ask)
+
+    out, engine = play(agent, engine=Fake(["yes\n" + CALL % (1, 2)]), room=1500)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop"] and len(engine.sampled) == 4
+    assert len(segments_of(out)) == 2 and sorted(trained_of(out)) == sorted(engine.sampled)  # two answers to the last
+
+
 def test_nobody_gets_in_without_the_key_of_an_episode_that_runs():
     keys, urls, statuses = [], [], []
 
@@ -431,10 +661,11 @@ def test_nobody_gets_in_without_the_key_of_an_episode_that_runs():
         for wrong in ("", "x", key[:-1], key + "0", key.swapcase(), "é" * 70, *keys):
             for name, text in (("Authorization", f"Bearer {wrong}"), ("x-api-key", wrong), ("Authorization", key)):
                 async with aiohttp.ClientSession(headers={name: text}) as session:
-                    for path in ("/chat/completions", "/nothing"):
+                    for path in ("/chat/completions", "/responses", "/messages", "/nothing"):
                         async with session.post(url + path, json=HELLO) as answer:
                             statuses.append(answer.status)
-                            assert "invalid_api_key" in await answer.text()
+                            code = "authentication_error" if path == "/messages" else "invalid_api_key"
+                            assert code in await answer.text()
         keys.append(key)
         urls.append(url)
 
