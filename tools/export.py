@@ -8,7 +8,6 @@ weights of one file (5 GB) and of one layer. Files are those that the run itself
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ import tyro
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from lib import InputError, report_mistake
-from lib.cli.process import end_interrupted, guard_output
+from lib import InputError
+from lib.cli.process import command_line
 from lib.data import set_chat_template
 from lib.distributed import merged_weight
 from lib.model import add_lora, load_model, load_processor, load_tokenizer
@@ -162,11 +161,5 @@ def load_trained(source: Path, values: dict[str, torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    guard_output()
-    try:
+    with command_line():
         main(tyro.cli(Args, prog="python -m tools.export", description=__doc__))
-    except InputError as error:
-        report_mistake(f"error: {error}")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        end_interrupted()

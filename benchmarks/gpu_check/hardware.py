@@ -27,18 +27,8 @@ PACKAGES = [
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:
-    names = (
-        "torch",
-        "transformers",
-        "accelerate",
-        "tensordict",
-        "vllm",
-        "flash-attn",
-        "liger-kernel",
-        "nvidia-cudnn-cu13",
-    )
     versions = {"Python": platform.python_version(), "CUDA": torch.version.cuda}
-    versions |= {name: version_of(name) for name in names}
+    versions |= {name: version_of(name) for name in PACKAGES}
     said = ", ".join(f"{name} {number or '-'}" for name, number in versions.items())
     yield row("versions", None, "", why=said, versions=versions, summary={"software": said})
     yield row("GPUs", len(gpus := gpus_of(device)), "", gpus=gpus, summary={"hardware": in_words(gpus)})

@@ -117,10 +117,8 @@ def switch(given: dict, name: str) -> bool:
 
 def read_tools(tools: Any) -> list[dict]:
     """Raises BadRequest."""
-    if not isinstance(tools, list):
-        raise BadRequest("tools: give a list", "tools")
     found = []
-    for i, tool in enumerate(tools):
+    for i, tool in enumerate(list_of(tools, "tools")):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(f"tools[{i}]: give an object of type function, with a name", f"tools[{i}]")

@@ -6,9 +6,10 @@ import os
 import select
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
-from lib import is_first_on_node
+from lib import InputError, is_first_on_node, report_mistake
 
 
 class _LastingOutput(io.FileIO):
@@ -63,3 +64,16 @@ def end_interrupted(*_) -> None:
         with suppress(OSError):  # not through sys.stderr, which is held back while flags are read
             os.write(2, b"interrupted\n")
     os._exit(130)
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """The block of a command in tools/: an InputError ends the process with its line, and Ctrl-C as it ends a run."""
+    guard_output()
+    try:
+        yield
+    except InputError as error:
+        report_mistake(f"error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        end_interrupted()

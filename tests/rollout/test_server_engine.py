@@ -748,17 +748,16 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch, batches
     sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
 
 
-@needs_vllm
-def test_a_sync_in_the_midst_of_episodes(engine_and_model, monkeypatch):
-    engine, model = engine_and_model
+def episodes_across_a_sync(engine, model, how, monkeypatch, **patches):
+    """(episodes, their futures) of 12 rows that get new weights in the second of four turns. patches: of the engine."""
     settings = server_engine.vllm_settings
     monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     n, old_version, before = 12, engine.version, generated_tokens(engine)
-    how = MultiTurn(tokenizer(), interaction=user_of(9), limits=MultiTurnArgs(max_turns=4, max_turn_tokens=70))
     prompts, sampling, episodes = prompts_of(how, n), Sampling(340), make_episodes(engine, how)
     old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "stop_ids", [])  # a turn ends at its limit
+        for name, value in {"stop_ids": [], **patches}.items():  # a turn ends at its limit
+            patch.setattr(engine, name, value)
         responses = episodes.start(prompts, sampling, request_seeds(1, 9, list(range(n))))
         while generated_tokens(engine) < before + 100 * n:  # in the second turn
             time.sleep(0.01)
@@ -767,18 +766,25 @@ def test_a_sync_in_the_midst_of_episodes(engine_and_model, monkeypatch):
         out = episodes.collect(prompts, sampling, responses)
     check_versions(model, out, old_weights, old_version)
     assert out.non_tensor_batch["num_turns"].tolist() == [4] * n
+    return out, responses
+
+
+@needs_vllm
+def test_a_sync_in_the_midst_of_episodes(engine_and_model, monkeypatch):
+    engine, model = engine_and_model
+    how = MultiTurn(tokenizer(), interaction=user_of(9), limits=MultiTurnArgs(max_turns=4, max_turn_tokens=70))
+    out, responses = episodes_across_a_sync(engine, model, how, monkeypatch)
     for row, response in enumerate(responses):
         assert response.future.result() is response.request and response.row.token_ids == []
         contexts = [turn[0] for turn in turns_of(out, row)]
         assert len(contexts) == 4  # one per turn: a sync leaves no seam
-    sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
+    sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
 
 
 @needs_vllm
 def test_a_sync_in_the_midst_of_agents(engine_and_model, monkeypatch):
     engine, model = engine_and_model
-    settings, sample, sampled = server_engine.vllm_settings, engine.sample, []
-    monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
+    sample, sampled = engine.sample, []
 
     async def recorded_sample(prompt_ids, *args):
         found = await sample(prompt_ids, *args)
@@ -792,30 +798,17 @@ def test_a_sync_in_the_midst_of_agents(engine_and_model, monkeypatch):
                 [said] = await client.chat(messages, max_tokens=70)
                 messages = [*messages, said, {"role": "user", "content": "go on"}]
 
-    n, old_version, before = 12, engine.version, generated_tokens(engine)
     how = MultiTurn(tokenizer(), agent=Agent(partial(call_function, agent), 300.0, "hermes", Sampling(1)))
-    prompts, sampling, episodes = prompts_of(how, n), Sampling(340), make_episodes(engine, how)
-    old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "stop_ids", [])  # a turn ends at its limit
-        patch.setattr(engine, "sample", recorded_sample)
-        responses = episodes.start(prompts, sampling, request_seeds(1, 9, list(range(n))))
-        while generated_tokens(engine) < before + 100 * n:  # in the second turn
-            time.sleep(0.01)
-        perturb(model, 0.1)
-        sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
-        out = episodes.collect(prompts, sampling, responses)
-    check_versions(model, out, old_weights, old_version)
-    assert out.non_tensor_batch["num_turns"].tolist() == [4] * n
-    assert sorted(pair for row in range(n) for pair in trained_of(out, row)) == sorted(sampled)
-    sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
+    out, _ = episodes_across_a_sync(engine, model, how, monkeypatch, sample=recorded_sample)
+    assert sorted(pair for row in range(len(out)) for pair in trained_of(out, row)) == sorted(sampled)
+    sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
 
     async def refused(*_):
         raise InputError("the server refuses it")
 
     monkeypatch.setattr(engine, "sample", refused)
     with pytest.raises(InputError, match=r"^the server refuses it$"):  # not an agent's failure
-        episodes.generate(prompts, sampling, [*range(n)])
+        make_episodes(engine, how).generate(prompts_of(how, 12), Sampling(340), [*range(12)])
 
 
 def check_versions(model, out, old_weights, old_version):

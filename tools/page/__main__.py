@@ -6,7 +6,6 @@ through `ssh -L 8000:localhost:8000 HOST`.
 
 import hashlib
 import json
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from lib import InputError, report_mistake
-from lib.cli.process import end_interrupted, guard_output
+from lib import InputError
+from lib.cli.process import command_line
 from lib.cli.secrets import write_private
 from tools.page.read import read_run, state
 from tools.page.samples import JPEG, pack_samples
@@ -163,11 +162,5 @@ def make_server(pages: Pages, port: int) -> ThreadingHTTPServer:
 
 
 if __name__ == "__main__":
-    guard_output()
-    try:
+    with command_line():
         main(tyro.cli(Args, prog="python -m tools.page", description=__doc__))
-    except InputError as error:
-        report_mistake(f"error: {error}")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        end_interrupted()
