@@ -752,10 +752,10 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 # ---- a scorer that always fails --------------------------------------------------------------------
 
 FAILS = """
-import os
+import os, time
 def score(data_source, solution_str, ground_truth, extra_info=None):
     if data_source == "hang":
-        while True: pass
+        time.sleep(600)
     if data_source == "exit":
         os._exit(1)
     if data_source == "raise":
@@ -766,7 +766,8 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.parametrize(("kind", "shown"), [("raise", "the key is missing"), ("exit", "code 1"), ("hang", "in score")])
 def test_a_scorer_that_always_fails_stops_the_run(manager_of, kind, shown):
-    manager = manager_of(FAILS, timeout_s=0.05 if kind == "hang" else 30.0, workers=4)
+    # one second: a busy machine must have called the scorer by then, or the message shows the caller
+    manager = manager_of(FAILS, timeout_s=1.0 if kind == "hang" else 30.0, workers=16)
     assert manager.submit(batch_of(["1"] * 15, [kind] * 15)).get()[0].sum() == 0  # too few to tell
     with pytest.raises(InputError, match=r"scorer mine\.score failed on all of its first 16 responses") as caught:
         manager.submit(batch_of(["1"] * 200, [kind] * 200)).get()

@@ -116,6 +116,9 @@ def see_samples(page, **filters: str) -> None:
     count(page)
     for name, value in filters.items():
         page.select_option(f"#f-{name}", value)
+    if kind := filters.get("kind"):  # the form waits for more input before it draws anew
+        other = page.locator("#cards header", has_text={"train": "validation", "val": "training"}[kind])
+        other.first.wait_for(state="detached")
     page.locator("#samples").evaluate("e => e.scrollIntoView()")
     page.locator("#cards .t").first.wait_for()
 
