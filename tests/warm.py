@@ -1,5 +1,5 @@
-"""What each run of tests.common.fork would do anew, done once in the server that they are forked from: late imports, and
-first calls that fill caches."""
+"""What each run of tests.common.fork would do anew, done once in the server that they are forked from: late imports,
+and first calls that fill caches."""
 
 import json
 import tempfile

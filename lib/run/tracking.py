@@ -389,7 +389,8 @@ def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
 
     figure = Figure(figsize=(10, 3.8), dpi=150)
     figure.suptitle(title, fontweight="bold")
-    margins = {"left": 0.065, "right": 0.985, "bottom": 0.13, "top": 0.89, "wspace": 0.17}  # a layout engine draws twice
+    # a layout engine would draw everything twice
+    margins = {"left": 0.065, "right": 0.985, "bottom": 0.13, "top": 0.89, "wspace": 0.17}
     left, right = figure.subplots(1, 2, gridspec_kw=margins)
     for axes, key, label, color in (
         (left, "reward/mean", "train reward", "tab:blue"),
