@@ -15,7 +15,7 @@ from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import as_flag
 
 HUB_ANSWER_S = 5.0
-GIVE_NO_REWARD = {"calculator", "python", "zoom", "search", "mcp"}  # kinds of --multi-turn.tools
+GIVE_NO_REWARD = {"calculator", "python", "zoom", "bash", "search", "mcp"}  # kinds of --multi-turn.tools
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>\w+))?")
 
 
