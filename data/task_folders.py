@@ -1,10 +1,10 @@
-"""A folder of task folders (docs/tasks.md) -> train.parquet and test.parquet, for --multi-turn.tools bash:FOLDER and --agent.
+"""A folder of task folders -> train.parquet and test.parquet, for --multi-turn.tools bash:FOLDER and --agent.
 
     python data/task_folders.py --tasks data/toy_tasks --out data/tasks --test-size 1
     python data/task_folders.py --tasks terminal_bench --provider my_docker.py:Docker --out data/terminal_bench
 
-Each task is tried in its sandbox: the check must give less than 1 for the files as they are, and 1 after solution/solve.sh
-where there is one. A task that needs what the sandbox has not (the network, a program) is so found before the run.
+Each task is tried in a sandbox: its check must give less than 1 for the files as they are, and 1 after
+solution/solve.sh, if it has one. This finds tasks that need what the sandbox lacks: the network, a program (docs/tasks.md).
 """
 
 import os
@@ -21,7 +21,8 @@ from pathlib import Path
 
 from data.rows import make_row, run_script, write_rows
 from lib import InputError
-from lib.agent.task_folders import LocalSandbox, Task, read_tasks, start_task
+from lib.agent.task_folders import Task, read_tasks
+from lib.agent.task_sandbox import LocalSandbox, OpenTask
 from lib.cli.user_code import load_object
 
 
@@ -29,7 +30,7 @@ async def try_out(task: Task, provider: Callable, timeout_s: float) -> str:
     """What is wrong with the task; "" if nothing is."""
     rewards = {}
     for solved in (False, True)[: 1 + (task.folder / "solution/solve.sh").is_file()]:
-        episode = await start_task(task, provider)
+        episode = await OpenTask.start(task, provider)
         try:
             code, output = await episode.solve(timeout_s) if solved else (0, "")
             rewards[solved] = await episode.check(timeout_s)

@@ -21,7 +21,7 @@ import jsonschema
 from PIL.Image import Image, Resampling
 
 from lib import InputError
-from lib.agent.task_folders import load_bash
+from lib.agent.task_sandbox import load_bash
 from lib.agent.tools import BaseTool, FunctionTool, ToolResponse, say, validator_of
 from lib.cli.secrets import from_environment
 from lib.cli.user_code import load_object

@@ -112,6 +112,8 @@ class Shell:
     def close(self) -> None:
         """Ends all that runs in it, and waits for that."""
         with suppress(OSError):  # it is closed
+            self.conn.shutdown(socket.SHUT_WR)  # a command ends, and frees the lock
+        with self.lock, suppress(OSError):
             hang_up(self.conn)
 
 

@@ -621,7 +621,7 @@ def run_shell(conn, spec: dict, folder: str, null: int) -> None:
 
     def bash() -> None:
         try:
-            os.execve("/bin/bash", ["bash", "-c", command], os.environ | spec["environment"])  # noqa: B023
+            os.execve("/bin/bash", ["bash", "-c", command], os.environ | spec["environment"])
         except (OSError, ValueError) as error:  # it is longer than the kernel takes, or has a NUL
             print(f"bash: {error}")
             raise SystemExit(126) from None
