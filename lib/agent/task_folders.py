@@ -26,7 +26,12 @@ VERIFIER = {
     "env": NONE,
     "environment_mode": {"const": "shared"},
 }
-ENVIRONMENT = {"docker_image": {"type": "string"}, "memory_mb": SIZE | {"minimum": 128}, "storage_mb": SIZE, "env": NONE}
+ENVIRONMENT = {
+    "docker_image": {"type": "string"},
+    "memory_mb": SIZE | {"minimum": 128},
+    "storage_mb": SIZE,
+    "env": NONE,
+}
 SETTINGS = {  # of task.toml, what is read or not supported
     "properties": {
         "verifier": {"type": "object", "properties": VERIFIER},
@@ -86,8 +91,8 @@ def read_task(folder: Path, local: bool = True) -> Task:
     task = Task(
         folder.resolve(), _read(folder / "instruction.md").strip(), files=tuple(files), workdir=workdir, **settings
     )
-    if local and (taken := Shell.taken().intersection(task.folders)):
-        raise InputError(f"{folder}: it writes to /{taken.pop()}, which is read only without Docker: {ELSEWHERE}")
+    if local and (taken := [name for name in task.folders if name in Shell.taken()]):
+        raise InputError(f"{folder}: it writes to /{taken[0]}, which is read only without Docker: {ELSEWHERE}")
     return task
 
 
