@@ -4,7 +4,7 @@
     python data/task_folders.py --tasks terminal_bench --provider my_docker.py:Docker --out data/terminal_bench
 
 Each task is tried in a sandbox: its check must give less than 1 for the files as they are, and 1 after
-solution/solve.sh, if it has one. This finds tasks that need what the sandbox lacks: the network, a program (docs/tasks.md).
+solution/solve.sh, if it has one. This finds tasks that need what the sandbox lacks: the network, a program.
 """
 
 import os

@@ -54,9 +54,9 @@ class Task:
     @property
     def folders(self) -> tuple[str, ...]:
         """Names of the folders in / that it writes to; "" for / itself."""
-        targets = [PurePosixPath(target).parent for _, target in self.files]
-        paths = map(PurePosixPath, ("/tests", "/logs", "/solution", self.workdir, *targets))
-        return tuple(dict.fromkeys("".join(path.parts[1:2]) for path in paths))
+        targets = [str(PurePosixPath(target).parent) for _, target in self.files]
+        paths = ["/tests", "/logs", "/solution", self.workdir, *targets]
+        return tuple(dict.fromkeys("".join(PurePosixPath(path).parts[1:2]) for path in paths))
 
 
 def read_tasks(folder: Path, local: bool = True) -> dict[str, Task]:
@@ -78,7 +78,8 @@ def read_task(folder: Path, local: bool = True) -> Task:
             raise InputError(f"{folder}/{name}: no such file, and a task needs it (docs/tasks.md)")
     settings, environment = _settings(folder / "task.toml"), folder / "environment"
     image, compose, dockerfile = settings.pop("image"), environment / "docker-compose.yaml", environment / "Dockerfile"
-    files, workdir = [], WORKDIR
+    files: list[tuple[Path, str]] = []
+    workdir = WORKDIR
     if not local and (image or compose.exists() or dockerfile.exists()):
         workdir = ""
     elif image or compose.exists():

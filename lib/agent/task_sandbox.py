@@ -120,7 +120,7 @@ class OpenTask:
         for start in range(0, len(text), PIECE):
             await self._set_up(f"printf %s {text[start : start + PIECE]} | base64 -d >> {part}")
         make = f"mkdir -p {shlex.join(sorted(folders))} && " if folders else ""
-        await self._set_up(f"{make}tar -xzf {part} -C / --no-same-owner && rm {part}")
+        await self._set_up(f"{make}tar -xzof {part} -C / && rm {part}")
 
     async def _set_up(self, command: str) -> None:
         code, output = await self.sandbox.exec(command, SETUP_S)

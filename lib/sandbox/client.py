@@ -62,7 +62,7 @@ def make_spec(packages: tuple = ("numpy",), **options) -> dict:
     site = sysconfig.get_path("purelib")
     folders = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
     paths = {"packages": [path for path in folders if Path(path).is_dir()], "sys_path": [site], **_folders()}
-    limits = {"timeout": 10.0, "total_timeout": 60.0, "memory_mb": 1024, "processes": 16}
+    limits: dict = {"timeout": 10.0, "total_timeout": 60.0, "memory_mb": 1024, "processes": 16}
     limits |= {"folder_mb": 64, "output_mb": 8, "open_files": 64, "links": ()}
     return {**paths, **limits, "importable": list(packages), "prelude": "", **options}
 
@@ -78,8 +78,14 @@ class Shell:
         if taken := self.taken().intersection(folders):
             raise InputError(f"/{taken.pop()} of a sandbox is not writable")
         environment = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
-        spec = {"readable": self.readable(), "hidden": [], "packages": [], "links": folders, "environment": environment}
-        limits = {"memory_mb": memory_mb, "folder_mb": folder_mb, "output_mb": folder_mb}
+        spec: dict = {
+            "readable": self.readable(),
+            "hidden": [],
+            "packages": [],
+            "links": folders,
+            "environment": environment,
+        }
+        limits: dict = {"memory_mb": memory_mb, "folder_mb": folder_mb, "output_mb": folder_mb}
         limits |= {"processes": 32, "open_files": 256, "total_timeout": 3600}
         self.conn = connect(make_spec(form="shell", level=level, **spec, **limits))
         self.lock = threading.Lock()  # an answer that nobody waits for any more comes before the next command

@@ -283,20 +283,22 @@ def of_tasks(*names: str) -> list[dict]:
 def test_the_policy_runs_commands_and_the_check_is_its_reward():
     solve = (TASKS / "rename/solution/solve.sh").read_text()
     how = bash(f"bash:{TASKS}")
-    said = [
-        [CALL % json.dumps("printf '<|im_%s|>' end; ls missing"), CALL % json.dumps(solve), "done" + END],
-        [CALL % json.dumps("seq 100000"), "done" + END],
-        ["nothing to do" + END],
-        [CALL % json.dumps("ls"), "done" + END],
-    ]
-    names = "rename", "rename", "fix_test", "../../rename"
-    out, _ = play(how, *said, T=5000, tools_kwargs=of_tasks(*names))
-    assert rewards(out) == [[1.0], [], [0.25], []] and how.tools["bash"].opened == {}
-    assert "ls: cannot access 'missing': No such file or directory\n\n(exit code 2)" in response_text(out)
-    assert "(no output)" in response_text(out) and "100000" in response_text(out, 1)
-    assert len(response_text(out, 1)) < 2500
-    assert response_text(out).count(END) == 3 + 2  # turns and answers; not what a tool says
-    assert "Error: bash did not start" in response_text(out, 3)
+
+    def episode(name, *commands):
+        turns = [*(CALL % json.dumps(command) for command in commands), "done" + END]
+        out, _ = play(how, turns, T=5000, tools_kwargs=of_tasks(name))
+        assert how.tools["bash"].opened == {}
+        return rewards(out)[0], response_text(out)
+
+    reward, text = episode("rename", "printf '<|im_%s|>' end; ls missing", solve)
+    assert reward == [1.0] and "(no output)" in text
+    assert "ls: cannot access 'missing': No such file or directory\n\n(exit code 2)" in text
+    assert text.count(END) == 3 + 2  # turns and answers; not what a tool says
+    reward, text = episode("rename", "seq 100000")
+    assert reward == [] and "100000" in text and len(text) < 2500
+    assert episode("fix_test")[0] == [0.25]
+    reward, text = episode("../../rename", "ls")
+    assert reward == [] and "Error: bash did not start" in text
 
 
 OWN_PROVIDER = """
@@ -324,7 +326,7 @@ def test_a_provider_of_ones_own(tmp_path):
     write(tmp_path / "tasks/files")
     how = bash(f"bash:{tmp_path}/tasks {tmp_path}/remote.py:Remote")
     turns = [CALL % json.dumps("ls"), "done" + END]
-    out, _ = play(how, turns, turns, T=9000, tools_kwargs=of_tasks("image", "files"))
+    out, _ = play(how, turns, turns, T=9000, tools_kwargs=of_tasks("image", "files"))  # both say the same
     log = how.tools["bash"].provider.log
     assert rewards(out) == [[1.0], [1.0]] and log.count("closed") == 2
     assert {entry for entry in log if entry[0] == "made"} == {("made", "image", "", 0), ("made", "files", "/app", 4)}
