@@ -167,6 +167,8 @@ class Bash(BaseTool):
         self.schema = {"type": "function", "function": function}
 
     async def create(self, instance_id: str, *, task: str, **kwargs) -> None:  # type: ignore[override]
+        if task not in self.tasks:
+            raise InputError(f"--multi-turn.tools bash: the row's task {task!r} is not in the folder")
         self.opened[instance_id] = await OpenTask.start(self.tasks[task], self.provider)
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs):
