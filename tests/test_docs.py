@@ -147,7 +147,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
 
 OF_OTHERS = {
     *("--extra-index-url", "--no-deps"),  # of pip
-    *("--gpus", "--init", "--ipc", "--rm", "--ulimit"),  # of docker
+    *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
     *("--map-root-user", "--net", "--user"),  # of unshare
     *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers
     *("--teacher", "--teacher-coef", "--mu", "--mu-end", "--mu-steps", "--phi"),  # which your_own.md adds

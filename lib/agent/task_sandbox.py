@@ -22,9 +22,8 @@ from lib.sandbox import LARGEST_SCORE, Shell
 SETUP_S = 30.0  # seconds that a command of the set-up may take
 PIECE = 90_000  # characters of an upload in one command, of which the kernel takes 128 KiB
 LARGEST_MEMORY_MB, LARGEST_STORAGE_MB = 4096, 256  # of a local sandbox: a process's address space, all files
-# Ends the policy's processes, and puts empty folders in the place of what it may have left for the check.
+# Puts empty folders in the place of what the policy may have left for the check.
 PREPARE = """
-kill -KILL -1 2> /dev/null
 for folder in /tests /logs; do
     path=$(realpath -m "$folder") && { [ ! -e "$path" ] || mv -T "$path" "$path.{token}"; } && mkdir "$path" || exit 1
 done
@@ -35,7 +34,8 @@ class Sandbox(Protocol):
     """What a provider makes of a task: it runs the commands of one episode."""
 
     async def exec(self, command: str, timeout_s: float) -> tuple[int, str]:
-        """(exit code, output) of a bash command, each with the files that those before it left. 124 after its time."""
+        """(exit code, output) of a bash command, which finds the files that those before it left. The exit code is 124
+        after its time. What it leaves running must end with it: otherwise the policy acts during the check."""
         ...
 
     async def close(self) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow.parquet as pq
@@ -349,6 +351,48 @@ def test_a_run_on_the_embedded_tasks(tmp_path):
     [step] = metrics(tmp_path / "r")
     assert step["reward/mean"] == pytest.approx(0.25 / 3, abs=1e-6)  # float32
     assert step["agent/failed"] == step["agent/tool_errors/exception"] == step["agent/tool_errors/timeout"] == 0
+
+
+def example(name: str) -> dict:
+    """What the file of that name in docs/tasks.md defines."""
+    page = (ROOT / "docs/tasks.md").read_text()
+    names: dict = {}
+    exec(re.search(rf"^```python\n# {name}\n(.*?)^```", page, re.M | re.S)[1], names)
+    return names
+
+
+def test_the_program_of_the_documents(monkeypatch):
+    """With a client that says what a policy could say."""
+    said = iter(
+        ["cat server.log | cut -d ' ' -f 2 > levels", "grep -c ERROR levels", "echo 15 > errors.txt", "ls", "ls"]
+    )
+    asked = []
+
+    async def create(model, messages, max_tokens):
+        asked.append(messages[-1]["content"])
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(said)))])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    monkeypatch.setattr("openai.AsyncOpenAI", lambda **kwargs: client)
+    monkeypatch.chdir(ROOT)
+    row = {"prompt": [{"role": "user", "content": "Count."}], "extra_info": {"task": "count"}}
+    assert asyncio.run(example("solve.py")["solve"]("http://127.0.0.1", "key", row)) == 1.0
+    assert asked[2:4] == ["15\n\nexit code 0", "\nexit code 0"]
+
+
+def test_the_provider_of_the_documents(tmp_path, monkeypatch):
+    """With a docker that only repeats its arguments."""
+    (tmp_path / "docker").write_text('#!/bin/sh\n[ "$1" = run ] && echo container || echo "$@"\n')
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    async def run():
+        made = await example("my_docker.py")["docker"](read_task(TASKS / "count", local=False))
+        found = await made.exec("ls; ls", 3)
+        await made.close()
+        return found
+
+    assert asyncio.run(run()) == (0, "exec container timeout -k 1 3 bash -c ls; ls\n")
 
 
 # ---- folders that are no tasks -------------------------------------------------------------------
