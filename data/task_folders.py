@@ -1,7 +1,7 @@
 """A folder of task folders -> train.parquet and test.parquet, for --multi-turn.tools bash:FOLDER and --agent.
 
     python data/task_folders.py --tasks data/toy_tasks --out data/tasks --test-size 1
-    python data/task_folders.py --tasks terminal_bench --provider my_docker.py:Docker --out data/terminal_bench
+    python data/task_folders.py --tasks terminal_bench --provider my_docker.py:docker --out data/terminal_bench
 
 Each task is tried in a sandbox: its check must give less than 1 for the files as they are, and 1 after
 solution/solve.sh, if it has one. This finds tasks that need what the sandbox lacks: the network, a program.
@@ -84,7 +84,7 @@ def main(
         for index, name in enumerate(sorted(members)):
             kwargs = {"bash": {"create_kwargs": {"task": name}}}
             extra_info = {"split": split, "index": index, "task": name, "tools_kwargs": kwargs}
-            row = make_row(tasks.name, loaded[name].instruction, "", extra_info)
+            row = make_row(tasks.resolve().name, loaded[name].instruction, "", extra_info)
             row["prompt"] = [{"role": "system", "content": system}] * bool(system) + row["prompt"]
             rows.append(row)
         write_rows(rows, out / f"{split}.parquet")

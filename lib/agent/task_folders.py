@@ -1,10 +1,12 @@
 """Reads tasks in the form of Harbor's: a folder with files, an instruction and a check (docs/tasks.md).
 
-instruction.md       what the policy is asked
-environment/         the files of the working folder; or a Dockerfile
-tests/test.sh        the check: writes a number to /logs/verifier/reward.txt, or passes with exit code 0
-solution/solve.sh    optional: commands that pass the check
-task.toml            optional: limits"""
+    instruction.md       what the policy is asked
+    environment/         the files of the working folder; or a Dockerfile
+    tests/test.sh        the check: writes a number to /logs/verifier/reward.txt, or passes with exit code 0
+    solution/solve.sh    commands that pass the check
+    task.toml            limits
+
+The last two are optional."""
 
 import tomllib
 from dataclasses import dataclass
