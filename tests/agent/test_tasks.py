@@ -144,7 +144,6 @@ except BlockingIOError:
     [
         (":(){ :|:& };:; sleep 1000", 124, ""),
         (FORKS, 0, "limited"),
-        ("sleep 1000", 124, ""),
         ("trap '' TERM INT HUP; while :; do :; done", 124, ""),
         ("yes", (1, 153), "bytes left out"),  # EFBIG or SIGXFSZ
         ("head -c 100M /dev/zero > /app/file; ls -s /app/file; rm /app/file", 0, "8192 /app/file"),
