@@ -15,9 +15,11 @@ from transformers import Qwen2ForTokenClassification
 
 from lib.data import prefix_tree, prepare_dynamic_batch, prompt_groups
 from lib.data_proto import DataProto
-from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
-from lib.model import load_critic, load_model, response_log_probs, response_values
+from lib.distributed import Mean, World, full_tensor, make_mesh, make_row_group, shard_model
+from lib.model import ForwardConfig, load_critic, load_model, response_log_probs, response_values
 from lib.model.flops import flops_of, update_flops
+from lib.model.trained import Policy
+from lib.sampling import Sampling
 from tests.common import float64_norms, run_ranks, save_tiny
 from tests.model.test_models import load, save
 from tests.model.test_varlen import cpu_kernels
@@ -250,3 +252,29 @@ def test_a_micro_batch_counts_the_tokens_of_its_tree(one_rank, rows, max_tokens)
         assert sorted(row for part in numbers for row in part) == list(range(len(batch)))
         sizes = [sum(prefix_tree(micro, whole=True).lengths) for micro in micro_batches]
     assert all(size <= max_tokens or len(micro) == 1 for size, micro in zip(sizes, micro_batches))
+
+
+def test_a_step_reports_the_tokens_that_it_saves(one_rank, tmp_path):
+    module, batch = load_model(save_tiny(tmp_path)), batch_of(FORKS)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    forward = ForwardConfig(1000, Sampling(8), None, torch.float32)
+    actor = Policy("actor", module, optimizer, scheduler, World(0, 1, torch.device("cpu")), forward, 1.0, False)
+    parts = [batch[[0]], batch[[1, 2, 3, 4]]]
+    for micro in parts:
+        actor.backward(actor.log_probs(micro)[0].sum())
+    tokens = sum(len(needed_prefixes(micro)) for micro in parts)
+    whole = [
+        20 + 19 + 17 + 4,
+        20 + 19 + 17 + 8,
+        20 + 2,
+        20 + 1,
+        23 + 18,
+        23 + 8,
+        23 + 19 + 4,
+        20 + 23,
+        20 + 23,
+        23 + 18,
+    ]
+    name = "perf/shared_prefix_tokens_share"
+    assert actor.step()[name] == Mean(sum(whole) - tokens, sum(whole)) and actor.step()[name] == Mean(0, 0)
