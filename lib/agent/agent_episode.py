@@ -10,7 +10,7 @@ from lib import InputError
 from lib.agent.conversation import Context, Conversations
 from lib.agent.endpoint import Api, Endpoint
 from lib.agent.episode import EngineFailed
-from lib.agent.metrics import OF_AGENTS, FinishReason
+from lib.agent.metrics import OF_AGENTS, OF_COMPACTION, FinishReason
 from lib.agent.multi_turn import LONG_TEXT, REFUSALS, AsyncRolloutRequest, MultiTurn, RequestState
 from lib.agent.openai_api import LARGEST_N, BadRequest, Choice, Options
 from lib.agent.parsers import get_tool_parser
@@ -33,7 +33,7 @@ class AgentEpisode:
         assert settings.agent is not None
         self.request, self.generate, self.sampling, self.settings = request, generate, sampling, settings
         self.agent: Agent = settings.agent
-        self.tree = TokenTree(request.prompt_ids, request.max_response_length)
+        self.tree = TokenTree(request.prompt_ids, request.max_response_length, request.window)
         self.conversations = Conversations(settings)
         self.parsers: dict[str, Callable] = {}
         self.counts = self.conversations.metrics
@@ -99,7 +99,7 @@ class AgentEpisode:
                 request.begin_segment()
             for ids, sampled in segment.parts[segment is first :]:
                 request.append(list(ids), sampled)
-        request.metrics.update({name: self.counts[name] for name in OF_AGENTS})
+        request.metrics.update({name: self.counts[name] for name in (*OF_AGENTS, *OF_COMPACTION)})
 
     async def chat(self, api: Api, body) -> dict | Iterator[dict]:
         """The answer to a request, or its events. Raises BadRequest."""
@@ -107,12 +107,12 @@ class AgentEpisode:
         if options.stop and not self.agent.takes_stop:
             raise BadRequest("stop: not supported with --async-level", "stop", "unsupported_parameter")
         self.counts["requests"] += 1
-        try:
-            find = partial(self.conversations.context, messages, tools)
-            takes_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
-            context = await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
-        except (*REFUSALS, RecursionError) as error:  # JSON may be deeper than a template can write
-            raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
+        context = await self._context(messages, tools)
+        limit = self.settings.limits.compact_at
+        if limit and context.length > limit and await self._summarize(messages, tools, options):
+            self.counts["tokens_before"] += context.length
+            context = await self._context(messages, tools)
+            self.counts["tokens_after"] += context.length
         parse = self._parser(context.tools_key, tools) if tools and options.calls_tools else lambda text: []
         sampled = await self._sample(context, options)
         choices, tokenizer = [], self.settings.tokenizer
@@ -129,6 +129,26 @@ class AgentEpisode:
         write = api.chunks if options.stream else api.completion
         return write(name, len(sampled[0][0].ids) - len(sampled[0][1].token_ids), choices, options)
 
+    async def _context(self, messages: list[dict], tools: list[dict]) -> Context:
+        """Raises BadRequest."""
+        find = partial(self.conversations.context, messages, tools)
+        takes_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
+        try:
+            return await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
+        except (*REFUSALS, RecursionError) as error:  # JSON may be deeper than a template can write
+            raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
+
+    async def _summarize(self, messages: list[dict], tools: list[dict], options: Options) -> bool:
+        """Lets the policy summarize the conversation up to its last answer; False if there is nothing to summarize."""
+        asked = self.conversations.request_for_summary(messages, tools)
+        if asked:
+            own = replace(options, max_tokens=None, n=1, stop=(), seed=None)
+            [(_, sampled)] = await self._sample(await self._context(asked, tools), own)
+            summary, _ = self.settings.turn_of(sampled, self.sampling.stop)
+            self.conversations.summarize(messages, tools, summary)
+            self.counts["compactions"] += 1
+        return bool(asked)
+
     def _parser(self, key: str, tools: list[dict]) -> Callable:
         """Raises BadRequest if the chat template shows no known format of tool calls."""
         if key not in self.parsers:
@@ -144,7 +164,10 @@ class AgentEpisode:
 
     async def _sample(self, context: Context, options: Options) -> list[tuple[Answer, Generated]]:
         """n answers. Raises BadRequest if the row has no room."""
-        max_tokens = options.max_tokens or self.settings.limits.max_turn_tokens
+        limits = self.settings.limits
+        max_tokens = options.max_tokens or limits.max_turn_tokens
+        if limits.compact_at and max_tokens and limits.max_turn_tokens:  # a longer answer leaves a summary no room
+            max_tokens = min(max_tokens, limits.max_turn_tokens)
         try:
             while (requests := self.tree.begin(context.before, context.new, max_tokens, options.n)) is None:
                 self.freed.clear()
