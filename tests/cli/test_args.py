@@ -43,7 +43,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--reward-kwargs {x: not JSON": ["--reward-kwargs", "{x"],
     "--reward-kwargs [1]: give a JSON object": ["--reward-kwargs", "[1]"],
     "--gpu-memory-utilization": ["--gpu-memory", "0.5"],
-    "--multi-turn.tools": ["--multi-turn", '{"tools": ["calculator"]}'],
+    "--multi-turn.interaction": ["--multi-turn", '{"tools": ["calculator"]}'],  # ten flags with this prefix are named
     "--config absent.json: cannot be read": ["--config", "absent.json"],
     "--temperature 0.0: must be above 0": ["--temperature", "0"],
     "--max-grad-norm -1.0: must be above 0": ["--max-grad-norm", "-1"],
