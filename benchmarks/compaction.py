@@ -18,7 +18,7 @@ from benchmarks.curves import ACCURACY, RESULTS, ROOT, curve, load_records, plot
 FLAGS = (
     "--config data/toy/preset.yaml --model data/toy_list/model "
     "--train-files data/toy_list/train.jsonl --val-files data/toy_list/val.jsonl "
-    "--max-prompt-length 16 --max-response-length 256 --prompts-per-step 8 --lr 3e-4 --lr-schedule linear "
+    "--max-prompt-length 16 --max-response-length 256 --prompts-per-step 8 --lr 5e-4 --lr-schedule linear "
     "--total-steps 16 --val-temperature 1 --reward --multi-turn.interaction data/toy_list.py:List "
     "--multi-turn.max-turns 12 --multi-turn.max-turn-tokens 4 --multi-turn.context-window 96"
 )
