@@ -32,7 +32,7 @@ SHOWN = (0, 4, 8, 12, 16)  # steps of the table
 
 def draw(records: dict[str, dict]) -> None:
     figure = Figure(figsize=(8, 3.6), dpi=120, layout="constrained")
-    figure.suptitle("lists of 180 tokens, a window of 96, grpo.py: mean and range of the seeds")
+    figure.suptitle("lists of 176 tokens, a window of 96, grpo.py: mean and range of the seeds")
     panels = {ACCURACY: "accuracy on held-out lists", "reward/mean": "reward of the samples"}
     for axes, (key, label) in zip(figure.subplots(1, 2), panels.items()):
         for (name, record), color in zip(records.items(), ("tab:blue", "grey")):

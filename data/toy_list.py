@@ -6,7 +6,7 @@
     assistant   ok
     user        4093g718        one item of the list is a letter, in one of its first six messages
     assistant   ok
-    ...                         eight messages, 170 tokens in all
+    ...                         eight messages, 176 tokens in all
     user        ?
     assistant   =g              a reward of 1
 

@@ -20,6 +20,7 @@ from lib.agent.tools import BaseTool, in_thread
 from lib.rollout import Generated, Sampling, turn_seed
 
 CANCEL_S = 2.0  # how long an async agent may take to end when it is cancelled
+OF_SUMMARY = Options(None, n=1, stop=(), seed=None, logprobs=False, calls_tools=False, stream=False, stream_usage=False)
 GIVEN_SEEDS = 1 << 30  # the seeds that requests name become these turns, which no episode reaches
 
 
@@ -109,7 +110,7 @@ class AgentEpisode:
         self.counts["requests"] += 1
         context = await self._context(messages, tools)
         limit = self.settings.limits.compact_at
-        if limit and context.length > limit and await self._summarize(messages, tools, options):
+        if limit and context.length > limit and await self._summarize(messages, tools):
             self.counts["tokens_before"] += context.length
             context = await self._context(messages, tools)
             self.counts["tokens_after"] += context.length
@@ -138,12 +139,11 @@ class AgentEpisode:
         except (*REFUSALS, RecursionError) as error:  # JSON may be deeper than a template can write
             raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
 
-    async def _summarize(self, messages: list[dict], tools: list[dict], options: Options) -> bool:
+    async def _summarize(self, messages: list[dict], tools: list[dict]) -> bool:
         """Lets the policy summarize the conversation up to its last answer; False if there is nothing to summarize."""
         asked = self.conversations.request_for_summary(messages, tools)
         if asked:
-            own = replace(options, max_tokens=None, n=1, stop=(), seed=None)
-            [(_, sampled)] = await self._sample(await self._context(asked, tools), own)
+            [(_, sampled)] = await self._sample(await self._context(asked, tools), OF_SUMMARY)
             summary, _ = self.settings.turn_of(sampled, self.sampling.stop)
             self.conversations.summarize(messages, tools, summary)
             self.counts["compactions"] += 1
