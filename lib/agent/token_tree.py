@@ -96,7 +96,7 @@ class TokenTree:
                 forks = before is not None
                 requests.append(Request(Segment([]), before.ids + new if forks else new, forks))
         if self.window is not None:
-            left = self.window - len(requests[0].context)
+            left = self.window - max(len(request.context) for request in requests)
             max_tokens = left if max_tokens is None else min(max_tokens, left)
         room = self.room - sum(len(request.new) for request in requests)
         limit = room // n if max_tokens is None else min(max_tokens, room // n)
