@@ -44,7 +44,8 @@ def from_blocks(answer) -> list[dict]:
 
 def as_messages(body) -> dict:
     """A request to /messages like this one to /chat/completions."""
-    said = [message for message in body["messages"] if message["role"] != "system"]
+    said, choice = [message for message in body["messages"] if message["role"] != "system"], body.get("tool_choice")
+    named = choice["function"] | {"type": "tool"} if isinstance(choice, dict) else None
     system = [message["content"] for message in body["messages"] if message["role"] == "system"]
     tools = [tool["function"] for tool in body.get("tools", ())]
     tools = [{"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in tools]
@@ -53,7 +54,7 @@ def as_messages(body) -> dict:
         "system": "".join(system),
         "messages": [to_blocks(message) for message in said],
         "tools": tools,
-        "tool_choice": {"type": body.get("tool_choice", "auto")},
+        "tool_choice": named or {"type": "any" if choice == "required" else choice or "auto"},
         "stop_sequences": body.get("stop"),
     }
 
@@ -82,10 +83,11 @@ def from_items(answer) -> list[dict]:
 
 def as_response(body) -> dict:
     """A request to /responses like this one to /chat/completions."""
+    choice = body.get("tool_choice")
     return {
         "input": [item for message in body["messages"] for item in to_items(message)],
         "tools": [{"type": "function", **tool["function"]} for tool in body.get("tools", ())],
-        "tool_choice": body.get("tool_choice"),
+        "tool_choice": choice["function"] | {"type": "function"} if isinstance(choice, dict) else choice,
         "max_output_tokens": body.get("max_tokens", 60),
     }
 
@@ -149,7 +151,7 @@ def trained_of(out, row=0) -> list[tuple[list[int], list[int]]]:
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["go on", "go on", "tool", "retry", "edit", "drop", "summarise", "fork", "n", "own prompt", "leave", "stop"]
+            ["go on", "go on", "tool", "retry", "edit", "drop", "summarise", "fork", "n", "own prompt", "leave", "stop", "force"]
         ),
         st.integers(0, 9),
     ),
@@ -200,6 +202,9 @@ def random_agent(actions, tools, answered=None, api="/chat/completions"):
                     await ask([{"role": "system", "content": "other"}, user], tools=[])
                 elif action == "stop":
                     await ask([*history, *answers, user], stop=["stop", "e"])
+                elif action == "force":
+                    named = {"type": "function", "function": {"name": "add"}}
+                    await ask([*history, *answers, user], tool_choice=named if number % 2 else "required")
                 elif action == "leave":
                     with suppress(TimeoutError):
                         await client.chat([HANG], timeout=aiohttp.ClientTimeout(0.02))

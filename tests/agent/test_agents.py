@@ -72,7 +72,8 @@ class Fake:
 
     def answer(self, context, sampling, seed):
         draw = random.Random(f"{context} {seed}")
-        text = draw.choice(self.texts)
+        forced = tokenizer().decode(context).endswith('"arguments":') and draw.random() < 0.7
+        text = ' {"a": 1, "b": 2}}\n</tool_call>' if forced else draw.choice(self.texts)
         stops = [i + len(string) for string in sampling.stop if (i := text.find(string)) >= 0]
         text = text[: min(stops)] if stops else text + END
         # not the tokens that an encoder would make of the text: each may be sampled letter by letter
@@ -105,6 +106,8 @@ def as_text(body, template) -> str:
     how = settings_of(None, template)
     messages, tools = read_messages(body["messages"]), read_tools(body["tools"])
     text = how.render(how.escape_special_tokens(messages), how.escape_special_tokens(tools))
+    if body.get("tool_choice", "auto") not in ("auto", "none"):
+        text += CALL.partition(' {"a"')[0]
     return tokenizer().decode(encode(text))  # which knows no emoji
 
 
@@ -366,7 +369,13 @@ WRONG = {
     | {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
     "temperature 0: the policy is trained at --temperature 1": HELLO | {"temperature": 0},
     "top_p 0.5: the policy is trained at --top-p 1": HELLO | {"top_p": 0.5},
-    "tool_choice: only": HELLO | {"tool_choice": "required"},
+    "tool_choice: there is no such function": HELLO | {"tool_choice": "required"},
+    "tool_choice: there is no such function ": HELLO
+    | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+    "tool_choice: there is no such function  ": HELLO
+    | {"tools": TOOLS, "tool_choice": {"type": "function", "function": "add"}},
+    "tool_choice: only": HELLO | {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+    "tool_choice: only ": HELLO | {"tools": TOOLS, "tool_choice": []},
     "top_logprobs: only 0": HELLO | {"top_logprobs": 5},
     "n: give a whole number from 1 to 128": HELLO | {"n": 10**9},
     "seed: give": HELLO | {"seed": "x"},
@@ -416,7 +425,9 @@ WRONG_MESSAGES = {
     "tools[0]: only tools of the agent": ASK | {"tools": [{"type": "bash_20250124", "name": "bash"}]},
     "tools[0]: only tools of the agent ": ASK | {"tools": [{"name": "f", "input_schema": {}, "cache": 1}]},
     "tools[0]: give a name, and a JSON schema": ASK | {"tools": [{"name": "f"}]},
-    "tool_choice: only": ASK | {"tool_choice": {"type": "any"}},
+    "tool_choice: there is no such function": ASK | {"tool_choice": {"type": "any"}},
+    "tool_choice: there is no such function ": ASK | {"tool_choice": {"type": "tool", "name": ["f"]}},
+    "tool_choice: only": ASK | {"tool_choice": {"type": []}},
     "tool_choice: only ": ASK | {"tool_choice": "auto"},
     "tool_choice: only  ": ASK | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
     "stop_sequences: give": ASK | {"stop_sequences": "x"},
@@ -448,7 +459,8 @@ WRONG_RESPONSES = {
     "tools[0]: give an object": SAY | {"tools": [{"type": "web_search"}]},
     "tools[0]: give an object ": SAY | {"tools": [{"type": "function"}]},
     "tools[0].function.parameters": SAY | {"tools": [{"type": "function", "name": "f", "parameters": 5}]},
-    "tool_choice: only": SAY | {"tool_choice": "required"},
+    "tool_choice: there is no such function": SAY | {"tool_choice": "required"},
+    "tool_choice: only": SAY | {"tool_choice": {"type": "web_search"}},
     "max_output_tokens: give": SAY | {"max_output_tokens": 10**20},
     "temperature 0: the policy is trained at --temperature 1": SAY | {"temperature": 0},
     "text: only": SAY | {"text": {"format": {"type": "json_object"}}},
@@ -500,9 +512,10 @@ def test_odd_and_long_requests_in_every_api():
 
 
 def test_apis_that_are_not_supported_say_so():
-    found = ask(("/completions", HELLO), ("/messages/count_tokens", HELLO), ("/nothing", HELLO))
+    found = ask(("/embeddings", HELLO), ("/messages/count_tokens", HELLO), ("/nothing", HELLO))
     assert [status for status, _ in found] == [501, 404, 404]
-    assert "use /v1/chat/completions, /v1/responses, /v1/messages" in found[0][1]["error"]["message"]
+    known = "use /v1/chat/completions, /v1/responses, /v1/messages, /v1/completions"
+    assert known in found[0][1]["error"]["message"]
     assert found[1][1]["type"] == "error" and found[1][1]["error"]["type"] == "not_found_error"  # Anthropic's form
 
 
@@ -661,7 +674,7 @@ def test_nobody_gets_in_without_the_key_of_an_episode_that_runs():
         for wrong in ("", "x", key[:-1], key + "0", key.swapcase(), "é" * 70, *keys):
             for name, text in (("Authorization", f"Bearer {wrong}"), ("x-api-key", wrong), ("Authorization", key)):
                 async with aiohttp.ClientSession(headers={name: text}) as session:
-                    for path in ("/chat/completions", "/responses", "/messages", "/nothing"):
+                    for path in ("/chat/completions", "/completions", "/responses", "/messages", "/nothing"):
                         async with session.post(url + path, json=HELLO) as answer:
                             statuses.append(answer.status)
                             code = "authentication_error" if path == "/messages" else "invalid_api_key"
