@@ -37,7 +37,8 @@ class Api(Protocol):
 
 
 APIS: dict[str, Api] = {"/v1/chat/completions": openai_api, "/v1/responses": responses_api}
-APIS |= {"/v1/messages": anthropic_api, "/v1/completions": completions_api}
+APIS["/v1/messages"] = anthropic_api
+APIS["/v1/completions"] = completions_api
 NOT_SUPPORTED = ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations")
 Chat = Callable[[Api, Any], Awaitable[dict | Iterator[dict]]]  # from a request to its answer, or its events
 _of_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Endpoint]]" = WeakKeyDictionary()

@@ -46,8 +46,11 @@ def _format_of(tokenizer) -> str:
 
 
 # how a call begins, up to the name, and from behind it to the arguments; tokens end there in usual calls, too
-BEGINNINGS = {"hermes": ('<tool_call>\n{"name": "', '", "arguments":'), "llama3_json": ('{"name": "', '", "parameters":')}
-BEGINNINGS["qwen3_coder"] = ("<tool_call>\n<function", ">\n")
+BEGINNINGS = {
+    "hermes": ('<tool_call>\n{"name": "', '", "arguments":'),
+    "llama3_json": ('{"name": "', '", "parameters":'),
+    "qwen3_coder": ("<tool_call>\n<function", ">\n"),
+}
 
 
 def call_beginning(name: str, tokenizer, tools: tuple[str, ...]) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 import numbers
 import os
 import shlex
@@ -90,7 +91,8 @@ def reward_of(result: Any, answers: Collection[str]) -> tuple[float | None, dict
         what = f"no answer has the id {str(unknown[0])[:100]!r}" if isinstance(rewards, dict) else "it is no dict"
         raise AgentFailed("bad_reward", f"the agent returned rewards of answers, and {what}")
     for value in (*rewards.values(), *([] if reward is None else [reward])):
-        if not (isinstance(value, numbers.Real) and abs(value) <= LARGEST_SCORE):
+        number: Any = value if isinstance(value, numbers.Real) else math.nan
+        if not abs(number) <= LARGEST_SCORE:
             what = f"the agent returned the reward {str(value)[:100]!r}; use numbers up to {LARGEST_SCORE:g}"
             raise AgentFailed("bad_reward", what)
     try:

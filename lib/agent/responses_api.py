@@ -24,7 +24,7 @@ from lib.agent.openai_api import (
     whole,
 )
 
-__all__ = ["chunks", "completion", "read_request", "refusal"]
+__all__ = ["ID", "chunks", "completion", "read_request", "refusal"]
 ID = "resp_"
 READ = {"input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "temperature", "top_p"}
 FIXED: dict[str, tuple] = {"parallel_tool_calls": (True,), "top_logprobs": (0,)}

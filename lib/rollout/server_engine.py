@@ -316,7 +316,7 @@ class ServerEngine(RolloutEngine):
 
     def _end_at_seam(self, row: Generated, n: int, stop: tuple[str, ...]) -> None:
         """Ends the row at a stop string that began in its first n tokens, which its last request did not sample."""
-        longest = max((len(text.encode()) for text in stop), default=0) + 1  # a token has a byte; the first loses a space
+        longest = max((len(text.encode()) for text in stop), default=0) + 1  # in tokens, as in hf_engine.py
         for end in range(n + 1, min(n + longest, len(row.token_ids) + 1)) if n and stop else ():
             tail = row.token_ids[max(0, end - longest) : end]
             text = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)

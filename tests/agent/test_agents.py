@@ -48,8 +48,9 @@ class Fake:
 
     version, pad_token_id, long_steps, shared, in_process = 7, 0, False, False, True
 
-    def __init__(self, texts=("yes", "no", CALL % (1, 2), "<think>1</think>2", "a stop b"), steps=0):
-        self.texts, self.waiting, self.sampled, self.steps = texts, {}, [], steps
+    def __init__(self, texts=("yes", "no", CALL % (1, 2), "<think>1</think>2", "a stop b"), steps=0, calls=False):
+        """steps: how many an answer takes. calls: whether a call that is begun is often ended."""
+        self.texts, self.waiting, self.sampled, self.steps, self.calls = texts, {}, [], steps, calls
 
     @contextmanager
     def session(self):
@@ -72,8 +73,8 @@ class Fake:
 
     def answer(self, context, sampling, seed):
         draw = random.Random(f"{context} {seed}")
-        forced = tokenizer().decode(context).endswith('"arguments":') and draw.random() < 0.7
-        text = ' {"a": 1, "b": 2}}\n</tool_call>' if forced else draw.choice(self.texts)
+        ends = self.calls and tokenizer().decode(context).endswith('"arguments":') and draw.random() < 0.7
+        text = ' {"a": 1, "b": 2}}\n</tool_call>' if ends else draw.choice(self.texts)
         stops = [i + len(string) for string in sampling.stop if (i := text.find(string)) >= 0]
         text = text[: min(stops)] if stops else text + END
         # not the tokens that an encoder would make of the text: each may be sampled letter by letter
@@ -89,8 +90,8 @@ def encode(text: str) -> list[int]:
     return tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
-def settings_of(play, template=TEMPLATE, timeout_s=20.0, **limits):
-    agent = Agent(partial(call_function, play), timeout_s, "auto", Sampling(T))
+def settings_of(play, template=TEMPLATE, timeout_s=20.0, ignore=frozenset(), **limits):
+    agent = Agent(partial(call_function, play), timeout_s, "auto", Sampling(T), ignore)
     return replace(multi_turn(template=template, **limits), tools={}, agent=agent)
 
 
@@ -131,7 +132,7 @@ def test_and_in_every_other_api(api, actions, forgets, room):
 def check_episode(api, actions, forgets, room):
     """Each answer is trained exactly once, whatever the agent does with its history. The context is what the agent has
     sent, as the template shows it."""
-    engine, answered, template = Fake(steps=3), [], FORGETS if forgets else TEMPLATE
+    engine, answered, template = Fake(steps=3, calls=True), [], FORGETS if forgets else TEMPLATE
     out, _ = play(random_agent(actions, TOOLS, answered, api), engine=engine, room=room, template=template)
     assert sorted(trained_of(out)) == sorted(engine.sampled) != []
     if "stop" not in dict(actions):  # of which the agent does not see the end
