@@ -130,7 +130,7 @@ class AgentEpisode:
             reason = "tool_calls" if said.message.get("tool_calls") else sampled.finish_reason
             own = said.text[len(context.prefill) :]
             ended_by = min(filter(own.__contains__, options.stop), key=own.find, default=None)
-            before = answer.ids[: -len(sampled.token_ids)]
+            before = answer.ids[: len(answer.ids) - len(sampled.token_ids)]
             choices.append(Choice(said.shown, before, sampled, tokens, reason, ended_by))
         write = api.chunks if options.stream else api.completion
         return write(name, choices, options)
