@@ -86,10 +86,12 @@ def reward_of(result: Any, answers: Collection[str]) -> tuple[float | None, dict
     returns. answers: their ids. Raises AgentFailed."""
     metrics = dict(result) if isinstance(result, dict) else {}
     reward = metrics.pop("reward", None) if isinstance(result, dict) else result
-    rewards = metrics.pop("rewards", None) or {}
-    if not isinstance(rewards, dict) or (unknown := [name for name in rewards if name not in answers]):
-        what = f"no answer has the id {str(unknown[0])[:100]!r}" if isinstance(rewards, dict) else "it is no dict"
-        raise AgentFailed("bad_reward", f"the agent returned rewards of answers, and {what}")
+    rewards = {} if (given := metrics.pop("rewards", None)) is None else given
+    if not isinstance(rewards, dict):
+        what = "a dict with a number for each answer's id"
+        raise AgentFailed("bad_reward", f"the agent returned the rewards {str(rewards)[:100]!r}; use {what}")
+    if unknown := [str(name)[:100] for name in rewards if name not in answers]:
+        raise AgentFailed("bad_reward", f"the agent returned a reward of {unknown[0]!r}: no answer has this id")
     for value in (*rewards.values(), *([] if reward is None else [reward])):
         number: Any = value if isinstance(value, numbers.Real) else math.nan
         if not abs(number) <= LARGEST_SCORE:

@@ -51,7 +51,8 @@ def complete(*steps, **kwargs):
 def test_every_trained_token_was_sampled_in_its_raw_prompt(actions, in_ids, room):
     """Each answer is trained exactly once, in the context that the agent sent, in which earlier answers have the tokens
     that were sampled."""
-    engine, sent = Fake(steps=3), []
+    # words that are one token each, or as many as they have letters
+    engine, sent = Fake(["tool", "user no", "a system stop", " tool "], steps=3), []
     out, _ = play(random_raw_agent(actions, encode, in_ids, sent), engine=engine, room=room)
     assert sorted(trained_of(out)) == sorted(engine.sampled) != []
     contexts = [context for context, _ in engine.sampled]
@@ -406,6 +407,7 @@ def test_wrong_rewards_of_answers_end_their_episode():
         lambda name: {name: 1, "chatcmpl-episode-0-99": 1},
         lambda name: {f"{name}-0": 1},
         lambda name: [1],
+        lambda name: 0,
         lambda name: {name: 1},
     ]
 
@@ -414,10 +416,10 @@ def test_wrong_rewards_of_answers_end_their_episode():
             name = (await client.post(HELLO))[1]["id"]
             return {"rewards": rewards[int(row["prompt"][0]["content"][:-1])](name)}
 
-    out, _ = play(agent, rows=7)
-    assert out.non_tensor_batch["finish_reason"].tolist() == [*["error"] * 6, "stop"]
-    assert failures(out) == {"bad_reward": 6}
-    assert out.batch["turn_rewards"].sum(1).tolist() == [0.0] * 6 + [1.0]
+    out, _ = play(agent, rows=8)
+    assert out.non_tensor_batch["finish_reason"].tolist() == [*["error"] * 7, "stop"]
+    assert failures(out) == {"bad_reward": 7}
+    assert out.batch["turn_rewards"].sum(1).tolist() == [0.0] * 7 + [1.0]
 
 
 def test_one_episode_cannot_name_an_answer_of_another():
@@ -430,7 +432,7 @@ def test_one_episode_cannot_name_an_answer_of_another():
                 await asyncio.sleep(0.001)
             return {"rewards": dict.fromkeys(names, 1.0)}
 
-    with pytest.raises(InputError, match=r"all 2 episodes failed(.|\n)*no answer has the id"):
+    with pytest.raises(InputError, match=r"all 2 episodes failed(.|\n)*no answer has this id"):
         play(agent, rows=2)
 
 
