@@ -317,14 +317,17 @@ class ServerEngine(RolloutEngine):
     def _end_at_seam(self, row: Generated, n: int, stop: tuple[str, ...]) -> None:
         """Ends the row at a stop string that began in its first n tokens, which its last request did not sample."""
         longest = max((len(text.encode()) for text in stop), default=0) + 1  # in tokens, as in hf_engine.py
-        for end in range(n + 1, min(n + longest, len(row.token_ids) + 1)) if n and stop else ():
-            tail = row.token_ids[max(0, end - longest) : end]
-            text = self.tokenizer.decode(tail, clean_up_tokenization_spaces=False)
-            if any(string in text for string in stop):
-                for tokens in (row.token_ids, row.log_probs, row.weight_versions):
-                    del tokens[end:]
-                row.finish_reason = "stop"
-                return
+        start, last = max(0, n - longest), min(n + longest, len(row.token_ids))
+
+        def is_over(end: int) -> bool:
+            text = self.tokenizer.decode(row.token_ids[start:end], clean_up_tokenization_spaces=False)
+            return any(string in text for string in stop)
+
+        if n and stop and is_over(last):
+            end = next(filter(is_over, range(n + 1, last)), last)
+            for tokens in (row.token_ids, row.log_probs, row.weight_versions):
+                del tokens[end:]
+            row.finish_reason = "stop"
 
     def _lose(self, url: str) -> None:
         """Its requests go to the others; without others they wait for weights."""
