@@ -12,8 +12,8 @@ from lib.agent.endpoint import Api, Endpoint
 from lib.agent.episode import EngineFailed
 from lib.agent.metrics import OF_AGENTS, OF_COMPACTION, FinishReason
 from lib.agent.multi_turn import LONG_TEXT, REFUSALS, AsyncRolloutRequest, MultiTurn, RequestState
-from lib.agent.openai_api import LARGEST_N, BadRequest, Choice, Options
-from lib.agent.parsers import get_tool_parser
+from lib.agent.openai_api import LARGEST_N, BadRequest, Choice, Options, Rules
+from lib.agent.parsers import call_beginning, get_tool_parser
 from lib.agent.program import Agent, AgentFailed, reward_of
 from lib.agent.token_tree import Answer, Request, RowFull, TokenTree
 from lib.agent.tools import BaseTool, in_thread
@@ -35,7 +35,9 @@ class AgentEpisode:
         self.request, self.generate, self.sampling, self.settings = request, generate, sampling, settings
         self.agent: Agent = settings.agent
         self.tree = TokenTree(request.prompt_ids, request.max_response_length, request.window)
-        self.conversations = Conversations(settings)
+        self.conversations = Conversations(settings, self.tree)
+        self.rules = Rules(self.agent.sampling, self.agent.ignore)
+        self.answers: dict[str, Generated] = {}  # by the ids that the agent got
         self.parsers: dict[str, Callable] = {}
         self.counts = self.conversations.metrics
         self.freed = asyncio.Event()  # a request has ended, and left its room
@@ -47,11 +49,12 @@ class AgentEpisode:
         """Raises AgentFailed, and what the engine raises."""
         request = self.request
         request.state = RequestState.RUNNING
+        rewards: dict[str, float] = {}
         endpoint = await Endpoint.of_this_loop()
         key = endpoint.open(self.chat)
         try:
             async with asyncio.timeout(self.agent.timeout_s) as limit:
-                reward, metrics = reward_of(await self._play(endpoint.url, key))
+                reward, rewards, metrics = reward_of(await self._play(endpoint.url, key), self.answers)
             if request.answer is None:
                 raise AgentFailed("no_request", "the agent ended without an answer of the model")
             request.finish_reason = FinishReason.LENGTH if self.is_full else FinishReason.STOP
@@ -69,7 +72,7 @@ class AgentEpisode:
             request.finish_reason, reward = FinishReason.LENGTH, None  # a program may fail where its model fails
         finally:
             await endpoint.close(key)
-            self._fill_row()
+            self._fill_row(rewards)
             done = request.finish_reason not in (None, FinishReason.ABORTED)
             request.state = RequestState.COMPLETED if done else RequestState.FAILED
         if reward is not None:
@@ -90,9 +93,11 @@ class AgentEpisode:
             if playing.done() and not playing.cancelled():
                 playing.exception()  # else asyncio would say that nobody asked for it
 
-    def _fill_row(self) -> None:
-        """The tree's segments, one after the other; the first continues the prompt, if an answer does."""
+    def _fill_row(self, rewards: dict[str, float]) -> None:
+        """The tree's segments, one after the other; the first continues the prompt, if an answer does. rewards: of
+        answers, each on its last token."""
         request, first = self.request, self.tree.segments[0]
+        of_answers = {id(self.answers[name]): reward for name, reward in rewards.items()}
         if len(first.parts) == 1:
             request.starts = []
         for segment in self.tree.segments:
@@ -100,42 +105,58 @@ class AgentEpisode:
                 request.begin_segment()
             for ids, sampled in segment.parts[segment is first :]:
                 request.append(list(ids), sampled)
+                if id(sampled) in of_answers:
+                    request.reward(of_answers[id(sampled)])
+        self.counts["ignored"] = self.rules.ignored
         request.metrics.update({name: self.counts[name] for name in (*OF_AGENTS, *OF_COMPACTION)})
 
     async def chat(self, api: Api, body) -> dict | Iterator[dict]:
         """The answer to a request, or its events. Raises BadRequest."""
-        messages, tools, options = api.read_request(body, self.agent.sampling)
-        if options.stop and not self.agent.takes_stop:
-            raise BadRequest("stop: not supported with --async-level", "stop", "unsupported_parameter")
+        messages, tools, options = api.read_request(body, self.rules)
         self.counts["requests"] += 1
-        context = await self._context(messages, tools)
-        limit = self.settings.limits.compact_at
-        if limit and context.length > limit and await self._summarize(messages, tools):
-            self.counts["tokens_before"] += context.length
-            context = await self._context(messages, tools)
-            self.counts["tokens_after"] += context.length
-        parse = self._parser(context.tools_key, tools) if tools and options.calls_tools else lambda text: []
-        sampled = await self._sample(context, options)
+        name = f"{api.ID}{self.request.request_id}-{self.counts['requests']}"
+        contexts, limit = await self._contexts(messages, tools, options), self.settings.limits.compact_at
+        if limit and contexts[0].length > limit and await self._summarize(messages, tools):
+            self.counts["tokens_before"] += contexts[0].length
+            contexts = await self._contexts(messages, tools, options)
+            self.counts["tokens_after"] += contexts[0].length
+        parse = self._parser(contexts[0].tools_key, tools) if tools and options.calls_tools else lambda text: []
+        contexts = [context for context in contexts for _ in range(options.n)]
         choices, tokenizer = [], self.settings.tokenizer
-        for answer, generated in sampled:
+        for i, (context, (answer, sampled)) in enumerate(zip(contexts, await self._sample(contexts, options))):
             stop = (*self.sampling.stop, *options.stop)
-            said = self.conversations.add(context, answer, generated, stop, parse)
-            self.request.answer = tokenizer.decode(generated.token_ids, skip_special_tokens=True)
+            said = self.conversations.add(context, answer, sampled, stop, parse)
+            self.answers[name if len(contexts) == 1 else f"{name}-{i}"] = sampled
+            self.request.answer = context.prefill + tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
             self.request.messages = [*context.messages, said.message]
-            tokens = [tokenizer.decode([token]) for token in generated.token_ids] if options.logprobs else []
-            reason = "tool_calls" if said.message.get("tool_calls") else generated.finish_reason
-            ended_by = min(filter(said.text.__contains__, options.stop), key=said.text.find, default=None)
-            choices.append(Choice(said.shown, generated, tokens, reason, ended_by))
-        name = f"{self.request.request_id}-{self.counts['requests']}"
+            tokens = [tokenizer.decode([token]) for token in sampled.token_ids] if options.logprobs else []
+            reason = "tool_calls" if said.message.get("tool_calls") else sampled.finish_reason
+            own = said.text[len(context.prefill) :]
+            ended_by = min(filter(own.__contains__, options.stop), key=own.find, default=None)
+            before = answer.ids[: len(answer.ids) - len(sampled.token_ids)]
+            choices.append(Choice(said.shown, before, sampled, tokens, reason, ended_by))
         write = api.chunks if options.stream else api.completion
-        return write(name, len(sampled[0][0].ids) - len(sampled[0][1].token_ids), choices, options)
+        return write(name, choices, options)
 
-    async def _context(self, messages: list[dict], tools: list[dict]) -> Context:
-        """Raises BadRequest."""
-        find = partial(self.conversations.context, messages, tools)
-        takes_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
+    async def _contexts(self, messages: list[dict], tools: list[dict], options: Options) -> list[Context]:
+        """That of the messages, or of each raw prompt. Raises BadRequest."""
+        find = partial(self._find_contexts, messages, tools, options)
+        takes_long = sum(len(own["content"]) for own in messages) + sum(map(len, options.prompts)) > LONG_TEXT
+        return await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
+
+    def _find_contexts(self, messages: list[dict], tools: list[dict], options: Options) -> list[Context]:
+        tokenizer, size = self.settings.tokenizer, len(self.settings.tokenizer)
+        for prompt in options.prompts:
+            if isinstance(prompt, list) and not 0 <= min(prompt) <= max(prompt) < size:
+                raise BadRequest(f"prompt: give token ids from 0 to {size - 1}", "prompt")
+        if options.prompts:
+            return [self.conversations.raw_context(prompt) for prompt in options.prompts]
         try:
-            return await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
+            forced = map(self.settings.escaped, options.forced)
+            prefill = call_beginning(self.agent.parser, tokenizer, (*forced,)) if options.forced else ""
+            return [self.conversations.context(messages, tools, prefill)]
+        except InputError as error:
+            raise BadRequest(f"tool_choice: {error}", "tool_choice", "unsupported_value") from error
         except (*REFUSALS, RecursionError) as error:  # JSON may be deeper than a template can write
             raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
 
@@ -143,7 +164,7 @@ class AgentEpisode:
         """Lets the policy summarize the conversation up to its last answer; False if there is nothing to summarize."""
         asked = self.conversations.request_for_summary(messages, tools)
         if asked:
-            [(_, sampled)] = await self._sample(await self._context(asked, tools), OF_SUMMARY)
+            [(_, sampled)] = await self._sample(await self._contexts(asked, tools, OF_SUMMARY), OF_SUMMARY)
             summary, _ = self.settings.turn_of(sampled, self.sampling.stop)
             self.conversations.summarize(messages, tools, summary)
             self.counts["compactions"] += 1
@@ -162,14 +183,15 @@ class AgentEpisode:
                 raise BadRequest(f"tools: {error}", "tools", "unsupported_parameter") from error
         return self.parsers[key]
 
-    async def _sample(self, context: Context, options: Options) -> list[tuple[Answer, Generated]]:
-        """n answers. Raises BadRequest if the row has no room."""
+    async def _sample(self, contexts: list[Context], options: Options) -> list[tuple[Answer, Generated]]:
+        """An answer to each. Raises BadRequest if the row has no room."""
+        places = [(context.before, context.new) for context in contexts]
         limits = self.settings.limits
         max_tokens = options.max_tokens or limits.max_turn_tokens
         if limits.compact_at and max_tokens and limits.max_turn_tokens:  # a longer answer leaves a summary no room
             max_tokens = min(max_tokens, limits.max_turn_tokens)
         try:
-            while (requests := self.tree.begin(context.before, context.new, max_tokens, options.n)) is None:
+            while (requests := self.tree.begin(places, max_tokens)) is None:
                 self.freed.clear()
                 await self.freed.wait()
         except RowFull as error:
