@@ -131,7 +131,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--agent with --multi-turn.interaction": ["--agent", "true", "--multi-turn.interaction", "reasoning_gym"],
     "--agent-timeout has no effect without --agent": ["--agent-timeout", "9"],
     "--multi-turn.max-turns has no effect": ["--agent", "true", "--multi-turn.max-turns", "9"],
-    "--multi-turn.compact-at has no effect without": [*COMPACT, "--multi-turn.max-turn-tokens", "4"],
+    "--multi-turn.context-window has no effect without --multi-turn.tools": ["--multi-turn.context-window", "99"],
     "--multi-turn.compact-prompt has no effect without": ["--agent", "true", "--multi-turn.compact-prompt", "x"],
     "--multi-turn.context-window 32: must be above --max-prompt-length 32": [
         *("--agent", "true", "--multi-turn.context-window", "32")
