@@ -462,6 +462,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
     own, limits = None, [val_set.max_response_length or 0 for val_set in args.validation.sets()]
     longest = max(rollout.max_response_length, *limits) if args.validation.enabled else rollout.max_response_length
+    row = data.max_prompt_length + longest
     if rollout.rollout_gpus and not run.recorder.replays:
         from lib.rollout.managed_servers import ManagedServers
 
@@ -474,7 +475,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         processor=inputs.vision and inputs.vision.processor,
         max_images=data.max_images,
         folder=run.folder / "engine",
-        max_length=data.max_prompt_length + longest,
+        max_length=min(args.multi_turn.context_window or row, row),
         dtype=dtype,
         gpu_memory=rollout.gpu_share,
         ranks=rollout.rollout_tensor_parallel_size,

@@ -10,7 +10,7 @@ from lib import InputError
 from lib.agent.conversation import Context, Conversations
 from lib.agent.endpoint import Api, Endpoint
 from lib.agent.episode import EngineFailed
-from lib.agent.metrics import OF_AGENTS, FinishReason
+from lib.agent.metrics import OF_AGENTS, OF_COMPACTION, FinishReason
 from lib.agent.multi_turn import LONG_TEXT, REFUSALS, AsyncRolloutRequest, MultiTurn, RequestState
 from lib.agent.openai_api import LARGEST_N, BadRequest, Choice, Options, Rules
 from lib.agent.parsers import call_beginning, get_tool_parser
@@ -20,6 +20,7 @@ from lib.agent.tools import BaseTool, in_thread
 from lib.rollout import Generated, Sampling, turn_seed
 
 CANCEL_S = 2.0  # how long an async agent may take to end when it is cancelled
+OF_SUMMARY = Options(None, n=1, stop=(), seed=None, logprobs=False, calls_tools=False, stream=False, stream_usage=False)
 GIVEN_SEEDS = 1 << 30  # the seeds that requests name become these turns, which no episode reaches
 
 
@@ -33,7 +34,7 @@ class AgentEpisode:
         assert settings.agent is not None
         self.request, self.generate, self.sampling, self.settings = request, generate, sampling, settings
         self.agent: Agent = settings.agent
-        self.tree = TokenTree(request.prompt_ids, request.max_response_length)
+        self.tree = TokenTree(request.prompt_ids, request.max_response_length, request.window)
         self.conversations = Conversations(settings, self.tree)
         self.rules = Rules(self.agent.sampling, self.agent.ignore)
         self.answers: dict[str, Generated] = {}  # by the ids that the agent got
@@ -107,16 +108,18 @@ class AgentEpisode:
                 if id(sampled) in of_answers:
                     request.reward(of_answers[id(sampled)])
         self.counts["ignored"] = self.rules.ignored
-        request.metrics.update({name: self.counts[name] for name in OF_AGENTS})
+        request.metrics.update({name: self.counts[name] for name in (*OF_AGENTS, *OF_COMPACTION)})
 
     async def chat(self, api: Api, body) -> dict | Iterator[dict]:
         """The answer to a request, or its events. Raises BadRequest."""
         messages, tools, options = api.read_request(body, self.rules)
         self.counts["requests"] += 1
         name = f"{api.ID}{self.request.request_id}-{self.counts['requests']}"
-        find = partial(self._contexts, messages, tools, options)
-        takes_long = sum(len(own["content"]) for own in messages) + sum(map(len, options.prompts)) > LONG_TEXT
-        contexts = await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
+        contexts, limit = await self._contexts(messages, tools, options), self.settings.limits.compact_at
+        if limit and contexts[0].length > limit and await self._summarize(messages, tools):
+            self.counts["tokens_before"] += contexts[0].length
+            contexts = await self._contexts(messages, tools, options)
+            self.counts["tokens_after"] += contexts[0].length
         parse = self._parser(contexts[0].tools_key, tools) if tools and options.calls_tools else lambda text: []
         contexts = [context for context in contexts for _ in range(options.n)]
         choices, tokenizer = [], self.settings.tokenizer
@@ -135,8 +138,13 @@ class AgentEpisode:
         write = api.chunks if options.stream else api.completion
         return write(name, choices, options)
 
-    def _contexts(self, messages: list[dict], tools: list[dict], options: Options) -> list[Context]:
+    async def _contexts(self, messages: list[dict], tools: list[dict], options: Options) -> list[Context]:
         """That of the messages, or of each raw prompt. Raises BadRequest."""
+        find = partial(self._find_contexts, messages, tools, options)
+        takes_long = sum(len(own["content"]) for own in messages) + sum(map(len, options.prompts)) > LONG_TEXT
+        return await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
+
+    def _find_contexts(self, messages: list[dict], tools: list[dict], options: Options) -> list[Context]:
         tokenizer, size = self.settings.tokenizer, len(self.settings.tokenizer)
         for prompt in options.prompts:
             if isinstance(prompt, list) and not 0 <= min(prompt) <= max(prompt) < size:
@@ -151,6 +159,16 @@ class AgentEpisode:
             raise BadRequest(f"tool_choice: {error}", "tool_choice", "unsupported_value") from error
         except (*REFUSALS, RecursionError) as error:  # JSON may be deeper than a template can write
             raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
+
+    async def _summarize(self, messages: list[dict], tools: list[dict]) -> bool:
+        """Lets the policy summarize the conversation up to its last answer; False if there is nothing to summarize."""
+        asked = self.conversations.request_for_summary(messages, tools)
+        if asked:
+            [(_, sampled)] = await self._sample(await self._contexts(asked, tools, OF_SUMMARY), OF_SUMMARY)
+            summary, _ = self.settings.turn_of(sampled, self.sampling.stop)
+            self.conversations.summarize(messages, tools, summary)
+            self.counts["compactions"] += 1
+        return bool(asked)
 
     def _parser(self, key: str, tools: list[dict]) -> Callable:
         """Raises BadRequest if the chat template shows no known format of tool calls."""
@@ -168,7 +186,10 @@ class AgentEpisode:
     async def _sample(self, contexts: list[Context], options: Options) -> list[tuple[Answer, Generated]]:
         """An answer to each. Raises BadRequest if the row has no room."""
         places = [(context.before, context.new) for context in contexts]
-        max_tokens = options.max_tokens or self.settings.limits.max_turn_tokens
+        limits = self.settings.limits
+        max_tokens = options.max_tokens or limits.max_turn_tokens
+        if limits.compact_at and max_tokens and limits.max_turn_tokens:  # a longer answer leaves a summary no room
+            max_tokens = min(max_tokens, limits.max_turn_tokens)
         try:
             while (requests := self.tree.begin(places, max_tokens)) is None:
                 self.freed.clear()

@@ -73,6 +73,7 @@ class Episodes:
                     seed=seed,
                     weight_version=self.engine.version,
                     max_response_length=sampling.max_response_length,
+                    window=self.settings.limits.context_window,
                     row={name: copy.deepcopy(rows[column][i]) for column, name in named.items()},
                     **images,
                 )

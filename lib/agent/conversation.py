@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
-from lib.agent.multi_turn import MultiTurn, assistant_message, glue
+from lib.agent.multi_turn import MultiTurn, assistant_message, glue, without_calls
 from lib.agent.token_tree import Answer, TokenTree
 from lib.agent.tools import ToolCall
 from lib.rollout import Generated
@@ -27,6 +27,11 @@ class Context(NamedTuple):
     key: bytes = b""  # of the messages and tools that the agent sent; empty for a raw prompt
     tools_key: str = ""
     prefill: str = ""  # the beginning of a forced call: given, at the end of `new`, and a part of the answer's text
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return len(self.before.ids if self.before else []) + len(self.new)
 
 
 @dataclass(eq=False)
@@ -49,17 +54,19 @@ class Conversations:
         self.settings, self.tree = settings, tree
         self.said: dict[bytes, list[Said]] = defaultdict(list)  # by the key of the messages up to it
         self.answers: list[Said] = []
+        self.summaries: dict[bytes, list[dict]] = {}  # by the key of the messages that they replace
         self.metrics: Counter[str] = Counter()
         self.calls = 0  # tool calls so far, which number the next
 
     def context(self, messages: list[dict], tools: list[dict], prefill: str = "") -> Context:
         """messages, tools: of lib/agent/openai_api.py. prefill: how the answer begins. Raises what a template raises
         for messages that it refuses."""
-        key = sha256(json.dumps(tools, sort_keys=True).encode()).digest()
-        keys = [key]
-        for message in messages:
-            keys.append(_next_key(keys[-1], message))
+        keys, summary = _keys(messages, tools), []
         known = next((i for i in range(len(messages), 0, -1) if keys[i] in self.said), 0)
+        replaced = next((i for i in range(len(messages), known - 1, -1) if keys[i] in self.summaries), 0)
+        if replaced:
+            summary, known = self.summaries[keys[replaced]], 0
+            messages = summary + without_calls(messages[replaced:])
         escape, encode = self.settings.escape_special_tokens, self.settings.encode
         new, schemas = [escape(message) for message in messages[known:]], escape(tools)
         before, ids, forms = None, [], [new]
@@ -80,11 +87,12 @@ class Conversations:
             own = forms[0]
             text = self._render(own, schemas)
             ids = encode(text)
-        rewritten = any(message["role"] == "assistant" for message in (own if before is None else new))
+        unknown = own[len(summary) :] if before is None else new
+        rewritten = any(message["role"] == "assistant" for message in unknown)
         if self.said and rewritten:
             self.metrics["lost_prefixes"] += 1
             self.metrics["tokens_reencoded"] += len(ids)
-        return Context(before, ids + encode(prefill), text, own, keys[-1], key.hex(), prefill)
+        return Context(before, ids + encode(prefill), text, own, keys[-1], keys[0].hex(), prefill)
 
     def raw_context(self, prompt: str | list[int]) -> Context:
         """Of a prompt that is no list of messages. In a text, special tokens are special tokens. If it begins with an
@@ -141,6 +149,23 @@ class Conversations:
     def _decode(self, ids: list[int]) -> str:
         return self.settings.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def request_for_summary(self, messages: list[dict], tools: list[dict]) -> list[dict]:
+        """The messages up to the last answer, and one that asks for their summary. Empty without an answer, or if there
+        is a summary of them."""
+        n = _end_of_answers(messages)
+        if not n or _keys(messages[:n], tools)[-1] in self.summaries:
+            return []
+        return [*messages[:n], {"role": "user", "content": self.settings.limits.compact_prompt}]
+
+    def summarize(self, messages: list[dict], tools: list[dict], summary: str) -> None:
+        """Contexts of these messages, and of all that extend them, are the messages before the first answer that was
+        sampled, the summary, and the messages behind the last answer."""
+        n = _end_of_answers(messages)
+        keys = _keys(messages[:n], tools)
+        answers = [i for i in range(n) if messages[i]["role"] == "assistant"]  # a prompt may hold examples
+        first = next((i for i in answers if keys[i + 1] in self.said), answers[0])
+        self.summaries[keys[n]] = [*messages[:first], {"role": "assistant", "content": summary}]
+
     def _render(self, messages: list[dict], tools: list[dict]) -> str:
         """Without lone surrogates, which JSON may hold and no tokenizer takes."""
         return self.settings.render(messages, tools).encode("utf-8", "replace").decode()
@@ -160,6 +185,19 @@ class Conversations:
         if context.key:
             self.said[_next_key(context.key, said.shown)].append(said)
         return said
+
+
+def _end_of_answers(messages: list[dict]) -> int:
+    """The number of messages up to the last answer; 0: there is none."""
+    return next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] == "assistant"), 0)
+
+
+def _keys(messages: list[dict], tools: list[dict]) -> list[bytes]:
+    """The key of the tools, and those of the conversation up to each message."""
+    keys = [sha256(json.dumps(tools, sort_keys=True).encode()).digest()]
+    for message in messages:
+        keys.append(_next_key(keys[-1], message))
+    return keys
 
 
 def _next_key(key: bytes, message: dict) -> bytes:

@@ -17,6 +17,7 @@ from lib.agent.interactions import BaseInteraction
 from lib.agent.metrics import FinishReason
 from lib.agent.multi_turn import (
     REFUSALS,
+    Added,
     AsyncRolloutRequest,
     MultiTurn,
     RequestState,
@@ -24,8 +25,10 @@ from lib.agent.multi_turn import (
     assistant_message,
     call_id,
     content_of,
+    encode_messages,
+    without_calls,
 )
-from lib.agent.tools import ToolCall, ToolResult, attempt, check_metrics, run_tool_call
+from lib.agent.tools import ToolCall, ToolResult, attempt, check_metrics, in_thread, run_tool_call
 from lib.rollout import Sampling, turn_seed
 
 
@@ -50,6 +53,7 @@ class Episode:
     ):
         """generate(name, prompt ids, sampling, seed, Media if there are images) gives a Generated."""
         self.request, self.generate, self.sampling, self.settings = request, generate, sampling, settings
+        self.prompt = [*request.messages]
         self.interaction: BaseInteraction | None = None
         self.created: list[str] = []  # names of tools
         self.not_created: dict[str, ToolResult] = {}  # tools whose create failed: the answer to every call
@@ -94,7 +98,8 @@ class Episode:
             turn, reason, has_end_token = await self._sample_turn()
             if reason == "abort":
                 return FinishReason.ABORTED
-            ended, last = reason == "stop", request.num_turns == settings.limits.max_turns
+            ended = reason == "stop"
+            last = request.num_turns - request.metrics["compactions"] == settings.limits.max_turns
             calls = settings.parse(turn)
             message = assistant_message(turn, calls, settings.parse, request.metrics["tool_calls"])
             message = settings.without_placeholders(message)
@@ -117,13 +122,41 @@ class Episode:
             plain = settings.without_placeholders({"role": "assistant", "content": turn})
             try:
                 versions = [[message, *answers], [plain, *answers]]
-                fits = await add_messages(request, settings, turn, has_end_token, versions, images)
+                added = await encode_messages(request, settings, turn, has_end_token, versions, images)
             except REFUSALS:  # the template wants a call before each answer, and a malformed call is none
-                answers = [{"role": "user", "content": answer["content"]} for answer in answers]
-                fits = await add_messages(request, settings, turn, has_end_token, [[plain, *answers]], images)
-            if not fits:
+                answers = without_calls(answers)
+                versions = [[plain, *answers]]
+                added = await encode_messages(request, settings, turn, has_end_token, versions, images)
+            if settings.limits.compact_at and added.length > settings.limits.compact_at:
+                finish = await self._compact(turn, has_end_token, [message, plain], answers, added.length)
+                if finish is not None:
+                    return finish
+            elif not add_messages(request, settings, added):
                 return FinishReason.LENGTH
             request.observation = observation(answers, images)
+
+    async def _compact(
+        self, turn: str, ended: bool, forms: list[dict], answers: list[dict], length: int
+    ) -> FinishReason | None:
+        """Asks for a summary of what was said up to the turn, and goes on from the prompt, the summary and the answers.
+        ended, forms: of the turn, whether it has an end token, and its message. length: tokens of the context without a
+        summary. Returns what ends the episode, if anything does."""
+        request, settings = self.request, self.settings
+        said, asks = [*request.messages, forms[0]], [{"role": "user", "content": settings.limits.compact_prompt}]
+        versions = [[form, *asks] for form in forms]
+        if not add_messages(request, settings, await encode_messages(request, settings, turn, ended, versions, [])):
+            return FinishReason.LENGTH
+        request.observation = observation(asks, [])
+        summary, reason, _ = await self._sample_turn()
+        if reason == "abort":
+            return FinishReason.ABORTED
+        request.summary = [*self.prompt, {"role": "assistant", "content": settings.escaped(summary)}]
+        request.summarized, request.messages = len(said), said + answers
+        rendered = settings.render(request.shown)
+        encoded = await in_thread(partial(settings.encode_with, rendered, {}))
+        request.metrics.update({"compactions": 1, "tokens_before": length, "tokens_after": len(encoded.ids)})
+        added = Added(request.messages, rendered, encoded, 0, {})
+        return None if add_messages(request, settings, added) else FinishReason.LENGTH
 
     async def _sample_turn(self) -> tuple[str, str, bool]:
         """(text without the end token, the engine's finish_reason, whether there is an end token)."""

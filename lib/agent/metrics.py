@@ -7,6 +7,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
 
 OF_AGENTS = ("requests", "forks", "lost_prefixes", "tokens_reused", "tokens_reencoded", "cancelled", "ignored")
+OF_COMPACTION = ("compactions", "tokens_before", "tokens_after")
 FAILURES = ("timeout", "exit_code", "signal", "exception", "bad_reward", "no_request")  # of an agent
 ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")  # of a tool's call
 
@@ -31,7 +32,9 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     and agents report, as a mean over the episodes that have them: a tool's add up over its calls, an interaction's are
     those of the last turn. agent/turn_rewards_mean adds up an episode's rewards of tools and interaction.
     agent/shared_states is the share of the turns after the first that began in the state of another turn of their
-    group, which GiGPO compares. With --agent there are OF_AGENTS, and agent/failures/<kind>, which counts episodes."""
+    group, which GiGPO compares. agent/compactions_mean is per episode; agent/tokens_before_compaction and
+    agent/tokens_after_compaction, of a context, are per compaction. With --agent there are OF_AGENTS, and
+    agent/failures/<kind>, which counts episodes."""
     rows, B = batch.non_tensor_batch, len(batch)
     if "agent_metrics" not in rows:
         return {}
@@ -50,6 +53,9 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
         "agent/turns_mean": Mean(sum(rows["num_turns"]), B),
         "agent/segments_mean": Mean(sum(map(len, rows["segments"])), B),
         "agent/tool_calls_mean": Mean(calls, B),
+        "agent/compactions_mean": Mean(totals["compactions"], B),
+        "agent/tokens_before_compaction": Mean(totals["tokens_before"], totals["compactions"]),
+        "agent/tokens_after_compaction": Mean(totals["tokens_after"], totals["compactions"]),
         "timing_s/tool_call": Mean(totals["tool_seconds"], calls),
         **{f"agent/tool_errors/{kind}": Sum(totals[kind]) for kind in (*ERROR_KINDS, "too_many")},
         **{f"agent/finish/{reason.value}": Mean(reasons[reason.value], B) for reason in FinishReason},

@@ -11,7 +11,7 @@ of the row: the whole text is its prompt, position_ids start from 0, and lib/mod
 import copy
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, partial
@@ -70,6 +70,7 @@ class MultiTurn:
             takes = "takes none after its prompt" if self.vision else "takes none"
             raise InputError(f"--multi-turn.tools {self.image_tools[0]}: returns images; this --model {takes}")
         check_template(self)
+        check_window(self)
 
     @cached_property
     def schemas(self) -> list[dict]:
@@ -181,6 +182,9 @@ class AsyncRolloutRequest:
     num_turns: int = 0
     turn_rewards: list[float] = field(default_factory=list)
     rewarded: list[int] = field(default_factory=list)  # each reward's index: the last token before it was given
+    window: int | None = None  # the most tokens of a context and its turn; None: the row's
+    summarized: int = 0  # the number of messages that the context has no more
+    summary: list[dict] = field(default_factory=list)  # and those that it has instead: the prompt and a summary
     metrics: Counter = field(default_factory=Counter)
     tool_errors: list[str] = field(default_factory=list)  # what its sample shows of them
 
@@ -214,8 +218,19 @@ class AsyncRolloutRequest:
         return torch.cat(self.new_positions, -1) if self.new_positions else torch.empty(0, dtype=torch.long)
 
     @property
+    def shown(self) -> list[dict]:
+        """The messages of the context."""
+        return self.summary + without_calls(self.messages[self.summarized :]) if self.summary else self.messages
+
+    @property
     def room(self) -> int:
-        return self.max_response_length - len(self.token_ids)
+        """The tokens that the row and the window have left."""
+        return self.room_behind(len(self.context))
+
+    def room_behind(self, context: int) -> int:
+        """The same in a segment with `context` tokens so far."""
+        row = self.max_response_length - len(self.token_ids)
+        return row if self.window is None else min(row, self.window - context)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -273,45 +288,51 @@ def glue(settings: MultiTurn, before: str, turn: str, after: str) -> str | None:
     return rest if settings.special_ids.issuperset(settings.encode(rest)[:1]) and rest else None
 
 
-async def add_messages(
-    request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list, images: list[Image]
-) -> bool:
-    """Adds the turn and its answers to the messages, and the answers' tokens to the row. False if the row has no room.
-    versions: the same messages in several forms: the first that keeps the sampled text is used, else the first that the
-    template takes. ended: whether the policy sampled an end token. images: those that the answers show."""
-    encode = partial(_encode_messages, request, settings, turn, versions, images)
-    takes_long = images or any(len(message["content"]) > LONG_TEXT for message in versions[0])
-    added = await in_thread(encode) if takes_long else encode()  # other episodes go on meanwhile
-    raw_ids, ids, inputs = added.encoded
-    if added.follows and ended:
-        raw_ids, ids = raw_ids[1:], ids[1:]
-    request.messages, request.rendered = added.messages, added.rendered
-    if len(ids) >= request.room:
-        return False
-    if not added.follows:
-        request.begin_segment()
-    if inputs:
-        request.append_images(Encoded(raw_ids, ids, inputs), added.data, settings.vision)
-    else:
-        request.append(ids)
-    return True
-
-
 class Added(NamedTuple):
     messages: list[dict]
     rendered: str
-    data: dict  # images of the context
     encoded: Encoded
-    follows: bool  # whether this is what follows the turn; otherwise it is the whole text
+    before: int  # tokens of the context that this follows; 0: this is the whole context
+    data: dict  # images of the context
+
+    @property
+    def length(self) -> int:
+        """The tokens of the context with it."""
+        return self.before + len(self.encoded.ids)
 
 
-def _encode_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: str, versions: list, images) -> Added:
+async def encode_messages(
+    request: AsyncRolloutRequest, settings: MultiTurn, turn: str, ended: bool, versions: list, images: Sequence[Image]
+) -> Added:
+    """What the turn and its answers add to the request. versions: the same messages in several forms: the first that
+    keeps the sampled text is used, else the first that the template takes. ended: whether the policy sampled an end
+    token. images: those that the answers show."""
+    encode = partial(_encode_messages, request, settings, turn, ended, versions, images)
+    takes_long = images or any(len(message["content"]) > LONG_TEXT for message in versions[0])
+    return await in_thread(encode) if takes_long else encode()  # other episodes go on meanwhile
+
+
+def add_messages(request: AsyncRolloutRequest, settings: MultiTurn, added: Added) -> bool:
+    """Adds the messages, and their tokens to the row. False if row or window have no room for them and one more."""
+    request.messages, request.rendered = added.messages, added.rendered
+    if len(added.encoded.ids) >= request.room_behind(added.before):
+        return False
+    if not added.before:
+        request.begin_segment()
+    if added.encoded.inputs:
+        request.append_images(added.encoded, added.data, settings.vision)
+    else:
+        request.append(added.encoded.ids)
+    return True
+
+
+def _encode_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn, ended: bool, versions, images) -> Added:
     """Only reads the request."""
     rewritten = refusal = None
     for new in versions:
         messages = request.messages + new
         try:
-            after = settings.render(messages)
+            after = settings.render(request.shown + new)
         except REFUSALS as error:
             refusal = error
             continue
@@ -325,8 +346,11 @@ def _encode_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn: st
         messages, after = rewritten
     shown = {"image": images} if images else {}
     data = request.data | {"image": [*request.data.get("image", ()), *images]} if images else request.data
-    encoded = settings.encode_with(after, data) if rest is None else settings.encode_with(rest, shown)
-    return Added(messages, after, data, encoded, rest is not None)
+    if rest is None:
+        return Added(messages, after, settings.encode_with(after, data), 0, data)
+    raw_ids, ids, inputs = settings.encode_with(rest, shown)
+    encoded = Encoded(raw_ids[ended:], ids[ended:], inputs)
+    return Added(messages, after, encoded, len(request.context), data)
 
 
 def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_id: int) -> dict:
@@ -338,6 +362,13 @@ def assistant_message(turn: str, calls: list[ToolCall], parse: Callable, first_i
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     tool_calls = [{"id": call_id(first_id + i), "type": "function", "function": f} for i, f in enumerate(functions)]
     return {"role": "assistant", "content": turn[:start].rstrip(), "tool_calls": tool_calls}
+
+
+def without_calls(messages: list[dict]) -> list[dict]:
+    """Messages whose beginning has no call before it: there, answers of tools become messages of the user."""
+    n = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    first = [{"role": "user", "content": m["content"]} if m["role"] == "tool" else m for m in messages[:n]]
+    return first + messages[n:]
 
 
 def content_of(text: str, images: list[Image]) -> str | list[dict]:
@@ -378,6 +409,24 @@ def check_template(settings: MultiTurn) -> None:
         if settings.encode(before) + settings.encode(text) + settings.encode(rest) != settings.encode(after):
             raise InputError(f"{name}: a conversation encoded turn by turn has other tokens than the whole")
         end = settings.tokenizer.decode(settings.encode(rest)[:1])
+
+
+def check_window(settings: MultiTurn) -> None:
+    """Raises InputError unless the window holds a context of compact_at tokens, a turn, and its summary."""
+    limits = settings.limits
+    if limits.compact_at is None or limits.max_turn_tokens is None:
+        return
+    if settings.vision:
+        raise InputError("--multi-turn.compact-at: a summary is text, and this --model reads images: take a text model")
+    question, turn = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "6*7=42"}
+    ask = {"role": "user", "content": limits.compact_prompt}
+    texts = settings.render([question]) + turn["content"], settings.render([question, turn, ask])
+    before, after = (len(settings.encode(text)) for text in texts)
+    needed = limits.compact_at + 2 * limits.max_turn_tokens + after - before
+    if limits.context_window is not None and limits.context_window < needed:
+        parts = f"{limits.compact_at} of --multi-turn.compact-at, 2 x {limits.max_turn_tokens} of .max-turn-tokens"
+        what = f"must hold {needed} tokens: {parts}, {after - before} of .compact-prompt"
+        raise InputError(f"--multi-turn.context-window {limits.context_window}: {what}")
 
 
 def _check_shows_images(settings: MultiTurn, question: dict, turn: dict, answer: dict) -> None:

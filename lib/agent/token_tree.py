@@ -66,6 +66,7 @@ class Request:
 class TokenTree:
     prompt_ids: list[int]
     max_response_length: int  # tokens of all segments together, without the prompt
+    window: int | None = None  # the most tokens of a context and its answer; None: the row's
     segments: list[Segment] = field(init=False)  # the first begins with the prompt
     running: set[Request] = field(default_factory=set)
 
@@ -108,6 +109,9 @@ class TokenTree:
             else:
                 forks = before is not None
                 requests.append(Request(Segment([]), before.ids + new if forks else new, forks))
+        if self.window is not None:
+            left = self.window - max(len(request.context) for request in requests)
+            max_tokens = left if max_tokens is None else min(max_tokens, left)
         room = self.room - sum(len(request.new) for request in requests)
         limit = room // n if max_tokens is None else min(max_tokens, room // n)
         waits = bool(self.running) and (max_tokens is None or limit < max_tokens)
@@ -115,7 +119,8 @@ class TokenTree:
             self._leave(requests)
             if waits:
                 return None
-            raise RowFull(f"{len(requests[0].new)} more tokens of context, in a row with room for {self.room}")
+            window = f" and a window of {self.window}" if self.window else ""
+            raise RowFull(f"{len(requests[0].new)} more tokens of context, in a row with room for {self.room}{window}")
         for request in requests:
             request.limit = limit
         self.running |= {*requests}

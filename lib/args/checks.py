@@ -28,6 +28,7 @@ def check_common_flags(args: ScriptArgs) -> None:
     _check_models_and_files(args)
     _check_sampling(args)
     _check_agent(args)
+    _check_context(args)
     _check_groups(args)
     _check_kl(args)
     _check_parallel(args)
@@ -47,6 +48,23 @@ def _check_agent(args: ScriptArgs) -> None:
     if args.rollout.agent and own:
         why = "an agent has its own tools and decides when its episode ends"
         raise InputError(f"--agent with --multi-turn.{own[0]}: {why}: drop one")
+
+
+def _check_context(args: ScriptArgs) -> None:
+    turns, prompt = args.multi_turn, args.data.max_prompt_length
+    at, turn, window = turns.compact_at, turns.max_turn_tokens, turns.context_window
+    if window and window <= prompt:
+        raise InputError(f"--multi-turn.context-window {window}: must be above --max-prompt-length {prompt}")
+    if at and not turn:
+        raise InputError(
+            f"--multi-turn.compact-at {at} needs --multi-turn.max-turn-tokens: the limit of a summary, too"
+        )
+    if at and turn and at <= prompt + turn:
+        what = f"the prompt and a summary, --max-prompt-length {prompt} + --multi-turn.max-turn-tokens {turn}"
+        raise InputError(f"--multi-turn.compact-at {at}: must be above the tokens of {what}")
+    if at and args.adv_estimator == "mt_grpo":
+        why = "compares turns of the same number, and a summary shifts these: use gigpo or grpo"
+        raise InputError(f"--multi-turn.compact-at with --adv-estimator mt_grpo: it {why}")
 
 
 def _check_goals(args: ScriptArgs) -> None:

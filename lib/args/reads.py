@@ -84,6 +84,8 @@ TABLE = (
     Row("lora_rank and rollout_engine vllm and no rollout_gpus", "lora_sync"),
     Row("async_level", "async_order"),
     Row("multi_turn.tools or multi_turn.interaction", " ".join(f"multi_turn.{name}" for name in LIMITS.split())),
+    Row("multi_turn.tools or multi_turn.interaction or agent", "multi_turn.context_window multi_turn.compact_at"),
+    Row("multi_turn.compact_at", "multi_turn.compact_prompt"),
     Row("multi_turn.tools", "multi_turn.parser multi_turn.max_tool_calls"),
     Row("agent", "agent_timeout agent_memory agent_ignore multi_turn.parser multi_turn.max_turn_tokens"),
     Row("agent", "multi_turn.reward_coef"),

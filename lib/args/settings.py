@@ -42,6 +42,16 @@ class MultiTurnArgs:
     """maximum number of tool calls in a turn, run in sequence; further calls get an error as the answer"""
     max_turn_tokens: Annotated[int | None, Gt(0)] = None
     """maximum number of tokens of a turn; None: the rest of the row"""
+    context_window: Annotated[int | None, Gt(0)] = None
+    """maximum number of tokens of a context and the turn sampled from it, the engine's max_model_len; None: a row's"""
+    compact_at: Annotated[int | None, Gt(0)] = None
+    """context compaction: before a turn whose context has more tokens, the policy writes a summary, from which the
+    episode goes on; None: never"""
+    compact_prompt: str = (
+        "Summarize the conversation so far. You will go on from the first message, your summary and the next message: "
+        "keep all that you need of the rest."
+    )
+    """the message that asks for the summary"""
     max_tool_output: Annotated[int, Gt(0)] = 2000
     """maximum number of characters of an answer of a tool or the interaction"""
     truncate: Literal["left", "middle", "right"] = "middle"

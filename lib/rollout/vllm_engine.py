@@ -32,7 +32,8 @@ from lib.seeds import seeded
 
 # settings of vLLM: the flag that sets each
 BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype", "seed": "--seed"}
-BY_FLAG |= {"max_model_len": "--max-prompt-length and --max-response-length", "limit_mm_per_prompt": "--max-images"}
+BY_FLAG |= {"max_model_len": "--max-prompt-length, --max-response-length and --multi-turn.context-window"}
+BY_FLAG |= {"limit_mm_per_prompt": "--max-images"}
 BY_FLAG |= {"enable_lora": "--lora-sync", "max_lora_rank": "--lora-rank"}
 BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
 BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"

@@ -33,6 +33,7 @@ for flags in cases:
         answers.append([stop.code, said.getvalue(), "torch" in sys.modules])
 print(json.dumps(answers))
 """
+COMPACT = ["--multi-turn.compact-at", "99"]
 BAD_FLAGS = {  # what the message says, by flags
     "invalid choice": ["--loss-agg-mode", "mean"],
     "--max-grad-norm": ["--max-grad-nom", "1"],
@@ -42,7 +43,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--reward-kwargs {x: not JSON": ["--reward-kwargs", "{x"],
     "--reward-kwargs [1]: give a JSON object": ["--reward-kwargs", "[1]"],
     "--gpu-memory-utilization": ["--gpu-memory", "0.5"],
-    "--multi-turn.tools": ["--multi-turn", '{"tools": ["calculator"]}'],
+    "--multi-turn.interaction": ["--multi-turn", '{"tools": ["calculator"]}'],  # ten flags with this prefix are named
     "--config absent.json: cannot be read": ["--config", "absent.json"],
     "--temperature 0.0: must be above 0": ["--temperature", "0"],
     "--max-grad-norm -1.0: must be above 0": ["--max-grad-norm", "-1"],
@@ -130,6 +131,15 @@ BAD_FLAGS = {  # what the message says, by flags
     "--agent with --multi-turn.interaction": ["--agent", "true", "--multi-turn.interaction", "reasoning_gym"],
     "--agent-timeout has no effect without --agent": ["--agent-timeout", "9"],
     "--multi-turn.max-turns has no effect": ["--agent", "true", "--multi-turn.max-turns", "9"],
+    "--multi-turn.context-window has no effect without --multi-turn.tools": ["--multi-turn.context-window", "99"],
+    "--multi-turn.compact-prompt has no effect without": ["--agent", "true", "--multi-turn.compact-prompt", "x"],
+    "--multi-turn.context-window 32: must be above --max-prompt-length 32": [
+        *("--agent", "true", "--multi-turn.context-window", "32")
+    ],
+    "--multi-turn.compact-at 99 needs --multi-turn.max-turn-tokens": ["--agent", "true", *COMPACT],
+    "--multi-turn.compact-at 99: must be above the tokens of the prompt and a summary, --max-prompt-length 32 + --": [
+        *("--agent", "true", *COMPACT, "--multi-turn.max-turn-tokens", "67")
+    ],
     "--record with --replay": ["--record", "a", "--replay", "b"],
     "--replay ./absent: no config.json": ["--replay", "./absent"],
     "--loader-workers take them ahead": ["--prompt-sampling", "skip", "--loader-workers", "1"],
@@ -159,6 +169,9 @@ OWN_BAD_FLAGS = {
         ],
         "mt_grpo compares the rewards of turns: --multi-turn.reward-coef 0": [
             *(*MT_GRPO, "benchmarks/turn_credit.py:calculator", "--multi-turn.reward-coef", "0")
+        ],
+        "--multi-turn.compact-at with --adv-estimator mt_grpo": [
+            *(*MT_GRPO, "benchmarks/turn_credit.py:calculator", *COMPACT, "--multi-turn.max-turn-tokens", "4")
         ],
         "--kl-placement loss": [*GDPO, "--kl-placement", "reward", "--kl-coef", "0.1"],
         "--reward-weights has no effect with --adv-estimator gdpo": [*GDPO, "--reward-weights", "2"],
