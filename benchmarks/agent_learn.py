@@ -1,6 +1,6 @@
 """Whether a program with the openai SDK learns the embedded task with tools as well as --multi-turn.tools.
 
-    python -m benchmarks.agent_learn                    both arms, five seeds, one run at a time (a quarter of an hour of one core);
+    python -m benchmarks.agent_learn                    both arms, five seeds (a quarter of an hour of one core);
                                                         what benchmarks/results/agent_learn.json has is not run again
     python -m benchmarks.agent_learn --table            the table of docs/agents.md
 
