@@ -44,7 +44,7 @@ T = 600
 
 class Fake:
     """An engine whose answers depend on the context and the seed alone. It remembers what it sampled, and never
-    answers who says "hang"."""
+    answers who says "hang" and no more."""
 
     version, pad_token_id, long_steps, shared, in_process = 7, 0, False, False, True
 
@@ -65,7 +65,7 @@ class Fake:
         ended = {}
         for request_id, request in list(self.waiting.items()):
             request[0] -= 1
-            if request[0] < 0 and "hang" not in tokenizer().decode(request[1]):
+            if request[0] < 0 and "\nhang<" not in tokenizer().decode(request[1]):
                 del self.waiting[request_id]
                 ended[request_id] = self.answer(*request[1:])
         return ended
