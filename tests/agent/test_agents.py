@@ -4,7 +4,9 @@ import asyncio
 import json
 import random
 import re
+import resource
 import shlex
+import socket
 import sys
 import threading
 import time
@@ -700,6 +702,25 @@ def test_requests_too_large_and_clients_that_hang(monkeypatch):
 
     out, _ = play(agent)
     assert statuses == [413, 400, 408] and out.non_tensor_batch["finish_reason"].tolist() == ["stop"]
+
+
+def test_agents_of_a_batch_run_at_once(monkeypatch):
+    """Each in a thread and with a connection of its own, where the process may open few files at first."""
+    monkeypatch.setattr(endpoint, "_of_loop", WeakKeyDictionary())  # a new one
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    all_here = threading.Barrier(300)
+
+    def agent(url, key, row):
+        with socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1")))):
+            all_here.wait(60)
+        good(url, key, row)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        out, _ = play(agent, rows=300)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop"] * 300
 
 
 # ---- agents that fail ----------------------------------------------------------------------------
