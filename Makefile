@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
-.PHONY: help setup lock train test browser agents test-agents test-fast diff curves bench lint format clean
+.PHONY: help setup lock train test browser agents test-agents test-fast diff curves bench docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -79,6 +79,9 @@ bench: setup  ## speed and memory of the parts, to benchmarks/results (an hour; 
 	for part in hostile_scorer agent_loop weight_sync; do $(BIN)/python -m benchmarks.$$part || exit; done
 	$(BIN)/python -m benchmarks.vs_trl options
 	$(BIN)/python -m benchmarks.vs_trl limits
+
+docs: setup  ## the documents as a site, to site/; to read it while you write: make docs ARGS=serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict)
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -63,7 +63,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("weight_versions", "B, T", "int64", "weights that sampled it, or -1", "metrics", "", ": int32", -1),
     ),
     "lib/agent/agent_loop.py: _as_batch": (
-        Column("turn_rewards", "B, T", "float32", "rewards of tools and interactions", "add_to", saved="turns"),
+        Column("turn_rewards", "B, T", "float32", "rewards of tools, interactions and agents", "add_to", saved="turns"),
         Column("anchor_states", "B, T", "int64", "hash of the answer before the turn, or 0", "gigpo", "if read"),
         Column("messages", "B", "list", "the episode"),
         Column("answer", "B", "str", "the last answer of --agent, or None if the agent gave a reward", "rewards"),

@@ -300,12 +300,7 @@ SEVERAL_UPDATES = [  # of several micro-batches
 START_S = 300  # of a vLLM server, on a machine with other work
 
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    [
-        *("grpo", "tests.common", "transformers.models.llama.modeling_llama"),
-        *("fsspec", "matplotlib.backends.backend_agg", "matplotlib.figure", "pandas"),  # which a run imports late
-    ]
-)
+FORKSERVER.set_forkserver_preload(["tests.warm"])
 
 
 def parse_flags(args_class: type, words: list[str]) -> Any:

@@ -15,7 +15,7 @@ import tyro
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+DOCS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "SECURITY.md"))]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 SCRIPT_OF = (

@@ -12,8 +12,8 @@ from lib.agent.endpoint import Api, Endpoint
 from lib.agent.episode import EngineFailed
 from lib.agent.metrics import OF_AGENTS, FinishReason
 from lib.agent.multi_turn import LONG_TEXT, REFUSALS, AsyncRolloutRequest, MultiTurn, RequestState
-from lib.agent.openai_api import LARGEST_N, BadRequest, Choice, Options
-from lib.agent.parsers import get_tool_parser
+from lib.agent.openai_api import LARGEST_N, BadRequest, Choice, Options, Rules
+from lib.agent.parsers import call_beginning, get_tool_parser
 from lib.agent.program import Agent, AgentFailed, reward_of
 from lib.agent.token_tree import Answer, Request, RowFull, TokenTree
 from lib.agent.tools import BaseTool, in_thread
@@ -34,7 +34,9 @@ class AgentEpisode:
         self.request, self.generate, self.sampling, self.settings = request, generate, sampling, settings
         self.agent: Agent = settings.agent
         self.tree = TokenTree(request.prompt_ids, request.max_response_length)
-        self.conversations = Conversations(settings)
+        self.conversations = Conversations(settings, self.tree)
+        self.rules = Rules(self.agent.sampling, self.agent.ignore)
+        self.answers: dict[str, Generated] = {}  # by the ids that the agent got
         self.parsers: dict[str, Callable] = {}
         self.counts = self.conversations.metrics
         self.freed = asyncio.Event()  # a request has ended, and left its room
@@ -46,11 +48,12 @@ class AgentEpisode:
         """Raises AgentFailed, and what the engine raises."""
         request = self.request
         request.state = RequestState.RUNNING
+        rewards: dict[str, float] = {}
         endpoint = await Endpoint.of_this_loop()
         key = endpoint.open(self.chat)
         try:
             async with asyncio.timeout(self.agent.timeout_s) as limit:
-                reward, metrics = reward_of(await self._play(endpoint.url, key))
+                reward, rewards, metrics = reward_of(await self._play(endpoint.url, key), self.answers)
             if request.answer is None:
                 raise AgentFailed("no_request", "the agent ended without an answer of the model")
             request.finish_reason = FinishReason.LENGTH if self.is_full else FinishReason.STOP
@@ -68,7 +71,7 @@ class AgentEpisode:
             request.finish_reason, reward = FinishReason.LENGTH, None  # a program may fail where its model fails
         finally:
             await endpoint.close(key)
-            self._fill_row()
+            self._fill_row(rewards)
             done = request.finish_reason not in (None, FinishReason.ABORTED)
             request.state = RequestState.COMPLETED if done else RequestState.FAILED
         if reward is not None:
@@ -89,9 +92,11 @@ class AgentEpisode:
             if playing.done() and not playing.cancelled():
                 playing.exception()  # else asyncio would say that nobody asked for it
 
-    def _fill_row(self) -> None:
-        """The tree's segments, one after the other; the first continues the prompt, if an answer does."""
+    def _fill_row(self, rewards: dict[str, float]) -> None:
+        """The tree's segments, one after the other; the first continues the prompt, if an answer does. rewards: of
+        answers, each on its last token."""
         request, first = self.request, self.tree.segments[0]
+        of_answers = {id(self.answers[name]): reward for name, reward in rewards.items()}
         if len(first.parts) == 1:
             request.starts = []
         for segment in self.tree.segments:
@@ -99,35 +104,53 @@ class AgentEpisode:
                 request.begin_segment()
             for ids, sampled in segment.parts[segment is first :]:
                 request.append(list(ids), sampled)
+                if id(sampled) in of_answers:
+                    request.reward(of_answers[id(sampled)])
+        self.counts["ignored"] = self.rules.ignored
         request.metrics.update({name: self.counts[name] for name in OF_AGENTS})
 
     async def chat(self, api: Api, body) -> dict | Iterator[dict]:
         """The answer to a request, or its events. Raises BadRequest."""
-        messages, tools, options = api.read_request(body, self.agent.sampling)
-        if options.stop and not self.agent.takes_stop:
-            raise BadRequest("stop: not supported with --async-level", "stop", "unsupported_parameter")
+        messages, tools, options = api.read_request(body, self.rules)
         self.counts["requests"] += 1
+        name = f"{api.ID}{self.request.request_id}-{self.counts['requests']}"
+        find = partial(self._contexts, messages, tools, options)
+        takes_long = sum(len(own["content"]) for own in messages) + sum(map(len, options.prompts)) > LONG_TEXT
+        contexts = await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
+        parse = self._parser(contexts[0].tools_key, tools) if tools and options.calls_tools else lambda text: []
+        contexts = [context for context in contexts for _ in range(options.n)]
+        choices, tokenizer = [], self.settings.tokenizer
+        for i, (context, (answer, sampled)) in enumerate(zip(contexts, await self._sample(contexts, options))):
+            stop = (*self.sampling.stop, *options.stop)
+            said = self.conversations.add(context, answer, sampled, stop, parse)
+            self.answers[name if len(contexts) == 1 else f"{name}-{i}"] = sampled
+            self.request.answer = context.prefill + tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+            self.request.messages = [*context.messages, said.message]
+            tokens = [tokenizer.decode([token]) for token in sampled.token_ids] if options.logprobs else []
+            reason = "tool_calls" if said.message.get("tool_calls") else sampled.finish_reason
+            own = said.text[len(context.prefill) :]
+            ended_by = min(filter(own.__contains__, options.stop), key=own.find, default=None)
+            before = answer.ids[: len(answer.ids) - len(sampled.token_ids)]
+            choices.append(Choice(said.shown, before, sampled, tokens, reason, ended_by))
+        write = api.chunks if options.stream else api.completion
+        return write(name, choices, options)
+
+    def _contexts(self, messages: list[dict], tools: list[dict], options: Options) -> list[Context]:
+        """That of the messages, or of each raw prompt. Raises BadRequest."""
+        tokenizer, size = self.settings.tokenizer, len(self.settings.tokenizer)
+        for prompt in options.prompts:
+            if isinstance(prompt, list) and not 0 <= min(prompt) <= max(prompt) < size:
+                raise BadRequest(f"prompt: give token ids from 0 to {size - 1}", "prompt")
+        if options.prompts:
+            return [self.conversations.raw_context(prompt) for prompt in options.prompts]
         try:
-            find = partial(self.conversations.context, messages, tools)
-            takes_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
-            context = await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
+            forced = map(self.settings.escaped, options.forced)
+            prefill = call_beginning(self.agent.parser, tokenizer, (*forced,)) if options.forced else ""
+            return [self.conversations.context(messages, tools, prefill)]
+        except InputError as error:
+            raise BadRequest(f"tool_choice: {error}", "tool_choice", "unsupported_value") from error
         except (*REFUSALS, RecursionError) as error:  # JSON may be deeper than a template can write
             raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
-        parse = self._parser(context.tools_key, tools) if tools and options.calls_tools else lambda text: []
-        sampled = await self._sample(context, options)
-        choices, tokenizer = [], self.settings.tokenizer
-        for answer, generated in sampled:
-            stop = (*self.sampling.stop, *options.stop)
-            said = self.conversations.add(context, answer, generated, stop, parse)
-            self.request.answer = tokenizer.decode(generated.token_ids, skip_special_tokens=True)
-            self.request.messages = [*context.messages, said.message]
-            tokens = [tokenizer.decode([token]) for token in generated.token_ids] if options.logprobs else []
-            reason = "tool_calls" if said.message.get("tool_calls") else generated.finish_reason
-            ended_by = min(filter(said.text.__contains__, options.stop), key=said.text.find, default=None)
-            choices.append(Choice(said.shown, generated, tokens, reason, ended_by))
-        name = f"{self.request.request_id}-{self.counts['requests']}"
-        write = api.chunks if options.stream else api.completion
-        return write(name, len(sampled[0][0].ids) - len(sampled[0][1].token_ids), choices, options)
 
     def _parser(self, key: str, tools: list[dict]) -> Callable:
         """Raises BadRequest if the chat template shows no known format of tool calls."""
@@ -142,11 +165,12 @@ class AgentEpisode:
                 raise BadRequest(f"tools: {error}", "tools", "unsupported_parameter") from error
         return self.parsers[key]
 
-    async def _sample(self, context: Context, options: Options) -> list[tuple[Answer, Generated]]:
-        """n answers. Raises BadRequest if the row has no room."""
+    async def _sample(self, contexts: list[Context], options: Options) -> list[tuple[Answer, Generated]]:
+        """An answer to each. Raises BadRequest if the row has no room."""
+        places = [(context.before, context.new) for context in contexts]
         max_tokens = options.max_tokens or self.settings.limits.max_turn_tokens
         try:
-            while (requests := self.tree.begin(context.before, context.new, max_tokens, options.n)) is None:
+            while (requests := self.tree.begin(places, max_tokens)) is None:
                 self.freed.clear()
                 await self.freed.wait()
         except RowFull as error:

@@ -9,32 +9,38 @@ from lib.agent.openai_api import (
     BadRequest,
     Choice,
     Options,
+    Rules,
     list_of,
+    read_tool_choice,
     stop_strings,
     supported,
     switch,
     text_of,
     whole,
 )
-from lib.rollout import Sampling
 
+ID = "msg_"
 READ = {"system", "messages", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"}
 READ |= {"temperature", "top_p", "top_k"}
 IGNORED = {"model", "metadata", "service_tier", "cache_control"}  # without an effect on what is sampled
 FIXED: dict[str, tuple] = {"thinking": ({"type": "disabled"},)}
-CHOICES = ("auto", "none")
+CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # and "tool"
 OF_TOOLS = {"name", "description", "input_schema", "type", "cache_control"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-def read_request(body: Any, sampling: Sampling) -> tuple[list[dict], list[dict], Options]:
+def read_request(body: Any, rules: Rules) -> tuple[list[dict], list[dict], Options]:
     """As lib/agent/openai_api.py's. Raises BadRequest."""
-    given = supported(body, READ | IGNORED, FIXED, sampling)
+    given = supported(body, READ | IGNORED, FIXED, rules)
+    tools = read_tools(given.get("tools", []))
     choice = given.get("tool_choice", {"type": "auto"})
-    if not isinstance(choice, dict) or choice.get("type") not in CHOICES or choice.get("disable_parallel_tool_use"):
-        shown = f"the types {' and '.join(CHOICES)} are supported, with parallel calls"
+    kind = str(choice.get("type")) if isinstance(choice, dict) else ""
+    if kind not in CHOICES | {"tool": ""} or choice.get("disable_parallel_tool_use"):
+        shown = f"the types {', '.join(CHOICES)} and tool are supported, with parallel calls"
         raise BadRequest(f"tool_choice: only {shown}", "tool_choice", "unsupported_value")
+    named = choice | {"type": "function"}
+    calls_tools, forced = read_tool_choice(named if kind == "tool" else CHOICES[kind], tools)
     if "max_tokens" not in given:
         raise BadRequest("max_tokens: give a whole number", "max_tokens")
     options = Options(
@@ -43,13 +49,14 @@ def read_request(body: Any, sampling: Sampling) -> tuple[list[dict], list[dict],
         stop=stop_strings(given.get("stop_sequences", []), "stop_sequences"),
         seed=None,
         logprobs=False,
-        calls_tools=choice["type"] != "none",
+        calls_tools=calls_tools,
         stream=switch(given, "stream"),
         stream_usage=True,
+        forced=forced,
     )
     system = text_of(given.get("system"), "system")
     messages = [{"role": "system", "content": system}] if system else []
-    return messages + read_messages(given.get("messages")), read_tools(given.get("tools", [])), options
+    return messages + read_messages(given.get("messages")), tools, options
 
 
 def read_tools(tools: Any) -> list[dict]:
@@ -117,7 +124,7 @@ def _of_user(blocks: list, where: str, names: dict[str, str]) -> list[dict]:
     return found or [{"role": "user", "content": ""}]
 
 
-def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> dict:
+def completion(name: str, choices: list[Choice], options: Options) -> dict:
     """The answer to a request that does not stream."""
     [choice] = choices
     blocks: list[dict] = [{"type": "text", "text": text}] if (text := choice.message["content"]) else []
@@ -126,20 +133,20 @@ def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Op
         blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]})
     by_string = choice.stop is not None and choice.finish_reason == "stop"
     return {
-        "id": f"msg_{name}",
+        "id": name,
         "type": "message",
         "role": "assistant",
         "model": MODEL,
         "content": blocks,
         "stop_reason": "stop_sequence" if by_string else REASONS[choice.finish_reason],
         "stop_sequence": choice.stop if by_string else None,
-        "usage": {"input_tokens": prompt_tokens, "output_tokens": len(choice.sampled.token_ids)},
+        "usage": {"input_tokens": len(choice.context), "output_tokens": len(choice.sampled.token_ids)},
     }
 
 
-def chunks(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> Iterator[dict]:
+def chunks(name: str, choices: list[Choice], options: Options) -> Iterator[dict]:
     """The same as events of a stream: each block in one."""
-    answer = completion(name, prompt_tokens, choices, options)
+    answer = completion(name, choices, options)
     blocks, usage = answer["content"], answer["usage"]
     ended = {key: answer[key] for key in ("stop_reason", "stop_sequence")}
     begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}

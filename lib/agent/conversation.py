@@ -5,13 +5,14 @@ encoded. Where the messages before it are not those of its context any more (dro
 template rewrites history, the whole context is encoded anew."""
 
 import json
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
 from lib.agent.multi_turn import MultiTurn, assistant_message, glue
-from lib.agent.token_tree import Answer
+from lib.agent.token_tree import Answer, TokenTree
 from lib.agent.tools import ToolCall
 from lib.rollout import Generated
 
@@ -21,10 +22,11 @@ class Context(NamedTuple):
 
     before: Answer | None  # the answer that it continues
     new: list[int]  # the tokens behind it; without one, all
-    text: str  # as the template renders it
+    text: str  # as the template renders it, or the raw prompt
     messages: list[dict]
-    key: bytes  # of the messages and tools that the agent sent
-    tools_key: str
+    key: bytes = b""  # of the messages and tools that the agent sent; empty for a raw prompt
+    tools_key: str = ""
+    prefill: str = ""  # the beginning of a forced call: given, at the end of `new`, and a part of the answer's text
 
 
 @dataclass(eq=False)
@@ -34,6 +36,7 @@ class Said:
     answer: Answer
     context: Context
     text: str  # without its end token
+    sampled: Generated
     has_end_token: bool
     message: dict  # as templates want it
     shown: dict  # what the agent gets of it: nothing from a stop string on
@@ -42,14 +45,16 @@ class Said:
 class Conversations:
     """Those of an episode."""
 
-    def __init__(self, settings: MultiTurn):
-        self.settings = settings
+    def __init__(self, settings: MultiTurn, tree: TokenTree):
+        self.settings, self.tree = settings, tree
         self.said: dict[bytes, list[Said]] = defaultdict(list)  # by the key of the messages up to it
+        self.answers: list[Said] = []
         self.metrics: Counter[str] = Counter()
         self.calls = 0  # tool calls so far, which number the next
 
-    def context(self, messages: list[dict], tools: list[dict]) -> Context:
-        """messages, tools: of lib/agent/openai_api.py. Raises what a template raises for messages that it refuses."""
+    def context(self, messages: list[dict], tools: list[dict], prefill: str = "") -> Context:
+        """messages, tools: of lib/agent/openai_api.py. prefill: how the answer begins. Raises what a template raises
+        for messages that it refuses."""
         key = sha256(json.dumps(tools, sort_keys=True).encode()).digest()
         keys = [key]
         for message in messages:
@@ -79,7 +84,61 @@ class Conversations:
         if self.said and rewritten:
             self.metrics["lost_prefixes"] += 1
             self.metrics["tokens_reencoded"] += len(ids)
-        return Context(before, ids, text, own, keys[-1], key.hex())
+        return Context(before, ids + encode(prefill), text, own, keys[-1], key.hex(), prefill)
+
+    def raw_context(self, prompt: str | list[int]) -> Context:
+        """Of a prompt that is no list of messages. In a text, special tokens are special tokens. If it begins with an
+        earlier context and its answer, their tokens stay, and what follows is encoded."""
+        if isinstance(prompt, list):
+            before = self.tree.longest(prompt)
+            ids, text = prompt[len(before.ids) if before else 0 :], self._decode(prompt)
+            self.metrics["tokens_reused"] += before.num_sampled if before else 0
+        else:
+            text = prompt.encode("utf-8", "replace").decode()
+            before, ids = self._continued(text)
+        return Context(before, ids, text, [{"role": "user", "content": text}])
+
+    def _continued(self, text: str) -> tuple[Answer | None, list[int]]:
+        """(the answer that a raw prompt continues, the tokens behind it), or None and all tokens of the prompt."""
+        encode, found = self.settings.encode, []
+        for said in self.answers:
+            end, kept = self._shown(said, text)
+            left = len(said.sampled.token_ids) - kept
+            if end:
+                found.append((end, -left, said.answer.is_leaf, said))
+        if found:  # the longest; of several one whose tokens all stay, and behind which there is nothing yet
+            end, left, _, said = max(found, key=lambda own: own[:3])
+            rest, answer = encode(text[end:]), said.answer
+            self.metrics["tokens_reused"] += answer.num_sampled + left
+            return (answer, rest) if left == 0 else (None, answer.ids[:left] + rest)
+        ids = encode(text)
+        if any(text.startswith(said.context.text) and text != said.context.text for said in self.answers):
+            self.metrics["lost_prefixes"] += 1
+            self.metrics["tokens_reencoded"] += len(ids)
+        bos = [self.settings.tokenizer.bos_token_id]
+        writes_bos = self.settings.tokenizer("")["input_ids"][:1] == bos != ids[:1]
+        return None, bos + ids if writes_bos else ids
+
+    def _shown(self, said: Said, text: str) -> tuple[int, int]:
+        """If the text begins with the answer and its context: the number of characters up to there, and how many of the
+        answer's tokens stand in them. Else (0, 0). It may lack the end token, white space, or what the agent did not
+        get."""
+        start, ids = len(said.context.text), said.sampled.token_ids
+        if not text.startswith(said.context.text):
+            return 0, 0
+        for n in (len(ids), len(ids) - said.has_end_token):
+            whole = said.text + self._decode(ids[len(ids) - said.has_end_token : n])
+            if text.startswith(whole, start):
+                return start + len(whole), n
+        own = said.shown["content"].rstrip()
+        if said.context.key or not text.startswith(own, start):
+            return 0, 0
+        n = bisect_right(range(len(ids)), len(own), key=lambda k: len(self._decode(ids[: k + 1])))
+        kept = self._decode(ids[:n])
+        return (start + len(kept), n) if text.startswith(kept, start) else (0, 0)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.settings.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _render(self, messages: list[dict], tools: list[dict]) -> str:
         """Without lone surrogates, which JSON may hold and no tokenizer takes."""
@@ -88,13 +147,17 @@ class Conversations:
     def add(self, context: Context, answer: Answer, sampled: Generated, stop: tuple[str, ...], parse) -> Said:
         """The answer, as the agent gets it and may send it back. parse: finds its tool calls."""
         text, has_end_token = self.settings.turn_of(sampled, stop)
+        text = context.prefill + text
         calls: list[ToolCall] = parse(text)
         message = assistant_message(text, calls, parse, self.calls)
         self.calls += len(message.get("tool_calls", ()))
         content = message["content"]
-        end = min((i for i in map(content.find, stop) if i >= 0), default=len(content))
-        said = Said(answer, context, text, has_end_token, message, message | {"content": content[:end]})
-        self.said[_next_key(context.key, said.shown)].append(said)
+        begin = len(context.prefill)  # which no stop string ends
+        end = min((i for own in stop if (i := content.find(own, begin)) >= 0), default=len(content))
+        said = Said(answer, context, text, sampled, has_end_token, message, message | {"content": content[:end]})
+        self.answers.append(said)
+        if context.key:
+            self.said[_next_key(context.key, said.shown)].append(said)
         return said
 
 

@@ -12,10 +12,9 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from lib.agent import anthropic_api, openai_api, responses_api
-from lib.agent.openai_api import BadRequest, Choice, Options
+from lib.agent import anthropic_api, completions_api, openai_api, responses_api
+from lib.agent.openai_api import BadRequest, Choice, Options, Rules
 from lib.agent.tools import say, show_once
-from lib.rollout import Sampling
 
 LARGEST_BODY = 1 << 24  # bytes
 BODY_S = 60.0  # how long a client may take to send its request
@@ -26,13 +25,15 @@ OPEN_FILES = 1 << 16  # an episode with a command holds eight, and many systems 
 class Api(Protocol):
     """A format of requests and answers: a module."""
 
-    def read_request(self, body: Any, sampling: Sampling, /) -> tuple[list[dict], list[dict], Options]:
-        """(messages and tools as templates want them, options). sampling: of training. Raises BadRequest."""
+    ID: str  # begins the ids of its answers
 
-    def completion(self, name: str, prompt_tokens: int, choices: list[Choice], options: Options, /) -> dict:
-        """The answer to a request that does not stream."""
+    def read_request(self, body: Any, rules: Rules, /) -> tuple[list[dict], list[dict], Options]:
+        """(messages and tools as templates want them, options). Raises BadRequest."""
 
-    def chunks(self, name: str, prompt_tokens: int, choices: list[Choice], options: Options, /) -> Iterator[dict]:
+    def completion(self, name: str, choices: list[Choice], options: Options, /) -> dict:
+        """The answer to a request that does not stream, with the id `name`."""
+
+    def chunks(self, name: str, choices: list[Choice], options: Options, /) -> Iterator[dict]:
         """The same as events of a stream."""
 
     def refusal(self, error: BadRequest, /) -> dict: ...
@@ -40,7 +41,8 @@ class Api(Protocol):
 
 APIS: dict[str, Api] = {"/v1/chat/completions": openai_api, "/v1/responses": responses_api}
 APIS["/v1/messages"] = anthropic_api
-NOT_SUPPORTED = ("/v1/completions", "/v1/embeddings", "/v1/audio/speech", "/v1/images/generations")
+APIS["/v1/completions"] = completions_api
+NOT_SUPPORTED = ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations")
 Chat = Callable[[Api, Any], Awaitable[dict | Iterator[dict]]]  # from a request to its answer, or its events
 _of_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Endpoint]]" = WeakKeyDictionary()
 

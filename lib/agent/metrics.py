@@ -6,7 +6,7 @@ from enum import Enum
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum
 
-OF_AGENTS = ("requests", "forks", "lost_prefixes", "tokens_reused", "tokens_reencoded", "cancelled")
+OF_AGENTS = ("requests", "forks", "lost_prefixes", "tokens_reused", "tokens_reencoded", "cancelled", "ignored")
 FAILURES = ("timeout", "exit_code", "signal", "exception", "bad_reward", "no_request")  # of an agent
 ERROR_KINDS = ("malformed", "unknown_tool", "wrong_arguments", "exception", "timeout")  # of a tool's call
 

@@ -9,6 +9,7 @@ from typing import Any
 from lib.rollout import Generated, Sampling
 
 MODEL = "policy"
+ID = "chatcmpl-"  # begins the id of an answer
 LARGEST_N = 128
 # parameters without an effect on what is sampled
 IGNORED = {"model", "stream_options", "user", "metadata", "store", "service_tier", "prompt_cache_key"}
@@ -16,9 +17,13 @@ IGNORED |= {"safety_identifier", "prompt_cache_retention"}
 # parameters of which only some values are supported: these, and null
 FIXED: dict[str, tuple] = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
 FIXED |= {"top_logprobs": (0,), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},)}
-FIXED |= {"tool_choice": ("auto", "none"), "modalities": (["text"],)}
-READ = {"messages", "tools", "n", "stop", "seed", "max_tokens", "max_completion_tokens", "logprobs", "stream"}
-READ |= {"temperature", "top_p"}
+FIXED |= {"modalities": (["text"],)}
+READ = {"messages", "tools", "tool_choice", "n", "stop", "seed", "max_tokens", "max_completion_tokens", "logprobs"}
+READ |= {"stream", "temperature", "top_p"}
+# parameters that --agent-ignore may name, in any of the APIs: without them a request has an answer of the same form
+IGNORABLE = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"}
+IGNORABLE |= {"logit_bias", "response_format", "text", "reasoning", "reasoning_effort", "verbosity", "thinking"}
+IGNORABLE |= {"top_logprobs", "parallel_tool_calls", "include", "truncation"}
 
 
 class BadRequest(Exception):
@@ -27,6 +32,15 @@ class BadRequest(Exception):
     def __init__(self, what: str, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(what)
         self.param, self.code, self.status = param, code, status
+
+
+@dataclass
+class Rules:
+    """What the requests of an episode may name."""
+
+    sampling: Sampling  # of training: another way to sample is refused
+    ignore: frozenset[str] = frozenset()  # parameters that are accepted without an effect
+    ignored: int = 0  # how many there were
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,9 @@ class Options:
     calls_tools: bool  # whether tool calls in the answer are read
     stream: bool
     stream_usage: bool
+    forced: tuple[str, ...] = ()  # names of tools, of which one must be called
+    prompts: tuple[str | list[int], ...] = ()  # in place of messages
+    token_ids: bool = False  # whether the answer shows its tokens
 
 
 @dataclass
@@ -48,19 +65,19 @@ class Choice:
     """One answer to a request."""
 
     message: dict  # as templates want it, without a stop string
+    context: list[int]  # what it was sampled from
     sampled: Generated
     tokens: list[str]  # the text of each sampled token
     finish_reason: str
     stop: str | None = None  # the request's stop string that ended it
 
 
-def read_request(body: Any, sampling: Sampling) -> tuple[list[dict], list[dict], Options]:
-    """(messages and tools as templates want them, options). sampling: of training. Raises BadRequest."""
-    given = supported(body, READ | IGNORED, FIXED, sampling)
+def read_request(body: Any, rules: Rules) -> tuple[list[dict], list[dict], Options]:
+    """(messages and tools as templates want them, options). Raises BadRequest."""
+    given = supported(body, READ | IGNORED, FIXED, rules)
+    tools = read_tools(given.get("tools", []))
+    calls_tools, forced = read_tool_choice(given.get("tool_choice", "auto"), tools)
     stop = given.get("stop", [])
-    usage = given.get("stream_options", {})
-    if not isinstance(usage, dict):
-        raise BadRequest("stream_options: give an object", "stream_options")
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     options = Options(
         max_tokens=whole(given, name, None, 1, 1 << 31),
@@ -68,31 +85,60 @@ def read_request(body: Any, sampling: Sampling) -> tuple[list[dict], list[dict],
         stop=stop_strings([stop] if isinstance(stop, str) else stop, "stop"),
         seed=whole(given, "seed", None, -(1 << 63), 1 << 63),
         logprobs=switch(given, "logprobs"),
-        calls_tools=given.get("tool_choice") != "none",
+        calls_tools=calls_tools,
         stream=switch(given, "stream"),
-        stream_usage=usage.get("include_usage") is True,
+        stream_usage=wants_usage(given),
+        forced=forced,
     )
-    return read_messages(given.get("messages")), read_tools(given.get("tools", [])), options
+    return read_messages(given.get("messages")), tools, options
 
 
-def supported(body: Any, known: set[str], fixed: dict[str, tuple], sampling: Sampling) -> dict:
-    """The parameters that are not null. Raises BadRequest for others than `known` and `fixed`, for values that are not
-    in `fixed`, and for another way to sample than training's."""
+def supported(body: Any, known: set[str], fixed: dict[str, tuple], rules: Rules) -> dict:
+    """The parameters that are neither null nor ignored. Raises BadRequest for others than `known` and `fixed`, for
+    values that are not in `fixed`, and for another way to sample than training's."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
+    for name, value in [*given.items()]:
+        code = "unsupported_value"
         if name not in known | fixed.keys():
-            raise BadRequest(f"{name[:100]} is not supported", name[:100], "unsupported_parameter")
-        if name in fixed and value not in fixed[name]:
-            shown = " or ".join(json.dumps(known) for known in fixed[name])
-            raise BadRequest(f"{name}: only {shown} is supported", name, "unsupported_value")
-    for name in ("temperature", "top_p", "top_k"):
-        own = getattr(sampling, name)
-        if given.get(name, own) != own:
-            what = f"{name} {str(given[name])[:20]}: the policy is trained at --{name.replace('_', '-')} {own:g}"
-            raise BadRequest(f"{what}; send that, or leave it out", name, "unsupported_value")
+            what, code = f"{name[:100]} is not supported", "unsupported_parameter"
+        elif name in fixed and value not in fixed[name]:
+            what = f"{name}: only {' or '.join(map(json.dumps, fixed[name]))} is supported"
+        elif name in ("temperature", "top_p", "top_k") and value != (own := getattr(rules.sampling, name)):
+            trained = f"the policy is trained at --{name.replace('_', '-')} {own:g}"
+            what = f"{name} {str(value)[:20]}: {trained}; send that, or leave it out"
+        else:
+            continue
+        if name not in rules.ignore:
+            advice = f". The run's --agent-ignore {name} accepts and ignores it" if name in IGNORABLE else ""
+            raise BadRequest(what + advice, name[:100], code)
+        rules.ignored += 1
+        del given[name]
     return given
+
+
+def read_tool_choice(choice: Any, tools: list[dict]) -> tuple[bool, tuple[str, ...]]:
+    """(whether tool calls are read, names of tools of which one must be called). Raises BadRequest."""
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if choice in ("auto", "none"):
+        return choice == "auto", ()
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function", choice)  # the API of responses has the name beside the type
+        names = tuple(name for name in names if isinstance(function, dict) and name == function.get("name"))[:1]
+    elif choice != "required":
+        shown = "auto, none, required and a function are supported"
+        raise BadRequest(f"tool_choice: only {shown}", "tool_choice", "unsupported_value")
+    if not names:
+        raise BadRequest("tool_choice: there is no such function among the tools", "tool_choice")
+    return True, names
+
+
+def wants_usage(given: dict) -> bool:
+    """Of a stream. Raises BadRequest."""
+    if not isinstance(options := given.get("stream_options", {}), dict):
+        raise BadRequest("stream_options: give an object", "stream_options")
+    return options.get("include_usage") is True
 
 
 def stop_strings(given: Any, name: str) -> tuple[str, ...]:
@@ -201,13 +247,14 @@ def _log_probs(choice: Choice) -> dict:
     return {"content": content, "refusal": None}
 
 
-def _usage(prompt_tokens: int, choices: list[Choice]) -> dict:
+def usage(choices: list[Choice], n: int) -> dict:
+    """n: answers to each prompt."""
+    given = sum(len(choice.context) for choice in choices[::n])
     sampled = sum(len(choice.sampled.token_ids) for choice in choices)
-    total = prompt_tokens + sampled
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
+    return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
 
 
-def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> dict:
+def completion(name: str, choices: list[Choice], options: Options) -> dict:
     """The answer to a request that does not stream."""
     answers = [
         {
@@ -218,13 +265,13 @@ def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Op
         }
         for i, choice in enumerate(choices)
     ]
-    head = {"id": f"chatcmpl-{name}", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
-    return head | {"choices": answers, "usage": _usage(prompt_tokens, choices)}
+    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": MODEL}
+    return head | {"choices": answers, "usage": usage(choices, options.n)}
 
 
-def chunks(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> Iterator[dict]:
+def chunks(name: str, choices: list[Choice], options: Options) -> Iterator[dict]:
     """The same as events of a stream: the whole message in one."""
-    head = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL}
+    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL}
     for i, choice in enumerate(choices):
         delta = _message(choice)
         delta["tool_calls"] = [{"index": k} | call for k, call in enumerate(delta.get("tool_calls", ()))]
@@ -234,7 +281,7 @@ def chunks(name: str, prompt_tokens: int, choices: list[Choice], options: Option
         yield head | {"choices": [{"index": i, "delta": delta, "logprobs": log_probs, "finish_reason": None}]}
         yield head | {"choices": [{"index": i, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}]}
     if options.stream_usage:
-        yield head | {"choices": [], "usage": _usage(prompt_tokens, choices)}
+        yield head | {"choices": [], "usage": usage(choices, options.n)}
 
 
 def refusal(error: BadRequest) -> dict:

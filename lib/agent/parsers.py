@@ -25,7 +25,7 @@ def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = No
     own = {"hermes": parse_hermes, "llama3_json": parse_llama3_json}
     own["qwen3_coder"] = functools.partial(parse_qwen3_coder, tools or {})
     if name == "auto":
-        name = _format_of(str(getattr(tokenizer, "chat_template", None) or ""))
+        name = _format_of(tokenizer)
         if not name and getattr(tokenizer, "response_template", None):
             return functools.partial(_guarded, _response_template_parser(tokenizer, schemas))
     if name in own:
@@ -36,12 +36,33 @@ def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = No
     raise InputError(f"--multi-turn.parser: {problem}; use {', '.join(own)} or vllm:NAME, one of vLLM's")
 
 
-def _format_of(template: str) -> str:
+def _format_of(tokenizer) -> str:
+    template = str(getattr(tokenizer, "chat_template", None) or "")
     if "<function=" in template and "<parameter=" in template:
         return "qwen3_coder"
     if "<tool_call>" in template and "<arg_key>" not in template:  # GLM's has <arg_key>
         return "hermes"
     return "llama3_json" if '"parameters":' in template and "ipython" in template else ""
+
+
+# how a call begins, up to the name, and from behind it to the arguments; tokens end there in usual calls, too
+BEGINNINGS = {
+    "hermes": ('<tool_call>\n{"name": "', '", "arguments":'),
+    "llama3_json": ('{"name": "', '", "parameters":'),
+    "qwen3_coder": ("<tool_call>\n<function", ">\n"),
+}
+
+
+def call_beginning(name: str, tokenizer, tools: tuple[str, ...]) -> str:
+    """What a turn begins with that calls one of the tools. name: of get_tool_parser. Raises InputError."""
+    name = _format_of(tokenizer) if name == "auto" else name
+    if name not in BEGINNINGS:
+        known = ", ".join(BEGINNINGS)
+        raise InputError(f"a call can be forced in the formats {known}; the run's --multi-turn.parser is another")
+    before, behind = BEGINNINGS[name]
+    if len(tools) > 1:
+        return before
+    return f"{before}={tools[0]}{behind}" if name == "qwen3_coder" else before + json.dumps(tools[0])[1:-1] + behind
 
 
 def _spoken(text: str) -> str:

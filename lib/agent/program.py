@@ -3,12 +3,13 @@
 import asyncio
 import inspect
 import json
+import math
 import numbers
 import os
 import shlex
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import InputError
+from lib.agent.openai_api import IGNORABLE
 from lib.agent.tools import check_metrics, in_thread, say
 from lib.args import RolloutArgs
 from lib.cli.user_code import load_object
@@ -51,14 +53,16 @@ class Agent:
     timeout_s: float
     parser: str  # --multi-turn.parser
     sampling: Sampling  # of training: what a request may name
-    takes_stop: bool = True  # whether a request may name stop strings
+    ignore: frozenset[str] = frozenset()  # parameters of requests that have no effect
 
 
 def load_agent(args: RolloutArgs, parser: str) -> Agent:
-    """Raises InputError if there is no such function, or no such program."""
+    """Raises InputError if there is no such function, no such program, or no such parameter to ignore."""
     spec, memory_mb = args.agent, args.agent_memory
     limits: dict[str, Any] = {"timeout_s": args.agent_timeout, "parser": parser}
-    limits |= {"sampling": args.sampling(), "takes_stop": args.async_level == 0}
+    limits |= {"sampling": args.sampling(), "ignore": frozenset(args.agent_ignore)}
+    if unknown := limits["ignore"] - IGNORABLE:
+        raise InputError(f"--agent-ignore {min(unknown)}: it can ignore {', '.join(sorted(IGNORABLE))}")
     file, _, name = spec.rpartition(":")
     if name.isidentifier() and file.endswith(".py") and Path(file).expanduser().is_file():
         function = load_object("--agent", spec)
@@ -77,18 +81,27 @@ def load_agent(args: RolloutArgs, parser: str) -> Agent:
     return Agent(partial(_run_command, words, memory_mb), **limits)
 
 
-def reward_of(result: Any) -> tuple[float | None, dict[str, float]]:
-    """(reward, or None if a scorer should judge the answer; metrics) of what an agent returns. Raises AgentFailed."""
+def reward_of(result: Any, answers: Collection[str]) -> tuple[float | None, dict[str, float], dict[str, float]]:
+    """(reward, or None if a scorer should judge the answer; rewards of single answers; metrics) of what an agent
+    returns. answers: their ids. Raises AgentFailed."""
     metrics = dict(result) if isinstance(result, dict) else {}
     reward = metrics.pop("reward", None) if isinstance(result, dict) else result
-    if reward is not None and not (isinstance(reward, numbers.Real) and abs(float(reward)) <= LARGEST_SCORE):
-        what = f"the agent returned the reward {str(reward)[:100]!r}; use numbers up to {LARGEST_SCORE:g}"
-        raise AgentFailed("bad_reward", what)
+    rewards = {} if (given := metrics.pop("rewards", None)) is None else given
+    if not isinstance(rewards, dict):
+        what = "a dict with a number for each answer's id"
+        raise AgentFailed("bad_reward", f"the agent returned the rewards {str(rewards)[:100]!r}; use {what}")
+    if unknown := [str(name)[:100] for name in rewards if name not in answers]:
+        raise AgentFailed("bad_reward", f"the agent returned a reward of {unknown[0]!r}: no answer has this id")
+    for value in (*rewards.values(), *([] if reward is None else [reward])):
+        number: Any = value if isinstance(value, numbers.Real) else math.nan
+        if not abs(number) <= LARGEST_SCORE:
+            what = f"the agent returned the reward {str(value)[:100]!r}; use numbers up to {LARGEST_SCORE:g}"
+            raise AgentFailed("bad_reward", what)
     try:
         check_metrics(metrics, "the agent")
     except TypeError as error:
         raise AgentFailed("bad_reward", str(error)) from error
-    return None if reward is None else float(reward), metrics
+    return None if reward is None else float(reward), {name: float(own) for name, own in rewards.items()}, metrics
 
 
 async def call_function(function: Callable, base_url: str, api_key: str, row: dict) -> Any:

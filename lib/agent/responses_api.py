@@ -12,8 +12,10 @@ from lib.agent.openai_api import (
     BadRequest,
     Choice,
     Options,
+    Rules,
     call_of,
     list_of,
+    read_tool_choice,
     read_tools,
     refusal,
     supported,
@@ -21,33 +23,35 @@ from lib.agent.openai_api import (
     text_of,
     whole,
 )
-from lib.rollout import Sampling
 
-__all__ = ["chunks", "completion", "read_request", "refusal"]
-READ = {"input", "instructions", "tools", "max_output_tokens", "stream", "temperature", "top_p"}
-FIXED: dict[str, tuple] = {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "top_logprobs": (0,)}
+__all__ = ["ID", "chunks", "completion", "read_request", "refusal"]
+ID = "resp_"
+READ = {"input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "temperature", "top_p"}
+FIXED: dict[str, tuple] = {"parallel_tool_calls": (True,), "top_logprobs": (0,)}
 FIXED |= {"text": ({"format": {"type": "text"}}, {}), "truncation": ("disabled",), "background": (False,)}
 FIXED |= {"include": ([],), "reasoning": ({},)}
 TEXTS = ("input_text", "output_text", "text")
 
 
-def read_request(body: Any, sampling: Sampling) -> tuple[list[dict], list[dict], Options]:
+def read_request(body: Any, rules: Rules) -> tuple[list[dict], list[dict], Options]:
     """As lib/agent/openai_api.py's. Raises BadRequest."""
-    given = supported(body, READ | IGNORED, FIXED, sampling)
+    given = supported(body, READ | IGNORED, FIXED, rules)
+    tools = read_tools([_nested(tool) for tool in list_of(given.get("tools", []), "tools")])
+    calls_tools, forced = read_tool_choice(given.get("tool_choice", "auto"), tools)
     options = Options(
         max_tokens=whole(given, "max_output_tokens", None, 1, 1 << 31),
         n=1,
         stop=(),
         seed=None,
         logprobs=False,
-        calls_tools=given.get("tool_choice") != "none",
+        calls_tools=calls_tools,
         stream=switch(given, "stream"),
         stream_usage=True,
+        forced=forced,
     )
     system = text_of(given.get("instructions"), "instructions", TEXTS)
     messages = [{"role": "system", "content": system}] if system else []
-    tools = [_nested(tool) for tool in list_of(given.get("tools", []), "tools")]
-    return messages + read_input(given.get("input")), read_tools(tools), options
+    return messages + read_input(given.get("input")), tools, options
 
 
 def _nested(tool: Any) -> Any:
@@ -89,11 +93,12 @@ def read_input(items: Any) -> list[dict]:
     return found
 
 
-def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> dict:
+def completion(name: str, choices: list[Choice], options: Options) -> dict:
     """The answer to a request that does not stream."""
     [choice] = choices
     output: list[dict] = []
-    calls, text, sampled = choice.message.get("tool_calls", []), choice.message["content"], choice.sampled.token_ids
+    calls, text = choice.message.get("tool_calls", []), choice.message["content"]
+    given, sampled = len(choice.context), len(choice.sampled.token_ids)
     if text or not calls:
         content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
         output.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "content": content})
@@ -103,7 +108,7 @@ def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Op
     is_cut = choice.finish_reason == "length"
     status = "incomplete" if is_cut else "completed"
     return {
-        "id": f"resp_{name}",
+        "id": name,
         "object": "response",
         "created_at": int(time.time()),
         "model": MODEL,
@@ -112,21 +117,21 @@ def completion(name: str, prompt_tokens: int, choices: list[Choice], options: Op
         "error": None,
         "output": [item | {"status": status} for item in output],
         "usage": {
-            "input_tokens": prompt_tokens,
+            "input_tokens": given,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": len(sampled),
+            "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt_tokens + len(sampled),
+            "total_tokens": given + sampled,
         },
         "parallel_tool_calls": True,
-        "tool_choice": "auto" if options.calls_tools else "none",
+        "tool_choice": "required" if options.forced else "auto" if options.calls_tools else "none",
         "tools": [],
     }
 
 
-def chunks(name: str, prompt_tokens: int, choices: list[Choice], options: Options) -> Iterator[dict]:
+def chunks(name: str, choices: list[Choice], options: Options) -> Iterator[dict]:
     """The same as events of a stream: each text and each call's arguments in one."""
-    answer, numbers = completion(name, prompt_tokens, choices, options), count()
+    answer, numbers = completion(name, choices, options), count()
 
     def event(kind: str, **values: Any) -> dict:
         return {"type": f"response.{kind}", "sequence_number": next(numbers)} | values

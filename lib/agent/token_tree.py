@@ -79,15 +79,29 @@ class TokenTree:
         used = sum(len(ids) for segment in self.segments for ids, _ in segment.parts) - len(self.prompt_ids)
         return self.max_response_length - used - sum(len(r.new) + r.limit for r in self.running)
 
-    def begin(self, before: Answer | None, new: list[int], max_tokens: int | None, n: int = 1) -> list[Request] | None:
-        """n requests for an answer to `new`, which follows the answer `before`; None: it is a whole context.
-        max_tokens: of one answer; None: as many as there is room for. Returns None if running requests hold the room.
-        Raises RowFull."""
-        P = len(self.prompt_ids)
-        if before is None and new[:P] == self.prompt_ids:
-            before, new = self.root, new[P:]
+    def longest(self, ids: list[int]) -> Answer | None:
+        """The answer whose tokens, with its context, begin `ids`: of several the longest, if there is one a leaf."""
+        found: dict[tuple[int, bool], Answer] = {}
+        for segment in self.segments:
+            start = 0
+            for end, (part, sampled) in enumerate(segment.parts, 1):
+                if ids[start : start + len(part)] != part:
+                    break
+                start += len(part)
+                if sampled is not None:
+                    answer = Answer(segment, end)
+                    found[start, answer.is_leaf] = answer
+        return found[max(found)] if found else None
+
+    def begin(self, contexts: list[tuple[Answer | None, list[int]]], max_tokens: int | None) -> list[Request] | None:
+        """A request for an answer to each context: new tokens behind an answer, or (None) a whole context. max_tokens:
+        of one answer; None: as many as there is room for. Returns None if running requests hold the room. Raises
+        RowFull."""
+        P, n = len(self.prompt_ids), len(contexts)
         requests = []
-        for _ in range(n):
+        for before, new in contexts:
+            if before is None and new[:P] == self.prompt_ids:
+                before, new = self.root, new[P:]
             if before is not None and before.is_leaf:
                 requests.append(Request(before.segment, new))
                 before.segment.is_busy = True

@@ -129,9 +129,10 @@ def _check_groups(args: ScriptArgs) -> None:
 def _check_turns(args: ScriptArgs) -> None:
     """Of estimators that credit single turns."""
     flag, turns = f"--adv-estimator {args.adv_estimator}", args.multi_turn
-    if not turns.enabled:
+    plays_agent = args.adv_estimator == "mt_grpo" and args.rollout.agent  # which may reward its answers
+    if not (turns.enabled or plays_agent):
         raise InputError(f"{flag} credits the turns of an episode: it needs --multi-turn.tools or .interaction")
-    if turns.max_turns == 1:
+    if turns.enabled and turns.max_turns == 1:
         raise InputError(f"{flag} with --multi-turn.max-turns 1: an episode has one turn, so this is GRPO: use grpo")
     if args.loss == "geo_mean":
         why = "its gradient is that of the row's mean advantage, so turns would get no credit of their own"
@@ -139,7 +140,7 @@ def _check_turns(args: ScriptArgs) -> None:
     if args.adv_estimator == "mt_grpo" and not turns.reward_coef:
         raise InputError(f"{flag} compares the rewards of turns: --multi-turn.reward-coef 0 leaves none")
     silent = [spec for spec in turns.tools if spec.partition(":")[0] in GIVE_NO_REWARD]
-    if args.adv_estimator == "mt_grpo" and not turns.interaction and len(silent) == len(turns.tools):
+    if args.adv_estimator == "mt_grpo" and turns.enabled and not turns.interaction and len(silent) == len(turns.tools):
         why = f"--multi-turn.tools {' '.join(silent)} give none: write a tool that does, or use gigpo"
         raise InputError(f"{flag} compares the rewards of turns, and {why}")
 

@@ -186,12 +186,14 @@ class RolloutArgs(Group):
     """largest k3 in nats between engine and trainer, at the probe of a sync and in each step; above it the run stops.
     Empty: no limit, with a quantized engine 0.1"""
     agent: Annotated[str, AS_RECORDED, FILES] = ""
-    """your agent, which asks the policy through an OpenAI-compatible endpoint: path/to/file.py:function or a command
-    (docs/agents.md)"""
+    """your agent, which asks the policy through OpenAI's API (chat completions, responses, completions) or Anthropic's:
+    path/to/file.py:function or a command (docs/agents.md)"""
     agent_timeout: Annotated[float, Gt(0)] = 600.0
     """timeout of an agent's episode in seconds; a longer one is not trained on"""
     agent_memory: Annotated[int | None, Ge(1), MAY_CHANGE] = None
     """address space of each process of an agent that is a command, in MiB; empty: no limit"""
+    agent_ignore: tuple[str, ...] = ()
+    """parameters of an agent's requests that are accepted and have no effect, such as temperature top_p"""
     async_level: Annotated[int, Ge(0)] = 0
     """on servers (--rollout-gpus or http://...): how many steps old the weights of a rollout may be; above 0,
     --rollout-correction has a default"""
@@ -222,9 +224,6 @@ class RolloutArgs(Group):
         check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
         if "" in self.stop:
             raise InputError("--stop '': an empty string would end every response; give a text, or drop --stop")
-        if self.stop and self.async_level:
-            why = "a server misses a stop string that a weight sync cuts in two"
-            raise InputError(f"--stop with --async-level {self.async_level}: {why}: drop one")
         parse_json("vllm_kwargs", self.vllm_kwargs)
         if self.async_level and not self.on_servers:
             raise InputError(

@@ -74,6 +74,7 @@ class ServerEngine(RolloutEngine):
         self._resampled = 0
         self.dtype, self._device = dtype, compute_device(model)
         self.pad_token_id, self.stop_ids = tokenizer.pad_token_id, stop_token_ids(model, tokenizer)
+        self.tokenizer = copy.deepcopy(tokenizer)  # for the thread of the requests
         self._turns = count(dist.get_rank())
         self._posted: set[asyncio.Task] = set()
         self._running: dict[Future, Callable[[], str]] = {}
@@ -308,9 +309,25 @@ class ServerEngine(RolloutEngine):
             row.log_probs += found.log_probs
             row.weight_versions += [version] * len(found.token_ids)
             row.finish_reason = found.finish_reason
+            self._end_at_seam(row, n, sampling.stop)
             if self._open.is_set():
                 break
         return row
+
+    def _end_at_seam(self, row: Generated, n: int, stop: tuple[str, ...]) -> None:
+        """Ends the row at a stop string that began in its first n tokens, which its last request did not sample."""
+        longest = max((len(text.encode()) for text in stop), default=0) + 1  # in tokens, as in hf_engine.py
+        start, last = max(0, n - longest), min(n + longest, len(row.token_ids))
+
+        def is_over(end: int) -> bool:
+            text = self.tokenizer.decode(row.token_ids[start:end], clean_up_tokenization_spaces=False)
+            return any(string in text for string in stop)
+
+        if n and stop and is_over(last):
+            end = next(filter(is_over, range(n + 1, last)), last)
+            for tokens in (row.token_ids, row.log_probs, row.weight_versions):
+                del tokens[end:]
+            row.finish_reason = "stop"
 
     def _lose(self, url: str) -> None:
         """Its requests go to the others; without others they wait for weights."""

@@ -44,7 +44,8 @@ def from_blocks(answer) -> list[dict]:
 
 def as_messages(body) -> dict:
     """A request to /messages like this one to /chat/completions."""
-    said = [message for message in body["messages"] if message["role"] != "system"]
+    said, choice = [message for message in body["messages"] if message["role"] != "system"], body.get("tool_choice")
+    named = choice["function"] | {"type": "tool"} if isinstance(choice, dict) else None
     system = [message["content"] for message in body["messages"] if message["role"] == "system"]
     tools = [tool["function"] for tool in body.get("tools", ())]
     tools = [{"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in tools]
@@ -53,7 +54,7 @@ def as_messages(body) -> dict:
         "system": "".join(system),
         "messages": [to_blocks(message) for message in said],
         "tools": tools,
-        "tool_choice": {"type": body.get("tool_choice", "auto")},
+        "tool_choice": named or {"type": "any" if choice == "required" else choice or "auto"},
         "stop_sequences": body.get("stop"),
     }
 
@@ -82,10 +83,11 @@ def from_items(answer) -> list[dict]:
 
 def as_response(body) -> dict:
     """A request to /responses like this one to /chat/completions."""
+    choice = body.get("tool_choice")
     return {
         "input": [item for message in body["messages"] for item in to_items(message)],
         "tools": [{"type": "function", **tool["function"]} for tool in body.get("tools", ())],
-        "tool_choice": body.get("tool_choice"),
+        "tool_choice": choice["function"] | {"type": "function"} if isinstance(choice, dict) else choice,
         "max_output_tokens": body.get("max_tokens", 60),
     }
 
@@ -146,16 +148,9 @@ def trained_of(out, row=0) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["go on", "go on", "tool", "retry", "edit", "drop", "summarise", "fork", "n", "own prompt", "leave", "stop"]
-        ),
-        st.integers(0, 9),
-    ),
-    min_size=1,
-    max_size=7,
-)
+NAMES = ["go on", "go on", "tool", "retry", "edit", "drop", "summarise"]
+NAMES += ["fork", "n", "own prompt", "leave", "stop", "force"]
+ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9)), min_size=1, max_size=7)
 
 
 def random_agent(actions, tools, answered=None, api="/chat/completions"):
@@ -200,8 +195,68 @@ def random_agent(actions, tools, answered=None, api="/chat/completions"):
                     await ask([{"role": "system", "content": "other"}, user], tools=[])
                 elif action == "stop":
                     await ask([*history, *answers, user], stop=["stop", "e"])
+                elif action == "force":
+                    named = {"type": "function", "function": {"name": "add"}}
+                    await ask([*history, *answers, user], tool_choice=named if number % 2 else "required")
                 elif action == "leave":
                     with suppress(TimeoutError):
                         await client.chat([HANG], timeout=aiohttp.ClientTimeout(0.02))
+
+    return agent
+
+
+def random_raw_agent(actions, encode, in_ids, sent):
+    """As random_agent, with raw prompts: texts or ids. sent: a list that gets the prompt of each answer."""
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            histories, bodies = [], []  # a history: all up to the end of an answer, without its end token
+
+            async def ask(*prompts, **body):
+                bodies.append((prompts, body))
+                own = {"prompt": [*prompts], "max_tokens": 60, "return_token_ids": in_ids, **body}
+                status, found = await client.post(own, "/completions")
+                if status == 400 and "more tokens of context" in found["error"]["message"]:
+                    raise Full
+                assert status == 200, found
+                asked = [prompt for prompt in prompts for _ in range(body.get("n", 1))]
+                for prompt, choice in zip(asked, found["choices"], strict=True):
+                    sent.append(prompt)
+                    ended = in_ids and choice["token_ids"][-1:] == encode("<|im_end|>")
+                    answer = choice["token_ids"][: -1 if ended else None] if in_ids else choice["text"]
+                    histories.append(prompt + answer)
+
+            def text(written):
+                return encode(written) if in_ids else written
+
+            await ask(text("Q: "))
+            for action, number in actions:
+                history = histories[number % len(histories)]
+                user = text(f"<|im_end|>\n<|im_start|>user\nand {number}?<|im_end|>\n<|im_start|>assistant\n")
+                if action in ("go on", "force"):
+                    await ask(history + user)
+                elif action == "tool":  # as agents of base models
+                    await ask(history + text(f"\nand {number}: "))
+                elif action == "retry":
+                    prompts, body = bodies[number % len(bodies)]
+                    await ask(*prompts, **body)
+                elif action == "edit":
+                    await ask(history[:-1] + text(f"edited {number}") + user)
+                elif action == "drop":
+                    await ask(history[number % len(history) :] + user)
+                elif action == "summarise":
+                    await ask(text(f"so far {number}: "))
+                elif action == "fork":
+                    await asyncio.gather(*(ask(history + user, seed=i, max_tokens=9) for i in range(2)))
+                elif action == "n":
+                    await ask(history + user, n=1 + number % 3)
+                elif action == "own prompt":
+                    await ask(history + user, text("other "))
+                elif action == "stop":
+                    await ask(history + user, stop=["stop", "e"])
+                elif action == "leave":
+                    with suppress(TimeoutError):
+                        hang = {"prompt": "hang", "max_tokens": 9}
+                        await client.post(hang, "/completions", timeout=aiohttp.ClientTimeout(0.02))
 
     return agent

@@ -111,7 +111,6 @@ BAD_FLAGS = {  # what the message says, by flags
     "--async-level -1: must be at least 0": ["--async-level", "-1"],
     "--min-p 1.5: must be at least 0 and at most 1": ["--min-p", "1.5"],
     "--stop '': an empty string": ["--stop", "end", ""],
-    "--stop with --async-level 1": ["--stop", "end", "--async-level", "1", "--rollout-engine", "http://127.0.0.1:1"],
     "--rollout-gpus 1: this is one process": ["--rollout-gpus", "1"],
     "--rollout-gpus -1: must be at least 0": ["--rollout-gpus", "-1"],
     "--rollout-gpus 1 runs vLLM servers": ["--rollout-gpus", "1", "--rollout-engine", "http://127.0.0.1:1"],

@@ -15,6 +15,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -338,6 +339,56 @@ def test_grpo_with_async_episodes_and_a_resume(server, tmp_path):
     saved = tmp_path / "run/checkpoints/step_000002"
     ran(fork("grpo", tmp_path, *args, "--total-steps", "4", "--resume", str(saved)))
     check_async_episodes(tmp_path / "run", [0, 1, 0, 1])  # at 3 all begin anew
+
+
+SOLVE = """
+import json, urllib.request
+
+
+def solve(base_url, api_key, row):
+    def post(path, **body):
+        headers = {"Authorization": f"Bearer {api_key}"}
+        request = urllib.request.Request(f"{base_url}/{path}", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    said = post("chat/completions", messages=row["prompt"], tools=tools, tool_choice="required", max_tokens=9)
+    answer = said["choices"][0]["message"]
+    history = [*row["prompt"], answer, {"role": "user", "content": "go on"}]
+    post("chat/completions", messages=history, tools=tools, stop=["1", "2"], max_tokens=9, temperature=0)
+    text = "1+1="
+    for _ in range(2):
+        text += post("completions", prompt=text, max_tokens=9)["choices"][0]["text"]
+    return {"reward": len(text) / 100, "rewards": {said["id"]: 0.5}}
+"""
+
+
+@needs_vllm
+def test_grpo_with_async_agents(server, tmp_path):
+    """Whose calls are forced, whose prompts are raw, and whose answers end at stop strings."""
+    url, path, _ = server
+    (tmp_path / "solve.py").write_text(SOLVE)
+    args = [*asynchronous(url, path, 1), "--max-response-length", "300", "--save-rollouts", "all", "--reward"]
+    args += [
+        "--multi-turn.parser",
+        "hermes",
+        "--agent",
+        f"{tmp_path / 'solve.py'}:solve",
+        "--agent-ignore",
+        "temperature",
+        "--stop",
+        "3",
+    ]
+    ran(fork("grpo", tmp_path, *args, "--adv-estimator", "mt_grpo", "--total-steps", "3"))
+    found = metrics(tmp_path / "run")
+    assert [row["async/staleness_max"] for row in found] == [0, 1, 1]
+    for row in found:
+        assert row["agent/turns_mean"] == row["agent/requests_mean"] == 4 and row["agent/ignored_mean"] == 1
+        assert not row["agent/lost_prefixes_mean"] and not row["agent/failed"] and row["agent/tokens_reused_mean"] > 0
+        assert 0.9 < row["rollout/is_weight"] < 1.1 and row["training/rows_trained"] == 32
+    for row in rollouts(tmp_path / "run").values():
+        assert sum(version >= 0 for version in row["weight_versions"]) <= 36
 
 
 def check_async_episodes(run, staleness):
@@ -746,6 +797,43 @@ def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch, batches
     mask = out.batch["response_mask"].bool()
     assert set(out.non_tensor_batch["finish_reason"]) == {"length"} and (mask.sum(1) == T).all()
     sync_weights(engine, model, old_version + 2, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stop_string_ends_a_response_wherever_a_sync_cuts_it(seed):
+    """A server that goes on looks for stop strings in its own tokens only, as this one does."""
+    random, own = Random(seed), load_tokenizer(TOY_MODEL)
+    whole = [random.choice(own("ab abc")["input_ids"]) for _ in range(60)]
+    stop, cuts = ("cab", "b a"), sorted(random.sample(range(1, 60), 8))
+    engine = ServerEngine.__new__(ServerEngine)
+    engine.own, engine.servers, engine.tokenizer, engine._lost = None, SimpleNamespace(urls=["a"]), own, set()
+    engine.max_length, engine.version, engine._posted, engine._open = 99, 0, set(), asyncio.Event()
+
+    def first_end(ids):
+        ends = (end for end in range(1, len(ids) + 1) if any(text in own.decode(ids[:end]) for text in stop))
+        return next(ends, None)
+
+    async def serve_until_cut(url, ids, settings, pictures):
+        done = len(ids) - 1
+        cut = next((cut for cut in cuts if cut > done), 60)
+        end = first_end(whole[done:cut])
+        ids = whole[done:cut][:end]
+        reason = "stop" if end else "abort" if cut < 60 else "length"
+        if reason == "abort":  # new weights come, and are there
+            engine._open.clear()
+            engine.version += 1
+            asyncio.get_running_loop().call_later(0.001, engine._open.set)
+        return Generated(ids, [float(-token) for token in ids], reason)
+
+    async def sample():
+        engine._open.set()
+        return await engine.sample([0], Sampling(60, stop=stop), 1, 0)
+
+    engine._request = serve_until_cut
+    row, end = asyncio.run(sample()), first_end(whole)
+    assert row.token_ids == whole[:end] and row.finish_reason == ("stop" if end else "length")
+    assert row.log_probs == [float(-token) for token in row.token_ids]
+    assert row.weight_versions == sorted(row.weight_versions) and len(row.weight_versions) == len(row.token_ids)
 
 
 def episodes_across_a_sync(engine, model, how, monkeypatch, **patches):

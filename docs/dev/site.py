@@ -1,0 +1,165 @@
+"""Hooks of mkdocs.yml: what the site has beside the files of docs/, links to it, and formulas without a script.
+
+The code that pages link to becomes pages too, so that a quoted line is one click away, at the version of the text."""
+
+import inspect
+import json
+import re
+import warnings
+from functools import cache
+from html import unescape
+from pathlib import Path
+from posixpath import relpath
+
+import latex2mathml.converter
+import tyro
+from mkdocs.structure.files import File
+
+import dapo
+import grpo
+import ppo
+import remax
+from lib import core_algos
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"\[(?P<text>`[^`]+`|[^\]]*)\]\((?!https?:|mailto:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
+FORMULA = re.compile(r'<(?P<tag>span|div) class="arithmatex">\\[(\[](?P<text>.*?)\\[)\]]</(?P=tag)>', re.DOTALL)
+NAMED = {  # pages that are not called as their file in docs/
+    "index.md": ROOT / "README.md",
+    "contents.md": ROOT / "docs/index.md",
+    "first_run.md": ROOT / "docs/first_run.ipynb",
+    "CONTRIBUTING.md": ROOT / "CONTRIBUTING.md",
+    "CHANGELOG.md": ROOT / "CHANGELOG.md",
+}
+PAGE_OF = {file: page for page, file in NAMED.items()}
+OF_CODE = "---\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n"
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
+LARGEST_CODE = 200_000  # bytes of a page; records of runs are larger
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+def on_files(files, config):
+    """Adds what is made here: {page: text}."""
+    files.remove(files.get_file_from_path("index.md"))
+    pages = {name: of_notebook(file) if file.suffix == ".ipynb" else file.read_text() for name, file in NAMED.items()}
+    pages |= {"reference/flags.md": flags_page(), "reference/kernels.md": kernels_page()}
+    texts = pages | {file.src_uri: file.content_string for file in files.documentation_pages()}
+    linked = {target(place_of(name), link) for name, text in texts.items() for link in LINK.finditer(text)}
+    for name, text in (
+        pages | {code_page(path): of_code(path, config.extra["highlight"]) for path in linked if path and is_code(path)}
+    ).items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def place_of(page: str) -> Path:
+    """The file that a page of the site was made of: its links start there."""
+    return NAMED.get(page, ROOT / "docs" / page)
+
+
+def target(place: Path, link: re.Match) -> Path | None:
+    """The file or folder that a link of this file names."""
+    path = (place.parent / link["path"]).resolve()
+    return path if path.exists() and path.is_relative_to(ROOT) else None
+
+
+def is_code(path: Path) -> bool:
+    """Whether it becomes a page that no other page is."""
+    inside = path.is_relative_to(ROOT / "docs") or path in PAGE_OF
+    return not inside and path.is_file() and path.stat().st_size < LARGEST_CODE
+
+
+def code_page(path: Path) -> str:
+    return f"code/{path.relative_to(ROOT)}.md"
+
+
+def of_code(path: Path, highlight: bool) -> str:
+    name = path.relative_to(ROOT)
+    language = LANGUAGES.get(path.suffix, "text") if highlight else "text"
+    return f'{OF_CODE}# {name}\n\n``````{{.{language} linenums="1"}}\n{path.read_text()}\n``````\n'
+
+
+def of_notebook(path: Path) -> str:
+    """Its cells, without their outputs."""
+    cells = json.loads(path.read_text())["cells"]
+    texts = (("".join(cell["source"]), cell["cell_type"]) for cell in cells)
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts)
+
+
+def flags_page() -> str:
+    """All flags of the four scripts, from their dataclasses; one of several scripts is listed once."""
+    of: dict[tuple[str, str, str, str], list[str]] = {}  # (group, flag, values, text): the scripts
+    for script in (grpo, ppo, remax, dapo):
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            parser = tyro.extras.get_parser(script.Args)
+        for group in parser._action_groups:
+            for action in group._group_actions:
+                values = str(action.metavar or "").replace("|", ", ").replace(",", ", ")
+                title = (group.title or "").removesuffix(" options").replace("options", "algorithm")
+                row = (title, "`, `".join(action.option_strings), values, " ".join((action.help or "").split()))
+                if "--help" not in row[1]:
+                    of.setdefault(row, []).append(script.__name__)
+    lines = ["# Flags", "", "Made from the scripts' dataclasses. `(default: ...)` is the default for a model of yours;"]
+    lines += ["the embedded task has its own: [defaults.md](../defaults.md)."]
+    for title in dict.fromkeys(group for group, *_ in of):
+        lines += ["", f"## {title}", "", "| flag | values | meaning | scripts |", "|---|---|---|---|"]
+        for (group, flag, values, text), scripts in of.items():
+            if group == title:
+                of_scripts = "all" if len(scripts) == 4 else " ".join(scripts)
+                cells = [f"`{flag}`", f"`{values}`" if values else "", cell(text), of_scripts]
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def kernels_page() -> str:
+    """Signature and docstring of each function of lib/core_algos."""
+    lines = ["# Kernels", "", "The functions of [lib/core_algos](../algorithms.md), with their own words."]
+    for name, function in sorted(vars(core_algos).items()):
+        if inspect.isfunction(function) and function.__doc__:
+            lines += ["", f"## `{name}`", "", "```python", f"{name}{inspect.signature(function)}", "```", ""]
+            lines += ["```text", inspect.getdoc(function) or "", "```"]
+    return "\n".join(lines)
+
+
+# ---- links and formulas --------------------------------------------------------------------------
+def on_page_markdown(markdown, page, **_):
+    """Links from the place that the page has in the site. A link that quotes code leads to the line."""
+    place, name = place_of(page.file.src_uri), page.file.src_uri
+
+    def linked(link: re.Match) -> str:
+        path, anchor = target(place, link), link["anchor"] or ""
+        if path is None:
+            return link[0]
+        if is_code(path):
+            to, anchor = code_page(path), line_of(path, link["text"].strip("`"))
+        elif path in PAGE_OF or path.is_relative_to(ROOT / "docs"):
+            to = PAGE_OF.get(path) or str(path.relative_to(ROOT / "docs"))
+        else:
+            return link["text"]  # a folder, or a record
+        return f"[{link['text']}]({relpath(to, str(Path(name).parent))}{anchor})"
+
+    return "".join(part if part.startswith("```") else LINK.sub(linked, part) for part in FENCE.split(markdown))
+
+
+@cache
+def line_of(path: Path, code: str) -> str:
+    lines = path.read_text().splitlines()
+    found = next((number for number, line in enumerate(lines, 1) if code in line), None)
+    return "" if found is None else f"#__codelineno-0-{found}"
+
+
+def on_page_content(html, page, **_):
+    """Formulas as MathML, which browsers draw without a script."""
+    if page.file.src_uri.startswith("code/"):
+        page.present_anchor_ids |= {*re.findall('name="(__codelineno-[^"]+)"', html)}  # else they are not found
+
+    def mathml(formula: re.Match) -> str:
+        display = "inline" if formula["tag"] == "span" else "block"
+        return latex2mathml.converter.convert(unescape(formula["text"]), display=display)
+
+    return FORMULA.sub(mathml, html)

@@ -1,0 +1,443 @@
+"""The endpoint of --agent: raw prompts, forced tool calls, parameters that are ignored, rewards of single answers."""
+
+import asyncio
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+import grpo
+from lib import InputError
+from lib.agent import agent_metrics
+from lib.agent.conversation import Conversations
+from lib.agent.parsers import call_beginning, get_tool_parser
+from lib.agent.program import load_agent
+from lib.agent.token_tree import TokenTree
+from lib.args import RolloutArgs
+from lib.cli.flags import parse_flags
+from lib.distributed import reduce_metrics
+from tests.agent.random_agents import ACTIONS, Client, random_raw_agent, segments_of, trained_of
+from tests.agent.test_agent_loop import END, tokenizer
+from tests.agent.test_agents import ASK, HELLO, SAY, TOOLS, Fake, ask, encode, failures, play, settings_of, user
+
+ROLE = "\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"  # behind an answer's end token
+
+
+def complete(*steps, **kwargs):
+    """Each step makes the body of a request from the choices so far. Returns batch, engine, metrics and choices."""
+    choices = []
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            for step in steps:
+                status, found = await client.post(step(choices), "/completions")
+                assert status == 200, found
+                choices.extend(found["choices"])
+
+    out, engine = play(agent, **kwargs)
+    return out, engine, out.non_tensor_batch["agent_metrics"][0], choices
+
+
+# ---- raw prompts ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(actions=ACTIONS, in_ids=st.booleans(), room=st.sampled_from([600, 4000]))
+def test_every_trained_token_was_sampled_in_its_raw_prompt(actions, in_ids, room):
+    """Each answer is trained exactly once, in the context that the agent sent, in which earlier answers have the tokens
+    that were sampled."""
+    # words that are one token each, or as many as they have letters
+    engine, sent = Fake(["tool", "user no", "a system stop", " tool "], steps=3), []
+    out, _ = play(random_raw_agent(actions, encode, in_ids, sent), engine=engine, room=room)
+    assert sorted(trained_of(out)) == sorted(engine.sampled) != []
+    contexts = [context for context, _ in engine.sampled]
+    if in_ids:
+        assert sorted(contexts) == sorted(sent)
+        return
+    assert sorted(map(tokenizer().decode, contexts)) == sorted(sent)
+    if "fork" in dict(actions):  # of which one may not know the other's answer
+        return
+    for i, (context, _) in enumerate(engine.sampled):
+        shown = [[*before, *ids[: -1 if ids[-1] == encode(END)[0] else None]] for before, ids in engine.sampled[:i]]
+        shown = [ids for ids in shown if tokenizer().decode(context).startswith(tokenizer().decode(ids))]
+        assert not shown or any(context[: len(ids)] == ids for ids in shown if len(ids) == max(map(len, shown)))
+
+
+@pytest.mark.parametrize(
+    "behind, segments",
+    [(f"{END}{ROLE % 'go on'}", 1), ("\nQ: 2+2\nA:", 2)],
+    ids=["with its end token", "without"],
+)
+def test_a_text_that_extends_an_answer_keeps_its_tokens(behind, segments):
+    out, engine, metrics, _ = complete(
+        lambda found: {"prompt": "Q: 1+1\nA:"},
+        lambda found: {"prompt": "Q: 1+1\nA:" + found[0]["text"] + behind},
+        engine=Fake([" yes, yes"]),
+    )
+    [(context, first), (longer, _)] = engine.sampled
+    kept = first if segments == 1 else first[:-1]
+    assert longer == context + kept + encode(behind.removeprefix(END)) and first[-1:] == encode(END)
+    assert metrics["tokens_reused"] == len(kept) and not metrics["lost_prefixes"] and not metrics["tokens_reencoded"]
+    assert len(segments_of(out)) == segments and sorted(trained_of(out)) == sorted(engine.sampled)
+
+
+def test_an_answer_that_was_cut_or_stripped_keeps_the_tokens_that_are_left():
+    """A stop string that the agent writes again is in one segment with the answer."""
+    stop = {"stop": "stop"}
+    out, engine, metrics, found = complete(
+        lambda found: {"prompt": "1"} | stop,
+        lambda found: {"prompt": f"1{found[0]['text']}stop 2"} | stop,
+        lambda found: {"prompt": f"1{found[0]['text']}stop 2{found[1]['text'].strip()} 3"} | stop,
+        engine=Fake(["a b c stop d"]),
+    )
+    assert [choice["text"] for choice in found] == ["a b c "] * 3 and not metrics["lost_prefixes"]
+    [(one, first), (two, second), (three, _)] = engine.sampled
+    assert two == one + first + encode(" 2") and len(segments_of(out)) == 2
+    assert three[: len(two) + 3] == two + second[:3] and tokenizer().decode(three) == "1a b c stop 2a b c 3"
+
+
+def test_a_raw_prompt_may_continue_an_answer_of_chat_or_the_answer_itself():
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            [said] = await client.chat(row["prompt"])
+            text = tokenizer().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+            body = {
+                "prompt": f"{text}{said['content']}{END}{ROLE % 'go on'}",
+                "max_tokens": 1,
+                "return_token_ids": True,
+            }
+            [cut] = (await client.post(body, "/completions"))[1]["choices"]
+            assert cut["finish_reason"] == "length"
+            await client.post({"prompt": cut["prompt_token_ids"] + cut["token_ids"]}, "/completions")
+
+    out, engine = play(agent, engine=Fake(["yes, yes"]))
+    [(context, first), (second, cut), (third, last)] = engine.sampled
+    assert second[: len(context) + len(first)] == context + first and third == second + cut
+    assert len(segments_of(out)) == 1 and trained_of(out) == [(context, first), (second, cut + last)]
+
+
+def test_an_edited_answer_is_a_lost_prefix():
+    _, engine, metrics, _ = complete(
+        lambda found: {"prompt": "1"}, lambda found: {"prompt": "1no 2"}, engine=Fake(["yes"])
+    )
+    assert metrics["lost_prefixes"] == 1 and metrics["tokens_reencoded"] == len(engine.sampled[1][0])
+
+
+def test_the_beginning_of_text_is_written_where_the_tokenizer_writes_it():
+    """And once: a prompt of the agent's own template may begin with it."""
+    own, [bos] = copy.deepcopy(tokenizer()), encode(END)
+    own.bos_token = END
+    own.backend_tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, bos)])
+    how = replace(settings_of(None), tokenizer=own)
+    for prompt in ("1", f"{END}1"):
+        assert Conversations(how, TokenTree([], 100)).raw_context(prompt).new == [bos, *encode("1")]
+    assert Conversations(settings_of(None), TokenTree([], 100)).raw_context("1").new == encode("1")
+
+
+def test_an_answer_to_raw_prompts_in_openais_form():
+    body = {"prompt": ["1", "2"], "n": 2, "logprobs": 0, "max_tokens": 3, "seed": 1, "return_token_ids": True}
+    events = []
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            events.append((await client.post(body, "/completions"))[1])
+            more = body | {"stream": True, "stream_options": {"include_usage": True}}
+            async with client.session.post(f"{url}/completions", json=more) as answer:
+                events.extend((await answer.text()).split("\n\n"))
+
+    _, engine = play(agent, engine=Fake(["yes, yes", "no"]))
+    answer, *streamed, done, end = events
+    assert (done, end) == ("data: [DONE]", "")
+    streamed = [json.loads(event.removeprefix("data: ")) for event in streamed]
+    assert [choice for event in streamed for choice in event["choices"]] == answer["choices"]
+    assert streamed[-1]["usage"] == answer["usage"] and answer["object"] == "text_completion"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    for choice, (context, ids) in zip(answer["choices"], engine.sampled, strict=False):
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (context, ids)
+        log_probs = choice["logprobs"]
+        assert log_probs["token_logprobs"] == [-0.5 - token for token in ids]
+        assert "".join(log_probs["tokens"]) == tokenizer().decode(ids)
+        shown = [log_probs["tokens"][i] for i, at in enumerate(log_probs["text_offset"]) if at < len(choice["text"])]
+        assert "".join(shown) == choice["text"]
+    prompts = [len(engine.sampled[0][0]), len(engine.sampled[2][0])]
+    sampled = sum(len(ids) for _, ids in engine.sampled[:4])
+    assert answer["usage"] == {
+        "prompt_tokens": sum(prompts),
+        "completion_tokens": sampled,
+        "total_tokens": sum(prompts) + sampled,
+    }
+
+
+def test_the_openai_sdk_with_completions():
+    import openai
+
+    async def agent(url, key, row):
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            said = await client.completions.create(model="x", prompt="1", max_tokens=9, logprobs=0)
+            text, log_probs = said.choices[0].text, said.choices[0].logprobs
+            assert text == "yes" and "".join(log_probs.tokens) == "yes" + END and said.usage.total_tokens > 2
+            stream = await client.completions.create(model="x", prompt=f"1{text}{END}2", stream=True)
+            assert "".join([event.choices[0].text async for event in stream]) == "yes"
+            with pytest.raises(openai.BadRequestError, match="suffix: only"):
+                await client.completions.create(model="x", prompt="1", suffix="2")
+
+    out, engine = play(agent, engine=Fake(["yes"]))
+    assert len(segments_of(out)) == 1 and trained_of(out) == engine.sampled and len(engine.sampled) == 2
+
+
+RAW = {"prompt": "hello"}
+WRONG = {
+    "prompt: give a text": {},
+    "prompt: give a text ": {"prompt": ""},
+    "prompt: give a text  ": {"prompt": []},
+    "prompt: give a text   ": {"prompt": ["a", ""]},
+    "prompt: give a text    ": {"prompt": ["a", [1]]},
+    "prompt: give a text     ": {"prompt": [[1], []]},
+    "prompt: give a text      ": {"prompt": [1, True]},
+    "prompt: give a text       ": {"prompt": [1, 2.5]},
+    "prompt: give a text        ": {"prompt": [[[1]]]},
+    "prompt: give a text         ": {"prompt": {"a": 1}},
+    "prompt: give token ids from 0 to": {"prompt": [1, 10**9]},
+    "prompt: give token ids from 0 to ": {"prompt": [[1], [-1]]},
+    "prompt: give token ids from 0 to  ": {"prompt": [10**400]},
+    "more tokens of context": {"prompt": "1" * 20_000},
+    "more tokens of context ": {"prompt": [1] * 5000},
+    "n: at most 128 answers": {"prompt": ["a"] * 65, "n": 2},
+    "n: at most 128 answers ": {"prompt": ["a"] * 5000},
+    "n: give a whole number": RAW | {"n": 0},
+    "logprobs: only 0 is supported": RAW | {"logprobs": 5},
+    "echo: only false is supported": RAW | {"echo": True},
+    'suffix: only "" is supported': RAW | {"suffix": "x"},
+    "best_of: only 1 is supported": RAW | {"best_of": 2},
+    "return_token_ids: give true or false": RAW | {"return_token_ids": 1},
+    "stop: give a text": RAW | {"stop": {}},
+    "stream_options: give": RAW | {"stream_options": []},
+    "messages is not supported": RAW | HELLO,
+    "temperature 0: the policy is trained at --temperature 1": RAW | {"temperature": 0},
+    "the body must be a JSON object": ["hello"],
+    "the body is not JSON": b'{"prompt": [' * 50_000,
+    "the body is not JSON ": b"\xff",
+}
+
+
+def test_wrong_raw_prompts_are_refused():
+    found = ask(*(("/completions", body) for body in WRONG.values()))
+    for (status, answer), (why, body) in zip(found, WRONG.items(), strict=True):
+        assert status == 400 and why.strip() in answer["error"]["message"], (body, answer)
+        assert answer["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_odd_raw_prompts_are_text():
+    odd = "\ud800 \0 \u202e \U0001f600 <|im_start|>"
+    found = ask(("/completions", {"prompt": odd}), ("/completions", {"prompt": [odd, "\n"]}))
+    assert [status for status, _ in found] == [200, 200], found
+
+
+def test_prompts_of_one_request_get_room_together():
+    """Or none of them an answer: what an agent never got is not trained."""
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            status, found = await client.post({"prompt": ["1", "2" * 300]}, "/completions")
+            assert status == 400 and found["error"]["code"] == "context_length_exceeded"
+            await client.chat(row["prompt"])
+
+    _, engine = play(agent, room=200)
+    assert len(engine.sampled) == 1
+
+
+# ---- forced calls --------------------------------------------------------------------------------
+
+SUB = {"type": "function", "function": {"name": 'su"b', "description": "", "parameters": {}}}
+
+
+@pytest.mark.parametrize("api", ["/chat/completions", "/messages", "/responses"])
+@pytest.mark.parametrize("tools, choice", [(TOOLS, "required"), ([*TOOLS, SUB], "named"), ([*TOOLS, SUB], "required")])
+def test_a_forced_call_begins_as_given_and_is_sampled_to_its_end(api, tools, choice):
+    rest, begins = ' {"a": 1, "b": 2}}\n</tool_call>', '<tool_call>\n{"name": "'
+    if len(tools) == 2 and choice == "required":
+        rest = f'add", "arguments":{rest}'
+    else:
+        begins += 'add", "arguments":'
+    named = {"type": "function", "function": {"name": "add"}}
+
+    async def agent(url, key, row):
+        async with Client(url, key, api) as client:
+            forced = {"tools": tools, "tool_choice": named if choice == "named" else choice}
+            [said] = await client.chat(row["prompt"], **forced)
+            [call] = said["tool_calls"]
+            assert call["function"]["name"] == "add" and not said["content"]
+            answered = [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+            await client.chat([*row["prompt"], *answered], **forced)
+
+    out, engine = play(agent, engine=Fake([rest]), room=1500)
+    [(context, first), (second, _)] = engine.sampled
+    assert tokenizer().decode(context).endswith(f"<|im_start|>assistant\n{begins}")
+    assert tokenizer().decode(first) == rest + END  # which alone is trained
+    assert second[: len(context) + len(first)] == context + first
+    assert len(segments_of(out)) == 1 and trained_of(out) == engine.sampled
+    assert not out.non_tensor_batch["agent_metrics"][0].get("lost_prefixes")
+
+
+def test_a_forced_call_that_is_not_one_stays_text():
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            body = {"messages": row["prompt"], "tools": TOOLS, "tool_choice": "required"}
+            [choice] = (await client.post(body))[1]["choices"]
+            assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+            assert choice["message"]["content"] == '<tool_call>\n{"name": "add", "arguments": no'
+            [choice] = (await client.post(body | {"max_tokens": 1}))[1]["choices"]
+            assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+            [said] = await client.chat(**body | {"stop": '"name"'})  # which was given, not sampled
+            assert said["content"].endswith('"arguments": no')
+            await client.chat([*row["prompt"], said, user("go on")], tools=TOOLS)
+
+    out, _ = play(agent, engine=Fake([" no"]))
+    assert out.non_tensor_batch["agent_metrics"][0]["lost_prefixes"] == 0
+
+
+FORMATS = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    "llama3_json": '{"name": "add", "parameters": {"a": 1}}',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_beginning_of_a_call_in_every_format(name):
+    """It is the beginning of a call as models write it, and what follows is read with it."""
+    for tools in (("add",), ("add", "sub")):
+        assert FORMATS[name].startswith(call_beginning(name, tokenizer(), tools))
+    [call] = get_tool_parser(name, tokenizer())(FORMATS[name])
+    assert (call.name, call.error) == ("add", None)
+    assert call_beginning("auto", tokenizer(), ("add",)) == call_beginning("hermes", tokenizer(), ("add",))
+
+
+def test_a_format_in_which_no_call_can_be_forced_says_so():
+    for name in ("vllm:mistral", "vllm:hermes"):
+        with pytest.raises(InputError, match="can be forced in the formats hermes, llama3_json, qwen3_coder"):
+            call_beginning(name, tokenizer(), ("add",))
+
+
+# ---- ignored parameters --------------------------------------------------------------------------
+
+
+def test_ignored_parameters_have_no_effect_and_are_counted():
+    bodies = {
+        "/chat/completions": HELLO | {"temperature": 0, "top_p": 1.0, "response_format": {"type": "json_object"}},
+        "/messages": ASK | {"temperature": 0.3},
+        "/responses": SAY | {"temperature": [], "reasoning_effort": None},
+        "/completions": {"prompt": "hello", "temperature": 2},
+    }
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            for path, body in bodies.items():
+                status, found = await client.post(body, path)
+                assert status == 200, found
+            status, found = await client.post(HELLO | {"top_p": 0.5})
+            advice = "The run's --agent-ignore top_p accepts and ignores it"
+            assert status == 400 and found["error"]["message"].endswith(advice)
+
+    out, engine = play(agent, ignore=frozenset({"temperature", "response_format", "reasoning_effort"}))
+    assert len(engine.sampled) == 4 and reduce_metrics(agent_metrics(out))["agent/ignored_mean"] == 5
+
+
+def test_the_names_of_ignored_parameters_are_checked():
+    args = parse_flags(grpo.Args, ["--agent", "true", "--agent-ignore", "temperature", "top_p"])
+    assert load_agent(args.rollout, "auto").ignore == {"temperature", "top_p"}
+    for name in ("temprature", "messages", "max_tokens", "n", "suffix"):
+        with pytest.raises(InputError, match=f"--agent-ignore {name}: it can ignore frequency_penalty, .*, verbosity"):
+            load_agent(RolloutArgs(agent="true", agent_ignore=("top_p", name)), "auto")
+
+
+# ---- rewards of answers --------------------------------------------------------------------------
+
+
+def test_rewards_of_answers_stand_on_their_last_tokens():
+    """In every API, and with n."""
+    numbers = {}
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            ids = []
+            for path, body in (
+                ("/chat/completions", {"messages": row["prompt"]}),
+                ("/completions", {"prompt": "1"}),
+                ("/messages", ASK),
+                ("/responses", SAY),
+                ("/chat/completions", HELLO | {"n": 2}),
+            ):
+                status, found = await client.post(body, path)
+                assert status == 200
+                ids += [found["id"]] if body.get("n") is None else [f"{found['id']}-{i}" for i in range(2)]
+            numbers.update({name: i + 1.0 for i, name in enumerate(ids) if i != 1})
+            return {"reward": 0.5, "rewards": numbers}
+
+    out, engine = play(agent, room=1500)
+    mask, given = out.batch["response_mask"][0].bool(), out.batch["turn_rewards"][0]
+    ends = (mask & ~F.pad(mask, (0, 1))[1:]).nonzero()[:, 0].tolist()
+    assert len(ends) == 6 == len(engine.sampled) and len(numbers) == 5
+    expected = dict(zip(ends, [1.0, 0.0, 3.0, 4.0, 5.0, 6.0]))
+    last = int(out.batch["attention_mask"][0, -len(given) :].sum()) - 1
+    expected[last] += 0.5
+    assert given.nonzero()[:, 0].tolist() == [at for at, value in expected.items() if value]
+    assert [given[at].item() for at in expected] == [*expected.values()]
+
+
+def test_rewards_of_answers_without_a_reward_leave_the_scorers_their_part():
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            return {"rewards": {(await client.post(HELLO))[1]["id"]: 2}}
+
+    out, _ = play(agent, engine=Fake(["yes"]))
+    assert out.batch["turn_rewards"].sum() == 2 and out.non_tensor_batch["answer"].tolist() == ["yes"]
+
+
+def test_wrong_rewards_of_answers_end_their_episode():
+    rewards = [
+        lambda name: {name: float("nan")},
+        lambda name: {name: "1"},
+        lambda name: {name: 10**400},
+        lambda name: {name: 1, "chatcmpl-episode-0-99": 1},
+        lambda name: {f"{name}-0": 1},
+        lambda name: [1],
+        lambda name: 0,
+        lambda name: {name: 1},
+    ]
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            name = (await client.post(HELLO))[1]["id"]
+            return {"rewards": rewards[int(row["prompt"][0]["content"][:-1])](name)}
+
+    out, _ = play(agent, rows=8)
+    assert out.non_tensor_batch["finish_reason"].tolist() == [*["error"] * 7, "stop"]
+    assert failures(out) == {"bad_reward": 7}
+    assert out.batch["turn_rewards"].sum(1).tolist() == [0.0] * 7 + [1.0]
+
+
+def test_one_episode_cannot_name_an_answer_of_another():
+    names = []
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            names.append((await client.post(HELLO))[1]["id"])
+            while len(names) < 2:
+                await asyncio.sleep(0.001)
+            return {"rewards": dict.fromkeys(names, 1.0)}
+
+    with pytest.raises(InputError, match=r"all 2 episodes failed(.|\n)*no answer has this id"):
+        play(agent, rows=2)
+
+
+def test_mt_grpo_takes_agents():
+    args = ["--agent", "true", "--adv-estimator", "mt_grpo", "--prompts-per-step", "2", "--group-size", "2"]
+    assert parse_flags(grpo.Args, args).adv_estimator == "mt_grpo"
+    with pytest.raises(InputError, match="gigpo credits the turns of an episode"):
+        parse_flags(grpo.Args, [*args, "--adv-estimator", "gigpo"])

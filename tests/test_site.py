@@ -1,0 +1,110 @@
+"""The documents as a site: built as `make docs` does, but without colours of the code, and read in a browser."""
+
+import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+import dapo
+import grpo
+import ppo
+import remax
+from lib.cli.flags import as_flag, walk
+from lib.core_algos import estimate_advantages
+from tests.common import ROOT, fork_module, parse_flags, ran
+from tests.tools.browser import launch_options, why_no_browser
+
+PAGES = ("index", "grpo", "reference/flags", "code/grpo.py")
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """--strict fails for a page that is in no menu, and for a link to no page or no heading."""
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HIGHLIGHT", "false")
+        ran(fork_module("mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(folder)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(site):
+    """(opens a page of the site: its URL's end -> page, all that pages asked for)."""
+    if why := why_no_browser():
+        pytest.skip(why)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    asked: list[str] = []
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(**launch_options())
+
+        def visit(end: str, **options):
+            page = chromium.new_page(viewport={"width": 1280, "height": 900}, **options)
+            page.on("request", lambda request: asked.append(request.url))
+            page.on("pageerror", lambda error: asked.append(f"error: {error}"))
+            page.goto(f"http://127.0.0.1:{server.server_port}/{end}")
+            return page
+
+        yield visit, asked
+        chromium.close()
+    server.shutdown()
+    server.server_close()
+
+
+def read(site, name: str) -> str:
+    return (site / f"{name}.html").read_text()
+
+
+def test_the_reference_has_every_flag_and_kernel(site):
+    flags = read(site, "reference/flags")
+    for script in (grpo, ppo, remax, dapo):
+        names = [as_flag(name) for name, *_ in walk(parse_flags(script.Args, []))]
+        assert [name for name in names if f"<code>{name}</code>" not in flags] == []
+    assert estimate_advantages.__name__ in read(site, "reference/kernels")
+
+
+def test_formulas_are_drawn_without_a_script(site):
+    for name in ("grpo", "ppo", "remax", "dapo", "multi_turn", "your_own"):
+        text = read(site, name)
+        assert text.count("<math") > 2 and "arithmatex" not in text, name
+
+
+def test_a_link_to_quoted_code_leads_to_its_line(site):
+    [number] = re.findall(r'code/grpo\.py\.html#__codelineno-0-(\d+)"><code>def grpo_advantages\(', read(site, "grpo"))[
+        :1
+    ]
+    assert (ROOT / "grpo.py").read_text().splitlines()[int(number) - 1].startswith("def grpo_advantages(")
+
+
+def test_pages_fit_and_ask_nobody_else(browser):
+    visit, asked = browser
+    for name in PAGES:
+        page = visit(f"{name}.html")
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") == width, name
+        page.close()
+    assert {url for url in asked if not url.startswith(("http://127.0.0.1:", "data:", "blob:http://127."))} == set()
+
+
+def test_search_finds_a_flag_and_not_the_code(browser):
+    page = browser[0]("index.html")
+    page.locator("input.md-search__input").fill("zero-variance")
+    page.locator(".md-search-result__link").first.wait_for()
+    found = [link.get_attribute("href") for link in page.locator(".md-search-result__link").all()]
+    assert any("flags" in url for url in found) and not any("/code/" in url for url in found)
+
+
+def test_it_is_dark_where_the_reader_wants_that(browser):
+    page = browser[0]("grpo.html", color_scheme="dark")
+    assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"
+    page.locator("label[title='light mode']").click()
+    assert page.locator("body").get_attribute("data-md-color-scheme") == "default"

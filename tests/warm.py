@@ -1,0 +1,27 @@
+"""What each run of tests.common.fork would do anew, done once in the server that they are forked from: late imports,
+and first calls that fill caches."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import fsspec  # noqa: F401
+import matplotlib.backends.backend_agg  # noqa: F401
+import pandas  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import dapo
+import grpo
+import ppo
+import remax
+from lib.run.tracking import plot_curve
+from tests.common import parse_flags
+
+for script in (grpo, ppo, remax, dapo):
+    parse_flags(script.Args, [])
+get_checkpoint_conversion_mapping("llama")  # compiles the regular expressions of all models
+with tempfile.TemporaryDirectory() as folder:
+    metrics = Path(folder, "metrics.jsonl")
+    metrics.write_text(json.dumps({"step": 1, "reward/mean": 0.0, "response_length/mean": 1.0}) + "\n")
+    plot_curve(metrics, Path(folder, "curve.png"), "fonts")
