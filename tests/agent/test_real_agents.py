@@ -38,6 +38,7 @@ ADDS = ["Let me see.\n" + CALL % (1, 2), CALL % (3, 4) + "\n" + CALL % (5, 6), "
 HANDS_OVER = [CALL % (3, 4), call("transfer_to_checker"), CALL % (3, 4), "It is 7."]
 REPAIRS = ["no call", bash("cat sums.py; python3 test_sums.py"), bash("sed -i s/-/+/ sums.py && python3 test_sums.py")]
 REPAIRS += [bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+BEGINNING = '<tool_call>\n{"name": "'  # of a forced call
 GAME = [f"I take [{i}]" for i in (0, 3, 1, 4, 2)]
 CODES = ["no code", code("a = 3\nprint(a)"), code("final_answer(a + 4)")]
 # by program: what the model answers, the segments of the row, the reward
@@ -46,7 +47,11 @@ AGENTS = {
     "tool_loop_anthropic.py": (ADDS, 1, 1),
     "with_openai_agents.py responses": (HANDS_OVER, 2, 1),  # the second agent has instructions of its own
     "with_openai_agents.py chat_completions": (HANDS_OVER, 2, 1),
-    "with_pydantic_ai.py": ([*ADDS, "Yes, 7."], 1, 1),
+    "with_pydantic_ai.py": (
+        [*ADDS, 'final_result", "arguments": {"total": 7}}\n</tool_call>'],
+        2,
+        1,
+    ),  # the second question has a tool more
     "with_langgraph.py": ([*ADDS, "Yes, 7."], 1, 1),
     "with_langgraph.py streaming": ([*ADDS, "Yes, 7."], 1, 1),
     "with_smolagents.py PYTHON": (CODES, 3, 1),  # it adds "Calling tools: ..." to each answer
@@ -85,11 +90,13 @@ def test_an_agent_of_another_project(program, monkeypatch):
     monkeypatch.setattr(endpoint, "_refusal", lambda *args: (refused.append(str(args[1])), refuse(*args))[1])
     answers, segments, reward = AGENTS[program]
     engine = Scripted(answers)
-    agent = load_agent(RolloutArgs(agent=f"{PYTHON} {HERE / program.replace('PYTHON', sys.executable)}"), "auto")
+    command = f"{PYTHON} {HERE / program.replace('PYTHON', sys.executable)}"
+    agent = load_agent(RolloutArgs(agent=command, agent_ignore=("temperature",)), "auto")
     how = replace(settings_of(None), agent=agent)
     out = make_episodes(engine, how).generate(prompts_of(how, 1), Sampling(100_000), [0])
     assert refused == [] and len(engine.sampled) == len(answers)
     assert sorted(trained_of(out)) == sorted(engine.sampled)
     shown = [tokenizer().decode(context) for context, _ in engine.sampled]
-    assert shown == [rendered(how, messages, tools) for messages, tools, _ in requests]
+    forced = [BEGINNING if options.forced else "" for *_, options in requests]
+    assert shown == [rendered(how, *request[:2]) + text for request, text in zip(requests, forced, strict=True)]
     assert len(segments_of(out)) == segments and out.batch["turn_rewards"].sum() == reward

@@ -14,7 +14,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-model = ChatOpenAI(model="policy", base_url=os.environ["OPENAI_BASE_URL"], streaming=len(sys.argv) > 1)
+own = {"base_url": os.environ["OPENAI_BASE_URL"], "streaming": len(sys.argv) > 1}
+model = ChatOpenAI(model="policy", temperature=0, **own)  # with --agent-ignore temperature
 graph = create_react_agent(model, [add], prompt="You add.", checkpointer=InMemorySaver())
 thread = {"configurable": {"thread_id": "1"}}
 graph.invoke({"messages": json.load(sys.stdin)["prompt"]}, thread)
