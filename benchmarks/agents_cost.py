@@ -23,15 +23,16 @@ from functools import cache, partial
 from pathlib import Path
 
 EPISODES, TURNS, TURN_TOKENS, REPEATS = 512, 6, 32, 3
+RECORD = Path(__file__).parent / "results/agents_cost.json"
 NOTHING = {"type": "object", "properties": {}}
 TOOL = {"type": "function", "function": {"name": "slow", "description": "", "parameters": NOTHING}}
-ENGINES = ("fake", "vllm")
+ENGINES = ("vllm", "fake")
 ARMS = {
     "in process": "--multi-turn.tools",
     "elsewhere": "--agent, in another process (plain HTTP)",
     "raw": "--agent, an async function with plain HTTP (aiohttp)",
     "sdk": "--agent, an async function with the openai SDK, one client for all",
-    "threads": "--agent, a function with the openai SDK, one client for each episode",
+    "threads": "--agent, a function in threads with the openai SDK, one client for all",
 }
 
 
@@ -55,29 +56,26 @@ async def raw(base_url: str, api_key: str, row: dict) -> float:
 
 
 async def sdk(base_url: str, api_key: str, row: dict) -> float:
-    messages, client = row["prompt"], sdk_client(base_url).with_options(api_key=api_key)
+    messages, client = row["prompt"], sdk_client(base_url, "AsyncOpenAI").with_options(api_key=api_key)
     for _ in range(TURNS):
         found = await client.chat.completions.create(**ask_for(messages))
         messages += [found.choices[0].message, {"role": "user", "content": "done"}]
     return 0.0
 
 
-@cache
-def sdk_client(base_url: str):
-    from openai import AsyncOpenAI
-
-    return AsyncOpenAI(base_url=base_url, api_key="of each episode")
-
-
 def threads(base_url: str, api_key: str, row: dict) -> float:
-    from openai import OpenAI
-
-    messages = row["prompt"]
-    with OpenAI(base_url=base_url, api_key=api_key) as client:
-        for _ in range(TURNS):
-            found = client.chat.completions.create(**ask_for(messages))
-            messages += [found.choices[0].message, {"role": "user", "content": "done"}]
+    messages, client = row["prompt"], sdk_client(base_url, "OpenAI").with_options(api_key=api_key)
+    for _ in range(TURNS):
+        found = client.chat.completions.create(**ask_for(messages))
+        messages += [found.choices[0].message, {"role": "user", "content": "done"}]
     return 0.0
+
+
+@cache
+def sdk_client(base_url: str, kind: str):
+    import openai
+
+    return getattr(openai, kind)(base_url=base_url, api_key="of each episode")
 
 
 class Elsewhere:
@@ -229,6 +227,7 @@ def measure(engine: str, arm: str) -> dict:
 def main() -> None:
     from benchmarks.curves import ROOT, provenance
 
+    record = {"command": "python -m benchmarks.agents_cost", **provenance(1), "episodes": EPISODES, "turns": TURNS}
     found: dict[str, dict] = {}
     for engine in ENGINES:
         for arm in ARMS:
@@ -236,8 +235,7 @@ def main() -> None:
             ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
             found.setdefault(engine, {})[arm] = json.loads(ran.stdout.splitlines()[-1])
             print(engine, arm, found[engine][arm], flush=True)
-    record = {"command": "python -m benchmarks.agents_cost", **provenance(1), "episodes": EPISODES, "turns": TURNS}
-    (ROOT / "benchmarks/results/agents_cost.json").write_text(json.dumps(record | found, indent=1) + "\n")
+            RECORD.write_text(json.dumps(record | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
