@@ -155,9 +155,9 @@ OF_OTHERS = {
 
 
 def flags_of_programs() -> set[str]:
-    """Of data/, benchmarks/, rewards/ and tools/: parameters, fields of dataclasses and words."""
+    """Of data/, benchmarks/, launch/, rewards/ and tools/: parameters, fields of dataclasses and words."""
     paths = [*(ROOT / "data").glob("*.py"), *(ROOT / "rewards").glob("*.py")]
-    paths += [path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
+    paths += [path for folder in ("benchmarks", "tools", "launch") for path in (ROOT / folder).rglob("*.py")]
     names = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
