@@ -120,14 +120,15 @@ class Conversations:
         return None, bos + ids if writes_bos else ids
 
     def _shown(self, said: Said, text: str) -> tuple[int, int]:
-        """If the text begins with the answer and its context: the number of characters up to there, and how many of the
-        answer's tokens stand in them. Else (0, 0). It may lack the end token, white space, or what the agent did not
-        get."""
+        """If the text begins with an answer and its context: the number of characters up to there, and how many of the
+        answer's tokens they show. Else (0, 0). Agents leave out the end token, white space, and what they did not get,
+        from a stop string on."""
         start, ids = len(said.context.text), said.sampled.token_ids
         if not text.startswith(said.context.text):
             return 0, 0
-        for n in (len(ids), len(ids) - said.has_end_token):
-            whole = said.text + self._decode(ids[len(ids) - said.has_end_token : n])
+        before_end = len(ids) - said.has_end_token
+        for n in (len(ids), before_end):
+            whole = said.text + self._decode(ids[before_end:n])
             if text.startswith(whole, start):
                 return start + len(whole), n
         own = said.shown["content"].rstrip()

@@ -370,25 +370,18 @@ def test_grpo_with_async_agents(server, tmp_path):
     url, path, _ = server
     (tmp_path / "solve.py").write_text(SOLVE)
     args = [*asynchronous(url, path, 1), "--max-response-length", "300", "--save-rollouts", "all", "--reward"]
-    args += [
-        "--multi-turn.parser",
-        "hermes",
-        "--agent",
-        f"{tmp_path / 'solve.py'}:solve",
-        "--agent-ignore",
-        "temperature",
-        "--stop",
-        "3",
-    ]
-    ran(fork("grpo", tmp_path, *args, "--adv-estimator", "mt_grpo", "--total-steps", "3"))
+    args += ["--agent", f"{tmp_path / 'solve.py'}:solve", "--agent-ignore", "temperature", "--stop", "3"]
+    args += ["--multi-turn.parser", "hermes", "--adv-estimator", "mt_grpo"]
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "3"))
     found = metrics(tmp_path / "run")
-    assert [row["async/staleness_max"] for row in found] == [0, 1, 1]
+    assert all(row["async/staleness_max"] <= bound for row, bound in zip(found, [0, 1, 1], strict=True))
+    assert sum(row["async/staleness_mean"] for row in found) > 0  # some of it was ahead
     for row in found:
         assert row["agent/turns_mean"] == row["agent/requests_mean"] == 4 and row["agent/ignored_mean"] == 1
         assert not row["agent/lost_prefixes_mean"] and not row["agent/failed"] and row["agent/tokens_reused_mean"] > 0
         assert 0.9 < row["rollout/is_weight"] < 1.1 and row["training/rows_trained"] == 32
     for row in rollouts(tmp_path / "run").values():
-        assert sum(version >= 0 for version in row["weight_versions"]) <= 36
+        assert [version >= 0 for version in row["weight_versions"]] == [*map(bool, row["response_mask"])]
 
 
 def check_async_episodes(run, staleness):
